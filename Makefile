@@ -1,0 +1,38 @@
+# `make demo` and `make test` need nothing but Python 3.11-3.13: each sets up .venv by itself first. `make help` lists the rest.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test unit check format bench clean
+MAKEFLAGS += --no-print-directory
+
+BIN := .venv/bin
+CODE := vcache_backend integration benchmarks
+ARGS ?=
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' Makefile | expand -t 16
+
+setup:  ## create .venv and install what is missing (every target does this first)
+	@scripts/setup.sh
+
+demo: setup  ## a server and two workers share KV bytes here; every byte is checked
+	@$(BIN)/vcache demo $(ARGS)
+
+test: check  ## lint, types, then all tests; ARGS="-k name" passes options on to pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+unit: setup  ## the tests alone
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup  ## lint, formatting and strict types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy --strict $(CODE)
+
+format: setup  ## put the code in its one format, repair what lint can repair
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: setup  ## measure this machine; ARGS are those of `vcache bench`
+	@$(BIN)/vcache bench $(ARGS)
+
+clean:  ## remove .venv and everything built
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Creates .venv and installs this project with what it needs; does nothing when that is already so.
+#
+#   no GPU       torch's CPU build, by its local version (`+cpu`), which no CUDA build can satisfy
+#   GPU          plain torch and the extra `gpu`
+#   GPU, torch   the machine's own packages are seen from .venv and torch is left as it is; without a network
+#   installed    that is all there is, and one line says what is missing
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+CPU_TORCH=2.13.0+cpu
+CPU_TRITON=3.6.0
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+VENV=.venv
+LOG=$VENV/setup.log
+SITE='import sysconfig; print(sysconfig.get_path("purelib"))'
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+suitable() { "$1" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1; }
+
+find_python() {
+    local name
+    for name in python3 python3.11 python3.12 python3.13; do
+        if suitable "$name"; then command -v "$name"; return; fi
+    done
+    die "needs Python 3.11, 3.12 or 3.13 with venv on PATH; found $(python3 --version 2>/dev/null || echo none)"
+}
+
+fingerprint() { { cat pyproject.toml scripts/setup.sh; pwd; } | sha256sum | cut -d' ' -f1; }
+
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@" >>"$LOG" 2>&1; }
+
+give_up() {
+    tail -n 15 "$LOG" >&2
+    die "$1 (all of pip's output: $LOG)"
+}
+
+install_on_cpu() {
+    say "no GPU here: PyTorch $CPU_TORCH, no CUDA packages"
+    pip install "torch==$CPU_TORCH" ||
+        pip install "torch==$CPU_TORCH" --extra-index-url "$CPU_INDEX" ||
+        give_up "no CPU build torch==$CPU_TORCH for this Python was found"
+    printf 'torch==%s\ntriton==%s\n' "$CPU_TORCH" "$CPU_TRITON" >"$VENV/constraints.txt"
+    say "the other packages"
+    pip install -c "$VENV/constraints.txt" "setuptools>=77" -e ".[dev]" || give_up "pip could not install the packages"
+}
+
+install_on_gpu() {
+    local torch
+    torch=$("$VENV/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null || true)
+    if [ -n "$torch" ]; then
+        say "GPU here, with PyTorch $torch"
+        printf 'torch==%s\n' "$torch" >"$VENV/constraints.txt"
+    else
+        say "GPU here: PyTorch with CUDA, some gigabytes"
+        : >"$VENV/constraints.txt"
+    fi
+    pip install --retries 1 -c "$VENV/constraints.txt" "setuptools>=77" -e ".[gpu,dev]" && return
+    [ -n "$torch" ] || give_up "pip could not install the packages"
+    say "no packages to be had here; using those of the machine"
+    pip install --no-deps --no-index --no-build-isolation -e . || give_up "pip could not install this project"
+    "$VENV/bin/python" - <<'PYTHON' >&2
+from importlib.util import find_spec
+wanted = "msgspec yaml numpy triton typer rich prometheus_client cuda pytest pytest_timeout hypothesis ruff mypy msgpack".split()
+missing = [name for name in wanted if find_spec(name) is None]
+if missing:
+    print("setup: not on this machine, what needs them will not run:", *missing)
+PYTHON
+}
+
+stamp=$VENV/setup.stamp
+wanted=$(fingerprint)
+if [ -x "$VENV/bin/vcache" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
+
+python=$(find_python)
+gpu=false
+if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then gpu=true; fi
+if ! suitable "$VENV/bin/python"; then
+    say "creating $VENV with $("$python" --version)"
+    if $gpu && "$python" -c 'import torch, pip' 2>/dev/null; then
+        # Not --system-site-packages: where python3 is itself in a virtual environment, that would skip its packages.
+        "$python" -m venv --clear --without-pip "$VENV"
+        "$python" -c "$SITE" >"$("$VENV/bin/python" -c "$SITE")/machine.pth"
+    else
+        "$python" -m venv --clear "$VENV"
+    fi
+fi
+: >"$LOG"
+if $gpu; then install_on_gpu; else install_on_cpu; fi
+printf '%s\n' "$wanted" >"$stamp"
+say "done"

@@ -1,0 +1,58 @@
+"""What every test has: the interpreter for Triton where there is no GPU, a clean environment, GPU tests skipped by name."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Machines here are slow at times; a slow example is no failure, a slow test is (`timeout` in pyproject.toml).
+settings.register_profile("vcache", deadline=None, print_blob=True)
+settings.load_profile("vcache")
+
+
+def _gpus() -> int:
+    """GPUs of this machine, without loading CUDA into the process that will start others."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = sum(re.fullmatch(r"nvidia\d+", entry.name) is not None for entry in Path("/dev").iterdir())
+    return present if visible is None else min(present, len([name for name in visible.split(",") if name.strip()]))
+
+
+GPUS = _gpus()
+if GPUS == 0:
+    # Read by Triton when a kernel is decorated, so before anything imports it; children inherit it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+_skipped_for_gpus: list[str] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is None:
+            continue
+        count = marker.kwargs.get("count", marker.args[0] if marker.args else 1)
+        if count > GPUS:
+            item.add_marker(pytest.mark.skip(reason=f"needs {count} GPU{'s' * (count > 1)}, here are {GPUS}"))
+            _skipped_for_gpus.append(item.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = {report.nodeid for report in terminalreporter.getreports("skipped")}
+    names = [name for name in _skipped_for_gpus if name in skipped]
+    if names:
+        here = "no GPU here" if GPUS == 0 else f"{GPUS} here"
+        terminalreporter.section(f"{len(names)} GPU test{'s' * (len(names) > 1)} skipped ({here})")
+        for name in names:
+            terminalreporter.line(f"  {name}")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test finds the server or the file of the person who runs it; every test's default socket is its own."""
+    monkeypatch.delenv("VCACHE_CONFIG", raising=False)
+    monkeypatch.delenv("VCACHE_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

@@ -1,0 +1,123 @@
+"""The configuration: strict, with units, and the files of `configs/`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from vcache_backend import config
+from vcache_backend.config import ByteSize, Config
+from vcache_backend.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(text: str) -> Path:
+        path = tmp_path / "vcache.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_file_of_configs_loads(path: Path) -> None:
+    assert isinstance(config.load(path), Config)
+
+
+def test_the_commented_file_holds_every_key_with_its_default() -> None:
+    path = CONFIGS[0].parent / "vcache.yaml"
+    assert config.load(path) == Config()
+    written = msgspec.yaml.decode(path.read_bytes())
+    assert _keys(written) == _keys(msgspec.to_builtins(Config(), enc_hook=str))
+
+
+def _keys(values: dict[str, Any]) -> list[Any]:
+    return [(key, _keys(value)) if isinstance(value, dict) else key for key, value in values.items()]
+
+
+def test_an_empty_file_means_the_defaults(write: Any) -> None:
+    assert config.load(write("# nothing\n")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("server: {evction: {}}", "Object contains unknown field `evction` - at `$.server`"),
+        ("server: {eviction: {policy: fifo}}", "Invalid enum value 'fifo' - at `$.server.eviction.policy`"),
+        ("server: {eviction: {low_water: 0.2, high_water: 0.1}}", "high_water (0.1) must be at least low_water (0.2)"),
+        ("server: {eviction: {low_water: 1.5}}", "at `$.server.eviction.low_water`"),
+        ("client: {request_seconds: 0}", "at `$.client.request_seconds`"),
+        ("client: {request_seconds: soon}", "at `$.client.request_seconds`"),
+        ("pool: {segment_bytes: 8 GiBs}", "'8 GiB' or '512MiB', got '8 GiBs' - at `$.pool.segment_bytes`"),
+        ("pool: {segment_bytes: true}", "got True - at `$.pool.segment_bytes`"),
+        ("engine: {chunk_size: 0}", "at `$.engine.chunk_size`"),
+        ("cache: {}", "Object contains unknown field `cache`"),
+        ("[1, 2]", "Expected sections (server, client, pool, engine), got list"),
+        ("server: [", "vcache.yaml"),
+    ],
+)
+def test_a_mistake_is_an_error_that_names_the_file_and_the_place(write: Any, text: str, message: str) -> None:
+    path = write(text)
+    with pytest.raises(ConfigError) as caught:
+        config.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+
+
+def test_an_absent_file_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        config.load("nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("8 GiB", 8 << 30), ("512MiB", 512 << 20), ("1.5 kib", 1536), ("4GB", 4 * 10**9), ("2 TiB", 2 << 40), ("4096", 4096)],
+)
+def test_a_size_is_a_number_with_or_without_a_unit(write: Any, text: str, nbytes: int) -> None:
+    assert config.load(write(f"pool: {{segment_bytes: {text}}}")).pool.segment_bytes == nbytes
+    assert ByteSize.parse(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1 GiB", "1e9", "8 GiB of memory", "٤x"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="Expected bytes"):
+        ByteSize.parse(text)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 512 << 20, 8 << 30, 3 << 40])
+def test_a_size_is_written_so_that_it_reads_back(nbytes: int) -> None:
+    assert ByteSize.parse(str(ByteSize(nbytes))) == nbytes
+
+
+def test_the_socket_of_the_environment_wins_over_the_file(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write("server: {socket: /file.sock, lease_seconds: 3}")
+    assert config.load(path).server.path == Path("/file.sock")
+    monkeypatch.setenv("VCACHE_SOCKET", "/environment.sock")
+    assert config.load(path).server.path == Path("/environment.sock")
+    assert config.load(path).server.lease_seconds == 3
+    assert config.load().server.path == Path("/environment.sock")
+
+
+def test_the_environment_names_the_file_when_the_caller_does_not(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VCACHE_CONFIG", str(write("engine: {chunk_size: 64}")))
+    assert config.load().engine.chunk_size == 64
+    assert config.load(CONFIGS[0].parent / "vcache.yaml").engine.chunk_size == 256
+
+
+def test_the_default_socket_lies_in_a_folder_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert Config().server.path == Path("/run/user/7/vcache/vcache.sock")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert Config().server.path.parent.name.startswith("vcache-")
+
+
+def test_what_is_dumped_loads_as_the_same_configuration(write: Any) -> None:
+    shown = config.dump(config.load(CONFIGS[0].parent / "two-gpus.yaml"))
+    assert shown["pool"]["segment_bytes"] == "16 GiB"
+    assert config.dump(config.load(write(msgspec.yaml.encode(shown).decode()))) == shown

@@ -1,0 +1,108 @@
+"""Chunk keys: a key stands for its whole prefix, in its namespace, under its salt, for its rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vcache_backend.chunk import Layout
+from vcache_backend.hashing import TokenHasher
+from vcache_backend.metadata_server.messages import KEY_BYTES
+
+LAYOUT = Layout(model="m", dtype="bf16", layers=2, kv_heads=2, head_dim=8, block_size=16, kv_layout="x")
+CHUNK = 4
+
+GOLDEN = [
+    "647bdb217a97961de90210e0913177cb77de88c09682d8950000",
+    "647bdb217a97961d00b69dcb4acea5bf5504401dfb58620f0000",
+]
+
+# Few different tokens and short sequences: equal prefixes are common.
+tokens = st.lists(st.integers(0, 2), max_size=6 * CHUNK)
+
+
+def hasher(layout: Layout = LAYOUT, rank: int = 0) -> TokenHasher:
+    return TokenHasher(layout.namespace(), CHUNK, rank)
+
+
+def test_the_key_format_has_not_drifted() -> None:
+    """A change here makes every chunk of an older server or worker unreachable: change PROTOCOL_VERSION with it."""
+    keys = [key.hex() for key in hasher().keys(range(10))]
+    assert keys == GOLDEN
+
+
+@given(tokens, tokens)
+def test_keys_are_equal_if_and_only_if_the_whole_prefix_is(first: list[int], second: list[int]) -> None:
+    ours, theirs = hasher().keys(first), hasher().keys(second)
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=False), start=1):
+        assert (one == other) == (first[: i * CHUNK] == second[: i * CHUNK])
+    assert len(set(ours)) == len(ours) == len(first) // CHUNK
+
+
+@given(tokens, st.integers(0, 3))
+def test_more_tokens_keep_the_keys_of_their_prefix(prefix: list[int], more: int) -> None:
+    keys = hasher().keys(prefix)
+    assert hasher().keys(prefix + [1] * more * CHUNK)[: len(keys)] == keys
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=CHUNK, max_size=3 * CHUNK))
+def test_lists_arrays_and_tensors_agree(values: list[int]) -> None:
+    keys = hasher().keys(values)
+    assert hasher().keys(tuple(values)) == keys
+    assert hasher().keys(np.array(values)) == keys
+    assert hasher().keys(np.repeat(np.array(values), 2)[::2]) == keys
+    assert hasher().keys(torch.tensor(values)) == keys
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint16, np.int64])
+def test_the_width_of_the_integers_does_not_matter(kind: Any) -> None:
+    assert hasher().keys(np.arange(8, dtype=kind)) == hasher().keys(range(8))
+    assert hasher().keys(torch.arange(8, dtype=torch.int32)) == hasher().keys(range(8))
+
+
+@pytest.mark.parametrize("count", range(CHUNK))
+def test_less_than_a_chunk_has_no_key(count: int) -> None:
+    assert hasher().keys([7] * count) == []
+
+
+@pytest.mark.parametrize("field", [name for name in LAYOUT.__struct_fields__ if name != "extra"])
+def test_every_field_of_the_layout_separates_namespaces(field: str) -> None:
+    value = getattr(LAYOUT, field)
+    other = msgspec.structs.replace(LAYOUT, **{field: value + 1 if isinstance(value, int) else f"{value}!"})
+    assert other.namespace() != LAYOUT.namespace()
+    assert not set(hasher(other).keys(range(8))) & set(hasher().keys(range(8)))
+
+
+def test_what_an_adapter_adds_separates_namespaces() -> None:
+    spaces = {
+        msgspec.structs.replace(LAYOUT, extra=extra).namespace()
+        for extra in ({}, {"lora": "a"}, {"lora": "b"}, {"lora": "a", "salt": "s"}, {"lora": "a\nsalt", "s": ""})
+    }
+    assert len(spaces) == 5
+
+
+def test_the_namespace_keys_the_hash_and_starts_the_key() -> None:
+    """Were only the first eight bytes different, a namespace whose prefix collides would share the other's chunks."""
+    other = msgspec.structs.replace(LAYOUT, model="n")
+    ours, theirs = hasher().keys(range(4))[0], hasher(other).keys(range(4))[0]
+    assert ours[:8] == LAYOUT.namespace().prefix != theirs[:8]
+    assert ours[8:24] != theirs[8:24]
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40))
+def test_salts_separate(salt: bytes, other: bytes) -> None:
+    assert (hasher().keys(range(8), salt) == hasher().keys(range(8), other)) == (salt == other)
+
+
+def test_ranks_differ_in_their_last_two_bytes_only() -> None:
+    """The server answers a look-up for a whole tensor-parallel group by writing the other ranks into the key."""
+    ours, theirs = hasher().keys(range(4))[0], hasher(rank=258).keys(range(4))[0]
+    assert len(ours) == KEY_BYTES
+    assert ours[:-2] == theirs[:-2]
+    assert (ours[-2:], theirs[-2:]) == (b"\0\0", b"\1\2")

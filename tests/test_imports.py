@@ -1,0 +1,159 @@
+"""Imports point down, and some things are done in one place only. Read from the source: nothing is imported but the server."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {
+    "vcache_backend": "vcache_backend",
+    "integration": "vcache_backend.integration",
+    "benchmarks": "vcache_backend.benchmarks",
+}
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+GPU_CODE = ("torch", "triton", "numpy", "cuda", "vllm", "lmcache", "mooncake")
+DOORS = ("vcache_backend.integration", "vcache_backend.benchmarks", "integration", "benchmarks")
+
+# (who, what it must not import even inside a function)
+FORBIDDEN = [
+    ("vcache_backend.metadata_server", GPU_CODE),
+    (
+        "vcache_backend.metadata_server",
+        tuple(f"vcache_backend.{name}" for name in ("vram_pool", "engine", "hashing", "fallback", "cli", "doctor", "demo")),
+    ),
+    (
+        "vcache_backend.vram_pool",
+        ("vcache_backend.engine", "vcache_backend.cli", "vcache_backend.demo", "vcache_backend.fallback"),
+    ),
+    ("vcache_backend.vram_pool", ("vllm", "lmcache", "mooncake")),
+    ("vcache_backend.fallback", ("vcache_backend.engine", "vcache_backend.cli", "vcache_backend.demo", "vllm", "lmcache")),
+    ("vcache_backend.engine", ("vcache_backend.cli", "vcache_backend.demo", "vllm", "lmcache")),
+    ("vcache_backend.config", GPU_CODE),
+    ("vcache_backend.errors", GPU_CODE),
+    ("vcache_backend.status", GPU_CODE),
+]
+
+
+def module(path: Path) -> str:
+    """The name a file is installed under."""
+    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join([FOLDERS[folder], *(part for part in rest if part != "__init__")])
+
+
+def imports(path: Path, top_level_only: bool = False) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything a file imports, `from a import b` as both `a` and `a.b`; not for type checkers only."""
+    package = module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
+    for node in _walk(ast.parse(path.read_text()), top_level_only):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            yield node.lineno, source
+            yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+
+
+def _walk(node: ast.AST, top_level_only: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if top_level_only and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        yield child
+        yield from _walk(child, top_level_only)
+
+
+def within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def found(path: Path, forbidden: tuple[str, ...], top_level_only: bool = False) -> list[str]:
+    where = path.relative_to(ROOT)
+    return [f"{where}:{line} imports {name}" for line, name in imports(path, top_level_only) if within(name, forbidden)]
+
+
+@pytest.mark.parametrize(("who", "forbidden"), FORBIDDEN, ids=lambda value: value if isinstance(value, str) else value[0])
+def test_imports_point_down(who: str, forbidden: tuple[str, ...]) -> None:
+    files = [path for path in FILES if within(module(path), (who,))]
+    assert [line for path in files for line in found(path, forbidden)] == []
+
+
+def test_the_core_does_not_import_the_doors_but_lazily_in_the_cli() -> None:
+    core = [path for path in FILES if path.is_relative_to(ROOT / "vcache_backend")]
+    wrong = [line for path in core for line in found(path, DOORS, top_level_only=path.name == "cli.py")]
+    assert wrong == []
+
+
+def test_the_cli_imports_nothing_heavy_at_its_top() -> None:
+    heavy = (*GPU_CODE, "rich", "vcache_backend.vram_pool", "vcache_backend.engine", "vcache_backend.metadata_server")
+    assert found(ROOT / "vcache_backend/cli.py", heavy, top_level_only=True) == []
+
+
+def test_the_doors_and_benchmarks_import_their_own_modules_relatively() -> None:
+    """They have one name in a checkout and another when installed; a relative import is right under both."""
+    wrong = []
+    for path in FILES:
+        own = path.relative_to(ROOT).parts[0]
+        if own != "vcache_backend":
+            absolute = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+            for node in absolute:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                if not getattr(node, "level", 0) and any(within(name, (own, FOLDERS[own])) for name in names):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert wrong == []
+
+
+def test_no_module_is_named_after_nothing() -> None:
+    names = {"utils", "util", "common", "helpers", "helper", "misc"}
+    assert [str(path.relative_to(ROOT)) for path in FILES if {path.stem, path.parent.name} & names] == []
+
+
+def test_only_the_tools_for_people_print() -> None:
+    allowed = ("vcache_backend.cli", "vcache_backend.status", "vcache_backend.demo", "vcache_backend.benchmarks")
+    wrong = []
+    for path in FILES:
+        if not within(module(path), allowed):
+            calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+            wrong += [f"{path.relative_to(ROOT)}:{call.lineno}" for call in calls if ast.unparse(call.func) == "print"]
+    assert wrong == []
+
+
+def test_only_the_configuration_reads_the_environment() -> None:
+    """Handing it on to a child (`env={**os.environ, …}`) is not reading it."""
+    reads = {"os.environ", "os.getenv", "os.environb"}
+    wrong = []
+    for path in FILES:
+        if not path.is_relative_to(ROOT / "vcache_backend") or path.name == "config.py":
+            continue
+        tree = ast.parse(path.read_text())
+        handed_on = {
+            id(node) for call in ast.walk(tree) if isinstance(call, ast.keyword) and call.arg == "env" for node in ast.walk(call)
+        }
+        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in handed_on)
+        lines = [node.lineno for node in nodes if ast.unparse(node) in reads]
+        lines += [line for line, name in imports(path) if name in reads]
+        wrong += [f"{path.relative_to(ROOT)}:{line}" for line in lines]
+    assert wrong == []
+
+
+def test_every_folder_of_code_is_packaged() -> None:
+    folders = {module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0] for path in FILES}
+    assert folders == set(PYPROJECT["tool"]["setuptools"]["packages"])
+    assert [str(path) for folder in {path.parent for path in FILES} if not (path := folder / "__init__.py").exists()] == []
+
+
+def test_the_server_loads_neither_torch_nor_cuda() -> None:
+    """What the imports do, rather than what they say: a fresh process has none of it, and no threads or numpy either."""
+    heavy = ("torch", "triton", "numpy", "cuda", "vllm", "lmcache", "rich")
+    code = f"import sys, vcache_backend.metadata_server.server; print([n for n in {heavy!r} if n in sys.modules])"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert (child.stdout, child.stderr) == ("[]\n", "")

@@ -1,0 +1,57 @@
+"""What two instances must agree on to share chunks (`Layout`), and the namespace that follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import msgspec
+
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that changes the bytes of a chunk, or whose they are. Two instances share if and only if all of it is equal.
+
+    kv_layout: the arrangement of one layer's KV in its blocks, as `PagedKV.describe()` names it.
+    extra: what an adapter must add (LoRA, quantisation, a tenant's salt, the hash algorithm and seed of foreign block hashes).
+    """
+
+    model: str
+    revision: str = ""
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    kv_layout: str
+    chunk_size: int = 256
+    rope: str = ""
+    tp_size: int = 1
+    pp_size: int = 1
+    pp_rank: int = 0
+    hash_algorithm: str = "blake2b-128"
+    extra: dict[str, str] = {}
+
+    def fields(self) -> dict[str, str]:
+        """All of it as text, for the server and for people."""
+        plain = {name: str(getattr(self, name)) for name in self.__struct_fields__ if name != "extra"}
+        return plain | {f"extra.{key}": value for key, value in sorted(self.extra.items())}
+
+    def namespace(self) -> Namespace:
+        """The namespace of this layout: a 32-byte BLAKE2b digest over its canonical MessagePack."""
+        canonical = msgspec.msgpack.encode(sorted(self.fields().items()))
+        return Namespace(hashlib.blake2b(canonical, digest_size=32, person=b"vcache-layout-1").digest())
+
+
+class Namespace(NamedTuple):
+    """`fingerprint`: 32 bytes, keys the token hash. `prefix`: its first 8, the start of every chunk key."""
+
+    fingerprint: bytes
+
+    @property
+    def prefix(self) -> bytes:
+        return self.fingerprint[:NAMESPACE_BYTES]
+
+    def __str__(self) -> str:
+        return self.prefix.hex()

@@ -1,0 +1,182 @@
+"""Configuration: frozen values, read once at the edge. The only module that looks at environment variables.
+
+`load(path)` reads a YAML file strictly (an unknown key is an error with its path); without a path it takes
+`VCACHE_CONFIG`, and without that the defaults. `VCACHE_SOCKET` overrides `server.socket`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from vcache_backend.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ByteSize(int):
+    """A number of bytes; in YAML an integer, or a number with a unit: `8 GiB`, `512MiB`, `4GB`."""
+
+    @classmethod
+    def parse(cls, value: object) -> ByteSize:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls(value)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f"Expected bytes such as 1073741824, '8 GiB' or '512MiB', got {value!r}")
+        return cls(float(match[1]) * _UNITS[match[2].upper()])
+
+    def __str__(self) -> str:
+        for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+            if self >= size:
+                return f"{self / size:.4g} {unit}"
+        return f"{int(self)} B"
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections: unknown keys are errors."""
+
+
+class EvictionConfig(_Section, frozen=True, kw_only=True):
+    """When the part of the pool in use exceeds `1 - low_water`, evict in the background until `1 - high_water`.
+
+    Both 0 (the default): evict only when a reservation needs the room, which keeps the pool full and costs about a microsecond.
+    """
+
+    policy: Literal["lru"] = "lru"
+    low_water: Fraction = 0.0
+    high_water: Fraction = 0.0
+
+    def __post_init__(self) -> None:
+        if self.high_water < self.low_water:
+            raise ValueError(f"high_water ({self.high_water}) must be at least low_water ({self.low_water})")
+
+
+class ServerConfig(_Section, frozen=True, kw_only=True):
+    """The metadata server. Times in seconds.
+
+    lease_seconds: how long a read lease lasts. reservation_seconds: how long a slot may stay uncommitted.
+    quarantine_seconds: when a slot whose writer lives but never answered for it is given back all the same.
+    recover_seconds: how long after a restart the server waits for workers to offer their segments' fds again.
+    """
+
+    socket: str = ""
+    lease_seconds: Positive = 10.0
+    reservation_seconds: Positive = 30.0
+    quarantine_seconds: Positive = 600.0
+    recover_seconds: Positive = 60.0
+    journal: bool = True
+    max_chunks: PositiveInt = 4_000_000
+    max_clients: PositiveInt = 1024
+    allow_uids: list[int] = []
+    eviction: EvictionConfig = EvictionConfig()
+
+    @property
+    def path(self) -> Path:
+        """The socket's path, the default filled in."""
+        return Path(self.socket) if self.socket else default_socket()
+
+
+class ClientConfig(_Section, frozen=True, kw_only=True):
+    """Deadlines of a worker's or scheduler's calls, in seconds. After one is missed the breaker opens: calls fail at
+    once, and a background thread tries to connect again every `retry_seconds` (doubling up to `retry_max_seconds`)."""
+
+    connect_seconds: Positive = 0.5
+    request_seconds: Positive = 0.25
+    control_seconds: Positive = 5.0
+    heartbeat_seconds: Positive = 1.0
+    retry_seconds: Positive = 0.1
+    retry_max_seconds: Positive = 2.0
+
+
+class PoolConfig(_Section, frozen=True, kw_only=True):
+    """This worker's part of the pool.
+
+    device: `auto` (the current GPU, else host memory), `host` or `host:NAME`, `cuda` or `cuda:N`, or a GPU UUID.
+    segment_bytes: how much of the device this worker lends to the pool; 0 lends nothing and still reads and writes.
+    max_ctas: bound on the thread blocks of one peer copy, so that decoding requests keep their SMs; 0 takes the
+    measured default.
+    """
+
+    device: str = "auto"
+    segment_bytes: ByteSize = ByteSize(8 << 30)
+    max_ctas: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
+
+
+class EngineConfig(_Section, frozen=True, kw_only=True):
+    """chunk_size: tokens a chunk, a multiple of the KV block size. max_inflight_stores: stores copied but not yet
+    committed; one more is skipped (and counted) rather than waited for."""
+
+    chunk_size: PositiveInt = 256
+    max_inflight_stores: PositiveInt = 64
+
+
+class Config(_Section, frozen=True, kw_only=True):
+    """The whole configuration."""
+
+    server: ServerConfig = ServerConfig()
+    client: ClientConfig = ClientConfig()
+    pool: PoolConfig = PoolConfig()
+    engine: EngineConfig = EngineConfig()
+
+
+def default_socket() -> Path:
+    """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock`: a folder only this user can enter."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) / "vcache" if runtime else Path(f"/tmp/vcache-{os.getuid()}")
+    return folder / "vcache.sock"
+
+
+def _decode(kind: type, value: object) -> object:
+    if kind is ByteSize:
+        return ByteSize.parse(value)
+    raise NotImplementedError(kind)
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, ByteSize):
+        return str(value)
+    raise NotImplementedError(type(value))
+
+
+def from_dict(values: dict[str, Any], source: str = "configuration") -> Config:
+    """Check `values` against `Config`. Raises ConfigError with the offending key's path."""
+    try:
+        config = msgspec.convert(values, Config, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    socket = os.environ.get("VCACHE_SOCKET")
+    if socket:
+        config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, socket=socket))
+    return config
+
+
+def load(path: str | Path | None = None) -> Config:
+    """Read the configuration (see the module's text). Raises ConfigError: unreadable, not YAML, unknown key, bad value."""
+    path = path or os.environ.get("VCACHE_CONFIG")
+    if path is None:
+        return from_dict({}, "defaults")
+    try:
+        values = msgspec.yaml.decode(Path(path).read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: Expected sections (server, client, pool, engine), got {type(values).__name__}")
+    return from_dict(values, str(path))
+
+
+def dump(config: Config) -> dict[str, Any]:
+    """The effective configuration as plain values, every default written out."""
+    plain: dict[str, Any] = msgspec.to_builtins(config, enc_hook=_encode)
+    plain["server"]["socket"] = str(config.server.path)
+    return plain
