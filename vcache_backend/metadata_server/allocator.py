@@ -1,0 +1,103 @@
+"""Slots within one segment: best fit over exact hole sizes, merged at once when freed.
+
+Pure arithmetic over offsets. With chunks of one size the segment packs without gaps (all of it is usable but a tail
+smaller than a chunk); with several sizes best fit keeps each size in the holes that fit it, and `Directory` evicts
+neighbours when no hole is large enough.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+ALIGNMENT = 256
+"""Slots start and end on this many bytes: 16-byte vector accesses stay aligned, and 256 is CUDA's allocation alignment."""
+
+
+def padded(nbytes: int) -> int:
+    """Bytes a slot of `nbytes` takes."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Extents:
+    """The holes of one segment of `nbytes` bytes. Every call is O(log of the number of distinct hole sizes)."""
+
+    def __init__(self, nbytes: int, taken: Iterable[tuple[int, int]] = ()) -> None:
+        """`taken`: (start, size) of slots in use already, as a journal tells; ValueError if they overlap or lie outside."""
+        self.nbytes = nbytes
+        self.free = 0
+        self._end_of: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}
+        self._by_size: dict[int, dict[int, None]] = {}
+        self._sizes: list[int] = []
+        end = nbytes // ALIGNMENT * ALIGNMENT
+        at = 0
+        for start, size in sorted(taken):
+            if start < at or start + size > end:
+                raise ValueError(f"slot [{start}, {start + size}) overlaps another one or leaves the segment of {nbytes} B")
+            self._add(at, start)
+            at = start + size
+        self._add(at, end)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest hole."""
+        return self._sizes[-1] if self._sizes else 0
+
+    def take(self, size: int) -> int | None:
+        """Offset of a slot of `size` bytes (a multiple of ALIGNMENT) from the tightest hole, or None."""
+        at = bisect_left(self._sizes, size)
+        if at == len(self._sizes):
+            return None
+        hole = self._sizes[at]
+        start = next(iter(self._by_size[hole]))
+        self._remove(start, start + hole)
+        if hole > size:
+            self._add(start + size, start + hole)
+        return start
+
+    def give(self, start: int, size: int) -> None:
+        """Free a slot that `take` gave, merging it with the holes beside it."""
+        end = start + size
+        before = self._start_of.get(start)
+        if before is not None:
+            self._remove(before, start)
+            start = before
+        after = self._end_of.get(end)
+        if after is not None:
+            self._remove(end, after)
+            end = after
+        self._add(start, end)
+
+    def hole_at(self, start: int) -> int:
+        """End of the hole that starts at `start`; `start` itself if none does."""
+        return self._end_of.get(start, start)
+
+    def hole_before(self, end: int) -> int:
+        """Start of the hole that ends at `end`; `end` itself if none does."""
+        return self._start_of.get(end, end)
+
+    def _add(self, start: int, end: int) -> None:
+        size = end - start
+        if not size:
+            return
+        self._end_of[start] = end
+        self._start_of[end] = start
+        self.free += size
+        starts = self._by_size.get(size)
+        if starts is None:
+            self._by_size[size] = {start: None}
+            insort(self._sizes, size)
+        else:
+            starts[start] = None
+
+    def _remove(self, start: int, end: int) -> None:
+        size = end - start
+        del self._end_of[start]
+        del self._start_of[end]
+        self.free -= size
+        starts = self._by_size[size]
+        del starts[start]
+        if not starts:
+            del self._by_size[size]
+            del self._sizes[bisect_left(self._sizes, size)]

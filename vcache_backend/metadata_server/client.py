@@ -1,0 +1,336 @@
+"""The other end of the socket: typed calls with deadlines, a circuit breaker, and reconnection in the background."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+
+from vcache_backend.config import ClientConfig
+from vcache_backend.errors import ProtocolError, Refused, ServerTimeout, ServerUnavailable, VCacheError
+from vcache_backend.histogram import Histogram
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import wire
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=m.Reply)
+
+
+class _Link:
+    """One connected socket. Not thread-safe: its client's lock guards it."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._receiver = wire.Receiver()
+        self._reader = wire.FrameReader()
+
+    def open(self, path: Path, hello: m.Hello, deadline: float) -> m.Welcome:
+        """Connect and be welcomed. ConnectionError with the server's words if it refuses; OSError."""
+        self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
+        self._socket.connect(str(path))
+        reply = self.exchange(hello, deadline, None, None)
+        if not isinstance(reply, m.Welcome):
+            raise ConnectionError(reply.message if isinstance(reply, m.Error) else f"unexpected {type(reply).__name__}")
+        return reply
+
+    def exchange(self, request: m.Request, deadline: float, fd: int | None, received: list[int] | None) -> m.AnyReply:
+        """Send one request and read its one reply. TimeoutError at the deadline; the stream is then out of step."""
+        data = wire.frame(request)
+        self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
+        if fd is None:
+            self._socket.sendall(data)
+        else:
+            sent = socket.send_fds(self._socket, [data], [fd])
+            self._socket.sendall(data[sent:])
+        while True:
+            piece, fds = self._receiver.receive(self._socket)
+            if received is not None:
+                received += fds
+            else:
+                wire.close_fds(fds)
+            if not piece:
+                raise ConnectionError("the server closed it")
+            frames = self._reader.feed(piece)
+            if frames:
+                reply: m.AnyReply = wire.reply_decoder.decode(frames[0])
+                return reply
+            self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Client:
+    """A connection to the metadata server that comes back by itself.
+
+    Any thread may call any method; requests go one after the other. Every call answers or raises within its deadline
+    (`client.request_seconds`; control calls: `client.control_seconds`): ServerTimeout when it passed, ServerUnavailable at once
+    while there is no connection (the breaker is open), Refused when the server said no. After a failure a background thread
+    connects again and offers again the segments in `offer`. Leases and reservations do not survive a lost connection.
+    Not to be used in a forked child: calls there raise ServerUnavailable.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: ClientConfig,
+        device: str = "host",
+        medium: m.Medium = "host",
+        layout: dict[str, str] | None = None,
+        reconnect: bool = True,
+    ) -> None:
+        """Try to connect once, within `connect_seconds`; an absent server is no error here (`require` makes it one)."""
+        self.latency: dict[str, Histogram] = {}
+        self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
+        self._path, self._config = path, config
+        self._hello = m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {})
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._link: _Link | None = None
+        self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
+        self._down = f"never connected to {path}"
+        self._complained = ""
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self.epoch = 0
+        self.failures = 0
+        self._try_connect()
+        self._keeper: threading.Thread | None = None
+        if reconnect:
+            self._keeper = threading.Thread(target=self._keep, name="vcache-client", daemon=True)
+            self._keeper.start()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection and end the background thread. Idempotent."""
+        self._stop.set()
+        self._wake.set()
+        if self._keeper is not None and self._keeper is not threading.current_thread():
+            self._keeper.join(self._config.connect_seconds + self._config.control_seconds)
+        self._drop("the client was closed")
+
+    @property
+    def connected(self) -> bool:
+        """Is the breaker closed?"""
+        return self._link is not None and os.getpid() == self._pid
+
+    def require(self) -> None:
+        """ServerUnavailable, with the reason, unless connected."""
+        if not self.connected:
+            raise ServerUnavailable(self._down)
+
+    # ---- chunks
+
+    def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
+        return self._call(m.Lookup(keys, ranks), m.Count).count
+
+    def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
+        return self._call(m.Contains(keys), m.Present).present
+
+    def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
+        return self._call(m.Acquire(keys), m.Leased)
+
+    def renew(self, lease: int) -> bool:
+        return self._call(m.Renew(lease), m.Verdict).held
+
+    def release(self, lease: int) -> bool:
+        return self._call(m.Release(lease), m.Verdict).held
+
+    def reserve(self, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
+        return self._call(m.Reserve(keys, nbytes), m.Reserved)
+
+    def commit(self, reservation: int, prefix: list[m.ChunkKey] | None = None) -> int:
+        return self._call(m.Commit(reservation, prefix or []), m.Count).count
+
+    def abort(self, reservation: int) -> int:
+        return self._call(m.Abort(reservation), m.Count).count
+
+    def touch(self, keys: list[m.ChunkKey]) -> int:
+        return self._call(m.Touch(keys), m.Count).count
+
+    def set_pin(self, keys: list[m.ChunkKey], pin: m.Pin) -> int:
+        return self._call(m.SetPin(keys, pin), m.Count).count
+
+    def remove(self, keys: list[m.ChunkKey]) -> int:
+        return self._call(m.Remove(keys), m.Count).count
+
+    def clear(self, namespace: bytes = b"") -> int:
+        return self._call(m.Clear(namespace), m.Count, self._config.control_seconds).count
+
+    # ---- segments and the server
+
+    def add_segment(self, info: m.SegmentInfo, fd: int) -> int:
+        """Register a segment with a copy of `fd`; how many chunks of before a restart it brought back."""
+        request = m.AddSegment(info.id, info.device, info.medium, info.nbytes)
+        return self._call(request, m.Added, self._config.control_seconds, fd).chunks
+
+    def offer(self, info: m.SegmentInfo, fd: int) -> int:
+        """`add_segment` now, and again after every reconnection until `withdraw`. `fd` stays the caller's and open till then."""
+        self.remember(info, fd)
+        return self.add_segment(info, fd)
+
+    def remember(self, info: m.SegmentInfo, fd: int) -> None:
+        """`offer` from the next reconnection on: for segments the server has now."""
+        self._offers[info.id] = (info, fd)
+
+    def withdraw(self, id_: m.SegmentId) -> None:
+        """Do not offer this segment again."""
+        self._offers.pop(id_, None)
+
+    def open_segment(self, id_: m.SegmentId) -> tuple[m.SegmentInfo, int]:
+        """A segment and its fd, the caller's to close."""
+        fds: list[int] = []
+        try:
+            info = self._call(m.OpenSegment(id_), m.Opened, received=fds).segment
+            if len(fds) != 1:
+                raise ProtocolError(f"open_segment {id_}: {len(fds)} fds came along; exactly 1 was due")
+        except VCacheError:
+            wire.close_fds(fds)
+            raise
+        return info, fds[0]
+
+    def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
+        return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
+
+    def list_segments(self) -> list[m.SegmentInfo]:
+        return self._call(m.ListSegments(), m.Segments).segments
+
+    def stats(self) -> m.ServerStats:
+        return self._call(m.Stats(), m.ServerStats, self._config.control_seconds)
+
+    # ---- one request
+
+    def _call(
+        self,
+        request: m.Request,
+        kind: type[R],
+        seconds: float | None = None,
+        fd: int | None = None,
+        received: list[int] | None = None,
+    ) -> R:
+        started = time.perf_counter()
+        deadline = started + (seconds or self._config.request_seconds)
+        self.require()
+        if not self._lock.acquire(timeout=deadline - started):
+            raise ServerTimeout(self._late(request, deadline - started, "waiting for other calls"))
+        try:
+            reply = self._connection().exchange(request, deadline, fd, received)
+            self._note(request, started)
+        except TimeoutError as error:
+            self._drop(self._late(request, deadline - started, "no answer"))
+            raise ServerTimeout(self._down) from error
+        except (OSError, ProtocolError, msgspec.DecodeError) as error:
+            self._drop(f"connection to the metadata server at {self._path} lost: {error}")
+            raise ServerUnavailable(self._down) from error
+        finally:
+            self._lock.release()
+        if isinstance(reply, m.Error):
+            if reply.fatal:
+                self._drop(f"the metadata server at {self._path} closed the connection: {reply.message}")
+            raise Refused(reply.message)
+        if not isinstance(reply, kind):
+            self._drop(f"the metadata server answered {type(request).__name__} with {type(reply).__name__}")
+            raise ServerUnavailable(self._down)
+        return reply
+
+    def _connection(self) -> _Link:
+        if self._link is None:
+            raise ConnectionError(self._down)
+        return self._link
+
+    def _note(self, request: m.Request, started: float) -> None:
+        """Remember how long the call took, waiting included. Under the lock."""
+        name = type(request).__name__
+        if name not in self.latency:
+            self.latency[name] = Histogram()
+        self.latency[name].add((time.perf_counter() - started) * 1e6)
+
+    def _late(self, request: m.Request, seconds: float, why: str) -> str:
+        keys = getattr(request, "keys", None)
+        what = type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
+        return f"metadata server at {self._path} did not answer {what} in {seconds:g} s ({why})"
+
+    # ---- connection
+
+    def _try_connect(self) -> bool:
+        """Connect and say hello, within `connect_seconds`. Nobody sees the new connection before the server's welcome."""
+        deadline = time.perf_counter() + self._config.connect_seconds
+        link = _Link()
+        try:
+            welcome = link.open(self._path, self._hello, deadline)
+        except (OSError, ProtocolError, msgspec.DecodeError) as error:
+            link.close()
+            self._down = f"no metadata server at {self._path}: {str(error) or 'no answer'}; start one with `vcache serve`"
+            return False
+        self._link = link
+        self._greet(welcome)
+        return True
+
+    def _greet(self, welcome: m.Welcome) -> None:
+        for line in welcome.mismatches:
+            log.warning("%s", line)
+        restarted, self.epoch = self.epoch not in (0, welcome.epoch), welcome.epoch
+        for info, fd in list(self._offers.values()):
+            try:
+                chunks = self.add_segment(info, fd)
+            except VCacheError as error:
+                log.warning("segment %s could not be offered again: %s", info.id, error)
+            else:
+                log.info("segment %s offered again: %d chunks are back", info.id, chunks)
+        if restarted or self._complained:
+            log.info("connected to the metadata server at %s", self._path)
+        self._complained = ""
+
+    def _drop(self, reason: str) -> None:
+        """Open the breaker: close the socket, remember why, wake the background thread."""
+        link, self._link = self._link, None
+        if link is None:
+            return
+        self._down = reason
+        self.failures += 1
+        link.close()
+        self._wake.set()
+
+    def _keep(self) -> None:
+        """The background thread: heartbeats while connected, reconnection with growing pauses while not."""
+        pause = self._config.retry_seconds
+        while not self._stop.is_set():
+            if self._link is not None:
+                pause = self._config.retry_seconds
+                self._wake.wait(self._config.heartbeat_seconds)
+                self._wake.clear()
+                self._heartbeat()
+                continue
+            self._complain()
+            self._stop.wait(pause)
+            pause = min(2 * pause, self._config.retry_max_seconds)
+            if not self._stop.is_set():
+                self._try_connect()
+
+    def _heartbeat(self) -> None:
+        if self._link is None or self._stop.is_set():
+            return
+        try:
+            self.on_segments(self.list_segments())
+        except VCacheError as error:
+            log.debug("heartbeat: %s", error)
+
+    def _complain(self) -> None:
+        """One line when the server is lost, not one a second."""
+        if not self._complained and not self._stop.is_set():
+            self._complained = self._down
+            log.warning("%s; KV is computed, not shared, until it is back", self._down)

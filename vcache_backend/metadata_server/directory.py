@@ -1,0 +1,455 @@
+"""The directory: which chunk lies where, who writes it and who reads it. A pure state machine.
+
+No socket, no thread, no file: it takes a clock, returns replies, and leaves in `records` what the journal must hold
+before the replies may leave. Rules of DESIGN.md kept here: nobody sees a chunk before commit (1); a leased slot is never
+reused before its lease ends (2); a reserved slot comes back only when its writer says so or its process is gone (3).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import msgspec
+
+from vcache_backend.metadata_server import journal
+from vcache_backend.metadata_server.eviction import EvictionPolicy
+from vcache_backend.metadata_server.journal import ProcessId
+from vcache_backend.metadata_server.leases import Leases
+from vcache_backend.metadata_server.messages import (
+    RANK_BYTES,
+    ChunkKey,
+    Leased,
+    Location,
+    Medium,
+    Pin,
+    Refusal,
+    Reserved,
+    SegmentId,
+    SegmentInfo,
+)
+from vcache_backend.metadata_server.placement import Entry, Placement, Segment
+from vcache_backend.metadata_server.reservations import MAX_RESERVATIONS_PER_CLIENT, Reservations
+
+BACKGROUND_EVICTIONS = 256
+"""Most chunks one tick evicts for the watermarks, so that no request waits long behind it."""
+SNAPSHOT_SLICE = 2048
+"""Chunks in one record of a snapshot: about a millisecond of the server's time."""
+
+
+class Client(msgspec.Struct, frozen=True):
+    """One connection: its number, the process behind it and the device it prefers."""
+
+    id: int
+    process: ProcessId
+    device: str
+    medium: Medium
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Times in seconds; see `ServerConfig`."""
+
+    lease_seconds: float = 10.0
+    reservation_seconds: float = 30.0
+    quarantine_seconds: float = 600.0
+    max_chunks: int = 4_000_000
+    low_water: float = 0.0
+    high_water: float = 0.0
+
+
+class Directory:
+    """All methods are called from the server's loop. `now` is a monotonic clock in seconds.
+
+    Ids (leases, reservations, generations) count up from `first_id`, which no earlier life of the server reached.
+    """
+
+    def __init__(self, policy: EvictionPolicy, limits: Limits, now: Callable[[], float], first_id: int = 1) -> None:
+        self._now = now
+        self._limits = limits
+        self._policy = policy
+        self._ids = count(first_id)
+        self._live: dict[ChunkKey, Entry] = {}
+        self._absent: dict[SegmentId, tuple[SegmentInfo, list[Entry]]] = {}
+        self._resting: dict[ChunkKey, Entry] = {}
+        self.placement = Placement(lambda: next(self._ids))
+        self.leases = Leases(limits.lease_seconds, self._unheld)
+        self.reservations = Reservations(limits.reservation_seconds, limits.quarantine_seconds)
+        self.counters: Counter[str] = Counter()
+        self.records: list[journal.Record] = []
+
+    def __len__(self) -> int:
+        """Committed chunks."""
+        return len(self._live)
+
+    # ---- reading
+
+    def lookup(self, keys: list[ChunkKey], ranks: int = 1) -> int:
+        """How many leading chunks all ranks have."""
+        live, found = self._live, 0
+        if ranks == 1:
+            for key in keys:
+                if key not in live:
+                    break
+                found += 1
+        else:
+            suffixes = [rank.to_bytes(RANK_BYTES, "big") for rank in range(ranks)]
+            for key in keys:
+                stem = key[:-RANK_BYTES]
+                if not all(stem + suffix in live for suffix in suffixes):
+                    break
+                found += 1
+        self.counters["lookup_chunks"] += len(keys)
+        self.counters["lookup_hits"] += found
+        return found
+
+    def contains(self, keys: list[ChunkKey]) -> list[bool]:
+        """Is each of them there?"""
+        return [key in self._live for key in keys]
+
+    def acquire(self, client: Client, keys: list[ChunkKey]) -> Leased:
+        """Lease the leading run. It becomes recent, its first chunk most: tails are evicted before what they hang on."""
+        entries: list[Entry] = []
+        if not self.leases.full(client.id):
+            for key in keys:
+                entry = self._live.get(key)
+                if entry is None:
+                    break
+                entries.append(entry)
+        for entry in reversed(entries):
+            self._policy.touch(entry.key)
+        self.counters["acquire_chunks"] += len(keys)
+        self.counters["acquire_hits"] += len(entries)
+        if not entries:
+            return Leased(0, 0.0, [])
+        lease = next(self._ids)
+        self.leases.grant(lease, client.id, entries, self._now())
+        return Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
+
+    def renew(self, client: Client, lease: int) -> bool:
+        """Full time again for a lease that still holds."""
+        return self.leases.renew(lease, client.id, self._now())
+
+    def release(self, client: Client, lease: int) -> bool:
+        """End a lease; did it hold until now?"""
+        return self.leases.release(lease, client.id, self._now())
+
+    def touch(self, keys: list[ChunkKey]) -> int:
+        """Make chunks recent, the first one most; how many are there."""
+        there = [key for key in keys if key in self._live]
+        for key in reversed(there):
+            self._policy.touch(key)
+        return len(there)
+
+    # ---- writing
+
+    def reserve(self, client: Client, keys: list[ChunkKey], nbytes: int) -> Reserved:
+        """One slot of `nbytes` a key: own device, peers with room, evict. A key that is there or on its way gets none."""
+        if self.reservations.full(client.id):
+            reason = f"{MAX_RESERVATIONS_PER_CLIENT} reservations of this client are open; commit or abort some"
+            return Reserved(0, 0.0, [int(Refusal.FULL)] * len(keys), reason)
+        slots: list[Location | int] = []
+        entries: list[Entry] = []
+        reservation = next(self._ids)
+        refusal, reason = self._refusal(client.medium, nbytes)
+        for key in keys:
+            if key in self._live:
+                slots.append(int(Refusal.EXISTS))
+                continue
+            if self.reservations.pending(key):
+                slots.append(int(Refusal.BUSY))
+                continue
+            location = None if refusal is not None else self._room(nbytes, client)
+            if location is None:
+                if refusal is None:
+                    refusal, reason = Refusal.FULL, _full(nbytes, client.medium)
+                slots.append(int(refusal))
+                self.counters[f"refused_{refusal.name.lower()}"] += 1
+                continue
+            entries.append(self._occupy(key, location, reservation))
+            slots.append(location)
+        if not entries:
+            return Reserved(0, 0.0, slots, reason)
+        self.reservations.open(reservation, client.id, client.process, entries, self._now())
+        locations = [entry.location for entry in entries]
+        self.records.append(journal.Held(reservation, client.process, [entry.key for entry in entries], locations))
+        self.counters["reserved"] += len(entries)
+        return Reserved(reservation, self._limits.reservation_seconds, slots, reason)
+
+    def commit(self, client: Client, reservation: int, prefix: list[ChunkKey]) -> int:
+        """Publish a reservation of this client; how many chunks are visible. Void: 0, and its slots are free: its writer is done."""
+        open_ = self.reservations.get(reservation)
+        if open_ is None or open_.client != client.id or self._now() > open_.deadline:
+            self.abort(client, reservation)
+            return 0
+        self.reservations.close(reservation)
+        self.records.append(journal.Published(reservation))
+        for entry in reversed(open_.entries):
+            entry.reservation = 0
+            self._resting.pop(entry.key, None)
+            self._live[entry.key] = entry
+            self._policy.add(entry.key, entry.pin)
+        draining = [entry for entry in open_.entries if self.placement.segments[entry.location.segment].draining]
+        self._forget(draining)
+        self.counters["committed"] += len(open_.entries)
+        self.touch(prefix)
+        return len(open_.entries) - len(draining)
+
+    def abort(self, client: Client, reservation: int) -> int:
+        """Free the slots of a reservation of this process, since none of its copies runs any more; how many."""
+        open_ = self.reservations.get(reservation)
+        if open_ is None or open_.process != client.process:
+            return 0
+        return self._give_back(reservation)
+
+    def set_pin(self, keys: list[ChunkKey], pin: Pin) -> int:
+        """Set the pin of those that are there; how many."""
+        there = [key for key in keys if key in self._live]
+        for key in reversed(there):
+            self._live[key].pin = pin
+            self._policy.add(key, pin)
+        self.records.append(journal.Pinned(there, int(pin)))
+        return len(there)
+
+    def remove(self, keys: list[ChunkKey]) -> int:
+        """Forget chunks; the slot of a leased one is freed when its last lease ends. How many were there."""
+        there = [self._live[key] for key in dict.fromkeys(keys) if key in self._live]
+        self._forget(there)
+        resting = [key for key in keys if self._resting.pop(key, None)] if self._resting else []
+        if resting:
+            self.records.append(journal.Gone(resting))
+        self.counters["removed"] += len(there)
+        return len(there)
+
+    def clear(self, namespace: bytes) -> int:
+        """Forget all chunks of a namespace (all chunks with b"")."""
+        return self.remove([key for keys in (self._live, self._resting) for key in keys if key.startswith(namespace)])
+
+    # ---- clients and time
+
+    def disconnect(self, client: Client) -> None:
+        """The connection is gone: its leases end now; its reservations are void, their slots quarantined."""
+        self.leases.drop_client(client.id)
+        for id_, reservation in self.reservations.items():
+            if reservation.client == client.id:
+                self.reservations.void(id_, self._now())
+
+    def process_gone(self, process: ProcessId) -> None:
+        """The process is really gone, so nothing of it writes any more: its void reservations' slots are free."""
+        for id_, reservation in self.reservations.items():
+            if reservation.process == process and reservation.client is None:
+                self._give_back(id_)
+
+    def quarantined_processes(self) -> set[ProcessId]:
+        """Processes whose death the directory waits for."""
+        return {reservation.process for _, reservation in self.reservations.items() if reservation.client is None}
+
+    def tick(self) -> None:
+        """Whatever time brings: leases and reservations end, quarantines run out, watermarks are kept."""
+        now = self._now()
+        self.leases.expire(now)
+        for id_, reservation in self.reservations.overdue(now):
+            if reservation.client is None:
+                self._give_back(id_)
+                self.counters["expired_quarantines"] += 1
+            else:
+                self.reservations.void(id_, now)
+                self.counters["expired_reservations"] += 1
+        self._keep_watermarks()
+
+    # ---- segments
+
+    def add_segment(self, info: SegmentInfo) -> int:
+        """A segment is usable from now on. Returns how many chunks it brings back from before a restart."""
+        if info.id in self.placement.segments:
+            return 0
+        _, entries = self._absent.pop(info.id, (info, []))
+        written = [entry for entry in entries if entry.reservation]
+        chunks = [entry for entry in entries if not entry.reservation and self._resting.pop(entry.key, None) is entry]
+        overtaken = [entry.key for entry in chunks if self.reservations.pending(entry.key)]
+        chunks = [entry for entry in chunks if not self.reservations.pending(entry.key)]
+        self.placement.segments[info.id] = Segment(info, written + chunks)
+        self.records.append(journal.Gone(overtaken))
+        self.records.append(journal.SegmentAdded(info.id, info.device, info.medium, info.nbytes))
+        for entry in chunks:
+            self._live[entry.key] = entry
+            self._policy.add(entry.key, entry.pin)
+        return len(chunks)
+
+    def drop_segment(self, id_: SegmentId) -> tuple[int, bool]:
+        """Evict the segment's chunks and take no new ones; (chunks evicted, is it gone?). Call again until it is."""
+        segment = self.placement.segments[id_]
+        segment.draining = True
+        entries = [entry for entry in segment.occupants.values() if not entry.reservation and not entry.doomed]
+        self._forget(entries)
+        if segment.occupants:
+            return len(entries), False
+        del self.placement.segments[id_]
+        self.records.append(journal.SegmentGone(id_))
+        return len(entries), True
+
+    def absent_segments(self) -> dict[SegmentId, SegmentInfo]:
+        """Segments of before a restart whose fd nobody has offered yet."""
+        return {id_: info for id_, (info, _) in self._absent.items()}
+
+    def forget_absent(self) -> int:
+        """Give up on their chunks; returns how many are lost. A place somebody may still write stays known, should its segment
+        come after all; call again until none is awaited."""
+        lost = 0
+        for id_, (info, entries) in list(self._absent.items()):
+            chunks = [entry.key for entry in entries if self._resting.get(entry.key) is entry]
+            lost += len(chunks)
+            for key in chunks:
+                del self._resting[key]
+            written = [entry for entry in entries if entry.reservation]
+            if written:
+                self._absent[id_] = (info, written)
+                self.records.append(journal.Gone(chunks))
+            else:
+                del self._absent[id_]
+                self.records.append(journal.SegmentGone(id_))
+        return lost
+
+    def segment_infos(self) -> list[SegmentInfo]:
+        """Every segment, live, draining and absent, with its occupancy."""
+        leased = Counter(segment for segment, _ in {(e.location.segment, e.location.offset) for e in self.leases.entries()})
+        reserved = Counter(e.location.segment for _, r in self.reservations.items() for e in r.entries)
+        infos = [
+            segment.info(reserved=reserved[segment.id], leased=leased[segment.id])
+            for segment in self.placement.segments.values()
+        ]
+        absent = self._absent.values()
+        return infos + [msgspec.structs.replace(info, state="absent", chunks=len(entries)) for info, entries in absent]
+
+    # ---- journal
+
+    def restore(self, state: journal.State) -> None:
+        """Take over what an earlier server knew. Segments are absent until offered again; reservations are void."""
+        entries: dict[SegmentId, list[Entry]] = {id_: [] for id_ in state.segments}
+        for key, (location, pin) in state.chunks.items():
+            if location.segment in entries:
+                self._resting[key] = Entry(key, location, pin=Pin(pin))
+                entries[location.segment].append(self._resting[key])
+        for id_, held in state.held.items():
+            pairs = zip(held.keys, held.locations, strict=True)
+            mine = [Entry(key, location, id_) for key, location in pairs if location.segment in entries]
+            self.reservations.restore(id_, held.process, mine, self._now())
+            for entry in mine:
+                entries[entry.location.segment].append(entry)
+        for segment, added in state.segments.items():
+            self._absent[segment] = (SegmentInfo(segment, added.device, added.medium, added.nbytes), entries[segment])
+
+    def snapshot(self) -> Iterator[journal.Record]:
+        """The whole state as records, a slice at a time. Requests may change the state in between if they are recorded too."""
+        newest = next(self._ids)
+        keys = list(self._policy.coldest_first())
+        live, absent, reservations = list(self.placement.segments.values()), list(self._absent.values()), self.reservations.items()
+        for segment in live:
+            if segment.id in self.placement.segments:
+                yield journal.SegmentAdded(segment.id, segment.device, segment.medium, segment.nbytes)
+        for info, entries in absent:
+            if info.id in self._absent or info.id in self.placement.segments:
+                yield journal.SegmentAdded(info.id, info.device, info.medium, info.nbytes)
+                yield _live([e for e in entries if self._resting.get(e.key) is e or self._live.get(e.key) is e])
+        for id_, held in reservations:
+            if self.reservations.get(id_) is held:
+                locations = [entry.location for entry in held.entries]
+                yield journal.Held(id_, held.process, [entry.key for entry in held.entries], locations)
+            else:
+                yield _live([entry for entry in held.entries if self._live.get(entry.key) is entry])
+        for start in range(0, len(keys), SNAPSHOT_SLICE):
+            slice_ = [self._live[key] for key in keys[start : start + SNAPSHOT_SLICE] if key in self._live]
+            yield _live([entry for entry in slice_ if entry.location.generation < newest])
+
+    # ---- inside
+
+    def _refusal(self, medium: Medium, nbytes: int) -> tuple[Refusal | None, str]:
+        """Why no chunk of this size can ever have a slot now, if so."""
+        largest = self.placement.largest_segment(medium)
+        if not largest:
+            advice = "start a worker with pool.segment_bytes > 0 or `vcache segment add`"
+            return Refusal.NO_SEGMENT, f"no {medium} segment is registered; {advice}"
+        if nbytes > largest:
+            have = f"the largest {medium} segment has {largest:,} B"
+            return Refusal.TOO_LARGE, f"a chunk needs {nbytes:,} B but {have}; set pool.segment_bytes >= {nbytes}"
+        return None, ""
+
+    def _room(self, nbytes: int, client: Client) -> Location | None:
+        if len(self._live) + self.reservations.pending_count() < self._limits.max_chunks:
+            location = self.placement.take(nbytes, client.device, client.medium)
+            if location is not None:
+                return location
+        coldest = (self._live[key] for key in self._policy.victims())
+        victims = self.placement.victims(coldest, nbytes, client.medium)
+        if not victims:
+            return None
+        self._evict(victims)
+        if len(victims) == 1 and victims[0].location.length == nbytes:
+            return self.placement.reuse(victims[0])
+        for victim in victims:
+            self.placement.free(victim)
+        return self.placement.take(nbytes, client.device, client.medium)
+
+    def _occupy(self, key: ChunkKey, location: Location, reservation: int) -> Entry:
+        entry = Entry(key, location, reservation)
+        self.placement.occupy(entry)
+        self.reservations.announce(key, reservation)
+        return entry
+
+    def _evict(self, victims: list[Entry]) -> None:
+        """Unlink chunks nobody reads; their slots are the caller's to free or reuse."""
+        for victim in victims:
+            del self._live[victim.key]
+            self._policy.remove(victim.key)
+            self.placement.segments[victim.location.segment].evictions += 1
+        self.counters["evicted"] += len(victims)
+        self.records.append(journal.Gone([victim.key for victim in victims]))
+
+    def _forget(self, entries: list[Entry]) -> None:
+        """Unlink chunks; a slot somebody reads is freed later."""
+        for entry in entries:
+            del self._live[entry.key]
+            self._policy.remove(entry.key)
+            if entry.leases:
+                entry.doomed = True
+            else:
+                self.placement.free(entry)
+        if entries:
+            self.records.append(journal.Gone([entry.key for entry in entries]))
+
+    def _unheld(self, entry: Entry) -> None:
+        if entry.doomed:
+            self.placement.free(entry)
+
+    def _give_back(self, id_: int) -> int:
+        reservation = self.reservations.close(id_)
+        for entry in reservation.entries:
+            if entry.location.segment in self.placement.segments:
+                self.placement.free(entry)
+            else:
+                self._absent[entry.location.segment][1].remove(entry)
+        self.records.append(journal.Returned(id_))
+        self.counters["aborted"] += len(reservation.entries)
+        return len(reservation.entries)
+
+    def _keep_watermarks(self) -> None:
+        used, total = self.placement.used_and_total()
+        if not self._limits.high_water or used <= total * (1 - self._limits.low_water):
+            return
+        for _ in range(BACKGROUND_EVICTIONS):
+            if used <= total * (1 - self._limits.high_water):
+                return
+            victim = next((e for e in map(self._live.__getitem__, self._policy.victims()) if e.evictable), None)
+            if victim is None:
+                return
+            self._evict([victim])
+            self.placement.free(victim)
+            used, total = self.placement.used_and_total()
+
+
+def _full(nbytes: int, medium: Medium) -> str:
+    return f"no slot of {nbytes:,} B: every {medium} segment is full of chunks that are leased, reserved, pinned or beside such"
+
+
+def _live(entries: list[Entry]) -> journal.Live:
+    return journal.Live([e.key for e in entries], [e.location for e in entries], [int(e.pin) for e in entries])

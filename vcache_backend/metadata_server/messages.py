@@ -1,0 +1,340 @@
+"""The protocol: every message that crosses the socket, and nothing else.
+
+A frame is a 4-byte little-endian length and one MessagePack array whose first element is the message's name:
+`["lookup", [key, ...], ranks]`. One request is in flight per connection; the answer is the reply type named in
+each request's docstring, or `Error`. Segment fds travel as SCM_RIGHTS beside the first byte of their frame.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, Literal, NewType
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 8 << 20
+MAX_KEYS = 1 << 16
+"""Most keys in one request; a request of more is refused and the connection stays usable."""
+
+ChunkKey = NewType("ChunkKey", bytes)
+"""Namespace (8 bytes), prefix-chained token hash (16), rank (2, big-endian). See `vcache_backend.hashing`."""
+SegmentId = NewType("SegmentId", str)
+Medium = Literal["cuda", "host"]
+KEY_BYTES = 26
+NAMESPACE_BYTES = 8
+RANK_BYTES = 2
+Keys = Annotated[
+    list[Annotated[ChunkKey, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]],
+    msgspec.Meta(max_length=MAX_KEYS),
+]
+Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
+Text = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class Refusal(IntEnum):
+    """Why a key got no slot. The first two are no failure: the bytes are there, or on their way."""
+
+    EXISTS = 0
+    BUSY = 1
+    FULL = 2
+    TOO_LARGE = 3
+    NO_SEGMENT = 4
+
+
+class Pin(IntEnum):
+    """How hard a chunk resists eviction: not, only while unpinned ones are left, or always."""
+
+    NONE = 0
+    SOFT = 1
+    HARD = 2
+
+
+class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where one chunk lies: `length` bytes at byte `offset` of `segment`. `generation` changes at every reuse of the place."""
+
+    segment: SegmentId
+    offset: int
+    length: int
+    generation: int
+
+
+class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One segment as the server knows it. `device` is a GPU UUID, or `host` or `host:NAME`. Sizes in bytes."""
+
+    id: SegmentId
+    device: str
+    medium: Medium
+    nbytes: int
+    used: int = 0
+    chunks: int = 0
+    leased: int = 0
+    reserved: int = 0
+    largest_hole: int = 0
+    evictions: int = 0
+    state: Literal["live", "absent", "draining"] = "live"
+
+
+# ---- requests
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all requests; the name on the wire is the class's in lower case."""
+
+
+class Hello(Request, frozen=True, tag="hello"):
+    """First frame of a connection → `Welcome`, or `Error` and the connection closes.
+
+    `layout` is the instance's layout as text, field by field (see `vcache_backend.chunk.Layout`); empty for tools.
+    """
+
+    version: int
+    device: Text
+    medium: Medium
+    layout: Annotated[dict[str, str], msgspec.Meta(max_length=64)] = {}
+
+
+class AddSegment(Request, frozen=True, tag="add_segment"):
+    """Register (or, after a server restart, offer again) a segment; its fd comes along → `Added`."""
+
+    id: Annotated[SegmentId, msgspec.Meta(min_length=1, max_length=64)]
+    device: Text
+    medium: Medium
+    nbytes: Bytes
+
+
+class OpenSegment(Request, frozen=True, tag="open_segment"):
+    """→ `Opened`, with the segment's fd."""
+
+    id: SegmentId
+
+
+class DropSegment(Request, frozen=True, tag="drop_segment"):
+    """Stop using a segment: evicts its chunks; it goes when its last lease and reservation end → `Dropped`."""
+
+    id: SegmentId
+
+
+class ListSegments(Request, frozen=True, tag="list_segments"):
+    """→ `Segments`."""
+
+
+class Reserve(Request, frozen=True, tag="reserve"):
+    """Ask for one slot of `nbytes` for each key, in prefix order → `Reserved`. Own device first, then peers, then evict."""
+
+    keys: Keys
+    nbytes: Bytes
+
+
+class Commit(Request, frozen=True, tag="commit"):
+    """The copies of this reservation are complete: publish them → `Count` of chunks now visible (0: it was void).
+
+    `prefix` are the chunks before them, already there: they become as recent as these, so that tails are evicted first.
+    """
+
+    reservation: int
+    prefix: Keys = []
+
+
+class Abort(Request, frozen=True, tag="abort"):
+    """No copy of this reservation runs or will run: take its slots back → `Count` of slots returned."""
+
+    reservation: int
+
+
+class Lookup(Request, frozen=True, tag="lookup"):
+    """How many leading chunks are there for all `ranks` ranks (keys of rank 0)? No lease → `Count`."""
+
+    keys: Keys
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+
+
+class Acquire(Request, frozen=True, tag="acquire"):
+    """Lease the leading run of chunks that are there → `Leased`. The lease runs from the request's arrival."""
+
+    keys: Keys
+
+
+class Renew(Request, frozen=True, tag="renew"):
+    """Give a lease that still holds its full time again → `Verdict` (False: it had ended, acquire again)."""
+
+    lease: int
+
+
+class Release(Request, frozen=True, tag="release"):
+    """End a lease → `Verdict`: did it hold all the time until now? False: whatever was read under it is void."""
+
+    lease: int
+
+
+class Contains(Request, frozen=True, tag="contains"):
+    """→ `Present`, one answer a key; no lease, no effect on recency."""
+
+    keys: Keys
+
+
+class Touch(Request, frozen=True, tag="touch"):
+    """Make chunks recent (keys in prefix order; the first ends up the most recent) → `Count` of those there."""
+
+    keys: Keys
+
+
+class SetPin(Request, frozen=True, tag="pin"):
+    """Set the pin of chunks → `Count` of those there."""
+
+    keys: Keys
+    pin: Pin
+
+
+class Remove(Request, frozen=True, tag="remove"):
+    """Forget chunks; the place of a leased one comes back when its leases end → `Count` removed."""
+
+    keys: Keys
+
+
+class Clear(Request, frozen=True, tag="clear"):
+    """Forget every chunk of one namespace (8 bytes), or all with b"" → `Count` removed."""
+
+    namespace: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
+
+
+class Stats(Request, frozen=True, tag="stats"):
+    """→ `ServerStats`."""
+
+
+# ---- replies
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all replies."""
+
+
+class Welcome(Reply, frozen=True, tag="welcome"):
+    """`epoch` changes at every server start. `mismatches`: a line for each instance of the model that cannot share, and why."""
+
+    version: int
+    epoch: int
+    lease_seconds: float
+    reservation_seconds: float
+    mismatches: list[str]
+
+
+class Error(Reply, frozen=True, tag="error"):
+    """The request was refused; `fatal` says that the server closes the connection."""
+
+    message: str
+    fatal: bool = False
+
+
+class Added(Reply, frozen=True, tag="added"):
+    """`chunks`: how many chunks of an earlier server life the segment brought back."""
+
+    chunks: int
+
+
+class Opened(Reply, frozen=True, tag="opened"):
+    """The fd comes along."""
+
+    segment: SegmentInfo
+
+
+class Dropped(Reply, frozen=True, tag="dropped"):
+    """`gone`: False while leases or reservations still hold it."""
+
+    chunks: int
+    gone: bool
+
+
+class Segments(Reply, frozen=True, tag="segments"):
+    segments: list[SegmentInfo]
+
+
+class Reserved(Reply, frozen=True, tag="reserved"):
+    """A location or a `Refusal` for each key. `reservation` is 0 if nothing was reserved. `seconds`: how long the
+    reservation may stay uncommitted. `reason` explains a FULL, TOO_LARGE or NO_SEGMENT in words."""
+
+    reservation: int
+    seconds: float
+    slots: list[Location | int]
+    reason: str = ""
+
+
+class Leased(Reply, frozen=True, tag="leased"):
+    """Locations of the leading keys that are there; `lease` is 0 if there are none. `seconds` from the request's arrival."""
+
+    lease: int
+    seconds: float
+    locations: list[Location]
+
+
+class Count(Reply, frozen=True, tag="count"):
+    count: int
+
+
+class Verdict(Reply, frozen=True, tag="verdict"):
+    held: bool
+
+
+class Present(Reply, frozen=True, tag="present"):
+    present: list[bool]
+
+
+class Latency(msgspec.Struct, frozen=True, array_like=True):
+    """Time of one kind of request inside the server, in microseconds."""
+
+    count: int
+    p50_us: float
+    p99_us: float
+
+
+class ServerStats(Reply, frozen=True, tag="server_stats"):
+    """Counters since the server's start. `lookup_*` count chunks asked and found; `latency` is by request name."""
+
+    epoch: int
+    uptime_seconds: float
+    clients: int
+    chunks: int
+    leases: int
+    reservations: int
+    quarantined: int
+    counters: dict[str, int]
+    latency: dict[str, Latency]
+    segments: list[SegmentInfo]
+    namespaces: dict[str, str]
+    rss_bytes: int
+
+
+AnyRequest = (
+    Hello
+    | AddSegment
+    | OpenSegment
+    | DropSegment
+    | ListSegments
+    | Reserve
+    | Commit
+    | Abort
+    | Lookup
+    | Acquire
+    | Renew
+    | Release
+    | Contains
+    | Touch
+    | SetPin
+    | Remove
+    | Clear
+    | Stats
+)
+AnyReply = (
+    Welcome
+    | Error
+    | Added
+    | Opened
+    | Dropped
+    | Segments
+    | Reserved
+    | Leased
+    | Count
+    | Verdict
+    | Present
+    | ServerStats
+)

@@ -1,0 +1,167 @@
+"""Where chunks lie: the segments of the node, what occupies their slots, and which slots make room for a new chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from vcache_backend.metadata_server.allocator import Extents, padded
+from vcache_backend.metadata_server.messages import ChunkKey, Location, Medium, Pin, SegmentId, SegmentInfo
+
+MAX_WINDOW_ATTEMPTS = 64
+"""How many cold chunks are tried as the start of a run to evict, when chunks of other sizes surround them."""
+
+
+class Entry(msgspec.Struct, gc=False):
+    """One occupied slot. `reservation` is 0 once the chunk is committed; `doomed` once it was removed under a lease."""
+
+    key: ChunkKey
+    location: Location
+    reservation: int = 0
+    leases: int = 0
+    pin: Pin = Pin.NONE
+    doomed: bool = False
+
+    @property
+    def evictable(self) -> bool:
+        """Nobody writes it, nobody reads it, nobody insists on it."""
+        return not (self.reservation or self.leases or self.doomed or self.pin == Pin.HARD)
+
+
+class Segment:
+    """One live segment: its holes and its occupants by offset (and by where they end)."""
+
+    def __init__(self, info: SegmentInfo, taken: list[Entry] | None = None) -> None:
+        taken = taken or []
+        self.id, self.device, self.medium, self.nbytes = info.id, info.device, info.medium, info.nbytes
+        self.extents = Extents(info.nbytes, [(e.location.offset, padded(e.location.length)) for e in taken])
+        self.occupants: dict[int, Entry] = {}
+        self._ending: dict[int, Entry] = {}
+        for entry in taken:
+            self.occupy(entry)
+        self.draining = False
+        self.evictions = 0
+
+    def info(self, reserved: int, leased: int) -> SegmentInfo:
+        """What people and the protocol see; `reserved` and `leased` chunks are counted by the directory."""
+        return SegmentInfo(
+            id=self.id,
+            device=self.device,
+            medium=self.medium,
+            nbytes=self.nbytes,
+            used=self.nbytes - self.extents.free,
+            chunks=len(self.occupants) - reserved,
+            leased=leased,
+            reserved=reserved,
+            largest_hole=self.extents.largest,
+            evictions=self.evictions,
+            state="draining" if self.draining else "live",
+        )
+
+    def occupy(self, entry: Entry) -> None:
+        self.occupants[entry.location.offset] = self._ending[_end(entry)] = entry
+
+    def vacate(self, entry: Entry) -> None:
+        del self.occupants[entry.location.offset], self._ending[_end(entry)]
+
+    def window(self, first: Entry, size: int) -> list[Entry] | None:
+        """A run of evictable occupants with `first` that, with the holes around it, spans `size` bytes; None if blocked.
+
+        It grows towards the end of the segment as far as it can, then towards the start."""
+        run, end = [first], self.extents.hole_at(_end(first))
+        start = self.extents.hole_before(first.location.offset)
+        while end - start < size:
+            after = self.occupants.get(end)
+            if after is None or not after.evictable:
+                break
+            run.append(after)
+            end = self.extents.hole_at(_end(after))
+        while end - start < size:
+            before = self._ending.get(start)
+            if before is None or not before.evictable:
+                return None
+            run.append(before)
+            start = self.extents.hole_before(before.location.offset)
+        return run
+
+
+def _end(entry: Entry) -> int:
+    return entry.location.offset + padded(entry.location.length)
+
+
+class Placement:
+    """All live segments. `next_generation` numbers every use of a slot, across the server's lives."""
+
+    def __init__(self, next_generation: Callable[[], int]) -> None:
+        self.segments: dict[SegmentId, Segment] = {}
+        self._next_generation = next_generation
+
+    def take(self, nbytes: int, device: str, medium: Medium) -> Location | None:
+        """A free slot: on `device` first, then on the peer with the most room. None if no hole is large enough."""
+        size = padded(nbytes)
+        best: Segment | None = None
+        for segment in self.segments.values():
+            if segment.medium != medium or segment.draining or segment.extents.largest < size:
+                continue
+            if segment.device == device:
+                best = segment
+                break
+            if best is None or segment.extents.free > best.extents.free:
+                best = segment
+        if best is None:
+            return None
+        offset = best.extents.take(size)
+        assert offset is not None
+        return self._location(best, offset, nbytes)
+
+    def reuse(self, entry: Entry) -> Location:
+        """The slot of an evicted chunk for one of the same length, without a detour through the holes."""
+        segment = self.segments[entry.location.segment]
+        segment.vacate(entry)
+        return self._location(segment, entry.location.offset, entry.location.length)
+
+    def occupy(self, entry: Entry) -> None:
+        """Record who has the slot."""
+        self.segments[entry.location.segment].occupy(entry)
+
+    def free(self, entry: Entry) -> None:
+        """Give the slot back to the holes."""
+        segment = self.segments[entry.location.segment]
+        segment.vacate(entry)
+        segment.extents.give(entry.location.offset, padded(entry.location.length))
+
+    def victims(self, coldest: Iterator[Entry], nbytes: int, medium: Medium) -> list[Entry]:
+        """Which chunks to evict for a slot of `nbytes`: the coldest of that size, or a run from a cold one on; [] if none can go."""
+        size, attempts = padded(nbytes), 0
+        for entry in coldest:
+            segment = self.segments[entry.location.segment]
+            if segment.medium != medium or segment.draining or not entry.evictable:
+                continue
+            if padded(entry.location.length) == size:
+                return [entry]
+            if size > segment.nbytes:
+                continue
+            run = segment.window(entry, size)
+            if run is not None:
+                return run
+            attempts += 1
+            if attempts == MAX_WINDOW_ATTEMPTS:
+                return []
+        return []
+
+    def largest_segment(self, medium: Medium) -> int:
+        """Bytes of the largest usable segment of a medium; 0 without one."""
+        return max((s.nbytes for s in self.segments.values() if s.medium == medium and not s.draining), default=0)
+
+    def draining(self) -> bool:
+        """Is a segment waiting to be dropped?"""
+        return any(segment.draining for segment in self.segments.values())
+
+    def used_and_total(self) -> tuple[int, int]:
+        """Bytes in use and bytes in all live segments."""
+        total = sum(segment.nbytes for segment in self.segments.values())
+        return total - sum(segment.extents.free for segment in self.segments.values()), total
+
+    def _location(self, segment: Segment, offset: int, nbytes: int) -> Location:
+        return Location(segment.id, offset, nbytes, self._next_generation())

@@ -1,0 +1,39 @@
+"""Who is at the other end of a Unix socket, and whether that process still lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+from vcache_backend.metadata_server.journal import ProcessId
+
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process that connected. pid 0: it lives in a pid namespace we cannot see."""
+    pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, uid
+
+
+def identity(pid: int) -> ProcessId:
+    """The process `pid` for good; start time 0 if it is already gone or invisible."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ProcessId(pid, 0)
+    return ProcessId(pid, int(stat.rpartition(")")[2].split()[19]))
+
+
+def open_pidfd(process: ProcessId) -> int | None:
+    """A pidfd that becomes readable when the process is gone; None if it is gone already.
+
+    Raises OSError where the process cannot be watched (pid 0, no permission): quarantines then run their full time.
+    """
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    if identity(process.pid) != process:
+        os.close(pidfd)
+        return None
+    return pidfd

@@ -1,0 +1,361 @@
+"""The server process: one thread, one epoll loop over the socket, its connections, and the processes it waits for.
+
+Order within a turn of the loop: read and answer whatever is there, write the journal, then send the answers. So no
+answer ever leaves before what it promises would survive the server.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+
+from vcache_backend.config import ServerConfig
+from vcache_backend.errors import ConfigError, ProtocolError
+from vcache_backend.metadata_server import journal as journals
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes, wire
+from vcache_backend.metadata_server.directory import Client, Directory, Limits
+from vcache_backend.metadata_server.eviction import POLICIES
+from vcache_backend.metadata_server.journal import Journal, ProcessId
+from vcache_backend.metadata_server.service import Service
+
+log = logging.getLogger(__name__)
+
+BUSY_TICK_SECONDS = 0.05
+IDLE_TICK_SECONDS = 0.5
+HELLO_SECONDS = 5.0
+"""A connection that says no hello within this time is closed."""
+MAX_UNSENT_BYTES = 2 * m.MAX_FRAME_BYTES
+"""A client that leaves more than this unread is disconnected."""
+
+
+class Connection:
+    """One client's socket and what is on its way."""
+
+    def __init__(self, sock: socket.socket, number: int, process: ProcessId) -> None:
+        self.sock = sock
+        self.number = number
+        self.process = process
+        self.client: Client | None = None
+        self.accepted = time.monotonic()
+        self.reader = wire.FrameReader()
+        self.fds: list[int] = []
+        self.unsent: deque[tuple[memoryview, int | None]] = deque()
+        self.unsent_bytes = 0
+        self.blocked = False
+        self.closing = False
+
+    def queue(self, reply: m.Reply, fd: int | None = None) -> None:
+        data = wire.frame(reply)
+        self.unsent.append((memoryview(data), fd))
+        self.unsent_bytes += len(data)
+
+    def flush(self) -> None:
+        """Send as much as the socket takes now. OSError if the peer is gone."""
+        while self.unsent:
+            data, fd = self.unsent[0]
+            try:
+                sent = self.sock.send(data) if fd is None else socket.send_fds(self.sock, [data], [fd])
+            except BlockingIOError:
+                return
+            self.unsent_bytes -= sent
+            if sent == len(data):
+                self.unsent.popleft()
+            else:
+                self.unsent[0] = (data[sent:], None)
+
+    def close(self) -> None:
+        wire.close_fds(self.fds)
+        self.fds.clear()
+        self.sock.close()
+
+
+class Server:
+    """Everything of one server process. `run` returns after SIGTERM, SIGINT or `stop()`."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._uids = {os.getuid(), 0, *config.allow_uids}
+        self._connections: dict[int, Connection] = {}
+        self._watched: dict[int, ProcessId] = {}
+        self._numbers = 0
+        self._receiver = wire.Receiver()
+        self._journal: Journal | None = None
+        self._stopping = False
+        with ExitStack() as undo:
+            self._listener = undo.enter_context(_listening(config.path))
+            self._epoll = undo.enter_context(select.epoll())
+            self._epoll.register(self._listener, select.EPOLLIN)
+            self._service = self._start_service(config.path.with_suffix(".journal"))
+            undo.callback(self._service.close)
+            self._recover_until = time.monotonic() + config.recover_seconds
+            self._undo = undo.pop_all()
+        self._watch_quarantined()
+
+    def run(self) -> None:
+        """Serve until stopped. Everything is closed and the socket removed on return."""
+        log.info("serving %s", self._config.path)
+        next_tick = time.monotonic()
+        with self._undo:
+            while not self._stopping:
+                for fd, _events in self._epoll.poll(max(0.0, next_tick - time.monotonic())):
+                    self._on_ready(fd)
+                if time.monotonic() >= next_tick:
+                    self._tick()
+                    next_tick = time.monotonic() + (BUSY_TICK_SECONDS if self._busy() else IDLE_TICK_SECONDS)
+                self._write_journal()
+                self._send()
+            for connection in list(self._connections.values()):
+                connection.close()
+            if self._journal is not None:
+                self._journal.close()
+        log.info("stopped")
+
+    def stop(self) -> None:
+        """End `run` within a tick. May be called from a signal handler."""
+        self._stopping = True
+
+    def _start_service(self, path: Path) -> Service:
+        config, eviction = self._config, self._config.eviction
+        state = journals.read(path) if config.journal else journals.State()
+        first_id = max(time.time_ns(), 1 + journals.newest_id(state))
+        limits = Limits(
+            lease_seconds=config.lease_seconds,
+            reservation_seconds=config.reservation_seconds,
+            quarantine_seconds=config.quarantine_seconds,
+            max_chunks=config.max_chunks,
+            low_water=eviction.low_water,
+            high_water=eviction.high_water,
+        )
+        directory = Directory(POLICIES[eviction.policy](), limits, time.monotonic, first_id)
+        directory.restore(state)
+        if config.journal:
+            self._journal = Journal(path)
+            self._journal.start(directory.snapshot())
+        else:
+            path.unlink(missing_ok=True)
+        if state.segments:
+            log.info("journal: %d chunks in %d segments wait to be offered again", len(state.chunks), len(state.segments))
+        return Service(directory, epoch=first_id)
+
+    # ---- events
+
+    def _on_ready(self, fd: int) -> None:
+        if fd == self._listener.fileno():
+            self._accept()
+        elif fd in self._watched:
+            self._process_gone(fd)
+        elif fd in self._connections:
+            connection = self._connections[fd]
+            try:
+                self._read(connection)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._disconnect(connection)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            log.warning("accept: %s", error)
+            return
+        sock.setblocking(False)
+        pid, uid = processes.peer(sock)
+        self._numbers += 1
+        connection = Connection(sock, self._numbers, processes.identity(pid))
+        self._connections[sock.fileno()] = connection
+        self._epoll.register(sock, select.EPOLLIN)
+        self._service.directory.counters["clients_total"] += 1
+        if uid not in self._uids:
+            log.warning("refused a connection of uid %d (pid %d)", uid, pid)
+            allowed = "its own user and root; add the uid to server.allow_uids to let it in"
+            self._refuse(connection, f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}")
+        elif len(self._connections) > self._config.max_clients:
+            self._refuse(connection, f"{self._config.max_clients} clients are connected; raise server.max_clients")
+
+    def _read(self, connection: Connection) -> None:
+        data, fds = self._receiver.receive(connection.sock)
+        connection.fds += fds
+        if not data:
+            self._disconnect(connection)
+            return
+        if connection.closing:
+            return
+        try:
+            for body in connection.reader.feed(data):
+                self._on_frame(connection, body)
+        except ProtocolError as error:
+            self._service.directory.counters["protocol_errors"] += 1
+            self._refuse(connection, str(error))
+
+    def _on_frame(self, connection: Connection, body: bytes) -> None:
+        try:
+            request = wire.request_decoder.decode(body)
+        except msgspec.ValidationError as error:
+            self._service.directory.counters["protocol_errors"] += 1
+            if connection.client is None:
+                raise ProtocolError(f"the first frame is no hello of protocol {m.PROTOCOL_VERSION}: {error}") from error
+            connection.queue(m.Error(str(error)))
+            return
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ProtocolError(f"a frame is no MessagePack message: {error}") from error
+        if connection.client is None:
+            self._hello(connection, request)
+            return
+        reply, fd = self._service.answer(connection.client, request, connection.fds)
+        if isinstance(reply, m.ServerStats):
+            reply = msgspec.structs.replace(reply, clients=len(self._connections))
+        wire.close_fds(connection.fds)
+        connection.fds.clear()
+        connection.queue(reply, fd)
+
+    def _hello(self, connection: Connection, request: m.AnyRequest) -> None:
+        if not isinstance(request, m.Hello):
+            raise ProtocolError(f"the first frame is {type(request).__name__}, not hello")
+        if request.version != m.PROTOCOL_VERSION:
+            theirs, ours = request.version, m.PROTOCOL_VERSION
+            raise ProtocolError(f"the client speaks protocol {theirs}, this server {ours}; install the same vcache-backend")
+        connection.client = Client(connection.number, connection.process, request.device, request.medium)
+        mismatches = self._service.mismatches(connection.number, request.layout)
+        for line in mismatches:
+            log.warning("pid %d: %s", connection.process.pid, line)
+        lease, reservation = self._config.lease_seconds, self._config.reservation_seconds
+        connection.queue(m.Welcome(m.PROTOCOL_VERSION, self._service.epoch, lease, reservation, mismatches))
+
+    # ---- turns
+
+    def _tick(self) -> None:
+        directory = self._service.directory
+        directory.tick()
+        self._service.collect_dropped()
+        self._watch_quarantined()
+        now = time.monotonic()
+        for connection in list(self._connections.values()):
+            if connection.client is None and now > connection.accepted + HELLO_SECONDS:
+                self._disconnect(connection)
+        absent = directory.absent_segments()
+        if absent and now > self._recover_until and (lost := directory.forget_absent()):
+            seconds = self._config.recover_seconds
+            log.warning("%d segments were not offered again within %g s; %d chunks are lost", len(absent), seconds, lost)
+
+    def _busy(self) -> bool:
+        directory = self._service.directory
+        return bool(len(directory.leases) or sum(directory.reservations.counts()) or directory.placement.draining())
+
+    def _write_journal(self) -> None:
+        records = self._service.directory.records
+        if self._journal is not None:
+            try:
+                if records:
+                    self._journal.append(records)
+                self._journal.compact(self._service.directory.snapshot)
+            except OSError as error:
+                log.error("journal: %s; going on without one, a restart will be cold", error)
+                self._journal.abandon()
+                self._journal = None
+        records.clear()
+
+    def _send(self) -> None:
+        for connection in list(self._connections.values()):
+            if not connection.unsent:
+                continue
+            try:
+                connection.flush()
+            except OSError:
+                self._disconnect(connection)
+                continue
+            if connection.unsent_bytes > MAX_UNSENT_BYTES or (connection.closing and not connection.unsent):
+                self._disconnect(connection)
+            elif connection.blocked != bool(connection.unsent):
+                connection.blocked = bool(connection.unsent)
+                self._epoll.modify(connection.sock, select.EPOLLIN | (select.EPOLLOUT if connection.blocked else 0))
+
+    def _refuse(self, connection: Connection, message: str) -> None:
+        """Say why, then close."""
+        connection.queue(m.Error(message, fatal=True))
+        connection.closing = True
+
+    def _disconnect(self, connection: Connection) -> None:
+        if self._connections.pop(connection.sock.fileno(), None) is None:
+            return
+        connection.close()
+        if connection.client is not None:
+            self._service.directory.disconnect(connection.client)
+            self._service.layouts.pop(connection.number, None)
+            self._watch_quarantined()
+
+    # ---- processes
+
+    def _watch_quarantined(self) -> None:
+        """Watch every process whose death would free slots; act at once for those that are gone already."""
+        directory = self._service.directory
+        for process in directory.quarantined_processes() - set(self._watched.values()):
+            try:
+                pidfd = processes.open_pidfd(process)
+            except OSError as error:
+                log.debug("pid %d cannot be watched (%s): its slots wait their full quarantine", process.pid, error)
+                continue
+            if pidfd is None:
+                directory.process_gone(process)
+            else:
+                self._watched[pidfd] = process
+                self._epoll.register(pidfd, select.EPOLLIN)
+
+    def _process_gone(self, pidfd: int) -> None:
+        self._service.directory.process_gone(self._watched.pop(pidfd))
+        os.close(pidfd)
+
+
+@contextmanager
+def _listening(path: Path) -> Iterator[socket.socket]:
+    """A listening socket only this user can reach; a lock file beside it keeps a second server away."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"server.socket: cannot use {path}: {error}") from error
+    with ExitStack() as undo:
+        undo.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"server.socket: another server already serves {path}") from error
+        path.unlink(missing_ok=True)
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        umask = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        except OSError as error:
+            raise ConfigError(f"server.socket: cannot bind {path}: {error}") from error
+        finally:
+            os.umask(umask)
+        undo.callback(path.unlink, missing_ok=True)
+        listener.listen(256)
+        listener.setblocking(False)
+        yield listener
+
+
+def serve(config: ServerConfig) -> None:
+    """Run the server in this process until SIGTERM or SIGINT. ConfigError if the socket cannot be used.
+
+    The garbage collector is switched off: the directory makes no cycles, and a collection over millions of chunks would
+    stop the loop for a noticeable time.
+    """
+    server = Server(config)
+    gc.disable()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    server.run()

@@ -1,0 +1,184 @@
+"""Requests to replies: the directory's operations, the fds of segments and the namespaces in use. No sockets, no loop."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import time
+from typing import assert_never
+
+from vcache_backend.histogram import Histogram
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.directory import Client, Directory
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class Refuse(Exception):
+    """The request cannot be granted; the text goes to the client, which keeps its connection."""
+
+
+class Service:
+    """Answers requests. Runs in the server's one thread; owns the segments' fds from registration until they are dropped."""
+
+    def __init__(self, directory: Directory, epoch: int) -> None:
+        self.directory = directory
+        self.epoch = epoch
+        self.layouts: dict[int, dict[str, str]] = {}
+        self.latency: dict[str, Histogram] = {}
+        self.fds: dict[m.SegmentId, int] = {}
+        self._started = time.monotonic()
+
+    def answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, int | None]:
+        """The reply and the fd that goes with it, if any. `fds` came along; one that is kept is taken out of the list."""
+        started = time.perf_counter()
+        try:
+            reply, fd = self._answer(client, request, fds)
+        except Refuse as refusal:
+            reply, fd = m.Error(str(refusal)), None
+        name = type(request).__name__
+        histogram = self.latency.get(name)
+        if histogram is None:
+            histogram = self.latency[name] = Histogram()
+        histogram.add((time.perf_counter() - started) * 1e6)
+        return reply, fd
+
+    def _answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, int | None]:
+        directory = self.directory
+        match request:
+            case m.Lookup(keys, ranks):
+                return m.Count(directory.lookup(keys, ranks)), None
+            case m.Acquire(keys):
+                return directory.acquire(client, keys), None
+            case m.Release(lease):
+                return m.Verdict(directory.release(client, lease)), None
+            case m.Reserve(keys, nbytes):
+                return directory.reserve(client, keys, nbytes), None
+            case m.Commit(reservation, prefix):
+                return m.Count(directory.commit(client, reservation, prefix)), None
+            case m.Abort(reservation):
+                return m.Count(directory.abort(client, reservation)), None
+            case m.Renew(lease):
+                return m.Verdict(directory.renew(client, lease)), None
+            case m.Contains(keys):
+                return m.Present(directory.contains(keys)), None
+            case m.Touch(keys):
+                return m.Count(directory.touch(keys)), None
+            case m.SetPin(keys, pin):
+                return m.Count(directory.set_pin(keys, pin)), None
+            case m.Remove(keys):
+                return m.Count(directory.remove(keys)), None
+            case m.Clear(namespace):
+                return m.Count(directory.clear(namespace)), None
+            case m.AddSegment():
+                return self._add_segment(request, fds), None
+            case m.OpenSegment(id_):
+                return self._open_segment(id_)
+            case m.DropSegment(id_):
+                return self._drop_segment(id_), None
+            case m.ListSegments():
+                return m.Segments(directory.segment_infos()), None
+            case m.Stats():
+                return self._stats(), None
+            case m.Hello():
+                raise Refuse("hello was said already on this connection")
+            case _:
+                assert_never(request)
+
+    def mismatches(self, client: int, layout: dict[str, str]) -> list[str]:
+        """Remember the layout of an instance; lines for every other one of the same model that cannot share with it."""
+        lines: dict[str, None] = {}
+        for other in self.layouts.values():
+            if layout.get("model") == other.get("model") and layout.get("namespace") != other.get("namespace"):
+                lines[_difference(layout, other)] = None
+        if layout:
+            self.layouts[client] = layout
+        return list(lines)
+
+    def collect_dropped(self) -> None:
+        """Finish dropping segments whose last lease or reservation ended, and let go of their memory."""
+        for id_, segment in list(self.directory.placement.segments.items()):
+            if segment.draining:
+                self._drop_segment(id_)
+
+    def close(self) -> None:
+        """Let go of all fds; host and GPU memory nobody else holds is freed."""
+        while self.fds:
+            os.close(self.fds.popitem()[1])
+
+    def _add_segment(self, request: m.AddSegment, fds: list[int]) -> m.Added:
+        if len(fds) != 1:
+            raise Refuse(f"add_segment {request.id}: {len(fds)} fds came along; exactly 1 is needed")
+        absent = self.directory.absent_segments().get(request.id)
+        live = self.directory.placement.segments.get(request.id)
+        for known in (absent, live):
+            if known and (known.device, known.medium, known.nbytes) != (request.device, request.medium, request.nbytes):
+                was = f"{known.nbytes:,} B of {known.medium} on {known.device}"
+                raise Refuse(f"segment {request.id} is {was}, not {request.nbytes:,} B of {request.medium} on {request.device}")
+        if live is not None:
+            return m.Added(0)
+        if request.medium == "host":
+            _check_memfd(request, fds[0])
+        info = m.SegmentInfo(request.id, request.device, request.medium, request.nbytes)
+        chunks = self.directory.add_segment(info)
+        self.fds[request.id] = fds.pop()
+        return m.Added(chunks)
+
+    def _open_segment(self, id_: m.SegmentId) -> tuple[m.Reply, int]:
+        if id_ not in self.fds:
+            raise Refuse(f"segment {id_} is not here: it was dropped, or nobody offered it since the server's restart")
+        segment = self.directory.placement.segments[id_]
+        return m.Opened(segment.info(reserved=0, leased=0)), self.fds[id_]
+
+    def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
+        if id_ not in self.directory.placement.segments:
+            raise Refuse(f"segment {id_} is not here; `vcache segment list` shows those that are")
+        chunks, gone = self.directory.drop_segment(id_)
+        if gone:
+            os.close(self.fds.pop(id_))
+        return m.Dropped(chunks, gone)
+
+    def _stats(self) -> m.ServerStats:
+        directory = self.directory
+        open_, quarantined = directory.reservations.counts()
+        counters = dict(directory.counters) | {"expired_leases": directory.leases.expired}
+        return m.ServerStats(
+            epoch=self.epoch,
+            uptime_seconds=time.monotonic() - self._started,
+            clients=0,
+            chunks=len(directory),
+            leases=len(directory.leases),
+            reservations=open_,
+            quarantined=quarantined,
+            counters=counters,
+            latency={n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99)) for n, h in self.latency.items()},
+            segments=directory.segment_infos(),
+            namespaces={layout.get("namespace", ""): layout.get("model", "") for layout in self.layouts.values()},
+            rss_bytes=_rss_bytes(),
+        )
+
+
+def _difference(layout: dict[str, str], other: dict[str, str]) -> str:
+    """Why two instances of one model do not share, in words."""
+    names = [name for name in layout.keys() | other.keys() if name != "namespace" and layout.get(name) != other.get(name)]
+    differ = "; ".join(f"{name}: {layout.get(name)!r} here, {other.get(name)!r} there" for name in sorted(names))
+    return f"another instance of {layout['model']!r} does not share its chunks with this one: {differ}"
+
+
+def _check_memfd(request: m.AddSegment, fd: int) -> None:
+    """A host segment must be a memfd that cannot shrink: a reader of a shrunk one would die of SIGBUS."""
+    size = os.fstat(fd).st_size
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise Refuse(f"segment {request.id}: the fd is no memfd ({error.strerror})") from error
+    if seals & _SEALS != _SEALS:
+        raise Refuse(f"segment {request.id}: the memfd is not sealed against shrinking and growing (seals {seals:#x})")
+    if size < request.nbytes:
+        raise Refuse(f"segment {request.id}: the memfd has {size:,} B, fewer than the {request.nbytes:,} B announced")
+
+
+def _rss_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
