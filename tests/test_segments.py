@@ -1,0 +1,401 @@
+"""Segments of host memory: what outlives whom, what is refused, and that nothing is left behind. Real memfds and processes."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from vcache_backend.errors import ConfigError, SegmentError
+from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
+from vcache_backend.vram_pool import devices, host_segment
+from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.segment import MappedSegment, OwnedSegment, create, map_segment, new_id
+
+HOST = Device("host", "host")
+NBYTES = 1 << 20
+CHILD_SECONDS = 30
+CYCLES = 200
+
+# Children get the number of a connected Unix socket in argv[1]. The creator needs vcache, the others only Python.
+CREATOR = """
+import signal, socket, sys
+from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.segment import create, map_segment
+channel = socket.socket(fileno=int(sys.argv[1]))
+host = Device("host", "host")
+with create(host, 1 << 20) as owned, map_segment(owned.info, owned.fd, host) as mapped:
+    mapped.tensor(4096, 5).copy_(__import__("torch").tensor(list(b"alive"), dtype=__import__("torch").uint8))
+    socket.send_fds(channel, [owned.id.encode()], [owned.fd])
+    signal.pause()
+"""
+READER = """
+import mmap, socket, sys
+channel = socket.socket(fileno=int(sys.argv[1]))
+_, (fd,), _, _ = socket.recv_fds(channel, 16, 1)
+memory = mmap.mmap(fd, 0)
+channel.sendall(memory[4096:4101])
+memory[0:5] = b"reply"
+channel.sendall(b"!")
+"""
+HOLDER = """
+import socket, sys
+channel = socket.socket(fileno=int(sys.argv[1]))
+_, fds, _, _ = socket.recv_fds(channel, 16, 1)
+channel.sendall(b"held")
+channel.recv(1)
+socket.send_fds(channel, [b"back"], fds)
+"""
+
+
+@contextmanager
+def child(script: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """A Python child and our end of its socket, every wait on which ends. Killed and reaped on the way out."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(CHILD_SECONDS)
+    with ours:
+        with theirs:
+            number = theirs.fileno()
+            process = subprocess.Popen([sys.executable, "-c", script, str(number)], pass_fds=[number])
+        try:
+            yield process, ours
+        finally:
+            process.kill()
+            process.wait(CHILD_SECONDS)
+
+
+def receive_fd(channel: socket.socket) -> tuple[bytes, int]:
+    data, fds, _, _ = socket.recv_fds(channel, 64, 1)
+    assert len(fds) == 1, f"the child sent {data!r} and {len(fds)} fds"
+    return data, fds[0]
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    """Mappings of vcache's memfds in this process."""
+    return sum("memfd:vcache-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def left_behind(action: Callable[[], object], cycles: int = CYCLES) -> tuple[int, int]:
+    """(fds, mappings) that `cycles` runs of `action` leave in this process."""
+    action()
+    gc.collect()
+    before = open_fds(), mappings()
+    for _ in range(cycles):
+        action()
+    gc.collect()
+    return open_fds() - before[0], mappings() - before[1]
+
+
+@pytest.fixture
+def owned() -> Iterator[OwnedSegment]:
+    with create(HOST, NBYTES) as segment:
+        yield segment
+
+
+@pytest.fixture
+def mapped(owned: OwnedSegment) -> Iterator[MappedSegment]:
+    with map_segment(owned.info, owned.fd, HOST) as segment:
+        yield segment
+
+
+# ---- what outlives whom
+
+
+def test_bytes_written_by_one_process_are_read_by_another(owned: OwnedSegment, mapped: MappedSegment) -> None:
+    mapped.tensor(4096, 5).copy_(torch.tensor(list(b"hello"), dtype=torch.uint8))
+    with child(READER) as (_, channel):
+        socket.send_fds(channel, [b"segment"], [owned.fd])
+        assert channel.recv(5) == b"hello"
+        assert channel.recv(1) == b"!"
+    assert bytes(mapped.tensor(0, 5).tolist()) == b"reply"
+
+
+def test_a_segment_outlives_its_creator_while_a_plain_process_holds_the_fd() -> None:
+    with child(HOLDER) as (_, holder):
+        with child(CREATOR) as (creator, channel):
+            id, fd = receive_fd(channel)
+            socket.send_fds(holder, [b"segment"], [fd])
+            os.close(fd)
+            assert holder.recv(4) == b"held"
+            creator.send_signal(signal.SIGKILL)
+            assert creator.wait(CHILD_SECONDS) == -signal.SIGKILL
+        holder.sendall(b"?")
+        _, fd = receive_fd(holder)
+    info = SegmentInfo(SegmentId(id.decode()), "host", "host", NBYTES)
+    try:
+        with map_segment(info, fd, HOST) as mapped:
+            assert bytes(mapped.tensor(4096, 5).tolist()) == b"alive"
+            assert int(mapped.tensor(0, NBYTES).count_nonzero()) == 5
+    finally:
+        os.close(fd)
+
+
+def test_a_mapping_needs_neither_its_creator_nor_the_fd_it_came_from() -> None:
+    owned = create(HOST, NBYTES)
+    mapped = map_segment(owned.info, owned.fd, HOST)
+    owned.close()
+    with mapped:
+        mapped.tensor(0, 1).fill_(7)
+        assert mapped.tensor(0, 2).tolist() == [7, 0]
+
+
+def test_a_mapped_segment_can_be_offered_again_from_its_own_fd(owned: OwnedSegment, mapped: MappedSegment) -> None:
+    mapped.tensor(9, 1).fill_(9)
+    assert mapped.fd != owned.fd
+    assert not os.get_inheritable(mapped.fd)
+    owned.close()
+    with map_segment(mapped.info, mapped.fd, HOST) as again:
+        assert again.tensor(9, 1).item() == 9
+
+
+# ---- what a segment is
+
+
+def test_a_new_segment_is_zero_and_exactly_as_large_as_asked() -> None:
+    with create(HOST, 12_345) as owned, map_segment(owned.info, owned.fd, HOST) as mapped:
+        assert owned.info == SegmentInfo(owned.id, "host", "host", 12_345)
+        assert int(mapped.tensor(0, 12_345).count_nonzero()) == 0
+
+
+def test_an_id_is_twelve_random_hex_digits_unless_given() -> None:
+    ids = {new_id() for _ in range(1000)}
+    assert len(ids) == 1000
+    assert all(len(id) == 12 and int(id, 16) >= 0 for id in ids)
+    with create(HOST, 1, SegmentId("0123456789ab")) as owned:
+        assert owned.id == "0123456789ab"
+    with pytest.raises(SegmentError, match="'../../evil' is not 12 hex digits"):
+        create(HOST, 1, SegmentId("../../evil"))
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1 << 60])
+def test_an_impossible_size_is_refused(nbytes: int) -> None:
+    with pytest.raises(SegmentError, match=f"{nbytes:,} B"):
+        create(HOST, nbytes)
+
+
+def test_address_and_tensor_are_the_same_bytes(mapped: MappedSegment) -> None:
+    view = mapped.tensor(100, 28)
+    assert mapped.address(100, 28) == view.data_ptr() == mapped.address(0, 1) + 100
+    assert (view.dtype, view.shape, view.device.type) == (torch.uint8, (28,), "cpu")
+    assert mapped.tensor(NBYTES - 1, 1).numel() == 1
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, 0), (0, -5), (0, NBYTES + 1), (NBYTES, 1), (NBYTES - 4, 5)])
+def test_bytes_outside_the_segment_have_no_address(mapped: MappedSegment, offset: int, length: int) -> None:
+    for ask in (mapped.address, mapped.tensor):
+        with pytest.raises(SegmentError, match=rf"not in segment {mapped.id} of 1,048,576 B"):
+            ask(offset, length)
+
+
+# ---- what is refused
+
+
+def test_a_segment_cannot_be_resized_by_whoever_holds_its_fd(owned: OwnedSegment) -> None:
+    for nbytes in (0, NBYTES - 1, NBYTES + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(owned.fd, nbytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(owned.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert os.fstat(owned.fd).st_size == NBYTES
+
+
+@contextmanager
+def forged(kind: str) -> Iterator[int]:
+    if kind == "plain":
+        with tempfile.TemporaryFile(dir="/var/tmp") as file:
+            os.ftruncate(file.fileno(), NBYTES)
+            yield file.fileno()
+        return
+    fd = os.open("/dev/null", os.O_RDWR) if kind == "device" else os.memfd_create("forged", os.MFD_ALLOW_SEALING)
+    try:
+        if kind != "device":
+            os.ftruncate(fd, 4096 if kind == "small" else NBYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0 if kind == "unsealed" else host_segment.SEALS)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("plain", r"plain file of 1,048,576 B, not a memfd|has seals 0x1, needs 0x7"),
+        ("device", r"no memfd but crw"),
+        ("small", r"holds 4,096 B but the segment is said to have 1,048,576 B"),
+        ("unsealed", r"can be resized: it has seals 0x0, needs 0x7"),
+    ],
+)
+def test_a_forged_fd_is_refused_with_the_figures_and_leaves_nothing(kind: str, message: str) -> None:
+    info = SegmentInfo(SegmentId("0123456789ab"), "host", "host", NBYTES)
+    with forged(kind) as fd:
+        before = open_fds()
+        with pytest.raises(SegmentError, match=f"segment 0123456789ab of host: .*{message}"):
+            map_segment(info, fd, HOST)
+        assert open_fds() == before
+
+
+def test_an_fd_that_is_none_is_refused(owned: OwnedSegment) -> None:
+    spare = os.dup(owned.fd)
+    os.close(spare)
+    for fd in (spare, -1):
+        with pytest.raises(SegmentError, match="Bad file descriptor"):
+            map_segment(owned.info, fd, HOST)
+
+
+def test_a_gpu_does_not_map_host_memory_and_a_host_reader_no_gpu_memory(owned: OwnedSegment) -> None:
+    gpu = Device("GPU-00000000-0000-0000-0000-000000000000", "cuda", 0)
+    with pytest.raises(SegmentError, match=r"host memory of host: GPU-0.* cannot map that"):
+        map_segment(owned.info, owned.fd, gpu)
+    with pytest.raises(SegmentError, match="cuda memory of GPU-0.*: host cannot map that"):
+        map_segment(msgspec.structs.replace(owned.info, device=gpu.name, medium="cuda"), owned.fd, HOST)
+
+
+def test_running_out_of_fds_is_a_segment_error_and_leaks_none(owned: OwnedSegment) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_fds()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    spares = []
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            for _ in range(1 << 20):
+                spares.append(os.dup(owned.fd))
+        os.close(spares.pop())  # room for the dup, none for the mapping's own
+        with pytest.raises(SegmentError, match="Too many open files"):
+            map_segment(owned.info, owned.fd, HOST)
+        os.close(os.dup(owned.fd))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in spares:
+            os.close(fd)
+    assert open_fds() == before
+
+
+# ---- closing
+
+
+def test_close_may_be_called_again_and_what_is_closed_says_so(owned: OwnedSegment, mapped: MappedSegment) -> None:
+    number = owned.fd
+    for segment in (owned, mapped):
+        assert not segment.closed
+        segment.close()
+        # The number may be another file's by now: closing again must not close that.
+        replacement = os.open("/dev/null", os.O_RDONLY)
+        segment.close()
+        os.fstat(replacement)
+        os.close(replacement)
+        assert segment.closed
+        with pytest.raises(SegmentError, match=f"segment {segment.id} is closed"):
+            _ = segment.fd
+    assert number >= 0
+    with pytest.raises(SegmentError, match="is closed"):
+        mapped.address(0, 1)
+    with pytest.raises(SegmentError, match="is closed"):
+        mapped.tensor(0, 1)
+    assert repr(mapped) == f"MappedSegment({mapped.id}, host for host, 1,048,576 B, closed)"
+
+
+def test_a_tensor_outlives_the_close_of_its_segment_and_the_mapping_goes_with_the_last(owned: OwnedSegment) -> None:
+    before = open_fds(), mappings()
+    mapped = map_segment(owned.info, owned.fd, HOST)
+    view = mapped.tensor(0, NBYTES)
+    part = view[10:20].view(torch.int16)
+    mapped.close()
+    del view, mapped
+    part.fill_(257)
+    assert part.tolist() == [257] * 5
+    assert mappings() == before[1] + 1
+    del part
+    assert (open_fds(), mappings()) == before
+
+
+def test_a_segment_that_nobody_closed_is_closed_by_its_destructor() -> None:
+    def forget() -> None:
+        owned = create(HOST, NBYTES)
+        map_segment(owned.info, owned.fd, HOST).tensor(0, 1).fill_(1)
+
+    assert left_behind(forget, cycles=20) == (0, 0)
+
+
+# ---- leaks
+
+
+def one_life() -> MappedSegment:
+    with create(HOST, NBYTES) as owned, map_segment(owned.info, owned.fd, HOST) as mapped:
+        mapped.tensor(0, 1).fill_(1)
+        return mapped
+
+
+def test_200_lives_of_a_segment_leave_no_fd_and_no_mapping() -> None:
+    assert left_behind(one_life) == (0, 0)
+
+
+def test_the_leak_test_notices_a_leaked_fd_and_a_leaked_mapping() -> None:
+    fds: list[int] = []
+    views: list[torch.Tensor] = []
+
+    def leak() -> None:
+        with create(HOST, NBYTES) as owned, map_segment(owned.info, owned.fd, HOST) as mapped:
+            fds.append(os.dup(mapped.fd))
+            views.append(mapped.tensor(0, 1))
+
+    try:
+        # A view holds the mapping, and the mapping an fd of its own.
+        assert left_behind(leak, cycles=10) == (20, 10)
+    finally:
+        views.clear()
+        for fd in fds:
+            os.close(fd)
+
+
+def test_failed_mappings_leave_no_fd_and_no_mapping() -> None:
+    def fail() -> None:
+        with create(HOST, 4096) as owned, pytest.raises(SegmentError):
+            map_segment(msgspec.structs.replace(owned.info, nbytes=8192), owned.fd, HOST)
+
+    assert left_behind(fail) == (0, 0)
+
+
+def test_segments_are_made_and_closed_from_many_threads() -> None:
+    def lives() -> None:
+        threads = [threading.Thread(target=one_life) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(CHILD_SECONDS)
+
+    assert left_behind(lives, cycles=10) == (0, 0)
+
+
+# ---- devices on a machine without a GPU
+
+
+def test_host_memory_may_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "current_gpu", lambda: None)
+    assert devices.resolve("auto") == devices.resolve("host") == HOST
+    assert devices.resolve("host:worker-1") == Device("host:worker-1", "host")
+    assert devices.can_read(HOST, "host:worker-1")
+    assert devices.can_read(devices.resolve("host:a"), devices.resolve("host:b"))
+
+
+@pytest.mark.parametrize("spec", ["", "gpu", "host:", "host:a/b", "cuda:", "cuda:-1", "cuda:x", "GPU-123", "Host", "cuda:0 "])
+def test_an_unknown_device_is_a_configuration_error_that_lists_the_forms(spec: str) -> None:
+    with pytest.raises(ConfigError, match=r"pool\.device: .*expected auto, host, host:NAME .*, cuda, cuda:N or a GPU's UUID"):
+        devices.resolve(spec)

@@ -1,0 +1,233 @@
+"""Runs a plan: on streams of a GPU, or at once in host memory. Ordering is this module's promise; sizes are checked here too."""
+
+# torch.cuda's streams and events have no types.
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vcache_backend.errors import LayoutError, VCacheError, raising_as
+from vcache_backend.vram_pool import kernels, reference
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.planner import CopyPlan
+from vcache_backend.vram_pool.planner import plan as make_plan
+
+CLOSE_SECONDS = 5.0
+"""How long closing waits for copies under way."""
+_Move = Callable[[PagedKV, CopyPlan, Sequence[Tensor]], None]
+_SPIN_SECONDS = 0.005
+_SLEEP_SECONDS = 0.0001
+
+
+@dataclass(frozen=True, eq=False)
+class SlotView:
+    """One slot as this process sees it: `nbytes` bytes at `address`, mapped for as long as this view is held.
+
+    tensor: the same bytes as a contiguous 1-D uint8 tensor. local: they lie on the device of the KV cache.
+    """
+
+    address: int
+    nbytes: int
+    tensor: Tensor
+    local: bool
+
+    @classmethod
+    def over(cls, tensor: Tensor, *, local: bool) -> SlotView:
+        """A view of all of `tensor`, contiguous 1-D uint8."""
+        return cls(tensor.data_ptr(), tensor.numel(), tensor, local)
+
+
+class Completion(Protocol):
+    """A copy under way. May be asked from any thread, any number of times."""
+
+    def done(self) -> bool:
+        """Whether all bytes are in place. Never waits. Raises VCacheError if the device failed."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all bytes are in place; False once `timeout_s` seconds have passed. Raises VCacheError like `done`."""
+        ...
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the bytes took, tables and queues not included; None while it is not known."""
+        ...
+
+
+class Copier(Protocol):
+    """Moves bytes between one KV cache and slots. Used by one worker; may be called from several of its threads.
+
+    `slots` are the request's, in the order of the plan's slot indices. Both calls raise LayoutError, and move nothing, where a
+    slot is missing or smaller than a chunk, or the plan or the device is not the KV cache's. Whatever else they raise (torch's
+    RuntimeError, a Triton error) comes from the copy itself: part of it may be under way, and the slots are not to be reused.
+    """
+
+    def prepare(self, kv: PagedKV) -> None:
+        """Make ready for copies of `kv`, so that no request waits for it. Optional, before the first copy."""
+        ...
+
+    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Completion:
+        """Copy KV blocks into slots. Work queued before this call is read; work queued after it may overwrite the blocks."""
+        ...
+
+    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Completion:
+        """Copy slots into KV blocks. Work queued before this call reads the old bytes, work queued after it the new ones."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the copies under way, with a deadline. May be called again."""
+        ...
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The completion of a copy that ended before its call returned."""
+
+    seconds: float
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+
+class HostCopier:
+    """Copies with torch, in the caller's thread: for KV caches in host memory, and for host segments."""
+
+    def prepare(self, kv: PagedKV) -> None:
+        """Nothing is compiled."""
+
+    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Finished:
+        return self._run(reference.gather, kv, plan, slots)
+
+    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Finished:
+        return self._run(reference.scatter, kv, plan, slots)
+
+    def close(self) -> None:
+        """Nothing is ever under way."""
+
+    def _run(self, move: _Move, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Finished:
+        _check(kv, plan, slots)
+        started = time.perf_counter()
+        move(kv, plan, [slot.tensor for slot in slots])
+        if kv.device.type == "cuda":
+            # The slots' lease may end once we return, and torch may still be reading them.
+            torch.cuda.current_stream(kv.device).synchronize()
+        return Finished(time.perf_counter() - started)
+
+
+class CudaCompletion:
+    """A copy on a stream of `device`. Holds what the copy uses until it is over."""
+
+    def __init__(self, device: torch.device, start: torch.cuda.Event, end: torch.cuda.Event, held: object) -> None:
+        self._device, self._start, self._end = device, start, end
+        self._held: object | None = held
+
+    def done(self) -> bool:
+        if self._held is None:
+            return True
+        with raising_as({RuntimeError: VCacheError}, f"copy on {self._device}"):
+            if not self._end.query():
+                return False
+        self._held = None
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        return _poll(self.done, timeout_s)
+
+    @property
+    def seconds(self) -> float | None:
+        return float(self._start.elapsed_time(self._end)) / 1000 if self.done() else None
+
+
+class CudaCopier:
+    """Copies with the Triton kernel, on two streams of GPU `ordinal`: one for gathers, one for scatters.
+
+    Each copy starts after the work that the caller's current stream holds, and that stream then waits for the copy's end: on
+    the device, the host never waits. max_ctas: most thread blocks of a copy to or from another GPU; 0 for the tuned number.
+    """
+
+    def __init__(self, ordinal: int, max_ctas: int = 0) -> None:
+        self.device, self.max_ctas = torch.device("cuda", ordinal), max_ctas
+        with torch.cuda.device(self.device):
+            self._gathers, self._scatters = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def prepare(self, kv: PagedKV) -> None:
+        """Compile the kernels for `kv`: up to a second each, a few of them."""
+        with torch.cuda.device(self.device):
+            table = torch.empty((len(kv.planes), 3), dtype=torch.int64, device=self.device)
+            nothing = make_plan(kv, kv.block_size, np.empty(0, dtype=np.int64), [])
+            for _, tuning in (*kernels.PEER, *kernels.LOCAL):
+                for to_slot in (True, False):
+                    kernels.launch(kv, nothing, table, to_slot=to_slot, tuning=tuning, warm_up=True)
+
+    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Completion:
+        return self._run(self._gathers, kv, plan, slots, to_slot=True)
+
+    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Completion:
+        return self._run(self._scatters, kv, plan, slots, to_slot=False)
+
+    def close(self) -> None:
+        for stream in (self._gathers, self._scatters):
+            _poll(stream.query, CLOSE_SECONDS)
+
+    def _run(
+        self, side: torch.cuda.Stream, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], *, to_slot: bool
+    ) -> Completion:
+        _check(kv, plan, slots)
+        if kv.device != self.device:
+            raise LayoutError(f"the KV cache is on {kv.device} but this copier drives {self.device}")
+        if not plan.nbytes:
+            return Finished(0.0)
+        local = all(slot.local for slot in slots)
+        tuning = kernels.tuning_for(plan.nbytes, local=local, max_ctas=0 if local else self.max_ctas)
+        # torch's pinned allocator does not hand this memory out again before the copy below has read it.
+        table = torch.empty(kernels.table_shape(kv, plan), dtype=torch.int64, pin_memory=True)
+        addresses = np.array([slot.address for slot in slots], dtype=np.int64)
+        aligned = kernels.fill_table(kv, plan, addresses, table.numpy())
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # The current device belongs to the thread, and both the streams and Triton go by it.
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(side):
+                # Before the wait, so that the table travels while earlier work still computes.
+                there = table.to(self.device, non_blocking=True)
+                side.wait_stream(current)
+                start.record(side)
+                kernels.launch(kv, plan, there, to_slot=to_slot, tuning=tuning, aligned=aligned)
+                end.record(side)
+            current.wait_event(end)
+        return CudaCompletion(self.device, start, end, (kv, there, tuple(slots)))
+
+
+def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
+    began = time.monotonic()
+    while not done():
+        waited = time.monotonic() - began
+        if waited >= timeout_s:
+            return False
+        # Most copies take a millisecond or two, less than a sleeping thread needs to be woken up reliably.
+        time.sleep(0 if waited < _SPIN_SECONDS else min(_SLEEP_SECONDS, timeout_s - waited))
+    return True
+
+
+def _check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
+    """LayoutError unless every byte of the plan lies inside of its slot."""
+    if plan.block_size != kv.block_size:
+        raise LayoutError(f"the plan is for blocks of {plan.block_size} tokens, the KV cache has {kv.block_size}")
+    need = kv.chunk_bytes(plan.chunk_size)
+    last = max(int(rows[:, 0].max(initial=-1)) for rows in (plan.blocks, plan.tokens))
+    if last >= len(slots):
+        raise LayoutError(f"the plan names slot {last} but {len(slots)} slots were given")
+    for index, slot in enumerate(slots):
+        if slot.nbytes < need:
+            raise LayoutError(f"a chunk needs {need:,} B but slot {index} has {slot.nbytes:,} B")

@@ -1,0 +1,229 @@
+"""Checked calls of the CUDA driver API: every failure is a `DriverError` that names the call and the driver's reason.
+
+`cuda.bindings` is imported on the first `load()`, so that machines without a GPU need neither it nor a driver.
+Contexts are the devices' primary ones, which torch uses too. A context is current per thread: `current()` pushes it and
+pops it again, so no caller's thread is left on another device than before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+from vcache_backend.errors import SegmentError
+
+log = logging.getLogger(__name__)
+
+Link = Literal["nvlink", "pcie", "none"]
+
+
+class DriverError(SegmentError):
+    """A CUDA driver call said no. `code` is the driver's name for it, as in `CUDA_ERROR_OUT_OF_MEMORY`."""
+
+    def __init__(self, call: str, code: str, reason: str) -> None:
+        super().__init__(f"{call}: {code} ({reason})")
+        self.code = code
+
+
+@functools.cache
+def load() -> Driver:
+    """The driver of this process, initialised; the same object on every call, usable from every thread.
+
+    Raises SegmentError in one line when `cuda-bindings` or the NVIDIA driver is missing. Not usable in a forked child of
+    a process that called it: CUDA is not.
+    """
+    try:
+        bindings = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise SegmentError(f"GPU segments need cuda-bindings: pip install 'cuda-bindings==13.*' ({error})") from error
+    try:
+        return Driver(bindings)
+    except SegmentError:
+        raise
+    except Exception as error:  # the door to a foreign loader: without libcuda it raises types of its own
+        raise SegmentError(f"the NVIDIA driver cannot be used: {error}; install it, or set pool.device: host") from error
+
+
+class Driver:
+    """The driver calls that segments and the doctor need. Devices are CUDA ordinals of this process, sizes are bytes.
+
+    `bindings` is the module `cuda.bindings.driver`, or in tests something that answers like it.
+    """
+
+    def __init__(self, bindings: Any) -> None:
+        self._cuda = bindings
+        self.call("cuInit", 0)
+
+    def call(self, name: str, *arguments: object) -> Any:
+        """Call `name`; its single answer (None without one). Raises DriverError."""
+        code, *answer = getattr(self._cuda, name)(*arguments)
+        if code != self._cuda.CUresult.CUDA_SUCCESS:
+            raise DriverError(name, code.name, self._reason(code))
+        return answer[0] if answer else None
+
+    def _reason(self, code: Any) -> str:
+        status, text = self._cuda.cuGetErrorString(code)
+        known = status == self._cuda.CUresult.CUDA_SUCCESS and text
+        return text.decode() if known else "the driver gives no reason"
+
+    def attempt(self, name: str, *arguments: object) -> None:
+        """`call` on the way out: a failure is logged and the remaining clean-up goes on."""
+        try:
+            self.call(name, *arguments)
+        except DriverError as error:
+            if error.code != "CUDA_ERROR_DEINITIALIZED":  # the process is ending and the driver has cleaned up
+                log.warning("clean-up of a GPU segment: %s", error)
+
+    # ---- devices
+
+    def version(self) -> tuple[int, int]:
+        """The CUDA version that the installed driver supports, as (13, 0)."""
+        value = int(self.call("cuDriverGetVersion"))
+        return value // 1000, value % 1000 // 10
+
+    def count(self) -> int:
+        """How many GPUs this process sees; 0 where the driver finds none."""
+        return int(self.call("cuDeviceGetCount"))
+
+    def uuid(self, ordinal: int) -> str:
+        """The GPU's name for all processes: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as nvidia-smi prints it."""
+        answer = self.call("cuDeviceGetUuid", self._device(ordinal))
+        return f"GPU-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
+
+    def model(self, ordinal: int) -> str:
+        """The product's name."""
+        name: bytes = self.call("cuDeviceGetName", 128, self._device(ordinal))
+        return name.split(b"\0", 1)[0].decode(errors="replace").strip()
+
+    def total_bytes(self, ordinal: int) -> int:
+        return int(self.call("cuDeviceTotalMem", self._device(ordinal)))
+
+    def shares_memory(self, ordinal: int) -> bool:
+        """Whether the GPU has virtual memory management with POSIX fds, without which it can hold no segment."""
+        names = (
+            "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+            "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
+        )
+        attributes = [getattr(self._cuda.CUdevice_attribute, name) for name in names]
+        device = self._device(ordinal)
+        return all(self.call("cuDeviceGetAttribute", attribute, device) for attribute in attributes)
+
+    def can_access_peer(self, reader: int, owner: int) -> bool:
+        """Whether kernels on `reader` can read `owner`'s memory; a GPU can always read its own."""
+        return reader == owner or bool(self.call("cuDeviceCanAccessPeer", self._device(reader), self._device(owner)))
+
+    def link(self, reader: int, owner: int) -> Link:
+        """How `reader` reaches `owner`'s memory. Native atomics tell NVLink from PCIe: PCIe peers do not have them."""
+        if not self.can_access_peer(reader, owner):
+            return "none"
+        attribute = self._cuda.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        atomics = self.call("cuDeviceGetP2PAttribute", attribute, self._device(reader), self._device(owner))
+        return "nvlink" if atomics else "pcie"
+
+    def _device(self, ordinal: int) -> Any:
+        return self.call("cuDeviceGet", ordinal)
+
+    # ---- contexts
+
+    def retain(self, ordinal: int) -> Any:
+        """The device's primary context, held until `release_context`; made where nobody (torch) holds it yet."""
+        return self.call("cuDevicePrimaryCtxRetain", self._device(ordinal))
+
+    def release_context(self, ordinal: int) -> None:
+        """Undo one `retain`. Never raises."""
+        try:
+            self.attempt("cuDevicePrimaryCtxRelease", self._device(ordinal))
+        except DriverError as error:
+            log.debug("release of a primary context: %s", error)
+
+    @contextmanager
+    def current(self, context: Any) -> Iterator[None]:
+        """`context` is this thread's within the block; the one before is afterwards."""
+        self.call("cuCtxPushCurrent", context)
+        try:
+            yield
+        finally:
+            self.attempt("cuCtxPopCurrent")
+
+    @contextmanager
+    def on(self, ordinal: int) -> Iterator[None]:
+        """The device's primary context is held, and this thread's, within the block."""
+        with ExitStack() as undo:
+            context = self.retain(ordinal)
+            undo.callback(self.release_context, ordinal)
+            undo.enter_context(self.current(context))
+            yield
+
+    def memory(self, ordinal: int) -> tuple[int, int]:
+        """(free, total) bytes. Where no context exists one is made for the question: some 0.3 s and 0.5 GB for a moment."""
+        with self.on(ordinal):
+            code, free, total = self._cuda.cuMemGetInfo()
+        if code != self._cuda.CUresult.CUDA_SUCCESS:
+            raise DriverError("cuMemGetInfo", code.name, self._reason(code))
+        return int(free), int(total)
+
+    # ---- memory
+
+    def granularity(self, ordinal: int) -> int:
+        """The step of allocation and mapping sizes on this device (2 MiB on current GPUs)."""
+        flag = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self.call("cuMemGetAllocationGranularity", self._allocation(ordinal), flag))
+
+    def create(self, ordinal: int, nbytes: int) -> Any:
+        """A handle to `nbytes` (whole granules) of device memory that can be exported as an fd."""
+        return self.call("cuMemCreate", nbytes, self._allocation(ordinal), 0)
+
+    def export(self, handle: Any) -> int:
+        """A new fd that keeps the memory alive by itself, closed on exec."""
+        return int(self.call("cuMemExportToShareableHandle", handle, self._posix, 0))
+
+    def import_fd(self, fd: int) -> Any:
+        """A handle to the memory behind `fd`; the fd stays the caller's."""
+        return self.call("cuMemImportFromShareableHandle", fd, self._posix)
+
+    def release(self, handle: Any) -> None:
+        self.attempt("cuMemRelease", handle)
+
+    def reserve(self, nbytes: int, alignment: int) -> int:
+        """A range of addresses with nothing behind it."""
+        return int(self.call("cuMemAddressReserve", nbytes, alignment, 0, 0))
+
+    def free(self, address: int, nbytes: int) -> None:
+        self.attempt("cuMemAddressFree", address, nbytes)
+
+    def map(self, address: int, nbytes: int, handle: Any) -> None:
+        """Put the whole of `handle` at `address`; nobody may touch it before `allow`."""
+        self.call("cuMemMap", address, nbytes, 0, handle, 0)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self.attempt("cuMemUnmap", address, nbytes)
+
+    def allow(self, address: int, nbytes: int, ordinal: int) -> None:
+        """Let device `ordinal` read and write the mapped range."""
+        access = self._cuda.CUmemAccessDesc()
+        access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = ordinal
+        access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self.call("cuMemSetAccess", address, nbytes, [access], 1)
+
+    def synchronize(self) -> None:
+        """Wait for all work of the current context's device."""
+        self.attempt("cuCtxSynchronize")
+
+    @property
+    def _posix(self) -> Any:
+        return self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _allocation(self, ordinal: int) -> Any:
+        """What every segment is: plain device memory (never managed, never multicast) that leaves as an fd."""
+        wanted = self._cuda.CUmemAllocationProp()
+        wanted.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        wanted.location.id = ordinal
+        wanted.requestedHandleTypes = self._posix
+        return wanted

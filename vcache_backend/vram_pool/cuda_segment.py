@@ -1,0 +1,142 @@
+"""Segments in GPU memory: CUDA virtual memory management, handed on as POSIX fds.
+
+The fd alone keeps the memory alive, whoever made it: so the maker keeps no handle, and maps its own segment as everyone
+else does. Closing the last fd and the last mapping gives the memory back to the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from vcache_backend.errors import SegmentError, raising_as
+from vcache_backend.vram_pool import cuda_driver, devices
+from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
+from vcache_backend.vram_pool.devices import Device
+
+_NO_DRIVER_FDS = {
+    stat.S_IFREG: "a file or memfd",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def allocate(device: Device, nbytes: int) -> tuple[int, int]:
+    """(fd, bytes): memory of at least `nbytes` on `device`, rounded up to its granularity; the caller closes the fd.
+
+    Takes about 1 ms for 8 GiB where torch already uses the device. Raises SegmentError; out of memory says what to set.
+    """
+    driver, ordinal = cuda_driver.load(), _ordinal(device)
+    if not driver.shares_memory(ordinal):
+        raise SegmentError(f"{device}: no virtual memory management with POSIX fds; set pool.device: host")
+    with driver.on(ordinal), ExitStack() as undo:
+        granule = driver.granularity(ordinal)
+        rounded = -(-nbytes // granule) * granule
+        try:
+            handle = driver.create(ordinal, rounded)
+        except DriverError as error:
+            if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise
+            raise _out_of_memory(driver, device, rounded, granule) from error
+        undo.callback(driver.release, handle)
+        fd = driver.export(handle)
+        os.set_inheritable(fd, False)
+        return fd, rounded
+
+
+def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
+    """The segment behind `fd`, which lies on GPU `owner`, as a 1-D uint8 tensor on `reader`, readable and writable there.
+
+    The mapping lasts as long as the tensor or a view of it. Some 10 ms for 8 GiB; callable from any thread, whose
+    current device is left as it was. Raises SegmentError: no peer access, not such an fd, other size than said.
+    """
+    driver, ordinal = cuda_driver.load(), _ordinal(reader)
+    check(fd, nbytes, driver.granularity(ordinal))
+    seen = devices.visible_ordinal(owner)
+    if seen is not None and not driver.can_access_peer(ordinal, seen):
+        raise SegmentError(f"GPU {reader.name} has no peer access to GPU {owner}: it cannot read segments there")
+    try:
+        whole = _Whole(driver, ordinal, fd, nbytes)
+    except DriverError as error:
+        hidden = f"; {owner} is not visible to this process, make it so (CUDA_VISIBLE_DEVICES)" if seen is None else ""
+        raise SegmentError(f"GPU {reader.name} cannot map {nbytes:,} B of GPU {owner}: {error}{hidden}") from error
+    return view(whole, ordinal)
+
+
+def check(fd: int, nbytes: int, granule: int) -> None:
+    """Refuse what cannot be an exported allocation before the driver sees it. Raises SegmentError, OSError for no fd."""
+    kind = _NO_DRIVER_FDS.get(stat.S_IFMT(os.fstat(fd).st_mode))
+    if kind is not None:
+        raise SegmentError(f"fd {fd} is {kind}, not exported GPU memory")
+    if nbytes % granule:
+        raise SegmentError(f"a GPU segment of {nbytes:,} B is no multiple of the granularity of {granule:,} B")
+
+
+class _Whole:
+    """All of an imported allocation at one address of this process; unmapped when its last reference goes.
+
+    torch holds a reference for each storage made from it, so no tensor ever points at unmapped memory.
+    """
+
+    def __init__(self, driver: Driver, ordinal: int, fd: int, nbytes: int) -> None:
+        with ExitStack() as undo:
+            context = driver.retain(ordinal)
+            undo.callback(driver.release_context, ordinal)
+            with driver.current(context), ExitStack() as mapped:
+                handle = driver.import_fd(fd)
+                mapped.callback(driver.release, handle)
+                address = driver.reserve(nbytes, driver.granularity(ordinal))
+                mapped.callback(driver.free, address, nbytes)
+                driver.map(address, nbytes, handle)
+                mapped.callback(driver.unmap, address, nbytes)
+                driver.allow(address, nbytes, ordinal)
+                undo.callback(_unmap, driver, context, mapped.pop_all())
+            self.address = address
+            self.nbytes = nbytes
+            # At exit the driver frees everything itself, and may be gone before our turn.
+            weakref.finalize(self, undo.pop_all().close).atexit = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+def view(whole: _Whole, ordinal: int) -> torch.Tensor:
+    """`whole` as torch sees it. `device` makes torch take the reader for its place, where it would ask for the owner."""
+    with raising_as({RuntimeError: SegmentError, AssertionError: SegmentError}, f"torch {torch.__version__}"):
+        tensor = torch.as_tensor(whole, device=f"cuda:{ordinal}")
+    if tensor.data_ptr() != whole.address:
+        raise SegmentError(f"torch {torch.__version__} copied a mapped segment instead of viewing it")
+    return tensor
+
+
+def _unmap(driver: Driver, context: Any, mapped: ExitStack) -> None:
+    """Unmapping does not wait for kernels that still use the range, so this does: all work of the device."""
+    try:
+        with driver.current(context):
+            driver.synchronize()
+            mapped.close()
+    except DriverError as error:
+        cuda_driver.log.warning("a GPU mapping stays until the process ends: %s", error)
+
+
+def _ordinal(device: Device) -> int:
+    if device.ordinal is None:
+        raise SegmentError(f"{device.name} is no GPU of this process")
+    return device.ordinal
+
+
+def _out_of_memory(driver: Driver, device: Device, nbytes: int, granule: int) -> SegmentError:
+    free, total = driver.memory(_ordinal(device))
+    fits = free // granule * granule
+    return SegmentError(
+        f"{device}: a segment needs {nbytes:,} B but {free:,} of {total:,} B are free; set pool.segment_bytes <= {fits} "
+        f"or give vLLM less (gpu_memory_utilization)"
+    )

@@ -1,0 +1,145 @@
+"""Which memory is meant: a GPU, named by its UUID in every process, or this machine's host memory.
+
+An ordinal means something only inside the process that has it (`CUDA_VISIBLE_DEVICES` renumbers), so it never leaves it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from vcache_backend.errors import ConfigError, SegmentError
+from vcache_backend.metadata_server.messages import Medium
+from vcache_backend.vram_pool import cuda_driver
+from vcache_backend.vram_pool.cuda_driver import Link
+
+_HOST = re.compile(r"host(:[A-Za-z0-9_.-]{1,64})?")
+_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+_FORMS = "auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID (nvidia-smi -L)"
+
+
+class Device(msgspec.Struct, frozen=True):
+    """Memory that segments lie in and readers read from.
+
+    name: `GPU-…` (the UUID), `host` or `host:NAME`; the same in every process of the node.
+    ordinal: the GPU's CUDA ordinal in this process; None for host memory.
+    """
+
+    name: str
+    medium: Medium
+    ordinal: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.ordinal is None else f"{self.name} (cuda:{self.ordinal})"
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU that this process sees. Sizes in bytes.
+
+    links: by UUID of each other visible GPU, how kernels here reach its memory.
+    shares_memory: whether it can hold segments (virtual memory management with POSIX fds).
+    """
+
+    ordinal: int
+    uuid: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    shares_memory: bool
+    links: dict[str, Link]
+
+
+def resolve(spec: str) -> Device:
+    """The device that `pool.device` means in this process and thread. May start CUDA; not for a process that will fork.
+
+    Raises ConfigError: not one of the forms, no such GPU here, or a GPU that cannot be used as installed.
+    """
+    if spec == "auto":
+        ordinal = current_gpu()
+        return Device("host", "host") if ordinal is None else _gpu(spec, ordinal)
+    if _HOST.fullmatch(spec):
+        return Device(spec, "host")
+    if spec == "cuda":
+        ordinal = current_gpu()
+        if ordinal is None:
+            raise ConfigError("pool.device: cuda, but torch sees no GPU here; run `vcache doctor`, or set pool.device: host")
+        return _gpu(spec, ordinal)
+    if re.fullmatch(r"cuda:\d{1,4}", spec):
+        return _gpu(spec, int(spec[5:]))
+    if _UUID.fullmatch(spec):
+        return _named(spec)
+    raise ConfigError(f"pool.device: {spec!r} is not a device; expected {_FORMS}")
+
+
+def gpus() -> list[Gpu]:
+    """Every GPU this process sees, in the order of its ordinals. Raises SegmentError without cuda-bindings or driver.
+
+    Asks for free memory, so it makes a CUDA context for a moment on each GPU where this process has none.
+    """
+    driver = cuda_driver.load()
+    uuids = [driver.uuid(ordinal) for ordinal in range(driver.count())]
+    found = []
+    for ordinal, uuid in enumerate(uuids):
+        free, total = driver.memory(ordinal)
+        found.append(
+            Gpu(
+                ordinal=ordinal,
+                uuid=uuid,
+                name=driver.model(ordinal),
+                total_bytes=total,
+                free_bytes=free,
+                shares_memory=driver.shares_memory(ordinal),
+                links={peer: driver.link(ordinal, other) for other, peer in enumerate(uuids) if other != ordinal},
+            )
+        )
+    return found
+
+
+def can_read(reader: Device, other: Device | str) -> bool:
+    """Whether `reader` can map a segment that lies on `other` (a device, or its name as in `SegmentInfo.device`).
+
+    Host memory reads host memory, a GPU itself and the peers it has access to. A GPU that this process does not see is
+    answered True: only mapping can tell. Raises SegmentError where the driver cannot be asked.
+    """
+    name = other if isinstance(other, str) else other.name
+    if reader.ordinal is None or not _UUID.fullmatch(name):
+        return reader.medium == "host" and _HOST.fullmatch(name) is not None
+    owner = visible_ordinal(name)
+    return owner is None or cuda_driver.load().can_access_peer(reader.ordinal, owner)
+
+
+def visible_ordinal(uuid: str) -> int | None:
+    """The ordinal of a GPU in this process; None if this process does not see it. Raises SegmentError without a driver."""
+    driver = cuda_driver.load()
+    return next((i for i in range(driver.count()) if driver.uuid(i).lower() == uuid.lower()), None)
+
+
+def current_gpu() -> int | None:
+    """The ordinal torch would put a `cuda` tensor on in this thread; None where torch has no GPU."""
+    import torch  # seconds to import, and `vcache doctor` works without it
+
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def _gpu(spec: str, ordinal: int) -> Device:
+    try:
+        driver = cuda_driver.load()
+        count = driver.count()
+        if ordinal >= count:
+            raise ConfigError(f"pool.device: {spec} means GPU {ordinal}, but this process sees {count}")
+        return Device(driver.uuid(ordinal), "cuda", ordinal)
+    except SegmentError as error:
+        raise ConfigError(f"pool.device: {spec}: {error}") from error
+
+
+def _named(spec: str) -> Device:
+    try:
+        ordinal = visible_ordinal(spec)
+        if ordinal is not None:
+            return _gpu(spec, ordinal)
+        driver = cuda_driver.load()
+        seen = ", ".join(driver.uuid(i) for i in range(driver.count())) or "none"
+    except SegmentError as error:
+        raise ConfigError(f"pool.device: {spec}: {error}") from error
+    raise ConfigError(f"pool.device: {spec} is not visible to this process (see CUDA_VISIBLE_DEVICES); visible: {seen}")

@@ -1,0 +1,348 @@
+"""One Triton kernel that moves all layers and all chunks of a request in one launch. Reference: `reference.gather`, `.scatter`.
+
+Its input is one int64 table of rows of three, on the device of the KV cache:
+
+    planes   (layers * parts): address of block 0, bytes from block to block, offset of the plane in a chunk
+    blocks   address of the virtual block in its slot (plane 0), block id, 0
+    tokens   address of the token in its slot (plane 0, run 0), block id, offset of the token in its page
+
+Addresses are raw, so slots may lie in any segment on any device that the executing one can reach. A fixed number of programs
+strides over (plane, row, piece of a page), then over the runs of the tokens. Large pages are software-pipelined: while one
+piece is written, the next ones and the table rows they need are on their way, which hides NVLink's two microseconds.
+"""
+
+# Triton's decorator has no types, and its arguments are Triton's own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vcache_backend.errors import LayoutError
+from vcache_backend.vram_pool.paged import PagedKV, alignment
+from vcache_backend.vram_pool.planner import CopyPlan, Int64s, TokenGeometry
+
+_COLUMNS = tl.constexpr(3)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a copy is spread over the GPU. Found by `benchmarks/sweep_copy.py`.
+
+    ctas: thread blocks of the launch. block_bytes: what one of them moves at a time, a power of two. num_warps: of 32 threads.
+    stages: 1 keeps the piece that is on its way in registers; n >= 2 keeps n - 1 pieces on their way in shared memory, so
+        `(stages - 1) * block_bytes` must stay under the 227 KiB of an SM.
+    load, store: cache modifiers of PTX (`""`, `.cg`, `.cs`, ...). load_eviction: `""`, `evict_first`, `evict_last`.
+    """
+
+    ctas: int
+    block_bytes: int = 32 << 10
+    num_warps: int = 16
+    stages: int = 4
+    load: str = ""
+    store: str = ""
+    load_eviction: str = ""
+
+
+PEER = (
+    (0, Tuning(ctas=132, block_bytes=16 << 10, num_warps=8, stages=3)),
+    (16 << 20, Tuning(ctas=48)),
+    (128 << 20, Tuning(ctas=32)),
+)
+"""(from how many bytes, tuning) for slots on another GPU. Few programs fill the links; small copies need all at once."""
+LOCAL = ((0, Tuning(ctas=264, block_bytes=16 << 10, num_warps=8, stages=3)),)
+"""The same for slots on the GPU of the KV cache, where only many programs reach the memory's bandwidth."""
+
+
+def tuning_for(nbytes: int, *, local: bool, max_ctas: int = 0) -> Tuning:
+    """The tuning for a copy of `nbytes`, with at most `max_ctas` programs (0: no bound)."""
+    chosen = [tuning for least, tuning in (LOCAL if local else PEER) if nbytes >= least][-1]
+    return replace(chosen, ctas=min(chosen.ctas, max_ctas)) if max_ctas else chosen
+
+
+def table_shape(kv: PagedKV, plan: CopyPlan) -> tuple[int, int]:
+    """Rows and columns of the table that `fill_table` fills."""
+    return len(kv.planes) + len(plan.blocks) + len(plan.tokens), 3
+
+
+def fill_table(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) -> int:
+    """Write the kernel's table. `addresses`: (slots,) int64, of the plan's slots. Returns their alignment in bytes, up to 16."""
+    planes, blocks = len(kv.planes), len(kv.planes) + len(plan.blocks)
+    table[:planes, :2] = kv.planes
+    table[:planes, 2] = _plane_offsets(kv, plan.chunk_size)
+    table[planes:blocks, 0] = addresses[plan.blocks[:, 0]] + plan.blocks[:, 1]
+    table[planes:blocks, 1] = plan.blocks[:, 2]
+    table[planes:blocks, 2] = 0
+    table[blocks:, 0] = addresses[plan.tokens[:, 0]] + plan.tokens[:, 1]
+    table[blocks:, 1:] = plan.tokens[:, 2:]
+    return alignment(int(np.bitwise_or.reduce(addresses, initial=0)))
+
+
+def _plane_offsets(kv: PagedKV, chunk_size: int) -> Int64s:
+    blocks = chunk_size // kv.block_size
+    layer, part = np.divmod(np.arange(len(kv.planes), dtype=np.int64), kv.parts)
+    offsets: Int64s = (layer * blocks * kv.parts + part) * kv.page_bytes
+    return offsets
+
+
+def launch(
+    kv: PagedKV, plan: CopyPlan, table: Tensor, *, to_slot: bool, tuning: Tuning, aligned: int = 16, warm_up: bool = False
+) -> None:
+    """Run the plan on the current stream of the current device, which must be the KV cache's.
+
+    table: (rows, 3) int64, filled by `fill_table`, contiguous, on that device; it must live until the kernel has run. aligned: what
+    `fill_table` returned. to_slot: gather (KV cache to slots), else scatter. warm_up: compile only, run nothing.
+    Returns at once. Raises LayoutError for a copy of more than 2^31 pieces.
+    """
+    shape = _shape(kv.page_bytes, kv.tokens, tuning, alignment(kv.aligned, aligned))
+    pieces = len(plan.blocks) * len(kv.planes) * shape["PIECES"]
+    tiles = -(-len(plan.tokens) * len(kv.planes) * shape["RUNS"] * shape["RUN_PIECES"] // shape["UNITS"])
+    if max(pieces, tiles * shape["UNITS"]) + 2 * tuning.ctas >= 1 << 31:
+        raise LayoutError(f"a copy of {plan.nbytes:,} B in {max(pieces, tiles):,} pieces is too large; move fewer chunks at once")
+    grid = (max(1, min(tuning.ctas, max(pieces, tiles))),)
+    arguments = (table, len(plan.blocks), len(plan.tokens))
+    options: dict[str, Any] = shape | {"PLANES": len(kv.planes), "TO_SLOT": to_slot}
+    if warm_up:
+        copy_kernel.warmup(*arguments, grid=grid, **options)
+    elif plan.nbytes:
+        copy_kernel[grid](*arguments, **options)
+
+
+@lru_cache
+def _shape(page_bytes: int, tokens: TokenGeometry | None, tuning: Tuning, aligned: int) -> dict[str, Any]:
+    """The kernel's compile-time sizes. Blocks and tokens each move the widest words that divide all their sizes and addresses."""
+    runs, run_bytes, run_stride, token_stride = tokens or (1, page_bytes, 0, 0)
+    token_aligned = alignment(aligned, run_bytes, run_stride, token_stride)
+    word, token_word = min(8, aligned), min(8, token_aligned)
+    block_bytes = _piece(page_bytes, tuning.block_bytes)
+    run_block = _piece(run_bytes, tuning.block_bytes)
+    return {
+        "PAGE_WORDS": page_bytes // word,
+        "BLOCK": block_bytes // word,
+        "PIECES": triton.cdiv(page_bytes, block_bytes),
+        "WORD": _WORDS[word],
+        "ALIGN": aligned,
+        "RUNS": runs,
+        "RUN_WORDS": run_bytes // token_word,
+        "RUN_STRIDE": run_stride,
+        "RUN_BLOCK": run_block // token_word,
+        "RUN_PIECES": triton.cdiv(run_bytes, run_block),
+        "UNITS": max(1, tuning.block_bytes // run_block),
+        "TOKEN_WORD": _WORDS[token_word],
+        "TOKEN_ALIGN": token_aligned,
+        "STAGES": tuning.stages,
+        "LOAD": tuning.load,
+        "STORE": tuning.store,
+        "EVICTION": tuning.load_eviction,
+        # A thread moves at least one full word of 16 bytes; more threads than that would move the same bytes again.
+        "num_warps": max(1, min(tuning.num_warps, block_bytes // (32 * 16))),
+    }
+
+
+_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+def _piece(nbytes: int, most: int) -> int:
+    """How much of `nbytes` contiguous bytes to move at a time: a power of two up to `most`. An exact part needs no mask, but is
+    not worth being less than half as large."""
+    exact, enough = nbytes & -nbytes, min(most, triton.next_power_of_2(nbytes))
+    return int(min(exact, enough) if 2 * exact >= enough else enough)
+
+
+@triton.jit
+def _words(address, offsets, WORD: tl.constexpr, ALIGN: tl.constexpr):
+    # The hints stand on the pointers: on an address that a loop carries they would be lost, and with them the 16-byte accesses.
+    pointers = address.to(tl.pointer_type(WORD)) + offsets
+    return tl.max_contiguous(tl.multiple_of(pointers, ALIGN), offsets.shape[0])
+
+
+@triton.jit
+def _locate(table, unit, last, rows, PLANES, PIECES, PIECE_BYTES, TO_SLOT: tl.constexpr):
+    """Source and destination address of a piece of a block, and which piece of its page it is. Beyond `last`: the last one."""
+    unit = tl.minimum(unit, last)
+    piece = unit % PIECES
+    rest = unit // PIECES
+    row = table + (PLANES + rest % rows) * _COLUMNS
+    plane = table + rest // rows * _COLUMNS
+    start = piece.to(tl.int64) * PIECE_BYTES
+    page = tl.load(plane) + tl.load(row + 1) * tl.load(plane + 1) + start
+    slot = tl.load(row) + tl.load(plane + 2) + start
+    if TO_SLOT:
+        return page, slot, piece
+    else:
+        return slot, page, piece
+
+
+@triton.jit
+def _read(address, piece, offsets, WORDS, EVEN: tl.constexpr, WORD, ALIGN, LOAD, EVICTION):
+    pointers = _words(address, offsets, WORD, ALIGN)
+    if EVEN:
+        return tl.load(pointers, cache_modifier=LOAD, eviction_policy=EVICTION)
+    else:
+        inside = offsets < WORDS - piece * offsets.shape[0]
+        return tl.load(pointers, mask=inside, cache_modifier=LOAD, eviction_policy=EVICTION)
+
+
+@triton.jit
+def _write(address, value, piece, offsets, WORDS, EVEN: tl.constexpr, WORD, ALIGN, STORE):
+    pointers = _words(address, offsets, WORD, ALIGN)
+    if EVEN:
+        tl.store(pointers, value, cache_modifier=STORE)
+    else:
+        inside = offsets < WORDS - piece * offsets.shape[0]
+        tl.store(pointers, value, mask=inside, cache_modifier=STORE)
+
+
+@triton.jit
+def _blocks_through_registers(
+    table, rows, PLANES, PAGE_WORDS, BLOCK: tl.constexpr, PIECES, WORD: tl.constexpr, ALIGN, LOAD, STORE, EVICTION, TO_SLOT
+):
+    EVEN: tl.constexpr = PAGE_WORDS % BLOCK == 0
+    BYTES: tl.constexpr = BLOCK * (WORD.primitive_bitwidth // 8)
+    first, step = tl.program_id(0), tl.num_programs(0)
+    total = rows * PLANES * PIECES
+    offsets = tl.arange(0, BLOCK)
+    if first < total:
+        source, target, piece = _locate(table, first, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
+        value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN, LOAD, EVICTION)
+        source, next_target, next_piece = _locate(table, first + step, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
+        for unit in range(first + step, total, step):
+            next_value = _read(source, next_piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN, LOAD, EVICTION)
+            source, later_target, later_piece = _locate(table, unit + step, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
+            _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN, STORE)
+            value, target, piece = next_value, next_target, next_piece
+            next_target, next_piece = later_target, later_piece
+        _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN, STORE)
+
+
+@triton.jit
+def _blocks_through_shared_memory(
+    table,
+    rows,
+    PLANES,
+    PAGE_WORDS,
+    BLOCK: tl.constexpr,
+    PIECES,
+    WORD: tl.constexpr,
+    ALIGN,
+    LOAD,
+    STORE,
+    EVICTION,
+    TO_SLOT,
+    STAGES: tl.constexpr,
+):
+    EVEN: tl.constexpr = PAGE_WORDS % BLOCK == 0
+    BYTES: tl.constexpr = BLOCK * (WORD.primitive_bitwidth // 8)
+    total = rows * PLANES * PIECES
+    offsets = tl.arange(0, BLOCK)
+    # With num_stages given, the compiler turns table and data loads into asynchronous copies several iterations ahead.
+    for unit in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+        source, target, piece = _locate(table, unit, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
+        value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN, LOAD, EVICTION)
+        _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN, STORE)
+
+
+@triton.jit
+def _tokens(
+    table,
+    first_row,
+    rows,
+    PLANES,
+    RUNS,
+    RUN_WORDS: tl.constexpr,
+    RUN_STRIDE,
+    RUN_BLOCK: tl.constexpr,
+    RUN_PIECES,
+    UNITS: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TO_SLOT,
+):
+    BYTES: tl.constexpr = RUN_BLOCK * (WORD.primitive_bitwidth // 8)
+    total = rows * PLANES * RUNS * RUN_PIECES
+    lanes, offsets = tl.arange(0, UNITS), tl.arange(0, RUN_BLOCK)
+    # From the last program down: the first ones have had the most blocks.
+    first = tl.num_programs(0) - 1 - tl.program_id(0)
+    for tile in range(first, tl.cdiv(total, UNITS), tl.num_programs(0)):
+        unit = tile * UNITS + lanes
+        wanted = unit < total
+        piece = unit % RUN_PIECES
+        rest = unit // RUN_PIECES
+        row = table + (first_row + rest % rows) * _COLUMNS
+        run = rest // rows % RUNS
+        plane = table + rest // rows // RUNS * _COLUMNS
+        start = run.to(tl.int64) * RUN_STRIDE + piece.to(tl.int64) * BYTES
+        page = (
+            tl.load(plane, wanted, 0) + tl.load(row + 1, wanted, 0) * tl.load(plane + 1, wanted, 0) + tl.load(row + 2, wanted, 0)
+        )
+        slot = tl.load(row, wanted, 0) + tl.load(plane + 2, wanted, 0)
+        pages = _tile(page + start, offsets, WORD, ALIGN)
+        slots = _tile(slot + start, offsets, WORD, ALIGN)
+        inside = wanted[:, None] & (piece[:, None] * RUN_BLOCK + offsets[None, :] < RUN_WORDS)
+        if TO_SLOT:
+            tl.store(slots, tl.load(pages, inside), inside)
+        else:
+            tl.store(pages, tl.load(slots, inside), inside)
+
+
+@triton.jit
+def _tile(addresses, offsets, WORD: tl.constexpr, ALIGN: tl.constexpr):
+    pointers = addresses.to(tl.pointer_type(WORD))[:, None] + offsets[None, :]
+    return tl.max_contiguous(tl.multiple_of(pointers, (ALIGN, ALIGN)), (1, offsets.shape[0]))
+
+
+# A count of 1 or a multiple of 16 must not compile again: a request would wait for it.
+@triton.jit(do_not_specialize=["blocks", "tokens"])
+def copy_kernel(
+    table,
+    blocks,
+    tokens,
+    PLANES: tl.constexpr,
+    PAGE_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    RUNS: tl.constexpr,
+    RUN_WORDS: tl.constexpr,
+    RUN_STRIDE: tl.constexpr,
+    RUN_BLOCK: tl.constexpr,
+    RUN_PIECES: tl.constexpr,
+    UNITS: tl.constexpr,
+    TOKEN_WORD: tl.constexpr,
+    TOKEN_ALIGN: tl.constexpr,
+    TO_SLOT: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD: tl.constexpr,
+    STORE: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    """Move the table's blocks, then its tokens. Sizes in words, strides in bytes; see the module's text."""
+    if STAGES > 1:
+        _blocks_through_shared_memory(
+            table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, LOAD, STORE, EVICTION, TO_SLOT, STAGES
+        )
+    else:
+        _blocks_through_registers(table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, LOAD, STORE, EVICTION, TO_SLOT)
+    _tokens(
+        table,
+        PLANES + blocks,
+        tokens,
+        PLANES,
+        RUNS,
+        RUN_WORDS,
+        RUN_STRIDE,
+        RUN_BLOCK,
+        RUN_PIECES,
+        UNITS,
+        TOKEN_WORD,
+        TOKEN_ALIGN,
+        TO_SLOT,
+    )

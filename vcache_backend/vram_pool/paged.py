@@ -1,0 +1,235 @@
+"""vLLM's paged KV cache as the copies see it: pages of opaque bytes at raw addresses.
+
+A *page* is the contiguous bytes of one (layer, block, part), a part being K or V where they do not share memory. A chunk holds
+for each layer its blocks in order, and for each block its parts in order, so that page (layer, virtual block v, part) begins at
+`((layer * blocks_per_chunk + v) * parts + part) * page_bytes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vcache_backend.errors import LayoutError
+from vcache_backend.vram_pool.planner import Int64s, TokenGeometry
+
+AXES = ("part", "block", "token", "head", "dim")
+"""Names for `axes`: K and V; which block; token in the block; KV head; elements of one head (of K and V where they are packed)."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+_KNOWN = {
+    3: ("block token dim",),
+    4: ("block head token dim", "block token head dim", "part block token dim"),
+    5: ("part block token head dim", "block part token head dim", "part block head token dim", "block part head token dim"),
+}
+MAX_WORD = 16
+
+
+def alignment(*values: int) -> int:
+    """The largest power of two up to 16 that divides all of `values`: bytes that one access may move."""
+    bits = MAX_WORD
+    for value in values:
+        bits |= value
+    return bits & -bits
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKV:
+    """One worker's KV cache, described once and valid as long as the tensors are; it keeps them alive.
+
+    name: the order of bytes in a chunk as text, the same in all processes that may share; not the number of blocks.
+    pages: for each layer and part (layer-major) a uint8 view (num_blocks, page_bytes) over vLLM's memory.
+    planes: (layers * parts, 2) int64: the address of each view, and its bytes from block to block.
+    tokens: where a single token lies in a page, or None if only whole blocks may be moved.
+    """
+
+    device: torch.device
+    dtype: str
+    layers: int
+    parts: int
+    page_bytes: int
+    block_size: int
+    num_blocks: int
+    tokens: TokenGeometry | None
+    name: str
+    pages: tuple[Tensor, ...]
+    planes: Int64s
+
+    @classmethod
+    def describe(
+        cls,
+        kvcaches: Sequence[Tensor] | Mapping[str, Tensor],
+        block_size: int,
+        *,
+        axes: str | None = None,
+        whole_blocks_only: bool = False,
+    ) -> PagedKV:
+        """Recognise the layout of `kvcaches`, one tensor a layer, from shapes and strides.
+
+        block_size: tokens a block. axes: what each axis of the tensors is, words of `AXES` with spaces between, such as
+        `"part block token head dim"`; needed where shapes leave a doubt. whole_blocks_only: the attention backend arranges a
+        block in its own way, so single tokens must not be moved (vLLM's CPU attention).
+        Raises LayoutError, which names the layer and what to pass: unknown, ambiguous, not dense, or layers that differ.
+        """
+        named = kvcaches.items() if isinstance(kvcaches, Mapping) else ((f"layer {i}", kv) for i, kv in enumerate(kvcaches))
+        layers = [_Layer(name, tensor, block_size) for name, tensor in named]
+        if not layers:
+            raise LayoutError("no KV caches were given; pass one tensor for each layer")
+        found = [layer.arrangement(axes, whole_blocks_only) for layer in layers]
+        for layer, arrangement in zip(layers, found, strict=True):
+            if (arrangement.identity, layer.tensor.device) != (found[0].identity, layers[0].tensor.device):
+                raise layer.error(f"differs from {layers[0]}; describe each group of equal layers by itself")
+        first, tensor = found[0], layers[0].tensor
+        pages = tuple(page for layer, a in zip(layers, found, strict=True) for page in layer.pages(a))
+        return cls(
+            device=tensor.device,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            layers=len(layers),
+            parts=first.parts,
+            page_bytes=first.page_bytes,
+            block_size=block_size,
+            num_blocks=first.num_blocks,
+            tokens=first.tokens,
+            name=first.name,
+            pages=pages,
+            planes=np.array([(page.data_ptr(), page.stride(0)) for page in pages], dtype=np.int64),
+        )
+
+    @cached_property
+    def aligned(self) -> int:
+        """What divides every page's address and size, up to 16 bytes."""
+        return alignment(self.page_bytes, *self.planes.reshape(-1).tolist())
+
+    def chunk_bytes(self, chunk_size: int) -> int:
+        """Bytes of a chunk of `chunk_size` tokens. Raises LayoutError if that is no multiple of the block size."""
+        if chunk_size <= 0 or chunk_size % self.block_size:
+            raise LayoutError(
+                f"chunk_size {chunk_size} is no multiple of the KV block size {self.block_size}; set engine.chunk_size"
+            )
+        return self.layers * (chunk_size // self.block_size) * self.parts * self.page_bytes
+
+
+@dataclass(frozen=True)
+class _Arrangement:
+    """One layer: sizes and strides in bytes."""
+
+    name: str
+    parts: int
+    part_stride: int
+    num_blocks: int
+    block_stride: int
+    page_bytes: int
+    tokens: TokenGeometry | None
+
+    @property
+    def identity(self) -> tuple[str, int, int, int]:
+        return self.name, self.parts, self.page_bytes, self.num_blocks
+
+
+class _Layer:
+    """One layer's tensor with its name, for messages."""
+
+    def __init__(self, name: str, tensor: Tensor, block_size: int) -> None:
+        self.name, self.tensor, self.block_size = name, tensor, block_size
+
+    def __str__(self) -> str:
+        kv = self.tensor
+        dtype = str(kv.dtype).removeprefix("torch.")
+        return f"{self.name} (shape {tuple(kv.shape)}, strides {kv.stride()}, {dtype} on {kv.device})"
+
+    def error(self, why: str) -> LayoutError:
+        return LayoutError(f"KV cache of {self} with block_size {self.block_size}: {why}")
+
+    def pages(self, a: _Arrangement) -> list[Tensor]:
+        kv = self.tensor
+        start = kv.storage_offset() * kv.element_size()
+        raw = torch.empty(0, dtype=torch.uint8, device=kv.device).set_(kv.untyped_storage())
+        shape, stride = (a.num_blocks, a.page_bytes), (a.block_stride, 1)
+        return [raw.as_strided(shape, stride, start + part * a.part_stride) for part in range(a.parts)]
+
+    def arrangement(self, axes: str | None, whole_blocks_only: bool) -> _Arrangement:
+        kv = self.tensor
+        if kv.dtype not in DTYPES or not kv.numel():
+            raise self.error("empty, or of a dtype vcache does not move; it moves bfloat16, float16, float32, fp8 and uint8")
+        names = self._named(axes) if axes is not None else self._recognised(whole_blocks_only)
+        block, item = names.index("block"), kv.element_size()
+        part = names.index("part") if "part" in names else None
+        inside = [axis for axis in range(kv.dim()) if axis != block]
+        order = self._dense(inside)
+        if order is None and part is not None:
+            order = self._dense([axis for axis in inside if axis != part])
+        else:
+            part = None
+        if order is None:
+            raise self.error("a block's bytes are not contiguous; vcache moves whole pages, so pass the tensor vLLM allocated")
+        sizes = [(names[axis], kv.shape[axis]) for axis in order]
+        page_bytes = math.prod(size for _, size in sizes) * item
+        parts = 1 if part is None else kv.shape[part]
+        part_stride = 0 if part is None else kv.stride(part) * item
+        text = ".".join(f"{name}{size}" for name, size in ([("part", parts)] if parts > 1 else []) + sizes)
+        tokens = None if whole_blocks_only else self._tokens(sizes, page_bytes, item)
+        name = f"{text} {str(kv.dtype).removeprefix('torch.')}"
+        found = _Arrangement(name, parts, part_stride, kv.shape[block], kv.stride(block) * item, page_bytes, tokens)
+        self._refuse_overlap(found)
+        return found
+
+    def _named(self, axes: str) -> tuple[str, ...]:
+        names, shape = tuple(axes.split()), self.tensor.shape
+        if len(set(names)) < len(names) or not {"block", "token"} <= set(names) <= set(AXES):
+            raise self.error(f"axes {axes!r} must be different words of {', '.join(AXES)}, with block and token among them")
+        if len(names) != len(shape) or shape[names.index("token")] != self.block_size:
+            raise self.error(f"axes {axes!r} do not fit: {len(shape)} axes are needed, and a token axis of {self.block_size}")
+        return names
+
+    def _recognised(self, whole_blocks_only: bool) -> tuple[str, ...]:
+        shape = self.tensor.shape
+        fits = []
+        for names in (tuple(known.split()) for known in _KNOWN.get(len(shape), ())):
+            if shape[names.index("token")] == self.block_size and ("part" not in names or shape[names.index("part")] == 2):
+                fits.append(names)
+        if not fits:
+            raise self.error("no known layout has this shape; check block_size, or pass axes, such as 'block token head dim'")
+        if len(fits) == 1:
+            return fits[0]
+        same = {(names.index("block"), "part" in names and names.index("part")) for names in fits}
+        if self.block_size == 1 and len(same) == 1:
+            return fits[0]
+        if whole_blocks_only and len(same) == 1:
+            # Which of the two is the token matters to nobody here, so the name must not claim to know.
+            return tuple(f"axis{i}" if name in ("token", "head") else name for i, name in enumerate(fits[0]))
+        raise self.error("ambiguous; pass axes=" + " or ".join(repr(" ".join(names)) for names in fits))
+
+    def _dense(self, axes: Sequence[int]) -> list[int] | None:
+        """`axes` without those of size 1, outermost in memory first, or None if they leave gaps."""
+        shape, stride = self.tensor.shape, self.tensor.stride()
+        order = sorted((axis for axis in axes if shape[axis] > 1), key=lambda axis: stride[axis])
+        expected = 1
+        for axis in order:
+            if stride[axis] != expected:
+                return None
+            expected *= shape[axis]
+        return order[::-1]
+
+    def _tokens(self, sizes: Sequence[tuple[str, int]], page_bytes: int, item: int) -> TokenGeometry | None:
+        if self.block_size == 1:
+            return TokenGeometry(1, page_bytes, page_bytes, page_bytes)
+        names = [name for name, _ in sizes]
+        if "dim" in names and names[-1] != "dim":
+            # A head's elements lie apart (K in x-packed or transposed caches): a token is no small number of runs.
+            return None
+        at = names.index("token")
+        runs, run_bytes = math.prod(size for _, size in sizes[:at]), math.prod(size for _, size in sizes[at + 1 :]) * item
+        return TokenGeometry(runs, run_bytes, run_bytes * self.block_size, run_bytes)
+
+    def _refuse_overlap(self, a: _Arrangement) -> None:
+        blocks = (a.num_blocks, a.block_stride)
+        span = a.page_bytes
+        for count, stride in sorted([blocks, (a.parts, a.part_stride)], key=lambda pair: pair[1]):
+            if count > 1 and stride < span:
+                raise self.error(f"pages of {span} B overlap: they are {stride} B apart")
+            span += (count - 1) * stride

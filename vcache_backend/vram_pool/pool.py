@@ -1,0 +1,139 @@
+"""This process's view of the pool: the segment it lends, and every segment of the node mapped for its device."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+
+from vcache_backend.config import Config
+from vcache_backend.errors import SegmentError, VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import Location, SegmentId, SegmentInfo
+from vcache_backend.vram_pool import segment as segments
+from vcache_backend.vram_pool.copier import SlotView
+from vcache_backend.vram_pool.devices import Device, can_read
+from vcache_backend.vram_pool.segment import MappedSegment
+
+log = logging.getLogger(__name__)
+
+
+class Pool:
+    """Segments of the node, mapped for `device`. Any thread.
+
+    On construction, and from the client's background thread after every server start and heartbeat: the segment of the own
+    device is adopted if one is there already (its worker died, its chunks did not) or made, new segments of peers are
+    mapped before the first hit needs them, and dropped ones are unmapped.
+    """
+
+    def __init__(self, client: Client, device: Device, segment_bytes: int) -> None:
+        """`segment_bytes`: what the pool shall have on this device in all; 0 lends nothing. An absent server is no error."""
+        self.device = device
+        self._client = client
+        self._segment_bytes = segment_bytes
+        self._mapped: dict[SegmentId, MappedSegment] = {}
+        self._unreadable: set[SegmentId] = set()
+        self._contributed = 0
+        self._lock = threading.Lock()
+        client.on_segments = self._follow
+        if client.connected:
+            self._follow(client.list_segments())
+
+    def slots(self, locations: Sequence[Location]) -> list[SlotView]:
+        """Addresses of the leading locations this process can reach, mapping a segment it has not seen yet.
+
+        Each view keeps its mapping alive: hold them until the copy is complete.
+        """
+        views: list[SlotView] = []
+        for location in locations:
+            mapped = self._mapped.get(location.segment) or self._map_unseen(location.segment)
+            if mapped is None:
+                break
+            local = mapped.device == self.device.name
+            tensor = mapped.tensor(location.offset, location.length)
+            views.append(SlotView(mapped.address(location.offset, location.length), location.length, tensor, local))
+        return views
+
+    def mapped(self) -> list[SegmentInfo]:
+        """The segments mapped here."""
+        return [mapped.info for mapped in list(self._mapped.values())]
+
+    def close(self) -> None:
+        """Unmap everything. The segments stay, in the server's hands. Idempotent; copies must be complete."""
+        self._client.on_segments = lambda infos: None
+        with self._lock:
+            for mapped in self._mapped.values():
+                self._client.withdraw(mapped.id)
+                mapped.close()
+            self._mapped.clear()
+
+    # ---- following the server
+
+    def _follow(self, infos: list[SegmentInfo]) -> None:
+        """Make this view agree with the server's list."""
+        with self._lock:
+            known = {info.id for info in infos}
+            for id_ in self._mapped.keys() - known:
+                self._client.withdraw(id_)
+                self._mapped.pop(id_).close()
+                log.info("segment %s was dropped; unmapped", id_)
+            self._unreadable &= known
+            for info in infos:
+                if info.state == "live" and info.medium == self.device.medium and info.id not in self._mapped:
+                    self._open(info)
+            self._contribute(infos)
+
+    def _contribute(self, infos: list[SegmentInfo]) -> None:
+        """Once per server life, make what is missing of the own device's share. A segment dropped later stays dropped."""
+        if self._contributed == self._client.epoch:
+            return
+        self._contributed = self._client.epoch
+        there = sum(info.nbytes for info in infos if info.device == self.device.name)
+        missing = self._segment_bytes - there
+        if missing <= 0:
+            return
+        try:
+            with segments.create(self.device, missing) as owned:
+                mapped = segments.map_segment(owned.info, owned.fd, self.device)
+            self._mapped[mapped.id] = mapped
+            self._client.offer(mapped.info, mapped.fd)
+        except VCacheError as error:
+            log.error("no segment on %s: %s; chunks go to other devices of the pool, if there are any", self.device, error)
+            return
+        log.info("lent %s B of %s to the pool as segment %s", f"{mapped.nbytes:,}", self.device, mapped.id)
+
+    def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
+        """A segment that appeared since the last heartbeat."""
+        with self._lock:
+            if id_ in self._mapped or id_ in self._unreadable:
+                return self._mapped.get(id_)
+            return self._open(SegmentInfo(id_, "", self.device.medium, 0))
+
+    def _open(self, info: SegmentInfo) -> MappedSegment | None:
+        """Map one segment of the server's; None, and one line in the log, if this process cannot."""
+        if info.id in self._unreadable:
+            return None
+        try:
+            info, fd = self._client.open_segment(info.id)
+            try:
+                if not can_read(self.device, info.device):
+                    raise SegmentError(f"{self.device} has no peer access to {info.device}")
+                mapped = segments.map_segment(info, fd, self.device)
+            finally:
+                os.close(fd)
+        except SegmentError as error:
+            self._unreadable.add(info.id)
+            log.warning("segment %s cannot be mapped: %s; its chunks are misses here", info.id, error)
+            return None
+        except VCacheError as error:
+            log.debug("segment %s: %s", info.id, error)
+            return None
+        self._mapped[mapped.id] = mapped
+        self._client.remember(mapped.info, mapped.fd)
+        return mapped
+
+
+def connect(config: Config, device: Device, layout: dict[str, str]) -> Client:
+    """The client of an engine on `device`."""
+    return Client(config.server.path, config.client, device.name, device.medium, layout)

@@ -1,0 +1,180 @@
+"""Segments: fd-backed allocations that outlive the process that made them.
+
+Two names for two things. An `OwnedSegment` is an allocation this process made and has yet to hand over; it has an fd and
+no address. A `MappedSegment` is an allocation, own or foreign, at an address of this process for one reader device.
+
+>>> with create(Device("host", "host"), 1 << 20) as owned:
+...     mapped = map_segment(owned.info, owned.fd, Device("host", "host"))
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from vcache_backend.errors import SegmentError, raising_as
+from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
+from vcache_backend.vram_pool import cuda_segment, host_segment
+from vcache_backend.vram_pool.devices import Device
+
+MAX_BYTES = 1 << 46
+"""Larger than any allocation there is; what a peer claims beyond it is refused before it reaches a system call."""
+
+
+def new_id() -> SegmentId:
+    """12 random hex digits: the same name means the same bytes, on this node, for as long as they exist."""
+    return SegmentId(secrets.token_hex(6))
+
+
+class _Closing:
+    """Gives back what `undo` holds, once. Close from one thread at a time; the destructor closes too."""
+
+    def __init__(self, undo: ExitStack) -> None:
+        self._undo = undo
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Give back what this object holds. May be called again, and never raises for what is gone already."""
+        self._closed = True
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+
+class OwnedSegment(_Closing):
+    """An allocation made by this process. Its memory lives as long as anyone holds the fd or a mapping: after `close()`
+    it is whoever was handed the fd that keeps it. `nbytes` may exceed what was asked (GPU granularity)."""
+
+    def __init__(self, info: SegmentInfo, fd: int, undo: ExitStack) -> None:
+        super().__init__(undo)
+        self.info = info
+        self.id = info.id
+        self.device = info.device
+        self.medium = info.medium
+        self.nbytes = info.nbytes
+        self._fd = fd
+
+    @property
+    def fd(self) -> int:
+        """For SCM_RIGHTS; it stays this object's. Raises SegmentError once closed, as its number may be another file's."""
+        if self._closed:
+            raise SegmentError(f"segment {self.id} is closed")
+        return self._fd
+
+    def __repr__(self) -> str:
+        return f"OwnedSegment({self.id}, {self.device}, {self.nbytes:,} B{', closed' if self._closed else ''})"
+
+
+class MappedSegment(_Closing):
+    """An allocation at an address of this process, for kernels and copies on `reader`.
+
+    It keeps an fd of its own, so that it can be offered again when the metadata server has lost its. Callable from
+    every thread. `close()` gives back the fd and this object's hold on the mapping. The mapping itself goes when the last
+    tensor over it is gone, so no tensor ever dangles; raw addresses are not counted: whoever launched work on them waits
+    for it first. On a GPU that unmapping waits for the reader device's work.
+    """
+
+    def __init__(self, info: SegmentInfo, reader: Device, fd: int, whole: torch.Tensor, undo: ExitStack) -> None:
+        super().__init__(undo)
+        self.info = info
+        self.id = info.id
+        self.device = info.device
+        self.medium = info.medium
+        self.nbytes = info.nbytes
+        self.reader = reader
+        self._fd = fd
+        self._whole: torch.Tensor | None = whole
+        self._address = whole.data_ptr()
+
+    @property
+    def fd(self) -> int:
+        """This object's own fd of the allocation. Raises SegmentError once closed."""
+        if self._closed:
+            raise SegmentError(f"segment {self.id} is closed")
+        return self._fd
+
+    def address(self, offset: int, length: int) -> int:
+        """Where bytes `offset` to `offset + length` lie on the reader: a raw 64-bit address. Raises SegmentError."""
+        self._check(offset, length)
+        return self._address + offset
+
+    def tensor(self, offset: int, length: int) -> torch.Tensor:
+        """The same bytes as a 1-D uint8 tensor on the reader's device; a view, never a copy. Raises SegmentError."""
+        return self._check(offset, length)[offset : offset + length]
+
+    def close(self) -> None:
+        """See the class. May be called again; live tensors stay usable."""
+        self._whole = None
+        super().close()
+
+    def _check(self, offset: int, length: int) -> torch.Tensor:
+        if self._whole is None:
+            raise SegmentError(f"segment {self.id} is closed")
+        if offset < 0 or length < 1 or offset + length > self.nbytes:
+            raise SegmentError(f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id} of {self.nbytes:,} B")
+        return self._whole
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"MappedSegment({self.id}, {self.device} for {self.reader.name}, {self.nbytes:,} B{state})"
+
+
+def create(device: Device, nbytes: int, id: SegmentId | None = None) -> OwnedSegment:
+    """Allocate a segment of at least `nbytes` on `device`; `id` is random unless an earlier life's is given.
+
+    Raises SegmentError: impossible size, memory or fds exhausted, driver missing. Leaves nothing behind when it does.
+    """
+    id = id or new_id()
+    _check_claim(id, nbytes)
+    with raising_as({OSError: SegmentError}, f"segment of {nbytes:,} B on {device}"), ExitStack() as undo:
+        if device.medium == "cuda":
+            fd, nbytes = cuda_segment.allocate(device, nbytes)
+        else:
+            fd = host_segment.allocate(id, nbytes)
+        undo.callback(os.close, fd)
+        return OwnedSegment(SegmentInfo(id, device.name, device.medium, nbytes), fd, undo.pop_all())
+
+
+def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
+    """Map the segment `info` behind `fd`, read and write, for `reader`. Takes a dup of `fd`; the caller keeps its own.
+
+    `info` and `fd` may come from a peer: claimed sizes and the kind of fd are checked before the kernel or driver acts on
+    them. Raises SegmentError (other medium, no peer access, forged fd, out of memory) and leaves nothing behind then.
+    """
+    _check_claim(info.id, info.nbytes)
+    if info.medium != reader.medium:
+        raise SegmentError(f"segment {info.id} is {info.medium} memory of {info.device}: {reader.name} cannot map that")
+    what = f"segment {info.id} of {info.device}"
+    with raising_as({OSError: SegmentError, SegmentError: SegmentError}, what), ExitStack() as undo:
+        own = os.dup(fd)
+        undo.callback(os.close, own)
+        if info.medium == "cuda":
+            whole = cuda_segment.map_fd(own, info.nbytes, info.device, reader)
+        else:
+            whole = host_segment.map_fd(own, info.nbytes)
+        return MappedSegment(info, reader, own, whole, undo.pop_all())
+
+
+def _check_claim(id: SegmentId, nbytes: int) -> None:
+    if not re.fullmatch(r"[0-9a-f]{12}", id):
+        raise SegmentError(f"segment id {id!r} is not 12 hex digits")
+    if not 1 <= nbytes <= MAX_BYTES:
+        raise SegmentError(f"segment {id} of {nbytes:,} B: expected 1 to {MAX_BYTES:,}")
