@@ -35,9 +35,10 @@ class ByteSize(int):
         return cls(float(match[1]) * _UNITS[match[2].upper()])
 
     def __str__(self) -> str:
+        """The shortest form that reads back as the same number."""
         for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-            if self >= size:
-                return f"{self / size:.4g} {unit}"
+            if self and self % size == 0:
+                return f"{self // size} {unit}"
         return f"{int(self)} B"
 
 

@@ -37,14 +37,13 @@ class _Link:
         """Connect and be welcomed. ConnectionError with the server's words if it refuses; OSError."""
         self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
         self._socket.connect(str(path))
-        reply = self.exchange(hello, deadline, None, None)
+        reply = self.exchange(wire.frame(hello), deadline, None, None)
         if not isinstance(reply, m.Welcome):
             raise ConnectionError(reply.message if isinstance(reply, m.Error) else f"unexpected {type(reply).__name__}")
         return reply
 
-    def exchange(self, request: m.Request, deadline: float, fd: int | None, received: list[int] | None) -> m.AnyReply:
-        """Send one request and read its one reply. TimeoutError at the deadline; the stream is then out of step."""
-        data = wire.frame(request)
+    def exchange(self, data: bytes, deadline: float, fd: int | None, received: list[int] | None) -> m.AnyReply:
+        """Send one framed request and read its one reply. TimeoutError at the deadline; the stream is then out of step."""
         self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
         if fd is None:
             self._socket.sendall(data)
@@ -60,6 +59,8 @@ class _Link:
             if not piece:
                 raise ConnectionError("the server closed it")
             frames = self._reader.feed(piece)
+            if len(frames) > 1:
+                raise ProtocolError(f"{len(frames)} answers to one request")
             if frames:
                 reply: m.AnyReply = wire.reply_decoder.decode(frames[0])
                 return reply
@@ -225,17 +226,22 @@ class Client:
         started = time.perf_counter()
         deadline = started + (seconds or self._config.request_seconds)
         self.require()
+        data = wire.frame(request)
         if not self._lock.acquire(timeout=deadline - started):
             raise ServerTimeout(self._late(request, deadline - started, "waiting for other calls"))
         try:
-            reply = self._connection().exchange(request, deadline, fd, received)
+            reply = self._connection().exchange(data, deadline, fd, received)
             self._note(request, started)
         except TimeoutError as error:
             self._drop(self._late(request, deadline - started, "no answer"))
             raise ServerTimeout(self._down) from error
-        except (OSError, ProtocolError, msgspec.DecodeError) as error:
+        except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             self._drop(f"connection to the metadata server at {self._path} lost: {error}")
             raise ServerUnavailable(self._down) from error
+        except BaseException:
+            # A signal handler raised: the answer is still to come, and must not be taken for the next call's.
+            self._drop(f"a call to the metadata server at {self._path} was interrupted")
+            raise
         finally:
             self._lock.release()
         if isinstance(reply, m.Error):
@@ -272,7 +278,7 @@ class Client:
         link = _Link()
         try:
             welcome = link.open(self._path, self._hello, deadline)
-        except (OSError, ProtocolError, msgspec.DecodeError) as error:
+        except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             link.close()
             self._down = f"no metadata server at {self._path}: {str(error) or 'no answer'}; start one with `vcache serve`"
             return False

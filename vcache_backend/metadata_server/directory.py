@@ -152,6 +152,8 @@ class Directory:
         entries: list[Entry] = []
         reservation = next(self._ids)
         refusal, reason = self._refusal(client.medium, nbytes)
+        wanted = sum(key not in self._live and not self.reservations.pending(key) for key in set(keys))
+        rooms = self._rooms(nbytes, client, wanted)
         for key in keys:
             if key in self._live:
                 slots.append(int(Refusal.EXISTS))
@@ -159,14 +161,17 @@ class Directory:
             if self.reservations.pending(key):
                 slots.append(int(Refusal.BUSY))
                 continue
-            location = None if refusal is not None else self._room(nbytes, client)
+            location = None if refusal is not None else next(rooms, None)
             if location is None:
                 if refusal is None:
                     refusal, reason = Refusal.FULL, _full(nbytes, client.medium)
                 slots.append(int(refusal))
                 self.counters[f"refused_{refusal.name.lower()}"] += 1
                 continue
-            entries.append(self._occupy(key, location, reservation))
+            entry = Entry(key, location, reservation)
+            self.placement.occupy(entry)
+            self.reservations.announce(key, reservation)
+            entries.append(entry)
             slots.append(location)
         if not entries:
             return Reserved(0, 0.0, slots, reason)
@@ -374,27 +379,26 @@ class Directory:
             return Refusal.TOO_LARGE, f"a chunk needs {nbytes:,} B but {have}; set pool.segment_bytes >= {nbytes}"
         return None, ""
 
-    def _room(self, nbytes: int, client: Client) -> Location | None:
-        if len(self._live) + self.reservations.pending_count() < self._limits.max_chunks:
-            location = self.placement.take(nbytes, client.device, client.medium)
-            if location is not None:
-                return location
-        coldest = (self._live[key] for key in self._policy.victims())
-        victims = self.placement.victims(coldest, nbytes, client.medium)
-        if not victims:
-            return None
-        self._evict(victims)
-        if len(victims) == 1 and victims[0].location.length == nbytes:
-            return self.placement.reuse(victims[0])
-        for victim in victims:
-            self.placement.free(victim)
-        return self.placement.take(nbytes, client.device, client.medium)
-
-    def _occupy(self, key: ChunkKey, location: Location, reservation: int) -> Entry:
-        entry = Entry(key, location, reservation)
-        self.placement.occupy(entry)
-        self.reservations.announce(key, reservation)
-        return entry
+    def _rooms(self, nbytes: int, client: Client, wanted: int) -> Iterator[Location]:
+        """Slots for at least `wanted` chunks, if there is room: from the holes, then by evicting, several at a time."""
+        allowed = self._limits.max_chunks - len(self._live) - self.reservations.pending_count()
+        while True:
+            while allowed > 0 and (location := self.placement.take(nbytes, client.device, client.medium)) is not None:
+                allowed, wanted = allowed - 1, wanted - 1
+                yield location
+            coldest = (self._live[key] for key in self._policy.victims())
+            victims, equal = self.placement.victims(coldest, nbytes, client.medium, max(wanted, 1))
+            if not victims:
+                return
+            self._evict(victims)
+            if equal:
+                wanted -= len(victims)
+                for victim in victims:
+                    yield self.placement.reuse(victim, nbytes)
+            else:
+                allowed += len(victims)
+                for victim in victims:
+                    self.placement.free(victim)
 
     def _evict(self, victims: list[Entry]) -> None:
         """Unlink chunks nobody reads; their slots are the caller's to free or reuse."""

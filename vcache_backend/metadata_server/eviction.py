@@ -32,15 +32,19 @@ class LRU:
     """Least recently used first; soft-pinned chunks after all others."""
 
     def __init__(self) -> None:
-        self._orders: dict[Pin, OrderedDict[ChunkKey, None]] = {pin: OrderedDict() for pin in Pin}
+        self._orders: list[OrderedDict[ChunkKey, None]] = [OrderedDict() for _ in Pin]
         self._plain = self._orders[Pin.NONE]
         self._pinned: dict[ChunkKey, Pin] = {}
 
     def add(self, key: ChunkKey, pin: Pin) -> None:
-        self.remove(key)
-        self._orders[pin][key] = None
-        if pin:
-            self._pinned[key] = pin
+        if pin or key in self._pinned:
+            self.remove(key)
+            self._orders[pin][key] = None
+            if pin:
+                self._pinned[key] = pin
+        else:
+            self._plain[key] = None
+            self._plain.move_to_end(key)
 
     def touch(self, key: ChunkKey) -> None:
         if key in self._plain:
@@ -49,14 +53,17 @@ class LRU:
             self._orders[self._pinned[key]].move_to_end(key)
 
     def remove(self, key: ChunkKey) -> None:
-        self._orders[self._pinned.pop(key, Pin.NONE)].pop(key, None)
+        if key in self._plain:
+            del self._plain[key]
+        else:
+            self._orders[self._pinned.pop(key, Pin.NONE)].pop(key, None)
 
     def victims(self) -> Iterator[ChunkKey]:
         yield from self._orders[Pin.NONE]
         yield from self._orders[Pin.SOFT]
 
     def coldest_first(self) -> Iterator[ChunkKey]:
-        for order in self._orders.values():
+        for order in self._orders:
             yield from order
 
 

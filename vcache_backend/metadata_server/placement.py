@@ -115,11 +115,9 @@ class Placement:
         assert offset is not None
         return self._location(best, offset, nbytes)
 
-    def reuse(self, entry: Entry) -> Location:
-        """The slot of an evicted chunk for one of the same length, without a detour through the holes."""
-        segment = self.segments[entry.location.segment]
-        segment.vacate(entry)
-        return self._location(segment, entry.location.offset, entry.location.length)
+    def reuse(self, entry: Entry, nbytes: int) -> Location:
+        """The slot of an evicted chunk for one of the same padded size, to be occupied at once: no detour through the holes."""
+        return Location(entry.location.segment, entry.location.offset, nbytes, self._next_generation())
 
     def occupy(self, entry: Entry) -> None:
         """Record who has the slot."""
@@ -131,24 +129,30 @@ class Placement:
         segment.vacate(entry)
         segment.extents.give(entry.location.offset, padded(entry.location.length))
 
-    def victims(self, coldest: Iterator[Entry], nbytes: int, medium: Medium) -> list[Entry]:
-        """Which chunks to evict for a slot of `nbytes`: the coldest of that size, or a run from a cold one on; [] if none can go."""
+    def victims(self, coldest: Iterator[Entry], nbytes: int, medium: Medium, most: int) -> tuple[list[Entry], bool]:
+        """Which chunks to evict for slots of `nbytes`: (victims, does each of them leave such a slot?).
+
+        Up to `most` of the coldest ones as long as they have that size; if the coldest has another one, the run from it on that
+        leaves one slot; ([], False) if none can go.
+        """
         size, attempts = padded(nbytes), 0
+        equal: list[Entry] = []
         for entry in coldest:
             segment = self.segments[entry.location.segment]
             if segment.medium != medium or segment.draining or not entry.evictable:
                 continue
             if padded(entry.location.length) == size:
-                return [entry]
-            if size > segment.nbytes:
-                continue
-            run = segment.window(entry, size)
-            if run is not None:
-                return run
-            attempts += 1
-            if attempts == MAX_WINDOW_ATTEMPTS:
-                return []
-        return []
+                equal.append(entry)
+                if len(equal) == most:
+                    break
+            elif equal or attempts == MAX_WINDOW_ATTEMPTS:
+                break
+            elif size <= segment.nbytes:
+                run = segment.window(entry, size)
+                if run is not None:
+                    return run, False
+                attempts += 1
+        return equal, bool(equal)
 
     def largest_segment(self, medium: Medium) -> int:
         """Bytes of the largest usable segment of a medium; 0 without one."""

@@ -193,8 +193,12 @@ class Server:
             self._disconnect(connection)
             return
         if connection.closing:
+            wire.close_fds(connection.fds)
+            connection.fds.clear()
             return
         try:
+            if len(connection.fds) > wire.MAX_FDS:
+                raise ProtocolError(f"{len(connection.fds)} fds came with one frame; at most {wire.MAX_FDS} may")
             for body in connection.reader.feed(data):
                 self._on_frame(connection, body)
         except ProtocolError as error:
@@ -210,7 +214,7 @@ class Server:
                 raise ProtocolError(f"the first frame is no hello of protocol {m.PROTOCOL_VERSION}: {error}") from error
             connection.queue(m.Error(str(error)))
             return
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a frame is no MessagePack message: {error}") from error
         if connection.client is None:
             self._hello(connection, request)
