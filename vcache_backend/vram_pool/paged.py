@@ -201,7 +201,7 @@ class _Layer:
             return fits[0]
         if whole_blocks_only and len(same) == 1:
             # Which of the two is the token matters to nobody here, so the name must not claim to know.
-            return tuple(f"axis{i}" if name in ("token", "head") else name for i, name in enumerate(fits[0]))
+            return tuple(f"axis{i}x" if name in ("token", "head") else name for i, name in enumerate(fits[0]))
         raise self.error("ambiguous; pass axes=" + " or ".join(repr(" ".join(names)) for names in fits))
 
     def _dense(self, axes: Sequence[int]) -> list[int] | None:

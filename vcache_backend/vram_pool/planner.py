@@ -190,10 +190,7 @@ def _single_tokens(kv: Geometry, wanted: _Wanted, slot_mapping: Int64s, done: Bo
 
 
 def _check_ids(kv: Geometry, ids: Int64s) -> None:
-    if not len(ids):
-        return
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= kv.num_blocks:
-        raise LayoutError(
-            f"slot_mapping names blocks {low} to {high} but the KV cache has {kv.num_blocks} blocks of {kv.block_size}"
-        )
+    # Unsigned, a negative number is a large one: one pass finds both.
+    if len(ids) and int(ids.view(np.uint64).max()) >= kv.num_blocks:
+        named = f"blocks {ids.min()} to {ids.max()}"
+        raise LayoutError(f"slot_mapping names {named} but the KV cache has {kv.num_blocks} blocks of {kv.block_size} tokens")

@@ -1,0 +1,147 @@
+"""The background half of a store: wait until the bytes are in their slots, then publish them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.stats import EngineStats
+from vcache_backend.vram_pool.copier import Completion
+
+log = logging.getLogger(__name__)
+
+MAX_UNANSWERED = 4096
+"""Reservations remembered to be aborted once the server is back; what is beyond it waits for the server's quarantine."""
+RETRY_SECONDS = 1.0
+
+
+class PendingStore(msgspec.Struct):
+    """Copies under way into reserved slots. `deadline` (time.monotonic) is when the reservation ends.
+
+    `keepalive`: slot views, whose mapping must live until the copy is complete.
+    """
+
+    completion: Completion
+    reservation: int
+    deadline: float
+    prefix: list[ChunkKey]
+    chunks: int
+    tokens: int
+    nbytes: int
+    keepalive: Any
+
+
+class Committer:
+    """One thread that commits the stores of one engine, in the order they were submitted.
+
+    A store is committed only after its copy's event; one that is not complete when its reservation ends is aborted when it is.
+    """
+
+    def __init__(self, client: Client, stats: EngineStats, max_inflight: int) -> None:
+        self._client, self._stats = client, stats
+        self._max_inflight = max_inflight
+        self._queue: deque[PendingStore] = deque()
+        self._unanswered: deque[int] = deque(maxlen=MAX_UNANSWERED)
+        self._touches: deque[list[ChunkKey]] = deque(maxlen=max_inflight)
+        self._changed = threading.Condition()
+        self._busy = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="vcache-committer", daemon=True)
+        self._thread.start()
+
+    def has_room(self) -> bool:
+        """May one more store be submitted?"""
+        return len(self._queue) < self._max_inflight
+
+    def submit(self, store: PendingStore) -> None:
+        """Hand over a store whose copy was launched. Never blocks."""
+        with self._changed:
+            self._queue.append(store)
+            self._changed.notify_all()
+
+    def touch(self, keys: list[ChunkKey]) -> None:
+        """Make chunks recent, soon."""
+        with self._changed:
+            self._touches.append(keys)
+            self._changed.notify_all()
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything submitted so far is committed or given up; False at the deadline (seconds)."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._queue or self._touches or self._busy), timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Finish what is queued, within `timeout` seconds, and end the thread. Idempotent."""
+        self.flush(timeout)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(self._has_work, RETRY_SECONDS)
+                if self._stopping:
+                    return
+                store = self._queue[0] if self._queue else None
+                keys = self._touches.popleft() if self._touches and store is None else None
+                self._busy = bool(store or keys)
+            try:
+                self._work(store, keys)
+            except Exception:  # the thread's last line of defence: a store that fails is a store that did not happen
+                log.exception("a background commit failed; its chunks are not shared")
+                self._stats.failed("commit_error")
+            finally:
+                if store is not None:
+                    with self._changed:
+                        self._queue.popleft()
+
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._touches or self._stopping)
+
+    def _work(self, store: PendingStore | None, keys: list[ChunkKey] | None) -> None:
+        if store is not None:
+            self._finish(store)
+        elif self._client.connected:
+            if keys:
+                self._client.touch(keys)
+            while self._unanswered:
+                self._client.abort(self._unanswered[0])
+                self._unanswered.popleft()
+
+    def _finish(self, store: PendingStore) -> None:
+        """Commit a complete store; abort a late one, but only when nothing of it writes any more."""
+        on_time = store.completion.wait(max(store.deadline - time.monotonic(), 0.0))
+        if not on_time:
+            self._stats.failed("store_too_slow")
+            while not store.completion.wait(RETRY_SECONDS):
+                if self._stopping:
+                    return
+        if store.completion.seconds is not None:
+            self._stats.add_time("store_copy", store.completion.seconds)
+        try:
+            if not on_time:
+                self._client.abort(store.reservation)
+                return
+            with self._stats.timed("commit"):
+                visible = self._client.commit(store.reservation, store.prefix)
+        except VCacheError as error:
+            log.debug("commit: %s", error)
+            self._stats.failed("commit_unavailable")
+            self._unanswered.append(store.reservation)
+            return
+        if not visible:
+            self._stats.failed("reservation_void")
+            return
+        self._stats.count(chunks_stored=visible, tokens_stored=store.tokens, bytes_stored=store.nbytes)
