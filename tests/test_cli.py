@@ -1,0 +1,329 @@
+"""`vcache`, as a person meets it: in this process where that is enough, else the command itself against a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from vcache_backend import __version__, config, status
+from vcache_backend.cli import app
+from vcache_backend.errors import SegmentError
+from vcache_backend.metadata_server.messages import Latency, SegmentId, SegmentInfo, ServerStats
+
+VCACHE = [sys.executable, "-m", "vcache_backend.cli"]
+COMMANDS = [
+    [],
+    ["serve"],
+    ["status"],
+    ["clear"],
+    ["segment"],
+    ["segment", "add"],
+    ["segment", "list"],
+    ["segment", "drop"],
+    ["config"],
+    ["config", "check"],
+    ["config", "show"],
+    ["doctor"],
+    ["demo"],
+    ["version"],
+]
+
+SEGMENT = SegmentInfo(
+    id=SegmentId("0123456789ab"),
+    device="GPU-3c1f",
+    medium="cuda",
+    nbytes=8 << 30,
+    used=6 << 30,
+    chunks=1536,
+    leased=3,
+    reserved=2,
+    evictions=7,
+)
+STATS = ServerStats(
+    epoch=5,
+    uptime_seconds=93784,
+    clients=3,
+    chunks=1536,
+    leases=1,
+    reservations=1,
+    quarantined=0,
+    counters={"lookup_chunks": 200, "lookup_hits": 150, "acquire_chunks": 0, "acquire_hits": 0, "evicted": 7},
+    latency={"lookup": Latency(40, 12.5, 80.25), "clear": Latency(0, 0, 0)},
+    segments=[SEGMENT],
+    namespaces={"00ff00ff00ff00ff": "llama bf16"},
+    rss_bytes=50 << 20,
+)
+
+
+def vcache(*arguments: str, expect: int = 0) -> Any:
+    """Run a command in this process; its result, once the exit code is as expected."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == expect, (result.stdout, result.stderr, result.exception)
+    return result
+
+
+def text_of(renderable: Any, width: int = 160) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(renderable)
+    return console.export_text()
+
+
+# ---- without a server
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself(command: list[str]) -> None:
+    assert "Usage" in vcache(*command, "--help").stdout
+
+
+def test_help_is_quick_because_it_loads_nothing_heavy() -> None:
+    code = "import sys, vcache_backend.cli; print([n for n in ('torch', 'numpy', 'rich.table', 'triton') if n in sys.modules])"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert child.stdout == "[]\n"
+
+
+def test_version_names_the_package_and_the_protocol() -> None:
+    assert vcache("version").stdout.startswith(f"vcache {__version__}, protocol ")
+    assert json.loads(vcache("version", "--json").stdout)["version"] == __version__
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["status", "--nonsense"],
+        ["segment", "add", "--device", "host"],
+        ["segment", "add", "--device", "host", "--bytes", "much"],
+        ["segment", "add", "--device", "host", "--bytes", "0"],
+        ["clear", "--namespace", "xyz"],
+        ["clear", "--namespace", "00ff"],
+        ["config", "check"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
+    assert vcache(*arguments, expect=2).stdout == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["status"], ["status", "--json"], ["clear"], ["segment", "list"], ["segment", "drop", "x"]],
+    ids=" ".join,
+)
+def test_without_a_server_there_is_one_line_and_exit_code_1(arguments: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "none.sock"
+    child = subprocess.run([*VCACHE, *arguments, "--socket", path], capture_output=True, text=True, timeout=30, check=False)
+    assert (child.returncode, child.stdout) == (1, "")
+    assert child.stderr.startswith("vcache: ")
+    assert str(path) in child.stderr
+    assert child.stderr.count("\n") == 1
+
+
+def test_config_check_accepts_a_good_file_and_names_the_mistake_in_a_bad_one(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("pool: {segment_bytes: 2 GiB}")
+    assert vcache("config", "check", str(path)).stdout == f"{path}: ok\n"
+    path.write_text("pool: {segment_byts: 2 GiB}")
+    message = vcache("config", "check", str(path), expect=1).stderr
+    assert message == f"vcache: {path}: Object contains unknown field `segment_byts` - at `$.pool`\n"
+
+
+def test_config_show_writes_every_default_out_and_can_be_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "shown.yaml"
+    path.write_text(vcache("config", "show", "--socket", "/run/x.sock").stdout)
+    loaded = config.load(path)
+    assert loaded.server.path == Path("/run/x.sock")
+    assert loaded.pool == config.Config().pool
+    assert json.loads(vcache("config", "show", "--json").stdout)["pool"]["segment_bytes"] == "8 GiB"
+
+
+def test_doctor_fails_exactly_when_a_finding_does() -> None:
+    pytest.importorskip("vcache_backend.doctor")
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    findings = json.loads(result.stdout)
+    assert {"check", "status", "detail", "advice"} == set(findings[0])
+    assert result.exit_code == any(finding["status"] == "fail" for finding in findings)
+    assert findings[0]["check"] in CliRunner().invoke(app, ["doctor"]).stdout
+
+
+def test_the_readme_names_only_commands_and_targets_that_exist() -> None:
+    root = Path(__file__).parent.parent
+    readme = (root / "README.md").read_text()
+    commands = {command for named in COMMANDS for command in named[:1]} | {"bench"}
+    assert set(re.findall(r"[`/]vcache ([a-z]+)", readme)) == commands
+    targets = set(re.findall(r"^([a-z]+):", (root / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test"} <= set(re.findall(r"(?:`|\$ )make ([a-z]+)", readme)) <= targets
+
+
+# ---- the picture
+
+
+def test_status_shows_segments_hits_counters_and_latencies() -> None:
+    text = text_of(status.render(STATS))
+    for part in (
+        "1 d 2 h",
+        "0123456789ab",
+        "GPU-3c1f",
+        "75%",
+        "6 GiB",
+        "8 GiB",
+        "1,536",
+        "75.0%",
+        "12.5",
+        "80.2",
+        "llama bf16",
+        "50 MiB",
+    ):
+        assert part in text
+    assert "clear" not in text
+
+
+def test_status_shows_what_happened_since_the_last_look() -> None:
+    later = status.plain(STATS)["counters"] | {"evicted": 27}
+    now = ServerStats(**{name: getattr(STATS, name) for name in STATS.__struct_fields__} | {"counters": later})
+    assert "a second" not in text_of(status.render(now))
+    row = next(line for line in text_of(status.render(now, STATS, 2.0)).splitlines() if line.startswith("evicted"))
+    assert row.split() == ["evicted", "27", "10"]
+
+
+def test_after_a_restart_of_the_server_there_is_no_since() -> None:
+    now = ServerStats(**{name: getattr(STATS, name) for name in STATS.__struct_fields__} | {"epoch": 6})
+    assert "a second" not in text_of(status.render(now, STATS, 2.0))
+
+
+def test_an_empty_pool_says_what_to_do() -> None:
+    assert "vcache segment add" in text_of(status.segments_table([]))
+
+
+@pytest.mark.parametrize(
+    ("fraction", "cells"), [(0, "····"), (0.5, "██··"), (1, "████"), (2, "████"), (1 / 32, "▏···"), (31 / 32, "███▉")]
+)
+def test_a_bar_is_exact_to_an_eighth_of_a_cell(fraction: float, cells: str) -> None:
+    assert status.bar(fraction, width=4).plain == cells
+
+
+def test_the_summary_is_named_fields_and_rates() -> None:
+    summary = json.loads(json.dumps(status.summary(STATS)))
+    assert summary["segments"][0]["device"] == "GPU-3c1f"
+    assert summary["latency"]["lookup"] == {"count": 40, "p50_us": 12.5, "p99_us": 80.25}
+    assert summary["hit_rates"] == {"lookup": 0.75, "acquire": None}
+
+
+# ---- with a server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Path]:
+    """`vcache serve` as a process of its own; its socket."""
+    path = tmp_path / "vcache.sock"
+    child = subprocess.Popen([*VCACHE, "serve", "--socket", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _until(lambda: path.exists() or child.poll() is not None)
+        assert child.poll() is None, child.communicate()
+        yield path
+        child.send_signal(signal.SIGINT)
+        stdout, stderr = child.communicate(timeout=10)
+        assert (child.returncode, stdout) == (0, "")
+        assert "Traceback" not in stderr
+        assert not path.exists()
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def _until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
+    at = ("--socket", str(server))
+    assert json.loads(vcache("segment", "list", "--json", *at).stdout) == []
+    assert "64 MiB of host:a lent" in vcache("segment", "add", "--device", "host:a", "--bytes", "64MiB", *at).stdout
+    added = json.loads(vcache("segment", "add", "--device", "host:b", "--bytes", "1048576", "--json", *at).stdout)
+    assert (added["device"], added["medium"], added["nbytes"]) == ("host:b", "host", 1 << 20)
+
+    listed = json.loads(vcache("segment", "list", "--json", *at).stdout)
+    assert {(info["device"], info["nbytes"], info["state"]) for info in listed} == {
+        ("host:a", 64 << 20, "live"),
+        ("host:b", 1 << 20, "live"),
+    }
+    assert added["id"] in vcache("segment", "list", *at).stdout
+    shown = json.loads(vcache("status", "--json", *at).stdout)
+    assert {info["id"] for info in shown["segments"]} == {info["id"] for info in listed}
+    assert added["id"] in vcache("status", *at).stdout
+
+    assert "gone" in vcache("segment", "drop", added["id"], "--wait", "5", *at).stdout
+    assert [info["device"] for info in json.loads(vcache("segment", "list", "--json", *at).stdout)] == ["host:a"]
+    assert added["id"] in vcache("segment", "drop", added["id"], *at, expect=1).stderr
+
+
+def test_a_segment_may_be_named_by_a_start_that_fits_only_one() -> None:
+    from vcache_backend.cli import _one_segment
+
+    other = SegmentInfo(SegmentId("01ff"), "host", "host", 1)
+    assert _one_segment([SEGMENT, other], "012") is SEGMENT
+    assert _one_segment([SEGMENT, other], "01ff") is other
+    with pytest.raises(SegmentError, match="several segments fit '01'; there are: 0123456789ab, 01ff"):
+        _one_segment([SEGMENT, other], "01")
+    with pytest.raises(SegmentError, match="no segment 'x'; there are: 0123456789ab, 01ff"):
+        _one_segment([SEGMENT, other], "x")
+    with pytest.raises(SegmentError, match="there are: none"):
+        _one_segment([], "x")
+
+
+def test_clear_says_how_much_it_forgot(server: Path) -> None:
+    assert vcache("clear", "--socket", str(server)).stdout == "0 chunks forgotten\n"
+    assert vcache("clear", "--namespace", "00ff00ff00ff00ff", "--socket", str(server)).stdout == "0 chunks forgotten\n"
+
+
+def test_a_second_server_on_the_same_socket_is_refused(server: Path) -> None:
+    child = subprocess.run([*VCACHE, "serve", "--socket", server], capture_output=True, text=True, timeout=20, check=False)
+    assert child.returncode == 1
+    assert child.stderr.splitlines()[-1].startswith("vcache: ")
+    assert "Traceback" not in child.stderr
+
+
+def test_watch_writes_a_line_a_look_and_ends_clean_on_ctrl_c(server: Path) -> None:
+    command = [*VCACHE, "status", "--watch", "--json", "--every", "0.1", "--socket", server]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        looks = [json.loads(child.stdout.readline()) for _ in range(3)]
+        child.send_signal(signal.SIGINT)
+        _, stderr = child.communicate(timeout=10)
+    finally:
+        child.kill()
+        child.communicate()
+    assert (child.returncode, stderr) == (0, "")
+    assert looks[0]["uptime_seconds"] < looks[2]["uptime_seconds"]
+
+
+def test_the_live_picture_ends_clean_on_ctrl_c(server: Path) -> None:
+    command = [*VCACHE, "status", "--watch", "--every", "0.1", "--socket", server]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        time.sleep(1.5)
+        assert child.poll() is None
+        child.send_signal(signal.SIGINT)
+        stdout, stderr = child.communicate(timeout=10)
+    finally:
+        child.kill()
+        child.communicate()
+    assert (child.returncode, stderr) == (0, "")
+    assert "Counters" in stdout

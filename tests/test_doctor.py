@@ -1,0 +1,349 @@
+"""`diagnose` says what is wrong and what to do, within a second or so, and never raises. Sockets and files are real."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from test_cuda_segments import UUIDS, FakeCuda
+
+from vcache_backend import doctor
+from vcache_backend.config import Config, from_dict
+from vcache_backend.doctor import Finding, diagnose
+from vcache_backend.errors import SegmentError
+from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
+from vcache_backend.vram_pool import cuda_driver
+from vcache_backend.vram_pool.cuda_driver import Driver
+
+WELCOME = ["welcome", PROTOCOL_VERSION, 7, 10.0, 30.0, []]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    tmp_path.chmod(0o700)
+    return from_dict({"server": {"socket": str(tmp_path / "s")}, "pool": {"segment_bytes": "1 MiB"}})
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """A machine with two fake GPUs."""
+    fake = FakeCuda()
+    driver = Driver(fake)
+    monkeypatch.setattr(cuda_driver, "load", lambda: driver)
+    monkeypatch.setattr(doctor, "_has_nvidia", lambda: True)
+    return fake
+
+
+@contextmanager
+def server(config: Config, answer: Callable[[bytes], bytes | None]) -> Iterator[list[Any]]:
+    """One connection's worth of server: reads a frame, sends `answer` of it (None: nothing, and stays). Yields what it got."""
+    got: list[Any] = []
+    done = threading.Event()
+
+    def serve() -> None:
+        channel, _ = listener.accept()
+        with channel:
+            channel.settimeout(10)
+            size = int.from_bytes(channel.recv(4, socket.MSG_WAITALL), "little")
+            body = channel.recv(size, socket.MSG_WAITALL)
+            got.append(msgpack.unpackb(body))
+            reply = answer(body)
+            if reply is None:
+                done.wait(10)
+            else:
+                channel.sendall(reply)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(10)
+        listener.bind(str(config.server.path))
+        listener.listen(1)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield got
+        finally:
+            done.set()
+            thread.join(10)
+
+
+def frame(message: object) -> bytes:
+    body: bytes = msgpack.packb(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+def by_check(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.check: finding for finding in findings}
+
+
+def only(findings: Iterator[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+# ---- the whole
+
+
+def test_every_finding_that_is_not_ok_says_what_to_do(config: Config) -> None:
+    findings = diagnose(config)
+    assert len(findings) > 10
+    for finding in findings:
+        assert finding.check
+        assert finding.detail
+        assert finding.status == "ok" or finding.advice, finding
+
+
+def test_a_machine_without_a_gpu_is_fine_and_told_that_it_will_use_host_memory(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_has_nvidia", lambda: False)
+    findings = by_check(diagnose(config))
+    assert findings["gpus"] == Finding("gpus", "ok", "no NVIDIA GPU: segments will be host memory")
+    assert findings["cuda-bindings"].status == "ok"
+    assert findings["memory"].status == "ok"
+    assert [name for name, finding in findings.items() if finding.status == "fail"] == []
+
+
+def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_kernel(config: Config) -> Iterator[Finding]:
+        raise ZeroDivisionError("surprise")
+
+    monkeypatch.setattr(doctor, "check_kernel", check_kernel)
+    findings = by_check(diagnose(config))
+    assert findings["kernel"].status == "fail"
+    assert "ZeroDivisionError('surprise')" in findings["kernel"].detail
+    assert "open files" in findings
+
+
+def test_the_doctor_imports_neither_torch_nor_what_it_looks_at() -> None:
+    script = (
+        "import sys; from vcache_backend import config, doctor; doctor.diagnose(config.load()); "
+        "print([name for name in ('torch', 'triton', 'vllm', 'lmcache') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert answer.stdout == "[]\n"
+
+
+# ---- packages and system
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "status"),
+    [
+        ("lmcache", "0.5.3", "ok"),
+        ("lmcache", "0.5.12.post1", "ok"),
+        ("lmcache", "0.5.2", "warn"),
+        ("lmcache", "0.6.0", "warn"),
+        ("vllm", "0.26.0", "ok"),
+        ("vllm", "0.33.9", "ok"),
+        ("vllm", "0.34.0", "warn"),
+        ("vllm", "0.9.2", "warn"),
+        ("torch", "2.11.0+cu130", "ok"),
+        ("torch", "1.13.1", "fail"),
+    ],
+)
+def test_versions_are_compared_as_numbers(
+    config: Config, monkeypatch: pytest.MonkeyPatch, name: str, version: str, status: str
+) -> None:
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda asked: version if asked == name else real(asked))
+    finding = by_check(list(doctor.check_packages(config)))[name]
+    assert (finding.status, version in finding.detail) == (status, True)
+    assert status == "ok" or f"pip install '{name}>=" in finding.advice
+
+
+def test_a_missing_package_is_a_failure_only_where_it_is_needed(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    for nvidia in (False, True):
+        monkeypatch.setattr(doctor, "_has_nvidia", lambda nvidia=nvidia: nvidia)
+        findings = doctor.check_packages(config)
+        failing = {finding.check for finding in findings if finding.status == "fail"}
+        assert failing == {"msgspec", "PyYAML", "torch", "triton"} | ({"cuda-bindings"} if nvidia else set())
+
+
+def test_an_old_kernel_and_a_forbidden_call_are_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_pidfd", lambda: os.open("/nonexistent", os.O_RDONLY))
+    assert "without pidfd_open" in only(doctor.check_kernel(config)).detail
+    monkeypatch.setattr(platform, "release", lambda: "4.18.0-553.el8_10.x86_64")
+    assert only(doctor.check_kernel(config)) == Finding(
+        "kernel", "fail", "Linux 4.18.0-553.el8_10.x86_64", "vcache needs Linux 5.4 or later"
+    )
+
+
+@pytest.mark.parametrize("seed", [None, "0", "123", "random"])
+def test_the_hash_seed_is_the_one_python_was_started_with(seed: str | None) -> None:
+    script = (
+        "import os; os.environ['PYTHONHASHSEED'] = '99'; from vcache_backend import config, doctor; "
+        "(f,) = doctor.check_hash_seed(config.load()); print(f.status, f.detail)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    if seed is not None:
+        environment["PYTHONHASHSEED"] = seed
+    command = [sys.executable, "-c", script]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True).stdout
+    expected = f"ok {seed}: give every" if seed not in (None, "random") else "not set"
+    assert expected in answer
+
+
+def test_an_unset_hash_seed_is_a_warning_once_lmcache_is_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_start_environment", dict)
+    monkeypatch.setattr(metadata, "version", lambda name: "0.5.6")
+    finding = only(doctor.check_hash_seed(config))
+    assert finding.status == "warn"
+    assert "pre_caching_hash_algorithm: builtin" in finding.detail
+    assert "PYTHONHASHSEED=0" in finding.advice
+
+
+def test_too_few_open_files_are_a_warning(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1 << 20))
+    finding = by_check(list(doctor.check_limits(config)))["open files"]
+    assert (finding.status, finding.detail) == ("warn", "limit 256, server.max_clients 1024")
+    assert "ulimit -n 4096 (the hard limit is 1048576)" in finding.advice
+
+
+# ---- GPUs
+
+
+def test_gpus_their_links_and_the_budget_are_reported(config: Config, gpus: FakeCuda) -> None:
+    findings = by_check(list(doctor.check_gpus(config)))
+    assert findings["gpu 1"].detail == f"Fake H200, {UUIDS[1]}, 5 MiB of 64 MiB free"
+    assert findings["peer 0 reads 1"] == Finding("peer 0 reads 1", "ok", "NVLink")
+    assert findings["driver"].detail.endswith("CUDA 13.0")
+    budget = only(doctor.check_memory(config))
+    assert budget.detail == "pool.segment_bytes 1 MiB, 5 MiB of 64 MiB free; start vLLM with gpu_memory_utilization <= 0.93"
+
+
+def test_gpus_without_peer_access_fail_by_both_names(config: Config, gpus: FakeCuda) -> None:
+    gpus.peers = False
+    findings = by_check(list(doctor.check_gpus(config)))
+    assert findings["peer 1 reads 0"].status == "fail"
+    assert findings["peer 1 reads 0"].detail == f"no peer access from {UUIDS[1]} to {UUIDS[0]}"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "said"),
+    [("6 MiB", "warn", "unless the pool's segment is there already"), ("62 MiB", "fail", "segment_bytes to 30.4 MiB or less")],
+)
+def test_a_budget_that_does_not_fit_says_what_to_set(gpus: FakeCuda, wanted: str, status: str, said: str) -> None:
+    for device in ("auto", "cuda:1", UUIDS[0]):
+        finding = only(doctor.check_memory(from_dict({"pool": {"device": device, "segment_bytes": wanted}})))
+        assert finding.status == status
+        assert said in finding.advice
+
+
+def test_a_pool_device_that_is_not_here_fails(gpus: FakeCuda) -> None:
+    gone = f"GPU-{uuid.UUID(int=9)}"
+    finding = only(doctor.check_memory(from_dict({"pool": {"device": gone}})))
+    assert (finding.status, finding.detail) == ("fail", f"pool.device: {gone} is not here")
+
+
+def test_host_memory_that_is_not_there_fails_with_a_figure_to_set() -> None:
+    finding = only(doctor.check_memory(from_dict({"pool": {"device": "host", "segment_bytes": "64 TiB"}})))
+    assert finding.status == "fail"
+    assert "pool.segment_bytes 64 TiB" in finding.detail
+    assert "set pool.segment_bytes to" in finding.advice
+
+
+def test_gpus_that_cannot_be_used_fail_with_the_reason(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> Driver:
+        raise SegmentError("GPU segments need cuda-bindings: pip install it")
+
+    monkeypatch.setattr(cuda_driver, "load", load)
+    monkeypatch.setattr(doctor, "_has_nvidia", lambda: True)
+    finding = only(doctor.check_gpus(config))
+    assert finding.status == "fail"
+    assert "pip install" in finding.detail
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_machine_is_described_without_a_failed_check(config: Config) -> None:
+    findings = by_check(diagnose(config))
+    assert findings["gpu 0"].status == "ok", findings["gpu 0"]
+    assert findings["driver"].status == "ok"
+    assert [finding for finding in findings.values() if "check itself failed" in finding.detail] == []
+
+
+# ---- the socket and the server
+
+
+def test_a_folder_closed_to_others_is_fine_and_an_open_one_is_not(config: Config) -> None:
+    folder = config.server.path.parent
+    for mode, status in ((0o700, "ok"), (0o755, "warn"), (0o777, "fail"), (0o1777, "warn")):
+        folder.chmod(mode)
+        finding = only(doctor.check_socket(config))
+        assert (finding.status, f"mode {mode:04o}" in finding.detail) == (status, True)
+
+
+def test_a_path_too_long_for_a_socket_fails_before_anyone_tries_it() -> None:
+    finding = only(doctor.check_socket(from_dict({"server": {"socket": "/tmp/" + "x" * 200}})))
+    assert (finding.status, "longer than the 107 bytes" in finding.detail) == ("fail", True)
+
+
+def test_a_server_that_answers_is_greeted_as_a_tool_would(config: Config) -> None:
+    with server(config, lambda _: frame(WELCOME)) as got:
+        finding = only(doctor.check_server(config))
+    assert got == [["hello", PROTOCOL_VERSION, "host", "host", {}]]
+    assert (finding.status, finding.detail) == ("ok", f"{config.server.path} answers, protocol {PROTOCOL_VERSION}, epoch 7")
+
+
+@pytest.mark.parametrize(
+    ("reply", "detail"),
+    [
+        (frame(["welcome", 99, 7, 10.0, 30.0, []]), f"speaks protocol 99, this is {PROTOCOL_VERSION}"),
+        (frame(["error", "uid 1000 may not connect", True]), "refused: uid 1000 may not connect"),
+        (frame(["count", 3]), "answered Count to a hello"),
+        (frame(["what"]), "Invalid value 'what'"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "whoever listens there is not vcache"),
+        (b"", "closed the connection without an answer"),
+        (frame(WELCOME)[:-3], "closed the connection without an answer"),
+    ],
+)
+def test_a_wrong_answer_fails_and_is_quoted(config: Config, reply: bytes, detail: str) -> None:
+    with server(config, lambda _: reply):
+        finding = only(doctor.check_server(config))
+    assert finding.status == "fail"
+    assert detail in finding.detail
+    assert finding.advice
+
+
+def test_a_hung_server_costs_a_second(config: Config) -> None:
+    with server(config, lambda _: None):
+        start = time.monotonic()
+        finding = only(doctor.check_server(config))
+        assert time.monotonic() - start < 2
+    assert (finding.status, finding.detail) == ("fail", f"{config.server.path} did not answer in 1 s")
+
+
+def test_no_server_is_a_warning_that_says_how_to_start_one(config: Config) -> None:
+    assert only(doctor.check_server(config)) == Finding(
+        "server", "warn", f"no socket at {config.server.path}", "start it: `vcache serve`"
+    )
+    with socket.socket(socket.AF_UNIX) as left_over:
+        left_over.bind(str(config.server.path))
+    assert "left over" in only(doctor.check_server(config)).detail
+    config.server.path.unlink()
+    config.server.path.write_text("no socket")
+    assert only(doctor.check_server(config)).status in ("warn", "fail")
+
+
+def test_instances_that_cannot_share_are_named(config: Config) -> None:
+    line = "dtype: bfloat16 here, float16 in namespace 0123"
+    with server(config, lambda _: frame([*WELCOME[:-1], [line]])):
+        findings = list(doctor.check_server(config))
+    assert [(finding.check, finding.status, finding.detail) for finding in findings[1:]] == [("sharing", "warn", line)]

@@ -1,0 +1,354 @@
+"""`vcache`: the commands for people. Thin: each reads the configuration, calls one thing and shows what it answered.
+
+What a command needs beyond the configuration is imported inside it, so that `vcache --help` is quick and `serve` never
+loads torch. An error of ours is one line on stderr and exit code 1; wrong usage is 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from typer.core import TyperGroup
+
+from vcache_backend import __version__, config
+from vcache_backend.errors import ConfigError, SegmentError, VCacheError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from vcache_backend.doctor import Finding
+    from vcache_backend.metadata_server.client import Client
+    from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
+
+
+class _Group(TyperGroup):
+    """Turns our errors into one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except VCacheError as error:
+            typer.secho(f"vcache: {error}", fg="red", err=True)
+            raise typer.Exit(1) from error
+
+
+class LogLevel(StrEnum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+def _app(text: str) -> typer.Typer:
+    return typer.Typer(cls=_Group, help=text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+app = _app("A node-wide pool of GPU memory for transformer KV caches.")
+segment_app = _app("Lend memory to the pool, look at what it has, take it back.")
+config_app = _app("Check a configuration file, or show the one in force.")
+app.add_typer(segment_app, name="segment")
+app.add_typer(config_app, name="config")
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", metavar="PATH", help="YAML file; without it VCACHE_CONFIG, without that the defaults."),
+]
+Socket = Annotated[Path | None, typer.Option("--socket", metavar="PATH", help="The server's socket, whatever the file says.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def main() -> None:
+    """The entry point `vcache`."""
+    app(prog_name="vcache")
+
+
+def _load(path: Path | None, socket: Path | None) -> config.Config:
+    loaded = config.load(path)
+    if socket is None:
+        return loaded
+    return msgspec.structs.replace(loaded, server=msgspec.structs.replace(loaded.server, socket=str(socket)))
+
+
+def _client(path: Path | None, socket: Path | None, reconnect: bool = False) -> Client:
+    """A connection for one command. Raises ServerUnavailable, with the reason, if there is none."""
+    from vcache_backend.metadata_server.client import Client
+
+    loaded = _load(path, socket)
+    client = Client(loaded.server.path, loaded.client, reconnect=reconnect)
+    try:
+        client.require()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def _show(what: RenderableType) -> None:
+    from rich.console import Console
+
+    # Piped, a table keeps its columns rather than being folded at 80.
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(what)
+
+
+def _print_json(value: Any, indent: int | None = 2) -> None:
+    typer.echo(json.dumps(value, indent=indent))
+
+
+# ---- the server
+
+
+@app.command()
+def serve(
+    config_file: ConfigFile = None,
+    socket: Socket = None,
+    log_level: Annotated[LogLevel, typer.Option("--log-level", help="How much to write to stderr.")] = LogLevel.info,
+) -> None:
+    """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments; it never touches a GPU."""
+    import logging
+
+    from vcache_backend.metadata_server.server import serve as run
+
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    run(_load(config_file, socket).server)
+
+
+@app.command()
+def status(
+    config_file: ConfigFile = None,
+    socket: Socket = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Stay and refresh, until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="How often --watch refreshes.")] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Segments, occupancy, hit rates, latencies and counters of the running server."""
+    from vcache_backend.status import render, summary
+
+    with _client(config_file, socket, reconnect=watch) as client:
+        if not watch:
+            stats = client.stats()
+            return _print_json(summary(stats)) if as_json else _show(render(stats))
+        try:
+            _watch_json(client, every) if as_json else _watch(client, every)
+        except KeyboardInterrupt:
+            return None
+
+
+def _watch(client: Client, every: float) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    from vcache_backend.errors import ServerUnavailable
+    from vcache_backend.status import render
+
+    before: ServerStats | None = None
+    asked = time.monotonic()
+    with Live(screen=sys.stdout.isatty(), auto_refresh=False) as live:
+        while True:
+            since, asked = asked, time.monotonic()
+            try:
+                stats: ServerStats | None = client.stats()
+            except ServerUnavailable as error:
+                stats = None
+                live.update(Text(f"{error}\ntrying again", style="red"), refresh=True)
+            if stats is not None:
+                live.update(render(stats, before, asked - since), refresh=True)
+            before = stats
+            time.sleep(every)
+
+
+def _watch_json(client: Client, every: float) -> None:
+    """One line of JSON each time; the first failure ends it."""
+    from vcache_backend.status import summary
+
+    while True:
+        _print_json(summary(client.stats()), indent=None)
+        sys.stdout.flush()
+        time.sleep(every)
+
+
+@app.command()
+def clear(
+    namespace: Annotated[str, typer.Option(metavar="HEX", help="Only this namespace, as `vcache status` names it.")] = "",
+    config_file: ConfigFile = None,
+    socket: Socket = None,
+) -> None:
+    """Forget every chunk, or those of one namespace. Segments stay."""
+    from vcache_backend.metadata_server.messages import NAMESPACE_BYTES
+
+    try:
+        prefix = bytes.fromhex(namespace)
+    except ValueError:
+        prefix = b"?"
+    if len(prefix) not in (0, NAMESPACE_BYTES):
+        wanted = f"Expected {2 * NAMESPACE_BYTES} hexadecimal digits"
+        raise typer.BadParameter(f"{wanted}, got {namespace!r}", param_hint="--namespace")
+    with _client(config_file, socket) as client:
+        count = client.clear(prefix)
+    typer.echo(f"{count:,} chunks forgotten")
+
+
+# ---- segments
+
+
+def _bytes(text: str) -> config.ByteSize:
+    try:
+        nbytes = config.ByteSize.parse(int(text) if text.isdecimal() else text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if nbytes <= 0:
+        raise typer.BadParameter("Expected more than 0 bytes")
+    return nbytes
+
+
+@segment_app.command("add")
+def segment_add(
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="`cuda:N`, a GPU's UUID, `host` or `host:NAME`.")],
+    nbytes: Annotated[config.ByteSize, typer.Option("--bytes", metavar="SIZE", parser=_bytes, help="For example `64GiB`.")],
+    config_file: ConfigFile = None,
+    socket: Socket = None,
+    as_json: Json = False,
+) -> None:
+    """Lend memory of a device, an idle GPU's for example. The server keeps it; this command ends at once."""
+    from vcache_backend.status import plain
+    from vcache_backend.vram_pool import devices, segment
+
+    with _client(config_file, socket) as client, segment.create(devices.resolve(device), int(nbytes)) as owned:
+        client.add_segment(owned.info, owned.fd)
+        info = owned.info
+    if as_json:
+        return _print_json(plain(info))
+    typer.echo(f"{info.id}: {config.ByteSize(info.nbytes)} of {info.device} lent")
+
+
+@segment_app.command("list")
+def segment_list(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
+    """The segments of the pool."""
+    from vcache_backend.status import plain, segments_table
+
+    with _client(config_file, socket) as client:
+        segments = client.list_segments()
+    return _print_json(plain(segments)) if as_json else _show(segments_table(segments))
+
+
+@segment_app.command("drop")
+def segment_drop(
+    segment: Annotated[str, typer.Argument(metavar="ID", help="The segment's id, or a start of it that fits only one.")],
+    wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Wait so long for its last readers and writers.")] = 0.0,
+    config_file: ConfigFile = None,
+    socket: Socket = None,
+) -> None:
+    """Take a segment back: its chunks are forgotten, its memory is free once nobody reads or writes there."""
+    with _client(config_file, socket) as client:
+        found = _one_segment(client.list_segments(), segment)
+        dropped = client.drop_segment(found.id)
+        typer.echo(f"{found.id}: {dropped.chunks:,} chunks forgotten")
+        gone = dropped.gone
+        deadline = time.monotonic() + wait
+        while not gone and time.monotonic() < deadline:
+            time.sleep(0.05)
+            gone = all(info.id != found.id for info in client.list_segments())
+    if not gone and wait:
+        raise SegmentError(f"{found.id} is still being read or written after {wait:g} s; it goes when that ends")
+    typer.echo(f"{found.id}: gone" if gone else f"{found.id}: goes when its last readers and writers end")
+
+
+def _one_segment(segments: Sequence[SegmentInfo], text: str) -> SegmentInfo:
+    fitting = [info for info in segments if info.id == text] or [info for info in segments if info.id.startswith(text)]
+    if len(fitting) == 1:
+        return fitting[0]
+    known = ", ".join(info.id for info in fitting or segments) or "none"
+    raise SegmentError(f"{'several segments fit' if fitting else 'no segment'} {text!r}; there are: {known}")
+
+
+# ---- configuration
+
+
+@config_app.command("check")
+def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -> None:
+    """Read a file strictly: an unknown key or an impossible value is an error that names it."""
+    config.load(path)
+    typer.echo(f"{path}: ok")
+
+
+@config_app.command("show")
+def config_show(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
+    """The configuration in force, every default written out."""
+    values = config.dump(_load(config_file, socket))
+    typer.echo(json.dumps(values, indent=2) if as_json else msgspec.yaml.encode(values).decode().rstrip())
+
+
+# ---- the machine
+
+
+@app.command()
+def doctor(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
+    """Check GPUs, peer access, driver, packages and the socket: what is wrong, and what to do. Exit code 1 on a failure."""
+    from vcache_backend.doctor import diagnose
+
+    findings = diagnose(_load(config_file, socket))
+    if as_json:
+        names = ("check", "status", "detail", "advice")
+        _print_json([{name: getattr(finding, name) for name in names} for finding in findings])
+    else:
+        _show(_findings_table(findings))
+    if any(finding.status == "fail" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _findings_table(findings: Sequence[Finding]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("", "check", "finding", "what to do"):
+        table.add_column(column)
+    style = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    for finding in findings:
+        status = Text(finding.status, style.get(finding.status, ""))
+        table.add_row(status, finding.check, Text(finding.detail), Text(finding.advice))
+    return table
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def bench(ctx: typer.Context) -> None:
+    """Measure this machine; `vcache bench --help` lists the cases."""
+    try:
+        run = import_module("vcache_backend.benchmarks").main
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ConfigError(f"the benchmarks are not installed here ({error}); `make setup` in a checkout installs them") from error
+    raise typer.Exit(int(run(ctx.args) or 0))
+
+
+@app.command()
+def demo(
+    config_file: ConfigFile = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests of the trace.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A server and its workers share real KV bytes on this machine; every byte is checked. Exit code 1 on a wrong one."""
+    from vcache_backend.demo import run
+
+    raise typer.Exit(run(config.load(config_file), requests=requests, as_json=as_json))
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """The version of this package and of its protocol."""
+    from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
+
+    if as_json:
+        return _print_json({"version": __version__, "protocol": PROTOCOL_VERSION})
+    typer.echo(f"vcache {__version__}, protocol {PROTOCOL_VERSION}")
+
+
+if __name__ == "__main__":
+    main()
