@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ def machine() -> dict[str, object]:
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "kernel": platform.release(),
-        "driver": next((line.split()[-1] for line in _lines("/proc/driver/nvidia/version") if "NVRM" in line), ""),
+        "driver": next(iter(re.findall(r"\d+\.\d+(?:\.\d+)?", " ".join(_lines("/proc/driver/nvidia/version")))), ""),
     }
 
 

@@ -79,7 +79,7 @@ def child(script: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]
 
 
 def receive_fd(channel: socket.socket) -> tuple[bytes, int]:
-    data, fds, _, _ = socket.recv_fds(channel, 64, 1)
+    data, fds, _, _ = socket.recv_fds(channel, 4096, 1)
     assert len(fds) == 1, f"the child sent {data!r} and {len(fds)} fds"
     return data, fds[0]
 

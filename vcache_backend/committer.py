@@ -114,11 +114,14 @@ class Committer:
         if store is not None:
             self._finish(store)
         elif self._client.connected:
-            if keys:
-                self._client.touch(keys)
-            while self._unanswered:
-                self._client.abort(self._unanswered[0])
-                self._unanswered.popleft()
+            try:
+                if keys:
+                    self._client.touch(keys)
+                while self._unanswered:
+                    self._client.abort(self._unanswered[0])
+                    self._unanswered.popleft()
+            except VCacheError as error:
+                log.debug("touch, abort: %s", error)
 
     def _finish(self, store: PendingStore) -> None:
         """Commit a complete store; abort a late one, but only when nothing of it writes any more."""

@@ -18,6 +18,7 @@ from vcache_backend.errors import ConfigError
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -67,6 +68,8 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     lease_seconds: how long a read lease lasts. reservation_seconds: how long a slot may stay uncommitted.
     quarantine_seconds: when a slot whose writer lives but never answered for it is given back all the same.
     recover_seconds: how long after a restart the server waits for workers to offer their segments' fds again.
+    spin_seconds: how long after a look-up, lease or reservation the server looks for the next request without sleeping, since
+    waking a sleeping core costs more than the request; 0: never. Machines with fewer than 4 cores never spin.
     """
 
     socket: str = ""
@@ -74,6 +77,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     reservation_seconds: Positive = 30.0
     quarantine_seconds: Positive = 600.0
     recover_seconds: Positive = 60.0
+    spin_seconds: NotNegative = 0.005
     journal: bool = True
     max_chunks: PositiveInt = 4_000_000
     max_clients: PositiveInt = 1024
@@ -88,7 +92,8 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
 
 class ClientConfig(_Section, frozen=True, kw_only=True):
     """Deadlines of a worker's or scheduler's calls, in seconds. After one is missed the breaker opens: calls fail at
-    once, and a background thread tries to connect again every `retry_seconds` (doubling up to `retry_max_seconds`)."""
+    once, and a background thread tries to connect again every `retry_seconds` (doubling up to `retry_max_seconds`).
+    `spin_seconds`: how long a call looks for its answer before it sleeps; as for the server, not with fewer than 4 cores."""
 
     connect_seconds: Positive = 0.5
     request_seconds: Positive = 0.25
@@ -96,6 +101,7 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
     heartbeat_seconds: Positive = 1.0
     retry_seconds: Positive = 0.1
     retry_max_seconds: Positive = 2.0
+    spin_seconds: NotNegative = 0.0002
 
 
 class PoolConfig(_Section, frozen=True, kw_only=True):

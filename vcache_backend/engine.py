@@ -39,9 +39,7 @@ class VCacheEngine:
     fail. What happened is in `get_stats()` and, once for each cause, in the log.
     """
 
-    def __init__(
-        self, config: Config, layout: Layout, *, rank: int = 0, ranks: int = 1, copier: Copier | None = None
-    ) -> None:
+    def __init__(self, config: Config, layout: Layout, *, rank: int = 0, ranks: int = 1, copier: Copier | None = None) -> None:
         """`rank` of `ranks` that hold a shard of each chunk (1 where all ranks hold the same, as with MLA).
 
         `copier`: how bytes move; by default the one of the configured device. Raises ConfigError for an impossible
@@ -179,26 +177,26 @@ class VCacheEngine:
         """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool. Idempotent."""
         self._committer.close()
         self._copier.close()
-        self._pool.close()
+        # The client first: a heartbeat of its thread would map segments again.
         self._client.close()
+        self._pool.close()
 
     # ---- inside
 
     def _store(self, keys: list[ChunkKey], start: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]) -> None:
         size = self._layout.chunk_size
-        stop = start
-        while stop < len(keys) and slots[stop * size : (stop + 1) * size].min() >= 0:
-            stop += 1
-        if start == stop:
+        lowest = slots[: len(keys) * size].reshape(-1, size).min(axis=1)
+        chunks = [chunk for chunk in range(start, len(keys)) if lowest[chunk] >= 0]
+        if not chunks:
             return
         if not self._committer.has_room():
-            self._stats.count(not_stored_backlog=stop - start)
+            self._stats.count(not_stored_backlog=len(chunks))
             return
         kv = self._describe(kvcaches)
         asked = time.monotonic()
         with self._stats.timed("reserve"):
-            reserved = self._client.reserve(keys[start:stop], kv.chunk_bytes(size))
-        places = [(start + i, slot) for i, slot in enumerate(reserved.slots) if isinstance(slot, Location)]
+            reserved = self._client.reserve([keys[chunk] for chunk in chunks], kv.chunk_bytes(size))
+        places = [(chunk, slot) for chunk, slot in zip(chunks, reserved.slots, strict=True) if isinstance(slot, Location)]
         self._note_refusals(reserved.slots, reserved.reason)
         if places:
             self._launch_store(kv, slots, places, keys, PendingReservation(reserved.reservation, asked + reserved.seconds))
@@ -259,6 +257,7 @@ class VCacheEngine:
             return None
         try:
             views = self._pool.slots(leased.locations)
+            self._stats.count(chunks_missed=len(leased.locations) - len(views))
             with self._stats.timed("plan"):
                 pieces = [Piece(i, (start + i) * size, max(first - (start + i) * size, 0), size) for i in range(len(views))]
                 copy = plan(kv, size, slots, pieces)
@@ -344,12 +343,13 @@ def _copier(device: devices.Device, config: Config) -> Copier:
     return HostCopier() if device.ordinal is None else CudaCopier(device.ordinal, config.pool.max_ctas)
 
 
-def _first_wanted(mask: torch.Tensor | None, size: int) -> int:
+def _first_wanted(mask: object, size: int) -> int:
     """Index of the first token the mask wants, `size` if none. ValueError unless the mask is False on a prefix only."""
     if mask is None:
         return 0
-    if mask.shape != (size,) or mask.dtype != torch.bool:
-        raise ValueError(f"mask is {tuple(mask.shape)} {mask.dtype}; expected ({size},) torch.bool, one for each token")
+    if not isinstance(mask, torch.Tensor) or mask.shape != (size,) or mask.dtype != torch.bool:
+        given = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(f"mask is {given}; expected ({size},) torch.bool, one for each token")
     wanted = int(mask.sum())
     if not bool(mask[size - wanted :].all()):
         raise ValueError("mask must be False on a prefix and True on the rest; it has False after True")
@@ -360,7 +360,10 @@ def _as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[
     """One slot for each of `size` tokens, -1 before `offset`. ValueError if slots are missing."""
     if isinstance(slot_mapping, torch.Tensor):
         slot_mapping = slot_mapping.detach().cpu().numpy()
-    slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
+    given = np.asarray(slot_mapping)
+    if given.size and given.dtype.kind not in "iu":
+        raise ValueError(f"slot_mapping has type {given.dtype}; expected integers")
+    slots = np.ascontiguousarray(given, dtype=np.int64)
     if slots.ndim != 1 or len(slots) != size - offset or offset < 0:
         raise ValueError(f"slot_mapping has shape {slots.shape}; expected ({size} tokens - offset {offset},)")
     return slots if not offset else np.concatenate([np.full(offset, -1, dtype=np.int64), slots])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from vcache_backend.config import ClientConfig
 from vcache_backend.errors import ProtocolError, Refused, ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server import processes, wire
 
 log = logging.getLogger(__name__)
 
@@ -26,17 +27,19 @@ R = TypeVar("R", bound=m.Reply)
 
 
 class _Link:
-    """One connected socket. Not thread-safe: its client's lock guards it."""
+    """One connected socket. Not thread-safe: its client's lock guards it. Deadlines are times of `time.perf_counter`."""
 
-    def __init__(self) -> None:
+    def __init__(self, spin_seconds: float) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._receiver = wire.Receiver()
         self._reader = wire.FrameReader()
+        self._spin = processes.spin(spin_seconds)
 
     def open(self, path: Path, hello: m.Hello, deadline: float) -> m.Welcome:
         """Connect and be welcomed. ConnectionError with the server's words if it refuses; OSError."""
         self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
         self._socket.connect(str(path))
+        self._socket.setblocking(False)
         reply = self.exchange(wire.frame(hello), deadline, None, None)
         if not isinstance(reply, m.Welcome):
             raise ConnectionError(reply.message if isinstance(reply, m.Error) else f"unexpected {type(reply).__name__}")
@@ -44,14 +47,9 @@ class _Link:
 
     def exchange(self, data: bytes, deadline: float, fd: int | None, received: list[int] | None) -> m.AnyReply:
         """Send one framed request and read its one reply. TimeoutError at the deadline; the stream is then out of step."""
-        self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
-        if fd is None:
-            self._socket.sendall(data)
-        else:
-            sent = socket.send_fds(self._socket, [data], [fd])
-            self._socket.sendall(data[sent:])
+        self._send(data, fd, deadline)
         while True:
-            piece, fds = self._receiver.receive(self._socket)
+            piece, fds = self._receive(deadline)
             if received is not None:
                 received += fds
             else:
@@ -64,10 +62,36 @@ class _Link:
             if frames:
                 reply: m.AnyReply = wire.reply_decoder.decode(frames[0])
                 return reply
-            self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
 
     def close(self) -> None:
         self._socket.close()
+
+    def _send(self, data: bytes, fd: int | None, deadline: float) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                sent = self._socket.send(rest) if fd is None else socket.send_fds(self._socket, [rest], [fd])
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline)
+            else:
+                rest, fd = rest[sent:], None
+
+    def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
+        """One read; looks for it without sleeping at first, since the answer mostly is there sooner than a sleeper wakes."""
+        spin_until = time.perf_counter() + self._spin
+        while True:
+            try:
+                return self._receiver.receive(self._socket)
+            except BlockingIOError:
+                if time.perf_counter() >= spin_until:
+                    self._wait(select.POLLIN, deadline)
+
+    def _wait(self, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        left = deadline - time.perf_counter()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise TimeoutError
 
 
 class Client:
@@ -275,7 +299,7 @@ class Client:
     def _try_connect(self) -> bool:
         """Connect and say hello, within `connect_seconds`. Nobody sees the new connection before the server's welcome."""
         deadline = time.perf_counter() + self._config.connect_seconds
-        link = _Link()
+        link = _Link(self._config.spin_seconds)
         try:
             welcome = link.open(self._path, self._hello, deadline)
         except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -320,8 +320,7 @@ class Directory:
         leased = Counter(segment for segment, _ in {(e.location.segment, e.location.offset) for e in self.leases.entries()})
         reserved = Counter(e.location.segment for _, r in self.reservations.items() for e in r.entries)
         infos = [
-            segment.info(reserved=reserved[segment.id], leased=leased[segment.id])
-            for segment in self.placement.segments.values()
+            segment.info(reserved=reserved[segment.id], leased=leased[segment.id]) for segment in self.placement.segments.values()
         ]
         absent = self._absent.values()
         return infos + [msgspec.structs.replace(info, state="absent", chunks=len(entries)) for info, entries in absent]
@@ -348,7 +347,11 @@ class Directory:
         """The whole state as records, a slice at a time. Requests may change the state in between if they are recorded too."""
         newest = next(self._ids)
         keys = list(self._policy.coldest_first())
-        live, absent, reservations = list(self.placement.segments.values()), list(self._absent.values()), self.reservations.items()
+        live, absent, reservations = (
+            list(self.placement.segments.values()),
+            list(self._absent.values()),
+            self.reservations.items(),
+        )
         for segment in live:
             if segment.id in self.placement.segments:
                 yield journal.SegmentAdded(segment.id, segment.device, segment.medium, segment.nbytes)

@@ -9,6 +9,16 @@ from pathlib import Path
 
 from vcache_backend.metadata_server.journal import ProcessId
 
+
+SPIN_CORES = 4
+"""With fewer cores than this, spinning takes the core from the very process that is waited for."""
+
+
+def spin(seconds: float) -> float:
+    """`seconds`, or 0 where this process has too few cores to spin."""
+    return seconds if len(os.sched_getaffinity(0)) >= SPIN_CORES else 0.0
+
+
 def peer(sock: socket.socket) -> tuple[int, int]:
     """(pid, uid) of the process that connected. pid 0: it lives in a pid namespace we cannot see."""
     pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))

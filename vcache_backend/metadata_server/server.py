@@ -94,6 +94,8 @@ class Server:
         self._receiver = wire.Receiver()
         self._journal: Journal | None = None
         self._stopping = False
+        self._spin_until = 0.0
+        self._spin_seconds = processes.spin(config.spin_seconds)
         with ExitStack() as undo:
             self._listener = undo.enter_context(_listening(config.path))
             self._epoll = undo.enter_context(select.epoll())
@@ -110,11 +112,15 @@ class Server:
         next_tick = time.monotonic()
         with self._undo:
             while not self._stopping:
-                for fd, _events in self._epoll.poll(max(0.0, next_tick - time.monotonic())):
+                now = time.monotonic()
+                events = self._epoll.poll(0.0 if now < self._spin_until else max(0.0, next_tick - now))
+                for fd, _events in events:
                     self._on_ready(fd)
-                if time.monotonic() >= next_tick:
+                if now >= next_tick:
                     self._tick()
-                    next_tick = time.monotonic() + (BUSY_TICK_SECONDS if self._busy() else IDLE_TICK_SECONDS)
+                    next_tick = now + (BUSY_TICK_SECONDS if self._busy() else IDLE_TICK_SECONDS)
+                elif not events:
+                    continue
                 self._write_journal()
                 self._send()
             for connection in list(self._connections.values()):
@@ -219,6 +225,8 @@ class Server:
         if connection.client is None:
             self._hello(connection, request)
             return
+        if isinstance(request, m.Lookup | m.Acquire | m.Reserve):
+            self._spin_until = time.monotonic() + self._spin_seconds
         reply, fd = self._service.answer(connection.client, request, connection.fds)
         if isinstance(reply, m.ServerStats):
             reply = msgspec.structs.replace(reply, clients=len(self._connections))

@@ -37,8 +37,10 @@ class Pool:
         self._contributed = 0
         self._lock = threading.Lock()
         client.on_segments = self._follow
-        if client.connected:
+        try:
             self._follow(client.list_segments())
+        except VCacheError as error:
+            log.debug("segments: %s", error)
 
     def slots(self, locations: Sequence[Location]) -> list[SlotView]:
         """Addresses of the leading locations this process can reach, mapping a segment it has not seen yet.
@@ -88,8 +90,12 @@ class Pool:
         """Once per server life, make what is missing of the own device's share. A segment dropped later stays dropped."""
         if self._contributed == self._client.epoch:
             return
+        own = [info for info in infos if info.device == self.device.name]
+        if any(info.state == "absent" for info in own):
+            # Somebody may still hold its memory and offer it again; if not, the server forgets it soon.
+            return
         self._contributed = self._client.epoch
-        there = sum(info.nbytes for info in infos if info.device == self.device.name)
+        there = sum(info.nbytes for info in own if info.state == "live")
         missing = self._segment_bytes - there
         if missing <= 0:
             return

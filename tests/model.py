@@ -1,0 +1,280 @@
+"""A simple model of the directory: lists of slots and no cleverness, slow and easy to believe.
+
+The tests drive `Directory` and this model side by side. The model never decides where a chunk goes or which one is evicted:
+it checks that what the directory decided was allowed, and keeps what must then be true.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vcache_backend.metadata_server.directory import Client
+from vcache_backend.metadata_server.journal import ProcessId
+from vcache_backend.metadata_server.messages import ChunkKey, Location, Pin, SegmentId
+
+ALIGNMENT = 256
+
+
+def chunk_key(number: int, rank: int = 0, namespace: bytes = b"namespac") -> ChunkKey:
+    """A key as `hashing` would make it: namespace, hash, rank."""
+    return ChunkKey(namespace + number.to_bytes(16, "big") + rank.to_bytes(2, "big"))
+
+
+def room_of(nbytes: int) -> int:
+    """Bytes a slot takes."""
+    return (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+class FakeClock:
+    """Seconds that pass only when told."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Memory:
+    """The bytes of the segments. A writer fills its slot with a pattern that no other write ever used."""
+
+    def __init__(self) -> None:
+        self.bytes_of: dict[str, bytearray] = {}
+
+    def create(self, segment: str, nbytes: int) -> None:
+        self.bytes_of[segment] = bytearray(nbytes)
+
+    def write(self, location: Location, token: int) -> None:
+        memory = self.bytes_of[location.segment]
+        assert 0 <= location.offset <= location.offset + location.length <= len(memory), f"{location} leaves its segment"
+        memory[location.offset : location.offset + location.length] = pattern(token, location.length)
+
+    def read(self, location: Location) -> bytes:
+        return bytes(self.bytes_of[location.segment][location.offset : location.offset + location.length])
+
+
+def pattern(token: int, nbytes: int) -> bytes:
+    return (token.to_bytes(8, "little") * (nbytes // 8 + 1))[:nbytes]
+
+
+@dataclass(eq=False)
+class Slot:
+    """An occupied place. `state`: open (may be committed), void (quarantined), live, doomed (removed under a lease)."""
+
+    key: ChunkKey
+    location: Location
+    token: int
+    state: str
+    pin: Pin = Pin.NONE
+
+    @property
+    def span(self) -> tuple[str, int, int]:
+        return self.location.segment, self.location.offset, self.location.offset + room_of(self.location.length)
+
+
+@dataclass(eq=False)
+class Held:
+    """A lease, as the directory's table has it: it may be overdue until the table is looked at."""
+
+    client: int
+    deadline: float
+    slots: list[Slot]
+
+
+@dataclass(eq=False)
+class Written:
+    """A reservation. `client` is None once it is void."""
+
+    client: int | None
+    process: ProcessId
+    deadline: float
+    slots: list[Slot]
+
+
+@dataclass(eq=False)
+class Place:
+    """A segment."""
+
+    device: str
+    nbytes: int
+    draining: bool = False
+
+
+@dataclass
+class Model:
+    lease_seconds: float
+    reservation_seconds: float
+    quarantine_seconds: float
+    max_chunks: int
+    segments: dict[str, Place] = field(default_factory=dict)
+    absent: dict[str, Place] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
+    leases: dict[int, Held] = field(default_factory=dict)
+    writes: dict[int, Written] = field(default_factory=dict)
+    order: list[ChunkKey] = field(default_factory=list)
+    """Live chunks, coldest first."""
+
+    # ---- what is true
+
+    def live(self, key: ChunkKey) -> Slot | None:
+        found = [s for s in self.slots if s.key == key and s.state == "live" and s.location.segment in self.segments]
+        assert len(found) <= 1, f"{key!r} is live twice"
+        return found[0] if found else None
+
+    def live_keys(self) -> set[ChunkKey]:
+        return {s.key for s in self.slots if s.state == "live" and s.location.segment in self.segments}
+
+    def resting(self, key: ChunkKey) -> Slot | None:
+        """The chunk in a segment that a restarted server still waits for."""
+        return next((s for s in self.slots if s.key == key and s.state == "live" and s.location.segment in self.absent), None)
+
+    def pending(self, key: ChunkKey) -> bool:
+        return any(s.key == key and s.state == "open" for s in self.slots)
+
+    def leased(self, slot: Slot) -> bool:
+        return any(slot in held.slots for held in self.leases.values())
+
+    def evictable(self, slot: Slot) -> bool:
+        return slot.state == "live" and slot.pin != Pin.HARD and not self.leased(slot)
+
+    def coldest(self) -> list[Slot]:
+        """The live chunks in the order in which they should go, soft-pinned ones last."""
+        live = [slot for slot in map(self.live, self.order) if slot is not None]
+        return [s for s in live if s.pin == Pin.NONE] + [s for s in live if s.pin == Pin.SOFT]
+
+    def used(self, segment: str) -> int:
+        return sum(end - start for name, start, end in (s.span for s in self.slots) if name == segment)
+
+    def largest_gap(self, segment: str, ignore_evictable: bool = False) -> int:
+        """The longest stretch of a segment that no slot occupies (or none that must stay)."""
+        keep = [s.span for s in self.slots if not (ignore_evictable and self.evictable(s))]
+        at, largest = 0, 0
+        for start, end in sorted((start, end) for name, start, end in keep if name == segment):
+            largest = max(largest, start - at)
+            at = max(at, end)
+        return max(largest, self.segments[segment].nbytes - at)
+
+    def usable(self) -> dict[str, Place]:
+        return {name: place for name, place in self.segments.items() if not place.draining}
+
+    # ---- what happened
+
+    def touch(self, keys: list[ChunkKey]) -> None:
+        """Keys in prefix order: the first ends up hottest."""
+        for key in reversed([key for key in keys if self.live(key)]):
+            self.order.remove(key)
+            self.order.append(key)
+
+    def forget(self, slot: Slot) -> None:
+        """A live chunk is gone; its place stays taken while somebody reads it."""
+        if slot.key in self.order and slot.location.segment in self.segments:
+            self.order.remove(slot.key)
+        if self.leased(slot):
+            slot.state = "doomed"
+        else:
+            self.slots.remove(slot)
+
+    def forget_resting(self, keys: list[ChunkKey]) -> None:
+        """What is said about a key holds for its copy in a segment that is still awaited, too."""
+        for key in keys:
+            slot = self.resting(key)
+            if slot is not None:
+                self.slots.remove(slot)
+
+    def evicted(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            assert self.evictable(slot), f"{slot} was evicted though it is leased, pinned hard or being written"
+            self.forget(slot)
+
+    def reserved(self, id_: int, client: Client, slots: list[Slot], now: float) -> None:
+        for slot in slots:
+            taken = [other for other in self.slots if _overlap(other.span, slot.span)]
+            assert not taken, f"{slot} was given out over {taken}"
+            place = self.segments[slot.location.segment]
+            assert not place.draining, f"{slot} was given out in a segment that is being dropped"
+            assert slot.span[2] <= place.nbytes, f"{slot} leaves its segment"
+            self.slots.append(slot)
+        self.writes[id_] = Written(client.id, client.process, now + self.reservation_seconds, slots)
+
+    def committed(self, id_: int) -> int:
+        write = self.writes.pop(id_)
+        for slot in reversed(write.slots):
+            assert self.live(slot.key) is None, f"{slot.key!r} was committed twice"
+            self.forget_resting([slot.key])
+            slot.state = "live"
+            self.order.append(slot.key)
+        visible = 0
+        for slot in write.slots:
+            if self.segments[slot.location.segment].draining:
+                self.forget(slot)
+            else:
+                visible += 1
+        return visible
+
+    def given_back(self, id_: int) -> int:
+        write = self.writes.pop(id_)
+        for slot in write.slots:
+            self.slots.remove(slot)
+        return len(write.slots)
+
+    def void(self, id_: int, now: float) -> None:
+        write = self.writes[id_]
+        write.client, write.deadline = None, now + self.quarantine_seconds
+        for slot in write.slots:
+            slot.state = "void"
+
+    def expire_leases(self, now: float) -> None:
+        for id_, held in list(self.leases.items()):
+            if held.deadline <= now:
+                self.end_lease(id_)
+
+    def end_lease(self, id_: int) -> None:
+        held = self.leases.pop(id_)
+        for slot in held.slots:
+            if slot.state == "doomed" and not self.leased(slot) and slot in self.slots:
+                self.slots.remove(slot)
+
+    def tick(self, now: float) -> None:
+        self.expire_leases(now)
+        for id_, write in list(self.writes.items()):
+            if now <= write.deadline:
+                continue
+            if write.client is None:
+                self.given_back(id_)
+            else:
+                self.void(id_, now)
+
+    def disconnect(self, client: Client, now: float) -> None:
+        for id_, held in list(self.leases.items()):
+            if held.client == client.id:
+                self.end_lease(id_)
+        for id_, write in self.writes.items():
+            if write.client == client.id:
+                self.void(id_, now)
+
+    def process_gone(self, process: ProcessId) -> None:
+        for id_, write in list(self.writes.items()):
+            if write.process == process and write.client is None:
+                self.given_back(id_)
+
+    def restart(self, now: float) -> None:
+        """Leases are gone, reservations void, segments awaited, chunks rest in them."""
+        for id_ in list(self.leases):
+            self.end_lease(id_)
+        for id_ in self.writes:
+            self.void(id_, now)
+        self.absent |= {name: Place(place.device, place.nbytes) for name, place in self.segments.items()}
+        self.segments = {}
+        self.order = []
+
+    def returns(self, segment: SegmentId) -> list[Slot]:
+        """Which chunks an awaited segment brings back when it is offered again."""
+        resting = [s for s in self.slots if s.location.segment == segment and s.state == "live"]
+        return [s for s in resting if self.live(s.key) is None and not self.pending(s.key)]
+
+
+def _overlap(a: tuple[str, int, int], b: tuple[str, int, int]) -> bool:
+    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]

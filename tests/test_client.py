@@ -1,0 +1,414 @@
+"""The client against servers that answer late, wrongly, or not at all: a server of a few lines, on a real socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+from model import chunk_key
+from processes import PATIENT, QUICK, SECONDS, Stage, eventually, info, make_memfd, stage
+
+from vcache_backend.errors import Refused, ServerTimeout, ServerUnavailable, VCacheError
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.client import Client
+
+A, B = chunk_key(1), chunk_key(2)
+KIB = 1 << 10
+WELCOME = ["welcome", 1, 77, 10.0, 30.0, []]
+
+
+class ScriptedServer:
+    """Answers hello properly and everything else with what `answer(request)` returns: a message, raw bytes, or None for silence."""
+
+    def __init__(self, path: Path, answer: Callable[[list[Any]], Any]) -> None:
+        self.answer = answer
+        self.seen: list[list[Any]] = []
+        self.hello: Any = WELCOME
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for sock in self._sockets:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+        for sock in self._sockets:
+            sock.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self._sockets.append(sock)
+            self._threads.append(threading.Thread(target=self._serve, args=(sock,), daemon=True))
+            self._threads[-1].start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        stream = sock.makefile("rb")
+        try:
+            while head := stream.read(4):
+                request = msgpack.unpackb(stream.read(int.from_bytes(head, "little")))
+                self.seen.append(request)
+                heartbeat = request[0] == "list_segments"
+                reply = self.hello if request[0] == "hello" else ["segments", []] if heartbeat else self.answer(request)
+                if reply is not None:
+                    body = reply if isinstance(reply, bytes) else msgpack.packb(reply)
+                    sock.sendall(body if isinstance(reply, bytes) else len(body).to_bytes(4, "little") + body)
+        except OSError:
+            pass
+        finally:
+            stream.close()
+
+
+@pytest.fixture
+def stage_(tmp_path: Path) -> Iterator[Stage]:
+    with stage(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def scripted(stage_: Stage) -> Iterator[Callable[[Callable[[list[Any]], Any]], ScriptedServer]]:
+    def start(answer: Callable[[list[Any]], Any]) -> ScriptedServer:
+        server = ScriptedServer(stage_.path, answer)
+        stage_.undo.callback(server.close)
+        return server
+
+    return start
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, VCacheError]:
+    started = time.perf_counter()
+    with pytest.raises(VCacheError) as raised:
+        call()
+    return time.perf_counter() - started, raised.value
+
+
+# ---- no server
+
+
+def test_an_absent_server_is_no_error_until_somebody_insists(stage_: Stage) -> None:
+    client = stage_.client(QUICK)
+    assert not client.connected
+    with pytest.raises(ServerUnavailable, match="start one with `vcache serve`"):
+        client.require()
+
+
+def test_calls_without_a_server_fail_at_once_and_touch_no_socket(stage_: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = stage_.client(QUICK, reconnect=False)
+    monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("a socket was made"))
+    took = [timed(lambda: client.lookup([A]))[0] for _ in range(200)]
+    assert statistics.median(took) < 1e-3
+
+
+def test_every_call_fails_as_unavailable(stage_: Stage) -> None:
+    client = stage_.client(QUICK, reconnect=False)
+    fd = make_memfd(KIB)
+    stage_.undo.callback(os.close, fd)
+    calls: list[Callable[[], Any]] = [
+        lambda: client.lookup([A]),
+        lambda: client.contains([A]),
+        lambda: client.acquire([A]),
+        lambda: client.renew(1),
+        lambda: client.release(1),
+        lambda: client.reserve([A], KIB),
+        lambda: client.commit(1),
+        lambda: client.abort(1),
+        lambda: client.touch([A]),
+        lambda: client.set_pin([A], m.Pin.HARD),
+        lambda: client.remove([A]),
+        lambda: client.clear(),
+        lambda: client.add_segment(info("s0", KIB), fd),
+        lambda: client.open_segment(m.SegmentId("s0")),
+        lambda: client.drop_segment(m.SegmentId("s0")),
+        client.list_segments,
+        client.stats,
+    ]
+    for call in calls:
+        assert isinstance(timed(call)[1], ServerUnavailable)
+
+
+def test_a_server_that_comes_late_is_found(stage_: Stage) -> None:
+    client = stage_.client(QUICK)
+    stage_.server()
+    eventually(lambda: client.connected)
+    assert client.lookup([A]) == 0
+
+
+# ---- every call, against the real server
+
+
+def test_every_call_is_answered(stage_: Stage) -> None:
+    stage_.server()
+    client = stage_.client()
+    fd = make_memfd(4 * KIB)
+    stage_.undo.callback(os.close, fd)
+    assert client.add_segment(info("s0", 4 * KIB), fd) == 0
+    reserved = client.reserve([A, B], KIB)
+    assert client.commit(reserved.reservation) == 2
+    assert client.lookup([A, B]) == 2
+    assert client.contains([A, chunk_key(9)]) == [True, False]
+    leased = client.acquire([A, B])
+    assert leased.locations == reserved.slots
+    assert client.renew(leased.lease)
+    assert client.release(leased.lease)
+    assert not client.release(leased.lease)
+    assert client.touch([A]) == client.set_pin([A], m.Pin.SOFT) == client.remove([A]) == 1
+    opened, copy = client.open_segment(m.SegmentId("s0"))
+    stage_.undo.callback(os.close, copy)
+    assert os.get_inheritable(copy) is False
+    assert os.fstat(copy).st_ino == os.fstat(fd).st_ino
+    assert opened.nbytes == 4 * KIB
+    assert [segment.id for segment in client.list_segments()] == ["s0"]
+    assert client.clear() == 1
+    assert client.stats().counters["committed"] == 2
+    assert client.abort(client.reserve([A], KIB).reservation) == 1
+    assert client.drop_segment(m.SegmentId("s0")) == m.Dropped(0, True)
+
+
+def test_a_refusal_leaves_the_connection_as_it_is(stage_: Stage) -> None:
+    stage_.server()
+    client = stage_.client()
+    with pytest.raises(Refused, match="segment nowhere is not here"):
+        client.open_segment(m.SegmentId("nowhere"))
+    assert client.connected
+    assert client.lookup([A]) == 0
+    assert client.failures == 0
+
+
+@pytest.mark.parametrize("count", [m.MAX_KEYS + 1, m.MAX_FRAME_BYTES // 26 + 1])
+def test_a_request_too_large_to_send_is_refused_and_the_connection_stays(stage_: Stage, count: int) -> None:
+    stage_.server()
+    client = stage_.client()
+    with pytest.raises(VCacheError) as raised:
+        client.lookup([A] * count)
+    assert not isinstance(raised.value, ServerUnavailable)
+    assert client.connected
+    assert client.lookup([A]) == 0
+
+
+def test_many_threads_share_one_client(stage_: Stage) -> None:
+    stage_.server()
+    client = stage_.client()
+    wrong: list[object] = []
+
+    def ask(count: int) -> None:
+        for _ in range(200):
+            answer = client.contains([A] * count)
+            if len(answer) != count:
+                wrong.append(answer)
+
+    threads = [threading.Thread(target=ask, args=(count,)) for count in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert wrong == []
+
+
+# ---- servers that do wrong
+
+
+def test_a_server_that_does_not_answer_costs_one_deadline_and_then_nothing(
+    stage_: Stage, scripted: Callable[..., ScriptedServer]
+) -> None:
+    server = scripted(lambda request: None)
+    client = stage_.client(QUICK, reconnect=False)
+    took, error = timed(lambda: client.lookup([A]))
+    assert isinstance(error, ServerTimeout)
+    assert "did not answer Lookup(1 keys) in 0.25 s" in str(error)
+    assert 0.2 < took < 1.0
+    before = len(server.seen)
+    took_then = [timed(lambda: client.lookup([A]))[0] for _ in range(100)]
+    assert statistics.median(took_then) < 1e-3
+    assert len(server.seen) == before
+
+
+def test_an_answer_that_comes_too_late_is_never_taken_for_another_s(
+    stage_: Stage, scripted: Callable[..., ScriptedServer]
+) -> None:
+    def answer(request: list[Any]) -> list[Any]:
+        if request[1] == [A]:
+            time.sleep(0.5)
+            return ["count", 1]
+        return ["count", 2]
+
+    scripted(answer)
+    client = stage_.client(QUICK)
+    timed(lambda: client.lookup([A]))
+    eventually(lambda: client.connected)
+    time.sleep(0.5)
+    assert client.lookup([B]) == 2
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        ["verdict", True],
+        ["count", "many"],
+        ["count"],
+        ["surprise", 1],
+        b"\xff\xff\xff\x7f",
+        b"\x01\0\0\0\xc1",
+        b"\x03\0\0\0\x91\xa1\x80",
+        b"\0\0\0\0",
+        ["error", "go away", True],
+        ["count", 3] * 5,
+        (1 << 16).to_bytes(4, "little") + b"\x91" * (1 << 16),
+    ],
+    ids=lambda reply: repr(reply)[:30],
+)
+def test_a_wrong_answer_is_an_error_of_ours_and_ends_the_connection(
+    stage_: Stage, scripted: Callable[..., ScriptedServer], reply: Any
+) -> None:
+    scripted(lambda request: reply)
+    client = stage_.client(QUICK, reconnect=False)
+    if reply == ["count", 3] * 5:  # later versions may say more
+        assert client.lookup([A]) == 3
+        return
+    with pytest.raises(VCacheError):
+        client.lookup([A])
+    assert not client.connected
+
+
+def test_two_answers_to_one_question_are_not_trusted(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
+    body = msgpack.packb(["count", 1])
+    scripted(lambda request: 2 * (len(body).to_bytes(4, "little") + body))
+    client = stage_.client(QUICK, reconnect=False)
+    with pytest.raises(VCacheError):
+        client.lookup([A])
+    assert not client.connected
+
+
+def test_a_hello_that_is_refused_is_told_with_its_reason(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
+    server = scripted(lambda request: None)
+    server.hello = ["error", "the client speaks protocol 1, this server 2", True]
+    client = stage_.client(QUICK, reconnect=False)
+    with pytest.raises(ServerUnavailable, match="the client speaks protocol 1, this server 2"):
+        client.require()
+
+
+def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(
+    stage_: Stage, scripted: Callable[..., ScriptedServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler may raise anywhere, also between a request and its answer."""
+    answers = {A: 1, B: 2}
+    scripted(lambda request: ["count", answers[request[1][0]]])
+    client = stage_.client(PATIENT)
+    original = wire.Receiver.receive
+
+    def interrupted(self: wire.Receiver, sock: socket.socket) -> Any:
+        monkeypatch.setattr(wire.Receiver, "receive", original)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wire.Receiver, "receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.lookup([A])
+    eventually(lambda: client.connected)
+    assert client.lookup([B]) == 2
+
+
+# ---- its own life
+
+
+def test_close_is_idempotent_and_ends_the_background_thread(stage_: Stage) -> None:
+    stage_.server()
+    before = threading.active_count()
+    client = Client(stage_.path, QUICK)
+    assert threading.active_count() == before + 1
+    client.close()
+    client.close()
+    assert threading.active_count() == before
+    with pytest.raises(ServerUnavailable):
+        client.lookup([A])
+
+
+def test_clients_leave_no_fd_behind(stage_: Stage) -> None:
+    stage_.server()
+    fd = make_memfd(4 * KIB)
+    stage_.undo.callback(os.close, fd)
+
+    def cycle() -> None:
+        with Client(stage_.path, QUICK, reconnect=False) as client:
+            client.offer(info("s0", 4 * KIB), fd)
+            os.close(client.open_segment(m.SegmentId("s0"))[1])
+
+    cycle()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(200):
+        cycle()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_failed_connections_leave_no_fd_behind(stage_: Stage) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        Client(stage_.path, QUICK, reconnect=False).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_forked_child_cannot_disturb_its_parent_s_connection(stage_: Stage) -> None:
+    stage_.server()
+    child = stage_.script(
+        """
+import os, sys
+from pathlib import Path
+from vcache_backend.config import ClientConfig
+from vcache_backend.errors import ServerUnavailable
+from vcache_backend.metadata_server.client import Client
+client = Client(Path(sys.argv[1]), ClientConfig(request_seconds=10, heartbeat_seconds=30))
+pid = os.fork()
+if pid == 0:
+    try:
+        client.lookup([b"x" * 26])
+    except ServerUnavailable:
+        client.close()
+        os._exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+assert client.lookup([b"x" * 26]) == 0
+print("both fine")
+"""
+    )
+    child.expect("both fine")
+
+
+def test_latency_is_counted_by_request(stage_: Stage) -> None:
+    stage_.server()
+    client = stage_.client()
+    for _ in range(5):
+        client.lookup([A])
+    assert client.latency["Lookup"].count == 5
+    assert client.latency["Lookup"].percentile(0.5) > 0
+
+
+def test_heartbeats_tell_about_segments(stage_: Stage) -> None:
+    stage_.server()
+    fd = make_memfd(4 * KIB)
+    stage_.undo.callback(os.close, fd)
+    heard: list[list[m.SegmentInfo]] = []
+    client = stage_.client(msgspec.structs.replace(PATIENT, heartbeat_seconds=0.02))
+    client.on_segments = heard.append
+    client.add_segment(info("s0", 4 * KIB), fd)
+    eventually(lambda: any(segments and segments[0].id == "s0" for segments in heard))

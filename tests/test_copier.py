@@ -1,0 +1,386 @@
+"""What a copier promises: byte order, sizes, completions and, on a GPU, the order of copies and other work."""
+
+# torch.cuda's streams have no types.
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vcache_backend.errors import LayoutError, VCacheError
+from vcache_backend.vram_pool.copier import Copier, CudaCompletion, CudaCopier, HostCopier, SlotView
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.planner import CopyPlan, Int64s, Piece, plan
+
+POISON = 0xA5
+BLOCK, CHUNK = 4, 8
+
+
+def tensors(device: str = "cpu", layers: int = 3, blocks: int = 12, dim: int = 20) -> list[Tensor]:
+    shape = (2, blocks, BLOCK, 2, dim)
+    generator = torch.Generator().manual_seed(layers)
+    return [torch.randint(-99, 99, shape, generator=generator).to(torch.float16).to(device) for _ in range(layers)]
+
+
+def places(*ids: int) -> Int64s:
+    return (np.array(ids, dtype=np.int64)[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
+
+
+def slots_of(kv: PagedKV, count: int, device: str = "cpu", chunk_size: int = CHUNK) -> list[Tensor]:
+    return [torch.full((kv.chunk_bytes(chunk_size),), POISON, dtype=torch.uint8, device=device) for _ in range(count)]
+
+
+def views(slots: list[Tensor], local: bool = True) -> list[SlotView]:
+    return [SlotView.over(slot, local=local) for slot in slots]
+
+
+def raw(page: Tensor) -> Tensor:
+    return page.contiguous().view(torch.uint8).reshape(-1)
+
+
+# ---- bytes
+
+
+def test_a_chunk_is_layers_of_blocks_of_parts() -> None:
+    caches = tensors()
+    kv = PagedKV.describe(caches, BLOCK)
+    slots = slots_of(kv, 1)
+    HostCopier().gather(kv, plan(kv, CHUNK, places(7, 3), [Piece(0, 0, 0, CHUNK)]), views(slots))
+    expected = [raw(caches[layer][part, block]) for layer in range(3) for block in (7, 3) for part in range(2)]
+    assert torch.equal(slots[0], torch.cat(expected))
+
+
+def test_parts_inside_of_blocks_and_outside_make_the_same_chunk() -> None:
+    outside = tensors()
+    inside = [cache.transpose(0, 1).contiguous() for cache in outside]
+    chunks = []
+    for caches in (outside, inside):
+        kv = PagedKV.describe(caches, BLOCK)
+        chunks.append(slots_of(kv, 1))
+        HostCopier().gather(kv, plan(kv, CHUNK, places(7, 3), [Piece(0, 0, 0, CHUNK)]), views(chunks[-1]))
+    assert torch.equal(chunks[0][0], chunks[1][0])
+
+
+def test_a_chunk_stored_from_unaligned_places_is_the_same_chunk() -> None:
+    caches = tensors()
+    kv = PagedKV.describe(caches, BLOCK)
+    aligned, shifted = slots_of(kv, 1), slots_of(kv, 1)
+    HostCopier().gather(kv, plan(kv, CHUNK, places(7, 8), [Piece(0, 0, 0, CHUNK)]), views(aligned))
+    for cache in caches:
+        flat = cache.view(2, -1, 2, 20)
+        flat[:, 1:9] = flat[:, 28:36].clone()
+    HostCopier().gather(kv, plan(kv, CHUNK, np.arange(1, 9), [Piece(0, 0, 0, CHUNK)]), views(shifted))
+    assert torch.equal(aligned[0], shifted[0])
+
+
+def test_a_retrieved_chunk_is_written_where_wanted_and_nowhere_else() -> None:
+    source, target = tensors(), [torch.full_like(cache, 55) for cache in tensors()]
+    kv, other = PagedKV.describe(source, BLOCK), PagedKV.describe(target, BLOCK)
+    slots = slots_of(kv, 2)
+    pieces = [Piece(0, 0, 0, CHUNK), Piece(1, CHUNK, 0, CHUNK)]
+    HostCopier().gather(kv, plan(kv, CHUNK, places(7, 3, 0, 11), pieces), views(slots))
+    copy = plan(other, CHUNK, places(2, 9, 5, 6), [Piece(0, 0, 6, CHUNK), Piece(1, CHUNK, 0, CHUNK)])
+    HostCopier().scatter(other, copy, views(slots))
+    for before, after in zip(source, target, strict=True):
+        assert torch.equal(after[:, 9, 2:], before[:, 3, 2:])
+        assert torch.equal(after[:, [5, 6]], before[:, [0, 11]])
+        after[:, 9, 2:] = 55
+        after[:, [5, 6]] = 55
+        assert bool((after == 55).all())
+
+
+def test_a_slot_larger_than_the_chunk_keeps_its_rest() -> None:
+    kv = PagedKV.describe(tensors(), BLOCK)
+    slot = torch.full((kv.chunk_bytes(CHUNK) + 33,), POISON, dtype=torch.uint8)
+    HostCopier().gather(kv, plan(kv, CHUNK, places(7, 3), [Piece(0, 0, 0, CHUNK)]), views([slot]))
+    assert bool((slot[-33:] == POISON).all())
+
+
+def test_slots_at_odd_addresses_are_copied_in_narrow_words() -> None:
+    kv = PagedKV.describe(tensors(), BLOCK)
+    copy = plan(kv, CHUNK, places(7, 3), [Piece(0, 0, 3, CHUNK)])
+    whole, odd = slots_of(kv, 1)[0], torch.full((kv.chunk_bytes(CHUNK) + 1,), POISON, dtype=torch.uint8)
+    for slot in (whole, odd[1:]):
+        HostCopier().gather(kv, copy, views([slot]))
+    assert torch.equal(odd[1:], whole)
+
+
+# ---- what is refused
+
+
+def request(device: str = "cpu") -> tuple[PagedKV, CopyPlan, list[Tensor]]:
+    kv = PagedKV.describe(tensors(device), BLOCK)
+    copy = plan(kv, CHUNK, places(7, 3, 4, 5), [Piece(0, 0, 0, CHUNK), Piece(1, CHUNK, 0, CHUNK)])
+    return kv, copy, slots_of(kv, 2, device)
+
+
+COPIERS = pytest.mark.parametrize(
+    ("device", "make"),
+    [("cpu", HostCopier), pytest.param("cuda", lambda: CudaCopier(0), marks=pytest.mark.gpu)],
+    ids=["host", "cuda"],
+)
+
+
+@COPIERS
+def test_a_slot_smaller_than_a_chunk_is_refused_and_nothing_moves(device: str, make: Callable[[], Copier]) -> None:
+    kv, copy, slots = request(device)
+    short = [slots[0], slots[1][:-1]]
+    with pytest.raises(LayoutError, match=r"a chunk needs 3,840 B but slot 1 has 3,839 B"):
+        make().gather(kv, copy, views(short))
+    assert bool((slots[0] == POISON).all())
+
+
+@COPIERS
+def test_a_missing_slot_is_refused(device: str, make: Callable[[], Copier]) -> None:
+    kv, copy, slots = request(device)
+    with pytest.raises(LayoutError, match="the plan names slot 1 but 1 slots were given"):
+        make().scatter(kv, copy, views(slots[:1]))
+
+
+@COPIERS
+def test_a_plan_for_other_blocks_is_refused(device: str, make: Callable[[], Copier]) -> None:
+    kv, copy, slots = request(device)
+    with pytest.raises(LayoutError, match="the plan is for blocks of 8 tokens, the KV cache has 4"):
+        make().gather(kv, replace(copy, block_size=8), views(slots))
+
+
+@COPIERS
+def test_an_empty_plan_is_complete_at_once(device: str, make: Callable[[], Copier]) -> None:
+    kv, _, slots = request(device)
+    empty = plan(kv, CHUNK, places(7, 3), [Piece(0, 0, 5, 5)])
+    assert make().gather(kv, empty, views(slots)).done()
+    assert bool((slots[0] == POISON).all())
+
+
+# ---- completions
+
+
+@COPIERS
+def test_a_completion_tells_when_and_how_long(device: str, make: Callable[[], Copier]) -> None:
+    kv, copy, slots = request(device)
+    copier = make()
+    completion = copier.gather(kv, copy, views(slots))
+    assert completion.wait(10)
+    assert completion.done()
+    assert completion.seconds is not None
+    assert 0 < completion.seconds < 10
+    copier.close()
+    copier.close()
+
+
+class FakeEvent:
+    """A CUDA event at our seam: not reached until told, or broken."""
+
+    def __init__(self) -> None:
+        self.reached = False
+        self.error: RuntimeError | None = None
+
+    def query(self) -> bool:
+        if self.error:
+            raise self.error
+        return self.reached
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1.5
+
+
+class Held:
+    """Something a copy uses."""
+
+
+def under_way(held: object) -> tuple[CudaCompletion, FakeEvent]:
+    end = FakeEvent()
+    return CudaCompletion(torch.device("cuda", 0), FakeEvent(), end, held), end  # type: ignore[arg-type]
+
+
+def test_a_wait_ends_at_its_deadline() -> None:
+    completion, _ = under_way(Held())
+    for timeout in (0.0, 0.02):
+        began = time.monotonic()
+        assert not completion.wait(timeout)
+        assert timeout <= time.monotonic() - began < timeout + 0.25
+    assert completion.seconds is None
+
+
+def test_a_wait_returns_when_the_copy_is_over() -> None:
+    completion, end = under_way(Held())
+    timer = threading.Timer(0.03, setattr, (end, "reached", True))
+    timer.start()
+    assert completion.wait(10)
+    timer.join()
+    assert completion.seconds == 0.0015
+
+
+def test_what_a_copy_uses_is_held_until_it_is_over() -> None:
+    held = Held()
+    alive = weakref.ref(held)
+    completion, end = under_way(held)
+    del held
+    gc.collect()
+    assert not completion.done()
+    assert alive() is not None
+    end.reached = True
+    assert completion.done()
+    assert alive() is None
+
+
+def test_a_device_that_failed_is_one_of_our_errors() -> None:
+    completion, end = under_way(Held())
+    end.error = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(VCacheError, match="copy on cuda:0: an illegal memory access"):
+        completion.wait(1)
+
+
+# ---- on a GPU: equality, and order with other work
+
+LONG = 200_000_000
+"""Cycles for which `torch.cuda._sleep` keeps a stream busy: about a tenth of a second."""
+
+
+def large(layers: int = 8) -> tuple[list[Tensor], PagedKV, CopyPlan, list[Tensor]]:
+    """64 MiB in 32-KiB pages on the current GPU, large enough that a copy takes a while."""
+    caches = [torch.randint(0, 255, (256, 16, 8, 256), dtype=torch.uint8, device="cuda") for _ in range(layers)]
+    kv = PagedKV.describe(caches, 16)
+    ids = np.random.default_rng(0).permutation(256)
+    mapping = (ids[:, None] * 16 + np.arange(16)).reshape(-1)
+    copy = plan(kv, 256, mapping, [Piece(slot, slot * 256, 0, 256) for slot in range(16)])
+    return caches, kv, copy, slots_of(kv, 16, "cuda", 256)
+
+
+@pytest.mark.gpu
+def test_the_cuda_copier_moves_the_bytes_the_host_copier_moves() -> None:
+    caches, kv, copy, slots = large()
+    expected = [slot.clone() for slot in slots]
+    HostCopier().gather(kv, copy, views(expected))
+    copier = CudaCopier(0)
+    copier.prepare(kv)
+    assert copier.gather(kv, copy, views(slots)).wait(10)
+    assert all(torch.equal(mine, right) for mine, right in zip(slots, expected, strict=True))
+    before = [cache.clone() for cache in caches]
+    for cache in caches:
+        cache.fill_(POISON)
+    assert copier.scatter(kv, copy, views(slots)).wait(10)
+    assert all(torch.equal(cache, right) for cache, right in zip(caches, before, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_store_reads_what_was_computed_before_it() -> None:
+    caches, kv, copy, slots = large()
+    copier = CudaCopier(0)
+    copier.prepare(kv)
+    torch.cuda._sleep(LONG)
+    for cache in caches:
+        cache.fill_(7)
+    completion = copier.gather(kv, copy, views(slots))
+    assert not completion.done()
+    assert completion.wait(10)
+    assert all(bool((slot == 7).all()) for slot in slots)
+
+
+@pytest.mark.gpu
+def test_blocks_overwritten_right_after_a_store_do_not_reach_the_slot() -> None:
+    caches, kv, copy, slots = large()
+    for cache in caches:
+        cache.fill_(7)
+    copier = CudaCopier(0, max_ctas=1)
+    completion = copier.gather(kv, copy, [replace(view, local=False) for view in views(slots)])
+    for cache in caches:
+        cache.fill_(8)
+    assert completion.wait(10)
+    assert all(bool((slot == 7).all()) for slot in slots)
+
+
+@pytest.mark.gpu
+def test_a_retrieve_leaves_earlier_readers_the_old_bytes_and_gives_later_ones_the_new() -> None:
+    caches, kv, copy, slots = large()
+    for cache, slot in zip(caches * 2, slots, strict=True):
+        cache.fill_(7)
+        slot.fill_(8)
+    torch.cuda._sleep(LONG)
+    earlier = [cache.clone() for cache in caches]
+    completion = CudaCopier(0).scatter(kv, copy, views(slots))
+    later = [cache.clone() for cache in caches]
+    assert completion.wait(10)
+    assert all(bool((cache == 7).all()) for cache in earlier)
+    assert all(bool((cache == 8).all()) for cache in later)
+
+
+@pytest.mark.gpu
+def test_the_order_holds_for_a_stream_of_the_callers() -> None:
+    caches, kv, copy, slots = large()
+    torch.cuda.synchronize()
+    mine = torch.cuda.Stream()
+    with torch.cuda.stream(mine):
+        torch.cuda._sleep(LONG)
+        for cache in caches:
+            cache.fill_(9)
+        completion = CudaCopier(0).gather(kv, copy, views(slots))
+        for cache in caches:
+            cache.fill_(1)
+    assert completion.wait(10)
+    assert all(bool((slot == 9).all()) for slot in slots)
+
+
+@pytest.mark.gpu
+def test_a_wait_for_a_busy_device_ends_at_its_deadline() -> None:
+    _, kv, copy, slots = large(1)
+    copier = CudaCopier(0)
+    copier.prepare(kv)
+    torch.cuda._sleep(5 * LONG)
+    completion = copier.gather(kv, copy, views(slots))
+    began = time.monotonic()
+    assert not completion.wait(0.05)
+    assert time.monotonic() - began < 0.2
+    assert completion.wait(10)
+
+
+@pytest.mark.gpu
+def test_tables_of_copies_that_wait_in_line_are_not_overwritten() -> None:
+    caches, kv, _, _ = large(1)
+    copier = CudaCopier(0)
+    torch.cuda._sleep(LONG)
+    stored = []
+    for block in range(64):
+        copy = plan(kv, 16, np.arange(block * 16, block * 16 + 16), [Piece(0, 0, 0, 16)])
+        slots = slots_of(kv, 1, "cuda", 16)
+        stored.append((copier.gather(kv, copy, views(slots)), slots[0]))
+    for block, (completion, slot) in enumerate(stored):
+        assert completion.wait(10)
+        assert torch.equal(slot, caches[0][block].reshape(-1))
+
+
+@pytest.mark.gpu(count=2)
+def test_slots_on_another_gpu_are_read_and_written_from_a_thread_on_the_first() -> None:
+    with torch.cuda.device(1):
+        caches, kv, copy, _ = large()
+    slots = [slot.to("cuda:0") for slot in slots_of(kv, 16, "cuda:1", 256)]
+    # A plain copy makes torch open peer access both ways.
+    torch.empty(1, device="cuda:0").copy_(torch.empty(1, device="cuda:1"))
+    torch.empty(1, device="cuda:1").copy_(torch.empty(1, device="cuda:0"))
+    assert torch.cuda.current_device() == 0
+    copier = CudaCopier(1)
+    assert copier.gather(kv, copy, views(slots, local=False)).wait(10)
+    before = [cache.clone() for cache in caches]
+    for cache in caches:
+        cache.zero_()
+    torch.cuda.synchronize(1)
+    assert copier.scatter(kv, copy, views(slots, local=False)).wait(10)
+    assert all(torch.equal(cache, right) for cache, right in zip(caches, before, strict=True))
+
+
+@pytest.mark.gpu(count=2)
+def test_a_cache_on_another_gpu_than_the_copiers_is_refused() -> None:
+    with torch.cuda.device(1):
+        _, kv, copy, slots = large(1)
+    with pytest.raises(LayoutError, match="the KV cache is on cuda:1 but this copier drives cuda:0"):
+        CudaCopier(0).gather(kv, copy, views(slots))

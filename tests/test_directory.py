@@ -1,0 +1,785 @@
+"""The directory by example, on a fake clock: what a worker, a scheduler and an operator may rely on."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from model import FakeClock, chunk_key
+
+from vcache_backend.metadata_server import journal
+from vcache_backend.metadata_server.directory import Client, Directory, Limits
+from vcache_backend.metadata_server.eviction import LRU
+from vcache_backend.metadata_server.journal import ProcessId
+from vcache_backend.metadata_server.messages import ChunkKey, Leased, Location, Pin, Refusal, Reserved, SegmentId, SegmentInfo
+
+KIB = 1 << 10
+A, B, C, D, E = (chunk_key(n) for n in range(5))
+WRITER = Client(1, ProcessId(11, 5), "gpu-0", "cuda")
+READER = Client(2, ProcessId(22, 5), "gpu-1", "cuda")
+OTHER = Client(3, ProcessId(33, 5), "gpu-2", "cuda")
+
+
+def make(clock: FakeClock, **limits: float) -> Directory:
+    return Directory(LRU(), Limits(**limits), clock)
+
+
+def lend(directory: Directory, name: str = "s0", chunks: int = 4, device: str = "gpu-0", medium: str = "cuda") -> SegmentId:
+    """A segment with room for so many chunks of 1 KiB."""
+    directory.add_segment(SegmentInfo(SegmentId(name), device, medium, chunks * KIB))
+    return SegmentId(name)
+
+
+def put(directory: Directory, *keys: ChunkKey, client: Client = WRITER, nbytes: int = KIB) -> Reserved:
+    """Store chunks as a worker does."""
+    reserved = directory.reserve(client, list(keys), nbytes)
+    assert directory.commit(client, reserved.reservation, []) == sum(isinstance(slot, Location) for slot in reserved.slots)
+    return reserved
+
+
+def there(directory: Directory, *keys: ChunkKey) -> list[ChunkKey]:
+    return [key for key, present in zip(keys, directory.contains(list(keys)), strict=True) if present]
+
+
+def places(leased: Leased | Reserved) -> list[tuple[str, int]]:
+    slots = leased.locations if isinstance(leased, Leased) else leased.slots
+    return [(slot.segment, slot.offset) for slot in slots if isinstance(slot, Location)]
+
+
+def used(directory: Directory, segment: str = "s0") -> int:
+    return next(info.used for info in directory.segment_infos() if info.id == segment)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def directory(clock: FakeClock) -> Directory:
+    """One segment of four 1-KiB chunks on the writer's device; leases 10 s, reservations 30 s, quarantine 600 s."""
+    directory = make(clock)
+    lend(directory)
+    return directory
+
+
+# ---- two-phase store
+
+
+def test_a_chunk_is_invisible_until_its_commit(directory: Directory) -> None:
+    reserved = directory.reserve(WRITER, [A, B], KIB)
+    assert reserved.seconds == 30.0
+    assert there(directory, A, B) == []
+    assert directory.lookup([A, B]) == 0
+    assert directory.acquire(READER, [A]) == Leased(0, 0.0, [])
+    assert directory.commit(WRITER, reserved.reservation, []) == 2
+    assert directory.lookup([A, B]) == 2
+    assert directory.acquire(READER, [A, B]).locations == reserved.slots
+
+
+def test_a_chunk_that_is_there_or_on_its_way_gets_no_slot(directory: Directory) -> None:
+    put(directory, A)
+    first = directory.reserve(WRITER, [B], KIB)
+    second = directory.reserve(READER, [A, B, C], KIB)
+    assert second.slots[:2] == [Refusal.EXISTS, Refusal.BUSY]
+    assert isinstance(second.slots[2], Location)
+    assert directory.commit(WRITER, first.reservation, []) == directory.commit(READER, second.reservation, []) == 1
+
+
+def test_the_same_key_twice_in_one_request_gets_one_slot(directory: Directory) -> None:
+    reserved = directory.reserve(WRITER, [A, A], KIB)
+    assert isinstance(reserved.slots[0], Location)
+    assert reserved.slots[1] == Refusal.BUSY
+    assert directory.commit(WRITER, reserved.reservation, []) == 1
+
+
+def test_a_request_that_reserves_nothing_has_no_reservation(directory: Directory) -> None:
+    put(directory, A)
+    assert directory.reserve(WRITER, [A], KIB) == Reserved(0, 0.0, [Refusal.EXISTS])
+    assert directory.reserve(WRITER, [], KIB) == Reserved(0, 0.0, [])
+
+
+def test_an_aborted_reservation_leaves_no_trace(directory: Directory) -> None:
+    reserved = directory.reserve(WRITER, [A, B], KIB)
+    assert used(directory) == 2 * KIB
+    assert directory.abort(WRITER, reserved.reservation) == 2
+    assert used(directory) == 0
+    assert directory.commit(WRITER, reserved.reservation, []) == 0
+    assert directory.lookup([A]) == 0
+
+
+def test_a_reservation_is_committed_once(directory: Directory) -> None:
+    reserved = put(directory, A)
+    assert directory.commit(WRITER, reserved.reservation, []) == 0
+    assert directory.abort(WRITER, reserved.reservation) == 0
+    assert there(directory, A) == [A]
+
+
+def test_nobody_else_commits_or_aborts_a_reservation(directory: Directory) -> None:
+    reserved = directory.reserve(WRITER, [A], KIB)
+    assert directory.commit(READER, reserved.reservation, []) == 0
+    assert directory.abort(READER, reserved.reservation) == 0
+    assert directory.commit(WRITER, reserved.reservation, []) == 1
+
+
+def test_unknown_ids_answer_nothing(directory: Directory) -> None:
+    assert directory.commit(WRITER, 10**18, []) == directory.abort(WRITER, 10**18) == 0
+    assert directory.renew(WRITER, 10**18) is directory.release(WRITER, 10**18) is False
+
+
+def test_commit_makes_the_prefix_as_recent_as_its_continuation(directory: Directory) -> None:
+    put(directory, A)
+    put(directory, D)
+    reserved = directory.reserve(WRITER, [B], KIB)
+    directory.commit(WRITER, reserved.reservation, [A])
+    put(directory, C)
+    put(directory, E)
+    assert there(directory, A, B, C, D, E) == [A, B, C, E]
+
+
+def test_the_tail_of_a_store_is_evicted_before_its_head(directory: Directory) -> None:
+    put(directory, A, B, C, D)
+    put(directory, E)
+    assert there(directory, A, B, C, D, E) == [A, B, C, E]
+
+
+# ---- reservations that go wrong
+
+
+def test_an_expired_reservation_is_void_and_its_slot_quarantined(directory: Directory, clock: FakeClock) -> None:
+    reserved = directory.reserve(WRITER, [A], KIB)
+    clock.advance(30.1)
+    directory.tick()
+    assert directory.reservations.counts() == (0, 1)
+    assert used(directory) == KIB
+    assert directory.quarantined_processes() == {WRITER.process}
+    again = directory.reserve(READER, [A], KIB)
+    assert places(again) != places(reserved)
+
+
+def test_a_late_commit_publishes_nothing_and_frees_the_slots(directory: Directory, clock: FakeClock) -> None:
+    reserved = directory.reserve(WRITER, [A], KIB)
+    clock.advance(30.1)
+    assert directory.commit(WRITER, reserved.reservation, []) == 0
+    assert there(directory, A) == []
+    assert used(directory) == 0
+
+
+def test_a_late_commit_after_another_writer_s_does_not_touch_that_one_s_chunk(directory: Directory, clock: FakeClock) -> None:
+    late = directory.reserve(WRITER, [A], KIB)
+    clock.advance(30.1)
+    directory.tick()
+    put(directory, A, client=READER)
+    where = directory.acquire(OTHER, [A]).locations
+    assert directory.commit(WRITER, late.reservation, []) == 0
+    assert directory.acquire(OTHER, [A]).locations == where
+    assert used(directory) == KIB
+
+
+def test_a_late_abort_frees_the_slots(directory: Directory, clock: FakeClock) -> None:
+    reserved = directory.reserve(WRITER, [A, B], KIB)
+    clock.advance(30.1)
+    directory.tick()
+    assert directory.abort(WRITER, reserved.reservation) == 2
+    assert used(directory) == 0
+
+
+def test_a_lost_connection_voids_reservations_but_frees_no_slot(directory: Directory) -> None:
+    directory.reserve(WRITER, [A, B, C, D], KIB)
+    directory.disconnect(WRITER)
+    refused = directory.reserve(READER, [A], KIB)
+    assert refused.slots == [Refusal.FULL]
+    assert "full of chunks that are leased, reserved, pinned" in refused.reason
+    directory.process_gone(WRITER.process)
+    assert len(places(directory.reserve(READER, [A, B, C, D], KIB))) == 4
+
+
+def test_the_same_process_on_a_new_connection_may_answer_for_its_quarantined_slots(directory: Directory) -> None:
+    reserved = directory.reserve(WRITER, [A], KIB)
+    directory.disconnect(WRITER)
+    reconnected = Client(99, WRITER.process, WRITER.device, WRITER.medium)
+    assert directory.commit(reconnected, reserved.reservation, []) == 0
+    assert used(directory) == 0
+    assert there(directory, A) == []
+
+
+def test_a_process_that_is_gone_frees_only_what_it_can_no_longer_commit(directory: Directory) -> None:
+    mine = directory.reserve(WRITER, [A], KIB)
+    theirs = directory.reserve(READER, [B], KIB)
+    directory.disconnect(READER)
+    directory.process_gone(WRITER.process)
+    assert directory.commit(WRITER, mine.reservation, []) == 1
+    assert directory.quarantined_processes() == {READER.process}
+    directory.process_gone(ProcessId(READER.process.pid, READER.process.started + 1))
+    assert directory.abort(READER, theirs.reservation) == 1
+
+
+def test_a_quarantine_ends_after_its_time_even_if_the_writer_lives(directory: Directory, clock: FakeClock) -> None:
+    directory.reserve(WRITER, [A], KIB)
+    directory.disconnect(WRITER)
+    clock.advance(599)
+    directory.tick()
+    assert used(directory) == KIB
+    clock.advance(1.1)
+    directory.tick()
+    assert used(directory) == 0
+    assert directory.reservations.counts() == (0, 0)
+
+
+def test_reservations_of_one_client_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vcache_backend.metadata_server.reservations.MAX_RESERVATIONS_PER_CLIENT", 2)
+    first = directory.reserve(WRITER, [A], KIB)
+    directory.reserve(WRITER, [B], KIB)
+    refused = directory.reserve(WRITER, [C], KIB)
+    assert refused.slots == [Refusal.FULL]
+    assert "commit or abort some" in refused.reason
+    assert isinstance(directory.reserve(READER, [C], KIB).slots[0], Location)
+    directory.abort(WRITER, first.reservation)
+    assert isinstance(directory.reserve(WRITER, [D], KIB).slots[0], Location)
+
+
+# ---- leases
+
+
+def test_a_leased_chunk_is_never_evicted(directory: Directory) -> None:
+    put(directory, A, B, C, D)
+    leased = directory.acquire(READER, [A, B, C, D])
+    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
+    assert directory.release(READER, leased.lease)
+    assert isinstance(directory.reserve(WRITER, [E], KIB).slots[0], Location)
+
+
+def test_an_expired_lease_protects_nothing(directory: Directory, clock: FakeClock) -> None:
+    put(directory, A, B, C, D)
+    leased = directory.acquire(READER, [A, B, C, D])
+    clock.advance(10)
+    directory.tick()
+    assert isinstance(directory.reserve(WRITER, [E], KIB).slots[0], Location)
+    assert directory.release(READER, leased.lease) is False
+    assert directory.leases.expired == 1
+
+
+def test_release_after_the_deadline_answers_false_even_without_a_tick(directory: Directory, clock: FakeClock) -> None:
+    put(directory, A)
+    leased = directory.acquire(READER, [A])
+    clock.advance(10)
+    assert directory.release(READER, leased.lease) is False
+
+
+def test_release_within_the_time_answers_true_once(directory: Directory, clock: FakeClock) -> None:
+    put(directory, A)
+    leased = directory.acquire(READER, [A])
+    clock.advance(9.99)
+    assert directory.release(READER, leased.lease) is True
+    assert directory.release(READER, leased.lease) is False
+
+
+def test_a_renewed_lease_holds_its_full_time_again(directory: Directory, clock: FakeClock) -> None:
+    put(directory, A)
+    leased = directory.acquire(READER, [A])
+    for _ in range(5):
+        clock.advance(9)
+        directory.tick()
+        assert directory.renew(READER, leased.lease) is True
+    clock.advance(10)
+    assert directory.renew(READER, leased.lease) is False
+
+
+def test_nobody_else_renews_or_releases_a_lease(directory: Directory) -> None:
+    put(directory, A)
+    leased = directory.acquire(READER, [A])
+    assert directory.renew(WRITER, leased.lease) is directory.release(WRITER, leased.lease) is False
+    assert directory.release(READER, leased.lease) is True
+
+
+def test_a_lost_connection_ends_its_leases_at_once(directory: Directory) -> None:
+    put(directory, A, B, C, D)
+    directory.acquire(READER, [A, B])
+    directory.acquire(READER, [C, D])
+    directory.disconnect(READER)
+    assert len(directory.leases) == 0
+    assert len(places(directory.reserve(WRITER, [E], KIB))) == 1
+
+
+def test_two_readers_hold_a_chunk_independently(directory: Directory) -> None:
+    put(directory, A, B, C, D)
+    one, two = directory.acquire(READER, [A]), directory.acquire(OTHER, [A])
+    directory.release(READER, one.lease)
+    directory.acquire(READER, [B, C, D])
+    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
+    assert directory.release(OTHER, two.lease) is True
+    assert places(directory.reserve(WRITER, [E], KIB)) == places(two)
+
+
+def test_acquire_leases_the_leading_run_only(directory: Directory) -> None:
+    put(directory, A, B, D)
+    leased = directory.acquire(READER, [A, B, C, D])
+    assert len(leased.locations) == 2
+    assert leased.seconds == 10.0
+
+
+def test_acquiring_makes_the_first_chunk_most_recent(directory: Directory) -> None:
+    for key in (A, B, C, D):
+        put(directory, key)
+    directory.release(READER, directory.acquire(READER, [A, B]).lease)
+    order = list(directory._policy.coldest_first())
+    assert order == [C, D, B, A]
+
+
+def test_leases_of_one_client_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vcache_backend.metadata_server.leases.MAX_LEASES_PER_CLIENT", 2)
+    put(directory, A)
+    leases = [directory.acquire(READER, [A]).lease for _ in range(3)]
+    assert leases[2] == 0
+    directory.release(READER, leases[0])
+    assert directory.acquire(READER, [A]).lease != 0
+
+
+def test_lookup_and_contains_take_no_lease(directory: Directory) -> None:
+    put(directory, A)
+    directory.lookup([A])
+    directory.contains([A])
+    assert len(directory.leases) == 0
+    assert directory.segment_infos()[0].leased == 0
+
+
+# ---- tensor parallelism and namespaces
+
+
+def test_a_prefix_counts_only_when_every_rank_has_it(directory: Directory) -> None:
+    ranks = [[chunk_key(n, rank) for n in range(2)] for rank in range(2)]
+    put(directory, *ranks[0])
+    assert directory.lookup(ranks[0], ranks=1) == 2
+    assert directory.lookup(ranks[0], ranks=2) == 0
+    put(directory, ranks[1][0])
+    assert directory.lookup(ranks[0], ranks=2) == 1
+    put(directory, ranks[1][1])
+    assert directory.lookup(ranks[0], ranks=2) == 2
+
+
+def test_lookup_stops_at_the_first_gap(directory: Directory) -> None:
+    put(directory, A, C)
+    assert directory.lookup([A, B, C]) == 1
+    assert directory.lookup([B, C]) == 0
+    assert directory.lookup([]) == 0
+
+
+def test_clear_forgets_one_namespace_and_no_other(directory: Directory) -> None:
+    foreign = chunk_key(0, namespace=b"another!")
+    put(directory, A, B, foreign)
+    assert directory.clear(b"namespac") == 2
+    assert there(directory, A, B, foreign) == [foreign]
+    assert directory.clear(b"") == 1
+    assert used(directory) == 0
+
+
+# ---- placement
+
+
+def test_a_chunk_goes_to_the_writer_s_own_device_first(clock: FakeClock) -> None:
+    directory = make(clock)
+    lend(directory, "big", 64, "gpu-1")
+    lend(directory, "own", 2, "gpu-0")
+    assert [segment for segment, _ in places(directory.reserve(WRITER, [A, B, C], KIB))] == ["own", "own", "big"]
+
+
+def test_then_to_the_peer_with_the_most_room(clock: FakeClock) -> None:
+    directory = make(clock)
+    lend(directory, "small", 3, "gpu-1")
+    lend(directory, "large", 8, "gpu-2")
+    assert {segment for segment, _ in places(directory.reserve(WRITER, [A, B, C], KIB))} == {"large"}
+
+
+def test_then_the_least_recently_used_chunk_of_the_node_makes_room(clock: FakeClock) -> None:
+    directory = make(clock)
+    lend(directory, "own", 1, "gpu-0")
+    lend(directory, "peer", 1, "gpu-1")
+    put(directory, A, client=READER)
+    put(directory, B)
+    assert places(put(directory, C)) == [("peer", 0)]
+    assert there(directory, A, B, C) == [B, C]
+    assert [info.evictions for info in directory.segment_infos()] == [0, 1]
+
+
+def test_media_do_not_mix(clock: FakeClock) -> None:
+    directory = make(clock)
+    lend(directory, "host", 4, "host", "host")
+    refused = directory.reserve(WRITER, [A], KIB)
+    assert refused.slots == [Refusal.NO_SEGMENT]
+    assert "vcache segment add" in refused.reason
+    lend(directory, "gpu", 1, "gpu-0")
+    put(directory, A)
+    put(directory, B)
+    assert used(directory, "host") == 0
+
+
+def test_a_chunk_larger_than_every_segment_is_refused_with_the_size_it_needs(directory: Directory) -> None:
+    refused = directory.reserve(WRITER, [A, B], 5 * KIB)
+    assert refused.slots == [Refusal.TOO_LARGE] * 2
+    assert "5,120 B" in refused.reason
+    assert "4,096 B" in refused.reason
+    assert "pool.segment_bytes >= 5120" in refused.reason
+
+
+def test_a_reused_place_has_another_generation(directory: Directory) -> None:
+    generations = set()
+    for number in range(40):
+        for slot in put(directory, chunk_key(number)).slots:
+            assert isinstance(slot, Location)
+            generations.add((slot.offset, slot.generation))
+    assert len(generations) == 40
+    by_offset = [[g for offset, g in sorted(generations) if offset == at] for at in range(0, 4 * KIB, KIB)]
+    assert all(later == sorted(set(later)) for later in by_offset)
+
+
+def test_chunks_of_several_sizes_share_a_segment_without_overlap(directory: Directory) -> None:
+    put(directory, A, nbytes=1000)
+    put(directory, B, nbytes=300)
+    put(directory, C, nbytes=2000)
+    assert used(directory) == 1024 + 512 + 2048
+    assert len(directory) == 3
+
+
+def test_a_larger_chunk_evicts_a_contiguous_run(directory: Directory) -> None:
+    put(directory, A, B, C, D)
+    directory.touch([A])
+    assert places(put(directory, E, nbytes=2 * KIB)) == [("s0", 2 * KIB)]
+    assert there(directory, A, B, C, D, E) == [A, B, E]
+
+
+def test_smaller_chunks_take_the_place_of_a_larger_one(directory: Directory) -> None:
+    put(directory, A, nbytes=4 * KIB)
+    put(directory, B, C, D)
+    assert there(directory, A, B, C, D) == [B, C, D]
+
+
+@pytest.mark.parametrize("keep", ["leased", "pinned", "reserved"])
+def test_a_run_never_includes_what_must_stay(directory: Directory, keep: str) -> None:
+    if keep == "reserved":
+        put(directory, A)
+        directory.reserve(READER, [B], KIB)
+        put(directory, C)
+        put(directory, D)
+    else:
+        put(directory, A)
+        put(directory, B)
+        put(directory, C)
+        put(directory, D)
+        _ = directory.acquire(READER, [B]) if keep == "leased" else directory.set_pin([B], Pin.HARD)
+    assert places(put(directory, E, nbytes=2 * KIB)) == [("s0", 2 * KIB)]
+    assert directory.reserve(WRITER, [chunk_key(9)], 4 * KIB).slots == [Refusal.FULL]
+    assert there(directory, A, C, D, E) == [A, E]
+
+
+def test_a_large_chunk_finds_room_though_the_coldest_small_ones_end_the_segment(clock: FakeClock) -> None:
+    """The 80 coldest of 200 small chunks lie at the end: the run that makes room starts before all of them."""
+    directory = make(clock)
+    lend(directory, chunks=200)
+    keys = [chunk_key(100 + n) for n in range(200)]
+    for key in keys:
+        put(directory, key)
+    directory.touch(keys[:120])
+    assert isinstance(directory.reserve(WRITER, [A], 100 * KIB).slots[0], Location)
+
+
+# ---- pins
+
+
+def test_soft_pinned_chunks_go_last_and_hard_pinned_ones_never(directory: Directory) -> None:
+    put(directory, A, B)
+    put(directory, C)
+    put(directory, D)
+    assert directory.set_pin([A, E], Pin.HARD) == 1
+    directory.set_pin([B], Pin.SOFT)
+    fresh = [chunk_key(100 + n) for n in range(3)]
+    reserved = directory.reserve(WRITER, fresh, KIB)
+    assert len(places(reserved)) == 3
+    assert there(directory, A, B, C, D) == [A]
+    directory.commit(WRITER, reserved.reservation, [])
+    directory.set_pin(fresh, Pin.HARD)
+    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
+    directory.set_pin([A], Pin.NONE)
+    assert isinstance(directory.reserve(WRITER, [E], KIB).slots[0], Location)
+
+
+# ---- removal
+
+
+def test_a_removed_chunk_frees_its_slot_at_once(directory: Directory) -> None:
+    put(directory, A, B)
+    assert directory.remove([A, A, E]) == 1
+    assert used(directory) == KIB
+
+
+def test_a_chunk_removed_under_a_lease_frees_its_slot_when_the_lease_ends(directory: Directory) -> None:
+    put(directory, A)
+    leased = directory.acquire(READER, [A])
+    assert directory.remove([A]) == 1
+    assert there(directory, A) == []
+    assert used(directory) == KIB
+    assert places(put(directory, A)) != places(leased)
+    assert directory.release(READER, leased.lease) is True
+    assert used(directory) == KIB
+    assert there(directory, A) == [A]
+
+
+def test_the_slot_of_a_removed_chunk_comes_back_when_the_last_of_its_leases_expires(
+    directory: Directory, clock: FakeClock
+) -> None:
+    put(directory, A)
+    directory.acquire(READER, [A, A])
+    clock.advance(5)
+    directory.acquire(OTHER, [A])
+    directory.remove([A])
+    clock.advance(5)
+    directory.tick()
+    assert used(directory) == KIB
+    clock.advance(5)
+    directory.tick()
+    assert used(directory) == 0
+
+
+# ---- bounds
+
+
+def test_at_most_max_chunks_are_held(clock: FakeClock) -> None:
+    directory = make(clock, max_chunks=3)
+    lend(directory, chunks=16)
+    for number in range(10):
+        put(directory, chunk_key(number))
+        assert len(directory) <= 3
+    assert there(directory, *map(chunk_key, range(10))) == [chunk_key(n) for n in (7, 8, 9)]
+    reserved = directory.reserve(WRITER, [A, B, C, D], KIB)
+    assert len(places(reserved)) == 3
+    assert reserved.slots[3] == Refusal.FULL
+
+
+def test_without_watermarks_the_pool_stays_full(directory: Directory) -> None:
+    put(directory, A, B, C, D)
+    directory.tick()
+    assert len(directory) == 4
+
+
+def test_above_the_low_water_mark_the_coldest_go_until_the_high_one(clock: FakeClock) -> None:
+    directory = make(clock, low_water=0.1, high_water=0.3)
+    lend(directory, chunks=20)
+    keys = [chunk_key(n) for n in range(20)]
+    for key in keys[:18]:
+        put(directory, key)
+    directory.tick()
+    assert len(directory) == 18
+    put(directory, keys[18])
+    directory.tick()
+    assert there(directory, *keys) == keys[5:19]
+    directory.tick()
+    assert len(directory) == 14
+
+
+def test_watermarks_evict_nothing_that_is_leased(clock: FakeClock) -> None:
+    directory = make(clock, low_water=0.1, high_water=1.0)
+    lend(directory)
+    put(directory, A, B, C, D)
+    directory.acquire(READER, [A, B])
+    directory.set_pin([C], Pin.HARD)
+    directory.tick()
+    assert there(directory, A, B, C, D) == [A, B, C]
+
+
+# ---- segments
+
+
+def test_a_dropped_segment_is_gone_with_its_chunks(clock: FakeClock) -> None:
+    directory = make(clock)
+    s0, _ = lend(directory), lend(directory, "s1", device="gpu-1")
+    put(directory, A, B)
+    put(directory, C, client=READER)
+    assert directory.drop_segment(s0) == (2, True)
+    assert there(directory, A, B, C) == [C]
+    assert [info.id for info in directory.segment_infos()] == ["s1"]
+
+
+def test_a_segment_is_dropped_only_after_its_last_lease_and_reservation(directory: Directory) -> None:
+    put(directory, A)
+    leased = directory.acquire(READER, [A])
+    reserved = directory.reserve(WRITER, [B], KIB)
+    assert directory.drop_segment(SegmentId("s0")) == (1, False)
+    assert directory.segment_infos()[0].state == "draining"
+    assert directory.reserve(WRITER, [C], KIB).slots == [Refusal.NO_SEGMENT]
+    assert directory.release(READER, leased.lease) is True
+    assert directory.drop_segment(SegmentId("s0")) == (0, False)
+    assert directory.commit(WRITER, reserved.reservation, []) == 0
+    assert there(directory, B) == []
+    assert directory.drop_segment(SegmentId("s0")) == (0, True)
+    assert directory.segment_infos() == []
+
+
+def test_a_segment_offered_twice_is_added_once(directory: Directory) -> None:
+    put(directory, A)
+    assert directory.add_segment(SegmentInfo(SegmentId("s0"), "gpu-0", "cuda", 4 * KIB)) == 0
+    assert there(directory, A) == [A]
+
+
+def test_a_segment_tells_its_occupancy(directory: Directory) -> None:
+    put(directory, A, B)
+    directory.acquire(READER, [A])
+    directory.reserve(WRITER, [C], KIB)
+    assert directory.segment_infos() == [
+        SegmentInfo(SegmentId("s0"), "gpu-0", "cuda", 4 * KIB, used=3 * KIB, chunks=2, leased=1, reserved=1, largest_hole=KIB)
+    ]
+
+
+def test_every_byte_of_a_segment_is_used_or_free(directory: Directory) -> None:
+    put(directory, A, B, C, nbytes=700)
+    info = directory.segment_infos()[0]
+    assert info.used == 3 * 768
+    assert directory.placement.used_and_total() == (3 * 768, 4 * KIB)
+
+
+# ---- restart
+
+
+def replayed(directory: Directory) -> journal.State:
+    """What a journal of everything that happened so far tells, through its encoding."""
+    state = journal.State()
+    decoder = msgspec.msgpack.Decoder(journal.Record)
+    for record in directory.records:
+        state.apply(decoder.decode(msgspec.msgpack.encode(record)))
+    return state
+
+
+def restarted(directory: Directory, clock: FakeClock) -> Directory:
+    state = replayed(directory)
+    successor = Directory(LRU(), Limits(), clock, first_id=1_000_000)
+    successor.restore(state)
+    return successor
+
+
+S0 = SegmentInfo(SegmentId("s0"), "gpu-0", "cuda", 4 * KIB)
+
+
+def test_a_restart_brings_chunks_back_when_their_segment_is_offered_again(directory: Directory, clock: FakeClock) -> None:
+    reserved = put(directory, A, B)
+    again = restarted(directory, clock)
+    assert again.lookup([A, B]) == 0
+    assert list(again.absent_segments()) == ["s0"]
+    assert again.segment_infos()[0].state == "absent"
+    assert again.add_segment(S0) == 2
+    assert again.acquire(READER, [A, B]).locations == reserved.slots
+
+
+def test_a_restart_keeps_order_and_pins(directory: Directory, clock: FakeClock) -> None:
+    put(directory, A, B)
+    put(directory, C, D)
+    directory.set_pin([B], Pin.HARD)
+    again = restarted(directory, clock)
+    again.add_segment(S0)
+    assert len(places(again.reserve(WRITER, [E], KIB))) == 1
+    assert there(again, A, B, C, D) == [B, C, D]
+
+
+def test_after_a_restart_no_lease_holds_and_no_reservation_can_be_committed(directory: Directory, clock: FakeClock) -> None:
+    put(directory, A)
+    lease = directory.acquire(READER, [A]).lease
+    reserved = directory.reserve(WRITER, [B], KIB)
+    again = restarted(directory, clock)
+    again.add_segment(S0)
+    assert again.release(READER, lease) is False
+    assert used(again) == 2 * KIB
+    assert again.commit(WRITER, reserved.reservation, []) == 0
+    assert used(again) == KIB
+    assert there(again, A, B) == [A]
+
+
+def test_slots_being_written_at_the_restart_wait_for_their_writer(directory: Directory, clock: FakeClock) -> None:
+    directory.reserve(WRITER, [A, B, C, D], KIB)
+    again = restarted(directory, clock)
+    again.add_segment(S0)
+    assert again.reserve(READER, [A], KIB).slots == [Refusal.FULL]
+    assert again.quarantined_processes() == {WRITER.process}
+    again.process_gone(WRITER.process)
+    assert len(places(again.reserve(READER, [A, B, C, D], KIB))) == 4
+
+
+def test_generations_never_repeat_across_a_restart(directory: Directory, clock: FakeClock) -> None:
+    old = {slot.generation for slot in put(directory, A, B).slots}
+    again = restarted(directory, clock)
+    again.add_segment(S0)
+    assert old.isdisjoint(slot.generation for slot in put(again, C, D).slots)
+
+
+def test_segments_nobody_offers_again_are_given_up(directory: Directory, clock: FakeClock) -> None:
+    put(directory, A)
+    again = restarted(directory, clock)
+    assert again.forget_absent() == 1
+    assert again.absent_segments() == {}
+    assert again.add_segment(S0) == 0
+    assert there(again, A) == []
+
+
+def test_a_segment_given_up_and_offered_late_still_spares_the_slots_of_a_living_writer(
+    directory: Directory, clock: FakeClock
+) -> None:
+    directory.reserve(WRITER, [A], KIB)
+    again = restarted(directory, clock)
+    again.forget_absent()
+    again.add_segment(S0)
+    assert ("s0", 0) not in places(again.reserve(READER, [B, C, D], KIB))
+
+
+def test_a_segment_given_up_and_offered_late_survives_another_restart(directory: Directory, clock: FakeClock) -> None:
+    directory.reserve(WRITER, [A], KIB)
+    again = restarted(directory, clock)
+    again.records[:0] = directory.records
+    again.forget_absent()
+    again.add_segment(S0)
+    put(again, B, C, D, client=READER)
+    third = restarted(again, clock)
+    assert third.add_segment(S0) == 3
+
+
+def test_a_chunk_stored_anew_is_not_replaced_by_its_copy_of_before_the_restart(directory: Directory, clock: FakeClock) -> None:
+    put(directory, A)
+    again = restarted(directory, clock)
+    lend(again, "s1", device="gpu-1")
+    new = put(again, A, client=READER)
+    assert again.add_segment(S0) == 0
+    assert again.acquire(READER, [A]).locations == new.slots
+    assert used(again) == 0
+
+
+@pytest.mark.parametrize("how", ["remove", "clear"])
+def test_a_chunk_removed_while_its_segment_is_awaited_does_not_come_back(
+    directory: Directory, clock: FakeClock, how: str
+) -> None:
+    put(directory, A, B)
+    again = restarted(directory, clock)
+    _ = again.remove([A]) if how == "remove" else again.clear(b"namespac")
+    again.add_segment(S0)
+    assert there(again, A, B) == ([B] if how == "remove" else [])
+
+
+def test_a_chunk_stored_and_removed_while_its_old_copy_is_awaited_does_not_come_back(
+    directory: Directory, clock: FakeClock
+) -> None:
+    put(directory, A)
+    again = restarted(directory, clock)
+    lend(again, "s1", device="gpu-1")
+    put(again, A, client=READER)
+    again.remove([A])
+    assert again.add_segment(S0) == 0
+    assert there(again, A) == []
+
+
+@pytest.mark.parametrize("slices", range(6))
+def test_a_segment_offered_while_a_snapshot_is_taken_is_in_it(directory: Directory, clock: FakeClock, slices: int) -> None:
+    put(directory, A, B)
+    again = restarted(directory, clock)
+    state, snapshot = journal.State(), again.snapshot()
+    for _, record in zip(range(slices), snapshot):  # noqa: B905
+        state.apply(record)
+    again.records.clear()
+    again.add_segment(S0)
+    put(again, C)
+    for record in (*again.records, *snapshot):
+        state.apply(record)
+    assert set(state.chunks) == {A, B, C}
+    assert set(state.segments) == {"s0"}

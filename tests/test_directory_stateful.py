@@ -1,0 +1,540 @@
+"""The directory against a simple model, in every order of events hypothesis can think of.
+
+Several processes with several connections each store, read, die and linger; leases and reservations run out; segments come
+and go; the server restarts from its journal, whole or compacted. After every step: every leased location holds the bytes last
+committed under its key, no two occupied places overlap, no chunk is lost or counted twice, and the journal tells the truth.
+`HYPOTHESIS_PROFILE=thorough` runs many more, and longer ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from model import FakeClock, Held, Memory, Model, Place, Slot, chunk_key, pattern, room_of
+
+from vcache_backend.metadata_server import directory as directory_module
+from vcache_backend.metadata_server import journal
+from vcache_backend.metadata_server.directory import Client, Directory, Limits
+from vcache_backend.metadata_server.eviction import LRU
+from vcache_backend.metadata_server.journal import ProcessId
+from vcache_backend.metadata_server.messages import ChunkKey, Location, Pin, Refusal, SegmentId, SegmentInfo
+
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+LIMITS = Limits(lease_seconds=10, reservation_seconds=30, quarantine_seconds=100, max_chunks=14)
+SEGMENTS = {"s0": ("gpu-0", 4096), "s1": ("gpu-1", 3072), "s2": ("gpu-0", 1536), "s3": ("gpu-2", 5120)}
+DEVICES = ["gpu-0", "gpu-1", "gpu-9"]
+ALL_KEYS = [chunk_key(number, 0, space) for space in (b"space--0", b"space--1") for number in range(9)]
+SIZES = [1024, 1024, 1024, 1000, 500, 256, 1500, 2048, 3000, 6000]
+
+keys = st.lists(st.sampled_from(ALL_KEYS), min_size=1, max_size=5)
+one_of = st.integers(0, 1 << 16)
+_decoder = msgspec.msgpack.Decoder(journal.Record)
+
+
+class DirectoryMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+        self.memory = Memory()
+        self.model = Model(LIMITS.lease_seconds, LIMITS.reservation_seconds, LIMITS.quarantine_seconds, LIMITS.max_chunks)
+        self.directory = Directory(LRU(), LIMITS, self.clock)
+        self.journal = journal.State()
+        self.compacting: tuple[journal.State, Iterator[journal.Record]] | None = None
+        self.clients: list[Client] = []
+        self.processes: list[ProcessId] = []
+        self.writers: dict[int, ProcessId] = {}
+        self.old_leases: list[tuple[Client, int]] = []
+        self.tokens = self.numbers = 0
+        self.highest_id = 0
+        self.restarted = False
+
+    # ---- helpers
+
+    def keep_journal(self) -> None:
+        """As the server does between a turn's work and its answers: every record to the journal, and to the one being made."""
+        for record in self.directory.records:
+            encoded = msgspec.msgpack.encode(record)
+            self.journal.apply(_decoder.decode(encoded))
+            if self.compacting is not None:
+                self.compacting[0].apply(_decoder.decode(encoded))
+        self.directory.records.clear()
+
+    def add_segment(self, name: str) -> int:
+        device, nbytes = SEGMENTS[name]
+        added = self.directory.add_segment(SegmentInfo(SegmentId(name), device, "cuda", nbytes))
+        self.keep_journal()
+        return added
+
+    def new_slots(self, reply_slots: list[Location | int], asked: list[ChunkKey]) -> list[Slot]:
+        slots = []
+        for key, location in zip(asked, reply_slots, strict=True):
+            if isinstance(location, Location):
+                self.tokens += 1
+                slots.append(Slot(key, location, self.tokens, "open"))
+                assert location.generation > self.highest_id, "a generation was used before"
+        self.highest_id = max([self.highest_id, *(slot.location.generation for slot in slots)])
+        return slots
+
+    def write(self, id_: int) -> None:
+        for slot in self.model.writes[id_].slots:
+            self.memory.write(slot.location, slot.token)
+
+    def forget_writers(self) -> None:
+        """Writers whose reservation is closed have stopped: they said so, they died, or their quarantine ran out."""
+        self.writers = {id_: process for id_, process in self.writers.items() if id_ in self.model.writes}
+
+    # ---- clients
+
+    @initialize()
+    def start(self) -> None:
+        for name in ("s0", "s1"):
+            self.offer_new(name)
+        for device in DEVICES:
+            self.connect_new(device)
+        for at in range(0, 6, 2):
+            self.store(at, ALL_KEYS[at : at + 2], 1024)
+
+    @rule(device=st.sampled_from(DEVICES))
+    @precondition(lambda self: len(self.processes) < 4)
+    def connect_new(self, device: str) -> None:
+        self.numbers += 1
+        self.processes.append(ProcessId(1000 + self.numbers, self.numbers))
+        self.connect(len(self.processes) - 1, device)
+
+    @rule(pick=one_of, device=st.sampled_from(DEVICES))
+    @precondition(lambda self: self.processes and len(self.clients) < 6)
+    def connect(self, pick: int, device: str) -> None:
+        self.numbers += 1
+        self.clients.append(Client(self.numbers, self.processes[pick % len(self.processes)], device, "cuda"))
+
+    @rule(pick=one_of)
+    @precondition(lambda self: self.clients)
+    def disconnect(self, pick: int) -> None:
+        client = self.clients.pop(pick % len(self.clients))
+        self.directory.disconnect(client)
+        self.model.disconnect(client, self.clock.now)
+        self.old_leases = [(holder, lease) for holder, lease in self.old_leases if holder != client]
+
+    @rule(pick=one_of)
+    @precondition(lambda self: self.processes)
+    def kill(self, pick: int) -> None:
+        process = self.processes.pop(pick % len(self.processes))
+        for client in [client for client in self.clients if client.process == process]:
+            self.disconnect(self.clients.index(client))
+        self.directory.process_gone(process)
+        self.model.process_gone(process)
+        self.forget_writers()
+
+    # ---- storing
+
+    @rule(pick=one_of, wanted=keys, nbytes=st.sampled_from(SIZES))
+    @precondition(lambda self: self.clients)
+    def reserve_many(self, pick: int, wanted: list[ChunkKey], nbytes: int) -> None:
+        for_sure = {key: self.model.live(key) is not None for key in wanted}
+        before = self.model.live_keys()
+        client = self.clients[pick % len(self.clients)]
+        reply = self.directory.reserve(client, wanted, nbytes)
+        gone = before - {key for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True) if there}
+        if Refusal.NO_SEGMENT in reply.slots or Refusal.TOO_LARGE in reply.slots:
+            assert not gone
+        self.model.evicted([slot for slot in map(self.model.live, gone) if slot is not None])
+        for key, slot in zip(wanted, reply.slots, strict=True):
+            assert slot != Refusal.EXISTS or for_sure[key]
+        self.open_reservation(client, reply.reservation, self.new_slots(reply.slots, wanted))
+
+    @rule(pick=one_of, key=st.sampled_from(ALL_KEYS), nbytes=st.sampled_from(SIZES))
+    @precondition(lambda self: self.clients)
+    def reserve_one(self, pick: int, key: ChunkKey, nbytes: int) -> None:
+        """With one key the model knows what may happen."""
+        client, model, size = self.clients[pick % len(self.clients)], self.model, room_of(nbytes)
+        before = model.live_keys()
+        reply = self.directory.reserve(client, [key], nbytes)
+        slot = reply.slots[0]
+        gone = before - {key for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True) if there}
+        victims = [slot for slot in map(model.live, gone) if slot is not None]
+        usable = model.usable()
+        if not usable:
+            expected: set[object] = {Refusal.NO_SEGMENT}
+        elif nbytes > max(place.nbytes for place in usable.values()):
+            expected = {Refusal.TOO_LARGE}
+        else:
+            expected = {Refusal.FULL}
+        if key in before:
+            expected = {Refusal.EXISTS}
+        elif model.pending(key):
+            expected = {Refusal.BUSY}
+        elif expected == {Refusal.FULL}:
+            fits = {name for name in usable if model.largest_gap(name) >= size}
+            may = {name for name in usable if model.largest_gap(name, ignore_evictable=True) >= size}
+            counted = len(before) + sum(s.state == "open" for s in model.slots)
+            if fits and counted < model.max_chunks:
+                own = {name for name in fits if usable[name].device == client.device}
+                most = max(usable[name].nbytes - model.used(name) for name in fits)
+                roomiest = {name for name in fits if usable[name].nbytes - model.used(name) == most}
+                assert isinstance(slot, Location), f"{slot!r} though {fits} have room"
+                assert slot.segment in (own or roomiest)
+                assert not victims, "evicted though there was room"
+                expected = {slot}
+            elif may:
+                can_go = any(model.evictable(s) and s.location.segment in may for s in model.slots)
+                assert isinstance(slot, Location) or not can_go, f"{slot!r} though {may} can make room"
+                if isinstance(slot, Location):
+                    self.check_victims(victims, size)
+                expected = {slot}
+        assert slot in expected
+        assert not victims or isinstance(slot, Location), "evicted for nothing"
+        model.evicted(victims)
+        self.open_reservation(client, reply.reservation, self.new_slots(reply.slots, [key]))
+
+    def check_victims(self, victims: list[Slot], size: int) -> None:
+        """The coldest chunk goes, alone if it has the right size; otherwise a run within one segment."""
+        assert victims
+        coldest = next(slot for slot in self.model.coldest() if self.model.evictable(slot))
+        if room_of(coldest.location.length) == size:
+            assert victims == [coldest]
+        assert len({slot.location.segment for slot in victims}) == 1
+
+    def open_reservation(self, client: Client, id_: int, slots: list[Slot]) -> None:
+        assert (id_ != 0) == bool(slots)
+        if slots:
+            self.highest_id = max(self.highest_id, id_)
+            self.model.reserved(id_, client, slots, self.clock.now)
+            self.writers[id_] = client.process
+
+    @rule(pick=one_of, wanted=keys, nbytes=st.sampled_from(SIZES))
+    @precondition(lambda self: self.clients)
+    def store(self, pick: int, wanted: list[ChunkKey], nbytes: int) -> None:
+        """What a worker does nearly always: reserve, write, commit."""
+        before = set(self.writers)
+        self.reserve_many(pick, wanted, nbytes)
+        for id_ in set(self.writers) - before:
+            self.write(id_)
+            visible = self.directory.commit(self.clients[pick % len(self.clients)], id_, [])
+            assert visible == self.model.committed(id_)
+        self.forget_writers()
+
+    @rule(pick=one_of, half=st.booleans())
+    @precondition(lambda self: self.writers)
+    def write_early_or_late(self, pick: int, half: bool) -> None:
+        """Whoever has not answered for its slots may still be writing to them, void or not."""
+        id_ = sorted(self.writers)[pick % len(self.writers)]
+        for slot in self.model.writes[id_].slots[: 1 if half else None]:
+            self.memory.write(slot.location, slot.token)
+
+    @rule(pick=one_of, who=one_of, prefix=keys)
+    @precondition(lambda self: self.writers and self.clients)
+    def commit(self, pick: int, who: int, prefix: list[ChunkKey]) -> None:
+        id_ = sorted(self.writers)[pick % len(self.writers)]
+        write = self.model.writes[id_]
+        owner = [client for client in self.clients if client.id == write.client]
+        client = owner[0] if owner and who % 4 else self.clients[who % len(self.clients)]
+        mine = write.process == client.process
+        if mine:
+            self.write(id_)
+        visible = self.directory.commit(client, id_, prefix)
+        if write.client == client.id and self.clock.now <= write.deadline:
+            assert visible == self.model.committed(id_)
+            self.model.touch(prefix)
+        else:
+            assert visible == 0
+            if mine:
+                self.model.given_back(id_)
+        self.forget_writers()
+
+    @rule(pick=one_of, wanted=keys, look=st.booleans())
+    @precondition(lambda self: self.clients)
+    def store_too_slowly(self, pick: int, wanted: list[ChunkKey], look: bool) -> None:
+        """A commit after the reservation's time publishes nothing, whether or not the directory has noticed before."""
+        before = set(self.writers)
+        self.reserve_many(pick, wanted, 1024)
+        self.time_passes(30.5, look)
+        for id_ in set(self.writers) - before:
+            assert self.directory.commit(self.clients[pick % len(self.clients)], id_, []) == 0
+            self.model.given_back(id_)
+        self.forget_writers()
+
+    @rule(pick=one_of, who=one_of)
+    @precondition(lambda self: self.writers and self.clients)
+    def abort(self, pick: int, who: int) -> None:
+        id_ = sorted(self.writers)[pick % len(self.writers)]
+        client = self.clients[who % len(self.clients)]
+        mine = self.model.writes[id_].process == client.process
+        assert self.directory.abort(client, id_) == (self.model.given_back(id_) if mine else 0)
+        self.forget_writers()
+
+    # ---- reading
+
+    @rule(wanted=keys)
+    def lookup(self, wanted: list[ChunkKey]) -> None:
+        live = self.model.live_keys()
+        missing = [at for at, key in enumerate(wanted) if key not in live]
+        assert self.directory.lookup(wanted) == (missing[0] if missing else len(wanted))
+
+    @rule(pick=one_of, wanted=keys)
+    @precondition(lambda self: self.clients)
+    def acquire(self, pick: int, wanted: list[ChunkKey]) -> None:
+        client = self.clients[pick % len(self.clients)]
+        leased = self.directory.acquire(client, wanted)
+        slots = []
+        for key in wanted:
+            slot = self.model.live(key)
+            if slot is None:
+                break
+            slots.append(slot)
+        assert leased.locations == [slot.location for slot in slots]
+        assert (leased.lease != 0) == bool(slots)
+        if slots:
+            self.highest_id = max(self.highest_id, leased.lease)
+            self.model.leases[leased.lease] = Held(client.id, self.clock.now + LIMITS.lease_seconds, slots)
+            self.model.touch(wanted[: len(slots)])
+            self.old_leases.append((client, leased.lease))
+
+    @rule(pick=one_of, who=one_of, renew=st.booleans())
+    @precondition(lambda self: self.old_leases and self.clients)
+    def renew_or_release(self, pick: int, who: int, renew: bool) -> None:
+        holder, lease = self.old_leases[pick % len(self.old_leases)]
+        client = self.clients[who % len(self.clients)] if who % 4 == 0 else holder
+        self.model.expire_leases(self.clock.now)
+        held = self.model.leases.get(lease)
+        holds = held is not None and held.client == client.id
+        if renew:
+            assert self.directory.renew(client, lease) is holds
+            if held is not None and holds:
+                held.deadline = self.clock.now + LIMITS.lease_seconds
+        else:
+            assert self.directory.release(client, lease) is holds
+            if holds:
+                self.model.end_lease(lease)
+
+    @rule(pick=one_of, wanted=keys)
+    @precondition(lambda self: self.clients)
+    def read_slowly(self, pick: int, wanted: list[ChunkKey]) -> None:
+        """A lease renewed in time holds for longer than a lease lasts."""
+        before = set(self.model.leases)
+        self.acquire(pick, wanted)
+        for _ in range(2):
+            self.time_passes(6, True)
+            for lease in set(self.model.leases) - before:
+                held = self.model.leases[lease]
+                assert self.directory.renew(self.clients[pick % len(self.clients)], lease) is True
+                held.deadline = self.clock.now + LIMITS.lease_seconds
+
+    @rule(wanted=keys)
+    def touch(self, wanted: list[ChunkKey]) -> None:
+        assert self.directory.touch(wanted) == sum(key in self.model.live_keys() for key in wanted)
+        self.model.touch(wanted)
+
+    @rule(wanted=keys, pin=st.sampled_from(Pin))
+    def pin(self, wanted: list[ChunkKey], pin: Pin) -> None:
+        self.directory.set_pin(wanted, pin)
+        self.model.touch(wanted)
+        for slot in map(self.model.live, wanted):
+            if slot is not None:
+                slot.pin = pin
+
+    @rule(wanted=keys)
+    def remove(self, wanted: list[ChunkKey]) -> None:
+        slots = [slot for slot in map(self.model.live, dict.fromkeys(wanted)) if slot is not None]
+        assert self.directory.remove(wanted) == len(slots)
+        for slot in slots:
+            self.model.forget(slot)
+        self.model.forget_resting(wanted)
+
+    @rule(space=st.sampled_from([b"space--0", b"space--1"]))
+    def clear(self, space: bytes) -> None:
+        wanted = [key for key in ALL_KEYS if key.startswith(space)]
+        slots = [slot for slot in map(self.model.live, wanted) if slot is not None]
+        assert self.directory.clear(space) == len(slots)
+        for slot in slots:
+            self.model.forget(slot)
+        self.model.forget_resting(wanted)
+
+    # ---- time
+
+    @rule(seconds=st.sampled_from([0.5, 5, 10, 30.5, 101]), look=st.booleans())
+    def time_passes(self, seconds: float, look: bool) -> None:
+        self.clock.advance(seconds)
+        if look:
+            self.directory.tick()
+            self.model.tick(self.clock.now)
+            self.forget_writers()
+
+    # ---- segments
+
+    @rule(name=st.sampled_from(list(SEGMENTS)))
+    @precondition(lambda self: not self.model.absent)
+    def offer_new(self, name: str) -> None:
+        if name not in self.model.segments:
+            if name not in self.memory.bytes_of:
+                self.memory.create(name, SEGMENTS[name][1])
+            self.model.segments[name] = Place(*SEGMENTS[name])
+        assert self.add_segment(name) == 0
+
+    @rule(pick=one_of)
+    @precondition(lambda self: self.model.segments)
+    def drop_segment(self, pick: int) -> None:
+        name = sorted(self.model.segments)[pick % len(self.model.segments)]
+        live = [slot for slot in self.model.slots if slot.location.segment == name and slot.state == "live"]
+        chunks, gone = self.directory.drop_segment(SegmentId(name))
+        self.model.segments[name].draining = True
+        for slot in live:
+            self.model.forget(slot)
+        assert chunks == len(live)
+        assert gone is not any(slot.location.segment == name for slot in self.model.slots)
+        if gone:
+            del self.model.segments[name], self.memory.bytes_of[name]
+
+    @rule(pick=one_of)
+    @precondition(lambda self: self.model.absent)
+    def offer_again(self, pick: int) -> None:
+        name = sorted(self.model.absent)[pick % len(self.model.absent)]
+        back = self.model.returns(SegmentId(name))
+        order = [key for key in self.journal.chunks if key in {slot.key for slot in back}]
+        assert self.add_segment(name) == len(back)
+        for slot in [s for s in self.model.slots if s.location.segment == name and s.state == "live" and s not in back]:
+            self.model.slots.remove(slot)
+        self.model.segments[name] = self.model.absent.pop(name)
+        self.model.order += order
+
+    @rule()
+    @precondition(lambda self: self.model.absent)
+    def give_up_awaited_segments(self) -> None:
+        resting = [s for s in self.model.slots if s.location.segment in self.model.absent and s.state == "live"]
+        self.directory.forget_absent()
+        for slot in resting:
+            self.model.slots.remove(slot)
+        kept = {slot.location.segment for slot in self.model.slots}
+        self.model.absent = {name: place for name, place in self.model.absent.items() if name in kept}
+
+    # ---- the server's life
+
+    @rule(offered=st.integers(0, 3))
+    def restart(self, offered: int) -> None:
+        """The server dies and another one starts from the journal; the workers and their kernels go on."""
+        self.restarted = True
+        self.keep_journal()
+        assert journal.newest_id(self.journal) <= self.highest_id
+        self.model.restart(self.clock.now)
+        self.directory = Directory(LRU(), LIMITS, self.clock, first_id=self.highest_id + 1000)
+        self.directory.restore(self.journal)
+        compacted = journal.State()
+        for record in self.directory.snapshot():
+            compacted.apply(_decoder.decode(msgspec.msgpack.encode(record)))
+        self.journal, self.compacting = compacted, None
+        self.clients = [Client(10_000 + client.id, client.process, client.device, "cuda") for client in self.clients]
+        self.old_leases = [(client, lease) for client in self.clients for _, lease in self.old_leases[-2:]]
+        while offered and self.model.absent:
+            self.offer_again(0)
+            offered -= 1
+
+    @rule()
+    @precondition(lambda self: self.compacting is None)
+    def start_compaction(self) -> None:
+        self.keep_journal()
+        self.compacting = journal.State(), iter(self.directory.snapshot())
+        self.compact_a_slice()
+
+    @rule()
+    @precondition(lambda self: self.compacting is not None)
+    def compact_a_slice(self) -> None:
+        self.keep_journal()
+        assert self.compacting is not None
+        state, slices = self.compacting
+        record = next(slices, None)
+        if record is None:
+            self.journal, self.compacting = state, None
+        else:
+            state.apply(_decoder.decode(msgspec.msgpack.encode(record)))
+
+    @rule(slices=st.integers(0, 3), key=st.sampled_from(ALL_KEYS))
+    def restart_and_compact_at_once(self, slices: int, key: ChunkKey) -> None:
+        """Segments come back, and chunks are stored, while the snapshot that still awaits those segments is being copied."""
+        self.restart(1)
+        self.start_compaction()
+        for _ in range(slices):
+            if self.compacting is not None:
+                self.compact_a_slice()
+        if self.clients:
+            self.store(0, [key], 1024)
+        while self.model.absent:
+            self.offer_again(0)
+        while self.compacting is not None:
+            self.compact_a_slice()
+
+    # ---- what always holds
+
+    @invariant()
+    def the_journal_tells_the_truth(self) -> None:
+        self.keep_journal()
+        told = {key: (location, pin) for key, (location, pin) in self.journal.chunks.items()}
+        true = {s.key: (s.location, int(s.pin)) for s in self.model.slots if s.state == "live"}
+        assert told == true
+        assert set(self.journal.segments) == set(self.model.segments) | set(self.model.absent)
+        held = {id_: dict(zip(held.keys, held.locations, strict=True)) for id_, held in self.journal.held.items()}
+        assert held == {id_: {s.key: s.location for s in write.slots} for id_, write in self.model.writes.items()}
+
+    @invariant()
+    def every_chunk_is_where_it_should_be_with_its_bytes(self) -> None:
+        present = self.directory.contains(ALL_KEYS)
+        assert {key for key, there in zip(ALL_KEYS, present, strict=True) if there} == self.model.live_keys()
+        assert len(self.directory) == len(self.model.live_keys())
+        for slot in self.model.slots:
+            if slot.state in ("live", "doomed"):
+                assert self.memory.read(slot.location) == pattern(slot.token, slot.location.length)
+
+    @invariant()
+    def every_lease_that_holds_still_shows_its_bytes(self) -> None:
+        for held in self.model.leases.values():
+            if held.deadline > self.clock.now:
+                for slot in held.slots:
+                    assert self.memory.read(slot.location) == pattern(slot.token, slot.location.length)
+
+    @invariant()
+    def every_byte_is_used_once_or_free(self) -> None:
+        infos = {info.id: info for info in self.directory.segment_infos()}
+        assert set(infos) == set(self.model.segments) | set(self.model.absent)
+        for name, place in self.model.segments.items():
+            mine = [slot for slot in self.model.slots if slot.location.segment == name]
+            info = infos[SegmentId(name)]
+            assert (info.used, info.largest_hole) == (self.model.used(name), self.model.largest_gap(name))
+            assert (info.state == "draining") is place.draining
+            assert info.reserved == sum(slot.state in ("open", "void") for slot in mine)
+            assert info.chunks == len(mine) - info.reserved
+            assert info.leased == sum(self.model.leased(slot) for slot in mine)
+
+    @invariant()
+    def the_order_of_eviction_is_the_order_of_use(self) -> None:
+        assert list(self.directory._policy.victims()) == [slot.key for slot in self.model.coldest()]
+
+    @invariant()
+    def the_tables_are_as_large_as_they_should_be(self) -> None:
+        assert len(self.directory.leases) == len(self.model.leases)
+        void = sum(write.client is None for write in self.model.writes.values())
+        assert self.directory.reservations.counts() == (len(self.model.writes) - void, void)
+        assert self.directory.quarantined_processes() == {w.process for w in self.model.writes.values() if w.client is None}
+        live, open_ = len(self.directory), sum(slot.state == "open" for slot in self.model.slots)
+        assert open_ == self.directory.reservations.pending_count()
+        assert live + open_ <= LIMITS.max_chunks or self.restarted
+
+
+DirectoryMachine.TestCase.settings = settings(
+    max_examples=5000 if THOROUGH else 700,
+    stateful_step_count=80 if THOROUGH else 50,
+    deadline=None,
+    derandomize=not THOROUGH,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.timeout(3600 if THOROUGH else 180)
+class TestDirectoryAgainstTheModel(DirectoryMachine.TestCase):
+    @pytest.fixture(autouse=True)
+    def _small_slices(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(directory_module, "SNAPSHOT_SLICE", 2)

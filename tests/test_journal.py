@@ -1,0 +1,242 @@
+"""The journal's file: what survives a torn end, a damaged middle, a compaction under way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from model import FakeClock, chunk_key
+
+from vcache_backend.metadata_server import journal
+from vcache_backend.metadata_server.directory import Client, Directory, Limits
+from vcache_backend.metadata_server.eviction import LRU
+from vcache_backend.metadata_server.journal import (
+    Gone,
+    Held,
+    Journal,
+    Live,
+    Pinned,
+    ProcessId,
+    Published,
+    Record,
+    Returned,
+    SegmentAdded,
+    SegmentGone,
+    State,
+)
+from vcache_backend.metadata_server.messages import Location, SegmentId, SegmentInfo
+
+KIB = 1 << 10
+S0 = SegmentId("s0")
+WRITER = ProcessId(11, 5)
+A, B, C = (chunk_key(n) for n in range(3))
+PLACE = [Location(S0, at * KIB, KIB, 100 + at) for at in range(8)]
+HISTORY: list[Record] = [
+    SegmentAdded(S0, "gpu-0", "cuda", 8 * KIB),
+    Held(1, WRITER, [A, B], PLACE[:2]),
+    Published(1),
+    Held(2, WRITER, [C], [PLACE[2]]),
+    Pinned([A], 2),
+]
+
+
+def write(path: Path, records: list[Record]) -> None:
+    file = Journal(path)
+    file.start(iter(records))
+    file.close()
+
+
+def state_of(records: list[Record]) -> State:
+    state = State()
+    for record in records:
+        state.apply(record)
+    return state
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "vcache.journal"
+
+
+def test_no_file_is_an_empty_state(path: Path) -> None:
+    assert journal.read(path) == State()
+
+
+def test_what_was_written_is_read_back(path: Path) -> None:
+    write(path, HISTORY)
+    state = journal.read(path)
+    assert state.chunks == {B: (PLACE[1], 0), A: (PLACE[0], 2)}
+    assert state.held == {2: HISTORY[3]}
+    assert state.segments == {S0: HISTORY[0]}
+
+
+def test_a_committed_prefix_is_read_back_tail_first(path: Path) -> None:
+    write(path, [HISTORY[0], Held(1, WRITER, [A, B, C], PLACE[:3]), Published(1)])
+    assert list(journal.read(path).chunks) == [C, B, A]
+
+
+def test_only_its_owner_can_read_the_file(path: Path) -> None:
+    write(path, HISTORY)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@given(cut=st.integers(0, 10_000))
+def test_a_torn_end_is_ignored(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    path = tmp_path_factory.mktemp("journal") / "torn.journal"
+    write(path, HISTORY)
+    whole = path.read_bytes()
+    cut %= len(whole) + 1
+    path.write_bytes(whole[:cut])
+    assert journal.read(path) in [state_of(HISTORY[:n]) for n in range(len(HISTORY) + 1)]
+    if cut == len(whole):
+        assert journal.read(path) == state_of(HISTORY)
+
+
+def test_replay_stops_at_a_damaged_record(path: Path) -> None:
+    write(path, HISTORY[:3])
+    size = path.stat().st_size
+    write(path, HISTORY)
+    data = bytearray(path.read_bytes())
+    data[size + 4] = 0xC1
+    path.write_bytes(data)
+    assert journal.read(path) == state_of(HISTORY[:3])
+
+
+@given(st.binary(max_size=200))
+def test_a_file_of_garbage_is_read_without_harm(tmp_path_factory: pytest.TempPathFactory, garbage: bytes) -> None:
+    path = tmp_path_factory.mktemp("journal") / "garbage.journal"
+    path.write_bytes(garbage)
+    assert isinstance(journal.read(path), State)
+
+
+def test_the_old_file_stays_until_the_new_one_is_whole(path: Path) -> None:
+    write(path, HISTORY)
+    started = Journal(path)
+    assert journal.read(path) == state_of(HISTORY)
+    started.start(iter(HISTORY[:1]))
+    assert journal.read(path) == state_of(HISTORY[:1])
+    started.close()
+
+
+def test_what_is_appended_is_there_even_if_nobody_closes_the_file(path: Path) -> None:
+    file = Journal(path)
+    file.start(iter(HISTORY[:1]))
+    file.append(HISTORY[1:])
+    assert journal.read(path) == state_of(HISTORY)
+    file.close()
+
+
+def test_a_small_journal_is_never_compacted(path: Path) -> None:
+    file = Journal(path)
+    file.start(iter([]))
+    file.append(HISTORY)
+    file.compact(lambda: pytest.fail("a snapshot was asked for"))
+    file.close()
+
+
+def test_an_abandoned_journal_leaves_nothing_to_be_misled_by(path: Path) -> None:
+    file = Journal(path)
+    file.start(iter(HISTORY))
+    file.abandon()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_the_newest_id_is_never_below_any_id_in_use() -> None:
+    assert journal.newest_id(State()) == 0
+    assert journal.newest_id(state_of(HISTORY)) == 102
+    assert journal.newest_id(state_of([Held(7777, WRITER, [A], [PLACE[0]])])) == 7777
+
+
+def test_records_of_unknown_reservations_and_chunks_change_nothing() -> None:
+    records: list[Record] = [Published(5), Returned(6), Gone([A]), Pinned([A], 1), SegmentGone(S0)]
+    assert state_of(records) == State()
+
+
+def test_a_segment_that_is_gone_takes_its_chunks_along() -> None:
+    state = state_of([*HISTORY, Live([C], [Location(SegmentId("s1"), 0, KIB, 9)], [0]), SegmentGone(S0)])
+    assert list(state.chunks) == [C]
+    assert state.segments == {}
+
+
+CLIENT = Client(1, WRITER, "gpu-0", "cuda")
+
+
+@pytest.mark.parametrize("when", range(12))
+def test_compaction_between_any_two_requests_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
+    """Every request that touches the journal happens while slices of the snapshot are being copied, whatever the slice."""
+    monkeypatch.setattr(journal, "COMPACT_BYTES", 1)
+    monkeypatch.setattr("vcache_backend.metadata_server.directory.SNAPSHOT_SLICE", 2)
+    directory = Directory(LRU(), Limits(), FakeClock())
+    file = Journal(path)
+    file.start(directory.snapshot())
+
+    def flush() -> None:
+        file.append(directory.records)
+        directory.records.clear()
+
+    def put(*numbers: int) -> int:
+        reserved = directory.reserve(CLIENT, [chunk_key(n) for n in numbers], KIB)
+        return reserved.reservation
+
+    for name in ("s0", "s1"):
+        directory.add_segment(SegmentInfo(SegmentId(name), "gpu-0", "cuda", 12 * KIB))
+    directory.commit(CLIENT, put(*range(8)), [])
+    early, other = put(20, 21), put(22)
+    steps = [
+        lambda: directory.commit(CLIENT, early, []),
+        lambda: directory.abort(CLIENT, other),
+        lambda: directory.remove([chunk_key(0), chunk_key(5)]),
+        lambda: directory.set_pin([chunk_key(1), chunk_key(6)], 2),
+        lambda: directory.commit(CLIENT, put(30, 31, 5), []),
+        lambda: put(40),
+        lambda: directory.drop_segment(SegmentId("s1")),
+        lambda: [directory.commit(CLIENT, put(n), []) for n in range(50, 60)],
+    ]
+    flush()
+    inode = path.stat().st_ino
+    for _ in range(when):
+        file.compact(directory.snapshot)
+    for step in steps:
+        step()
+        flush()
+        file.compact(directory.snapshot)
+    for _ in range(200):
+        file.compact(directory.snapshot)
+        if path.stat().st_ino != inode and file._slices is None:
+            break
+    assert path.stat().st_ino != inode, "no compaction happened"
+    file.close()
+    told = journal.read(path)
+    assert {k: (loc, pin) for k, (loc, pin) in told.chunks.items()} == {
+        k: (e.location, int(e.pin)) for k, e in directory._live.items()
+    }
+    assert set(told.held) == {id_ for id_, _ in directory.reservations.items()}
+    assert set(told.segments) == set(directory.placement.segments)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_compaction_shrinks_a_file_of_things_long_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "COMPACT_BYTES", 10_000)
+    directory = Directory(LRU(), Limits(), FakeClock())
+    directory.add_segment(SegmentInfo(S0, "gpu-0", "cuda", 4 * KIB))
+    file = Journal(path)
+    file.start(directory.snapshot())
+    largest = 0
+    for number in range(2000):
+        directory.commit(CLIENT, directory.reserve(CLIENT, [chunk_key(number)], KIB).reservation, [])
+        file.append(directory.records)
+        directory.records.clear()
+        file.compact(directory.snapshot)
+        largest = max(largest, path.stat().st_size)
+    file.close()
+    assert largest < 30_000
+    assert set(journal.read(path).chunks) == {chunk_key(n) for n in range(1996, 2000)}
+
+
+def test_records_are_told_apart_by_their_first_element() -> None:
+    encoded = [msgspec.msgpack.decode(msgspec.msgpack.encode(record))[0] for record in HISTORY]
+    assert encoded == ["S", "H", "C", "H", "P"]

@@ -1,0 +1,312 @@
+"""A real server spoken to by hand: sockets and the `msgpack` package, every request type, literal arrays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model import chunk_key
+from processes import Child, Raw, Stage, eventually, make_memfd, stage
+
+KIB = 1 << 10
+A, B, C, D, E = (chunk_key(n) for n in range(5))
+EXISTS, BUSY, FULL, TOO_LARGE, NO_SEGMENT = range(5)
+
+
+@pytest.fixture
+def stage_(tmp_path: Path) -> Iterator[Stage]:
+    with stage(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def server(stage_: Stage) -> Child:
+    return stage_.server()
+
+
+@pytest.fixture
+def raw(stage_: Stage, server: Child) -> Raw:
+    return stage_.raw()
+
+
+@pytest.fixture
+def memfd() -> Iterator[int]:
+    fd = make_memfd(4 * KIB)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def worker(raw: Raw, memfd: int) -> Raw:
+    """A connection on whose node one host segment has room for four chunks of 1 KiB."""
+    assert raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["added", 0]
+    return raw
+
+
+def ask(raw: Raw, *message: Any) -> list[Any]:
+    reply = raw.ask(*message)
+    assert reply is not None
+    return reply
+
+
+def put(raw: Raw, *keys: bytes) -> list[Any]:
+    _, reservation, _, slots, _ = ask(raw, "reserve", list(keys), KIB)
+    assert ask(raw, "commit", reservation, []) == ["count", len(keys)]
+    return slots
+
+
+# ---- the protocol, message by message
+
+
+def test_hello_is_welcomed_with_version_epoch_and_times(raw: Raw) -> None:
+    name, version, epoch, lease_seconds, reservation_seconds, mismatches = raw.welcome
+    assert (name, version, lease_seconds, reservation_seconds, mismatches) == ("welcome", 1, 10.0, 30.0, [])
+    assert isinstance(epoch, int)
+    assert epoch > 0
+
+
+def test_a_second_hello_is_refused_and_the_connection_stays(raw: Raw) -> None:
+    reply = ask(raw, "hello", 1, "host", "host", {})
+    assert (reply[0], reply[2]) == ("error", False)
+    assert ask(raw, "lookup", [A], 1) == ["count", 0]
+
+
+def test_add_segment_then_segments(worker: Raw) -> None:
+    assert ask(worker, "list_segments") == ["segments", [["s0", "host", "host", 4096, 0, 0, 0, 0, 4096, 0, "live"]]]
+
+
+def test_open_segment_hands_out_the_very_memory(worker: Raw, memfd: int) -> None:
+    reply = ask(worker, "open_segment", "s0")
+    assert reply == ["opened", ["s0", "host", "host", 4096, 0, 0, 0, 0, 4096, 0, "live"]]
+    assert len(worker.fds) == 1
+    assert os.fstat(worker.fds[0]).st_ino == os.fstat(memfd).st_ino
+
+
+def test_reserve_commit_lookup(worker: Raw) -> None:
+    name, reservation, seconds, slots, reason = ask(worker, "reserve", [A, B], KIB)
+    assert (name, seconds, reason) == ("reserved", 30.0, "")
+    assert [slot[:3] for slot in slots] == [["s0", 0, KIB], ["s0", KIB, KIB]]
+    assert slots[0][3] != slots[1][3]
+    assert ask(worker, "lookup", [A, B, C], 1) == ["count", 0]
+    assert ask(worker, "commit", reservation, []) == ["count", 2]
+    assert ask(worker, "commit", reservation, []) == ["count", 0]
+    assert ask(worker, "lookup", [A, B, C], 1) == ["count", 2]
+    assert ask(worker, "lookup", [A, B], 2) == ["count", 0]
+
+
+def test_reserve_says_why_not(worker: Raw) -> None:
+    put(worker, A)
+    assert ask(worker, "reserve", [A], KIB)[1:4] == [0, 0.0, [EXISTS]]
+    ask(worker, "reserve", [B], KIB)
+    assert ask(worker, "reserve", [B], KIB)[3] == [BUSY]
+    too_large = ask(worker, "reserve", [C], 5 * KIB)
+    assert too_large[3] == [TOO_LARGE]
+    assert "pool.segment_bytes >= 5120" in too_large[4]
+    assert ask(worker, "reserve", [C, D], KIB)[1] > 0
+    ask(worker, "acquire", [A])
+    assert ask(worker, "reserve", [E], KIB)[3] == [FULL]
+
+
+def test_a_pool_without_segments_says_so(raw: Raw) -> None:
+    reply = ask(raw, "reserve", [A], KIB)
+    assert reply[3] == [NO_SEGMENT]
+    assert "vcache segment add" in reply[4]
+
+
+def test_abort_returns_the_slots(worker: Raw) -> None:
+    reservation = ask(worker, "reserve", [A, B], KIB)[1]
+    assert ask(worker, "abort", reservation) == ["count", 2]
+    assert ask(worker, "abort", reservation) == ["count", 0]
+
+
+def test_acquire_renew_release(worker: Raw) -> None:
+    slots = put(worker, A, B)
+    name, lease, seconds, locations = ask(worker, "acquire", [A, B, C])
+    assert (name, seconds, locations) == ("leased", 10.0, slots)
+    assert ask(worker, "renew", lease) == ["verdict", True]
+    assert ask(worker, "release", lease) == ["verdict", True]
+    assert ask(worker, "release", lease) == ["verdict", False]
+    assert ask(worker, "renew", lease) == ["verdict", False]
+    assert ask(worker, "acquire", [C]) == ["leased", 0, 0.0, []]
+
+
+def test_contains_touch_pin_remove_clear(worker: Raw) -> None:
+    put(worker, A, B)
+    put(worker, C)
+    assert ask(worker, "contains", [A, D, C]) == ["present", [True, False, True]]
+    assert ask(worker, "touch", [A, B, D]) == ["count", 2]
+    assert ask(worker, "pin", [A, D], 2) == ["count", 1]
+    assert ask(worker, "remove", [B, D]) == ["count", 1]
+    assert ask(worker, "clear", b"another!") == ["count", 0]
+    assert ask(worker, "clear", b"namespac") == ["count", 2]
+    assert ask(worker, "clear", b"") == ["count", 0]
+
+
+def test_drop_segment_lets_go_of_the_memory(worker: Raw, server: Child) -> None:
+    put(worker, A)
+    assert any("vcache-test" in name for name in server.fds())
+    assert ask(worker, "drop_segment", "s0") == ["dropped", 1, True]
+    assert not any("vcache-test" in name for name in server.fds())
+    assert ask(worker, "drop_segment", "s0")[0] == "error"
+    assert ask(worker, "open_segment", "s0")[0] == "error"
+
+
+def test_a_segment_under_lease_is_dropped_when_the_lease_ends(stage_: Stage, worker: Raw, server: Child) -> None:
+    put(worker, A)
+    reader = stage_.raw()
+    lease = ask(reader, "acquire", [A])[1]
+    assert ask(worker, "drop_segment", "s0") == ["dropped", 1, False]
+    assert ask(worker, "list_segments")[1][0][-1] == "draining"
+    assert ask(reader, "release", lease) == ["verdict", True]
+    eventually(lambda: ask(worker, "list_segments") == ["segments", []])
+    assert not any("vcache-test" in name for name in server.fds())
+
+
+def test_stats_count_what_happened(worker: Raw) -> None:
+    put(worker, A, B)
+    ask(worker, "lookup", [A, B, C], 1)
+    ask(worker, "acquire", [A])
+    name, epoch, uptime, clients, chunks, leases, reservations, quarantined, counters, latency, segments, _, rss = ask(
+        worker, "stats"
+    )
+    assert (name, epoch, clients, chunks, leases, reservations, quarantined) == ("server_stats", worker.welcome[2], 1, 2, 1, 0, 0)
+    assert (counters["lookup_chunks"], counters["lookup_hits"], counters["committed"]) == (3, 2, 2)
+    assert latency["Lookup"][0] == 1
+    assert 0 < latency["Lookup"][1] <= latency["Lookup"][2]
+    assert uptime >= 0
+    assert segments[0][:7] == ["s0", "host", "host", 4096, 2048, 2, 1]
+    assert rss > 1 << 20
+
+
+def test_instances_of_one_model_that_cannot_share_are_told_why(stage_: Stage, server: Child) -> None:
+    one, other = stage_.raw(hello=False), stage_.raw(hello=False)
+    layout = {"model": "llama", "dtype": "bf16", "namespace": "aa"}
+    assert ask(one, "hello", 1, "host", "host", layout)[5] == []
+    (line,) = ask(other, "hello", 1, "host", "host", layout | {"dtype": "fp16", "namespace": "bb"})[5]
+    assert "dtype: 'fp16' here, 'bf16' there" in line
+    assert ask(stage_.raw(hello=False), "hello", 1, "host", "host", {"model": "qwen", "namespace": "cc"})[5] == []
+
+
+# ---- segments that are refused
+
+
+def test_add_segment_without_an_fd_is_refused(raw: Raw) -> None:
+    reply = ask(raw, "add_segment", "s0", "host", "host", 4096)
+    assert reply[0] == "error"
+    assert "0 fds came along; exactly 1 is needed" in reply[1]
+
+
+def test_a_host_segment_must_be_a_sealed_memfd_of_its_size(raw: Raw, tmp_path: Path, server: Child) -> None:
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    loose, small = make_memfd(4 * KIB, seals=False), make_memfd(KIB)
+    try:
+        for fd, why in ((file, "no memfd"), (loose, "not sealed"), (small, "fewer than the 4,096 B announced")):
+            reply = raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(fd,))
+            assert reply is not None
+            assert reply[0] == "error"
+            assert why in reply[1]
+        assert not any("vcache-test" in name for name in server.fds())
+    finally:
+        for fd in (file, loose, small):
+            os.close(fd)
+
+
+def test_the_same_segment_with_another_size_is_refused(worker: Raw, memfd: int) -> None:
+    assert worker.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["added", 0]
+    reply = worker.ask("add_segment", "s0", "host", "host", 2 * KIB, fds=(memfd,))
+    assert reply is not None
+    assert "is 4,096 B of host on host, not 2,048 B" in reply[1]
+
+
+# ---- the process
+
+
+def test_the_socket_and_its_folder_are_the_owner_s_alone(stage_: Stage, tmp_path: Path) -> None:
+    stage_.path = tmp_path / "folder" / "vcache.sock"
+    stage_.server()
+    assert stat.S_IMODE(stage_.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(stage_.path.parent.stat().st_mode) == 0o700
+    assert {
+        p.suffix: stat.S_IMODE(p.stat().st_mode) for p in stage_.path.parent.iterdir() if p.suffix in (".lock", ".journal")
+    } == {
+        ".lock": 0o600,
+        ".journal": 0o600,
+    }
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly_and_removes_the_socket(stage_: Stage, number: signal.Signals) -> None:
+    server = stage_.server()
+    stage_.raw()
+    server.signal(number)
+    status, said = server.wait(5)
+    assert status == 0
+    assert "stopped" in said
+    assert "Traceback" not in said
+    assert not stage_.path.exists()
+
+
+def test_a_second_server_on_the_same_socket_says_so_and_leaves_the_first_alone(stage_: Stage, worker: Raw) -> None:
+    second = stage_.undo.enter_context(Child([*_python_server(), "--socket", str(stage_.path)]))
+    status, said = second.wait()
+    assert status == 1
+    assert f"another server already serves {stage_.path}" in said
+    assert "Traceback" not in said
+    assert ask(worker, "lookup", [A], 1) == ["count", 0]
+    assert len(ask(stage_.raw(), "list_segments")[1]) == 1
+
+
+@pytest.mark.parametrize("where", ["/proc/nowhere/vcache.sock", "/dev/null/vcache.sock", "/tmp/" + "x" * 120 + ".sock"])
+def test_a_socket_path_that_cannot_be_used_is_said_in_one_line(stage_: Stage, where: str) -> None:
+    server = stage_.undo.enter_context(Child([*_python_server(), "--socket", where]))
+    status, said = server.wait()
+    assert status == 1
+    assert "server.socket" in said
+    assert "Traceback" not in said
+
+
+def test_a_wrong_configuration_is_said_in_one_line(stage_: Stage, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text("server:\n  lease_second: 3\n")
+    server = stage_.undo.enter_context(Child([*_python_server(), "--config", str(file)]))
+    status, said = server.wait()
+    assert status == 1
+    assert "unknown field `lease_second`" in said
+    assert "$.server" in said
+
+
+def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(stage_: Stage) -> None:
+    stage_.server(max_clients=2)
+    first, _ = stage_.raw(), stage_.raw()
+    third = stage_.raw(hello=False)
+    reply = ask(third, "hello", 1, "host", "host", {})
+    assert "raise server.max_clients" in reply[1]
+    assert third.closed()
+    first.close()
+    eventually(lambda: stage_.raw(hello=False).ask("hello", 1, "host", "host", {})[0] == "welcome")
+
+
+def test_connections_leave_no_fd_behind(stage_: Stage, server: Child, memfd: int) -> None:
+    def cycle() -> None:
+        with Raw(stage_.path) as raw:
+            raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))
+            ask(raw, "open_segment", "s0")
+            ask(raw, "reserve", [A], KIB)
+        with Raw(stage_.path) as raw:
+            ask(raw, "drop_segment", "s0")
+
+    cycle()
+    before = len(server.fds())
+    for _ in range(100):
+        cycle()
+    eventually(lambda: len(server.fds()) <= before)
+
+
+def _python_server() -> list[str]:
+    return [sys.executable, "-m", "vcache_backend.metadata_server"]

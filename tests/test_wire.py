@@ -1,0 +1,335 @@
+"""Frames: what our decoder makes of bytes nobody meant well, and what a real server does with them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from model import chunk_key
+from processes import Child, Raw, Stage, eventually, make_memfd, stage
+
+from vcache_backend.errors import ProtocolError
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import wire
+
+A = chunk_key(1)
+REQUESTS: list[m.AnyRequest] = [
+    m.Hello(1, "GPU-1", "cuda", {"model": "llama"}),
+    m.AddSegment(m.SegmentId("s"), "host", "host", 4096),
+    m.OpenSegment(m.SegmentId("s")),
+    m.DropSegment(m.SegmentId("s")),
+    m.ListSegments(),
+    m.Reserve([A], 1024),
+    m.Commit(7, [A]),
+    m.Abort(7),
+    m.Lookup([A], 2),
+    m.Acquire([A]),
+    m.Renew(7),
+    m.Release(7),
+    m.Contains([A]),
+    m.Touch([A]),
+    m.SetPin([A], m.Pin.SOFT),
+    m.Remove([A]),
+    m.Clear(b"namespac"),
+    m.Stats(),
+]
+FRAMES = [wire.frame(request) for request in REQUESTS]
+
+
+def frame(*message: Any) -> bytes:
+    body = msgpack.packb(list(message), use_bin_type=True)
+    return len(body).to_bytes(4, "little") + body
+
+
+def mutated(original: bytes, edits: list[tuple[int, int]]) -> bytes:
+    data = bytearray(original)
+    for at, byte in edits:
+        data[at % len(data)] = byte
+    return bytes(data)
+
+
+BOMB = (1 << 16).to_bytes(4, "little") + b"\x91" * (1 << 16)
+"""Sixty-five thousand arrays within each other."""
+NO_TEXT = b"\x03\0\0\0\x91\xa1\x80"
+"""A name that is no UTF-8."""
+edits = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=6)
+hostile = st.one_of(
+    st.binary(max_size=300),
+    st.binary(max_size=300).map(lambda body: len(body).to_bytes(4, "little") + body),
+    st.builds(mutated, st.sampled_from(FRAMES), edits),
+    st.builds(lambda whole, cut: whole[: cut % len(whole)], st.sampled_from(FRAMES), st.integers(0, 500)),
+    st.builds(lambda first, second: first + second, st.sampled_from(FRAMES), st.binary(min_size=1, max_size=40)),
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(1 << 63), (1 << 64) - 1)
+        | st.floats()
+        | st.text(max_size=9)
+        | st.binary(max_size=30),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=12,
+    ).map(lambda value: frame(value)),
+    st.builds(
+        lambda name, values: frame(name, *values),
+        st.sampled_from(["hello", "lookup", "reserve", "commit", "pin", "add_segment", "clear", "renew", "nothing", "", 5]),
+        st.lists(
+            st.integers(-5, 1 << 64)
+            | st.binary(max_size=30)
+            | st.lists(st.binary(max_size=30), max_size=3)
+            | st.text(max_size=9),
+            max_size=5,
+        ).filter(lambda values: all(not isinstance(value, int) or value < 1 << 64 for value in values)),
+    ),
+)
+
+
+# ---- the decoder
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
+def test_every_request_survives_the_wire(request_: m.AnyRequest) -> None:
+    (body,) = wire.FrameReader().feed(wire.frame(request_))
+    assert wire.request_decoder.decode(body) == request_
+
+
+def test_a_request_is_a_plain_array_that_starts_with_its_name() -> None:
+    assert msgpack.unpackb(FRAMES[8][4:]) == ["lookup", [A], 2]
+    assert msgpack.unpackb(FRAMES[5][4:]) == ["reserve", [A], 1024]
+    assert FRAMES[8][:4] == (len(FRAMES[8]) - 4).to_bytes(4, "little")
+
+
+def test_what_has_a_default_may_be_left_out() -> None:
+    assert wire.request_decoder.decode(msgpack.packb(["lookup", [A]])) == m.Lookup([A], 1)
+    assert wire.request_decoder.decode(msgpack.packb(["commit", 3])) == m.Commit(3, [])
+
+
+@given(st.data())
+def test_frames_come_out_whole_however_the_stream_is_cut(data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(FRAMES), max_size=6))
+    stream, reader, out = b"".join(chosen), wire.FrameReader(), []
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        out += reader.feed(stream[start:end])
+    assert out == [whole[4:] for whole in chosen]
+
+
+@given(hostile)
+@example(BOMB)
+@example(b"\xff\xff\xff\xff")
+@example(b"\0\0\0\0")
+@example(NO_TEXT)
+def test_hostile_bytes_are_decoded_or_refused_and_never_more(data: bytes) -> None:
+    try:
+        bodies = wire.FrameReader().feed(data)
+    except ProtocolError:
+        return
+    for body in bodies:
+        try:
+            request = wire.request_decoder.decode(body)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            continue
+        assert isinstance(request, m.Request)
+
+
+def test_a_frame_above_the_limit_is_refused_before_it_arrives() -> None:
+    with pytest.raises(ProtocolError, match=r"announces 8,388,609 B; the limit is 8,388,608 B"):
+        wire.FrameReader().feed((m.MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
+
+
+def test_we_never_send_a_frame_above_the_limit() -> None:
+    with pytest.raises(ProtocolError, match="send fewer keys at once"):
+        wire.frame(m.Lookup([A] * (m.MAX_FRAME_BYTES // 26)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ["no_such_request"],
+        ["lookup"],
+        ["lookup", [b"short"]],
+        ["lookup", ["text"]],
+        ["lookup", [A], 0],
+        ["lookup", [A], 1 << 40],
+        ["lookup", [A] * (m.MAX_KEYS + 1)],
+        ["reserve", [A], 0],
+        ["reserve", [A], -1],
+        ["reserve", [A], 1 << 60],
+        ["commit", "one"],
+        ["pin", [A], 3],
+        ["clear", b"far more than eight bytes"],
+        ["add_segment", "", "host", "host", 4096],
+        ["add_segment", "s" * 65, "host", "host", 4096],
+        ["add_segment", "s", "host", "tape", 4096],
+        ["add_segment", "s", "host", "host", 0],
+        {"lookup": []},
+        "lookup",
+        5,
+        None,
+    ],
+    ids=lambda message: repr(message)[:50],
+)
+def test_a_message_of_the_wrong_shape_is_refused(message: object) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        wire.request_decoder.decode(msgpack.packb(message))
+
+
+# ---- a real server
+
+
+@pytest.fixture(scope="module")
+def stage_(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with stage(tmp_path_factory.mktemp("wire")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(stage_: Stage) -> Child:
+    """One server for all these tests: it has to survive them all."""
+    return stage_.server(max_clients=2000)
+
+
+@pytest.fixture(scope="module")
+def bystander(stage_: Stage, server: Child) -> Raw:
+    """A client that has nothing to do with it and must never notice."""
+    return stage_.raw()
+
+
+@pytest.fixture
+def raw(stage_: Stage, server: Child) -> Iterator[Raw]:
+    with Raw(stage_.path) as made:
+        yield made
+
+
+def undisturbed(bystander: Raw) -> bool:
+    return bystander.ask("lookup", [A], 1) == ["count", 0]
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=hostile, hello=st.booleans())
+@example(data=BOMB, hello=True)
+@example(data=b"\xff\xff\xff\xff", hello=True)
+@example(data=b"\0\0\0\0", hello=True)
+@example(data=NO_TEXT, hello=True)
+def test_a_server_answers_hostile_bytes_with_an_error_or_a_closed_door(
+    stage_: Stage, server: Child, bystander: Raw, data: bytes, hello: bool
+) -> None:
+    with Raw(stage_.path, hello) as guest:
+        guest.send_bytes(data)
+        guest.socket.shutdown(socket.SHUT_WR)
+        while (reply := guest.receive()) is not None:
+            assert isinstance(reply[0], str)
+    assert undisturbed(bystander)
+    assert server.process.poll() is None
+
+
+def test_an_enormous_length_is_answered_and_the_door_closed(raw: Raw, bystander: Raw) -> None:
+    raw.send_bytes(b"\xff\xff\xff\x7f" + b"x" * 100)
+    reply = raw.receive()
+    assert reply is not None
+    assert reply[0] == "error"
+    assert reply[2] is True
+    assert "the limit is 8,388,608 B" in reply[1]
+    assert raw.closed()
+    assert undisturbed(bystander)
+
+
+def test_a_request_of_too_many_keys_is_refused_and_the_connection_stays_usable(raw: Raw) -> None:
+    reply = raw.ask("lookup", [A] * (m.MAX_KEYS + 1), 1)
+    assert reply is not None
+    assert reply[0] == "error"
+    assert reply[2] is False
+    assert raw.ask("lookup", [A] * m.MAX_KEYS, 1) == ["count", 0]
+
+
+@pytest.mark.parametrize("message", [["no_such_request"], ["lookup"], ["lookup", [b"short"]], ["reserve", [A], 0]], ids=repr)
+def test_a_wrong_request_is_refused_and_the_connection_stays_usable(raw: Raw, message: list[Any]) -> None:
+    reply = raw.ask(*message)
+    assert reply is not None
+    assert (reply[0], reply[2]) == ("error", False)
+    assert raw.ask("lookup", [A], 1) == ["count", 0]
+
+
+def test_another_protocol_version_gets_a_clear_error(stage_: Stage, server: Child) -> None:
+    with Raw(stage_.path, hello=False) as guest:
+        reply = guest.ask("hello", 999, "host", "host", {})
+        assert reply is not None
+        assert reply[0] == "error"
+        assert "the client speaks protocol 999, this server 1; install the same vcache-backend" in reply[1]
+        assert guest.closed()
+
+
+def test_a_later_version_s_hello_of_another_shape_gets_a_clear_error(stage_: Stage, server: Child) -> None:
+    with Raw(stage_.path, hello=False) as guest:
+        reply = guest.ask("hello", 2, {"everything": "changed"})
+        assert reply is not None
+        assert "no hello of protocol 1" in reply[1]
+        assert guest.closed()
+
+
+def test_nothing_is_served_before_the_hello(stage_: Stage, server: Child) -> None:
+    with Raw(stage_.path, hello=False) as guest:
+        reply = guest.ask("stats")
+        assert reply is not None
+        assert reply[0] == "error"
+        assert "not hello" in reply[1]
+        assert guest.closed()
+
+
+def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, bystander: Raw) -> None:
+    memfd = make_memfd(4096)
+    try:
+        with Raw(stage_.path) as guest:
+            for _ in range(20):
+                guest.send("lookup", [A], 1, fds=(memfd, memfd))
+                assert guest.receive() == ["count", 0]
+            reply = guest.ask("add_segment", "two", "host", "host", 4096, fds=(memfd, memfd))
+            assert reply is not None
+            assert "2 fds came along" in reply[1]
+            assert not [name for name in server.fds() if "vcache-test" in name]
+            guest.send_bytes(b"\x50\0\0\0half a frame", (memfd,))
+            eventually(lambda: [name for name in server.fds() if "vcache-test" in name])
+        eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
+    finally:
+        os.close(memfd)
+
+
+def test_fds_do_not_pile_up_behind_an_unfinished_frame(raw: Raw, server: Child) -> None:
+    memfd = make_memfd(4096)
+    try:
+        raw.send_bytes((1 << 20).to_bytes(4, "little"))
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            for _ in range(10_000):
+                raw.send_bytes(b"x", (memfd, memfd))
+        assert raw.closed()
+        eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
+    finally:
+        os.close(memfd)
+
+
+def test_requests_sent_in_one_breath_are_answered_in_order(raw: Raw) -> None:
+    raw.send_bytes(frame("lookup", [A], 1) + frame("contains", [A]) + frame("segments_of_nobody") + frame("touch", [A]))
+    answers = [raw.receive() for _ in range(4)]
+    assert [answer[0] for answer in answers if answer] == ["count", "present", "error", "count"]
+
+
+def test_a_frame_that_arrives_byte_by_byte_is_answered(raw: Raw) -> None:
+    for byte in frame("lookup", [A], 1):
+        raw.send_bytes(bytes([byte]))
+    assert raw.receive() == ["count", 0]
+
+
+def test_a_client_that_never_reads_is_disconnected_and_nobody_else_waits(stage_: Stage, server: Child, bystander: Raw) -> None:
+    with Raw(stage_.path) as guest:
+        guest.socket.settimeout(5)
+        request = frame("contains", [A] * 20_000) * 4
+        with pytest.raises((BrokenPipeError, ConnectionResetError, TimeoutError)):
+            for _ in range(2000):
+                guest.send_bytes(request)
+    assert undisturbed(bystander)
