@@ -66,7 +66,7 @@ def case(owner: Device, reader: Device, nbytes: int) -> Case:
     slots = (ids[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1).astype(np.int64)
     copy = plan(kv, CHUNK, slots, [Piece(i, i * CHUNK, 0, CHUNK) for i in range(chunks)])
     addresses = np.array([mapped.address(i * chunk_bytes, chunk_bytes) for i in range(chunks)], dtype=np.int64)
-    host = np.empty(kernels.table_shape(kv, copy), dtype=np.int64)
+    host = np.empty((kernels.table_rows(kv, copy), 3), dtype=np.int64)
     aligned = kernels.fill_table(kv, copy, addresses, host)
     table = torch.from_numpy(host).to(f"cuda:{reader.ordinal}")
     flat = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{reader.ordinal}")
@@ -78,7 +78,7 @@ def case(owner: Device, reader: Device, nbytes: int) -> Case:
 def _check(made: Case, caches: list[torch.Tensor]) -> None:
     """Out to the segment and back into poisoned blocks: every byte must be what it was."""
     before = [cache.clone() for cache in caches]
-    tuning = kernels.tuning_for(made.copy.nbytes, local=False)
+    tuning = kernels.tuning_for(local=False)
     made.kernel(True, tuning)
     torch.cuda.synchronize()
     touched = torch.from_numpy(np.unique(made.copy.blocks[:, 2])).to(caches[0].device)
@@ -140,8 +140,8 @@ def run() -> list[Row]:
 
 def _peer(made: Case, name: str, floor: float) -> list[Row]:
     nbytes = made.copy.nbytes
-    tuning = kernels.tuning_for(nbytes, local=False)
-    bounded = kernels.tuning_for(nbytes, local=False, max_ctas=32)
+    tuning = kernels.tuning_for(local=False)
+    bounded = kernels.tuning_for(local=False, max_ctas=32)
     engine, kernel, small = interleaved(
         [lambda: made.copy_engine(False), lambda: made.kernel(False, tuning), lambda: made.kernel(False, bounded)], nbytes
     )
@@ -154,7 +154,7 @@ def _peer(made: Case, name: str, floor: float) -> list[Row]:
 
 def _local(made: Case) -> Row:
     nbytes = made.copy.nbytes
-    tuning = kernels.tuning_for(nbytes, local=True)
+    tuning = kernels.tuning_for(local=True)
     engine, kernel = interleaved([lambda: made.copy_engine(True), lambda: made.kernel(True, tuning)], nbytes)
     what = f"gather 256 MiB of scattered 32-KiB pages into the own segment, {tuning.ctas} CTAs; reference: contiguous device copy"
     return row("local_store_256MiB", "GB/s", kernel, engine, what=what, at_least=0.85)
@@ -163,7 +163,7 @@ def _local(made: Case) -> Row:
 def _both_ways(left: Case, right: Case) -> Row:
     """Each GPU pulls from the other at the same time; GB/s of both together, from the events of the slower one."""
     nbytes = left.copy.nbytes
-    tuning = kernels.tuning_for(nbytes, local=False)
+    tuning = kernels.tuning_for(local=False)
 
     def together(work: Callable[[Case], None], repeat: int = 8) -> float:
         events = []

@@ -101,7 +101,7 @@ class Case:
         self.plan: CopyPlan = plan(self.kv, tokens, mapping, [Piece(i, i * tokens, 0, tokens) for i in range(blocks // each)])
         self.chunk = self.kv.chunk_bytes(tokens)
         addresses = slots.data_ptr() + np.arange(blocks // each, dtype=np.int64) * self.chunk
-        rows = np.empty(kernels.table_shape(self.kv, self.plan), dtype=np.int64)
+        rows = np.empty((kernels.table_rows(self.kv, self.plan), 3), dtype=np.int64)
         self.aligned = kernels.fill_table(self.kv, self.plan, addresses, rows)
         self.table = torch.from_numpy(rows).to("cuda:0")
 

@@ -200,7 +200,8 @@ class Held:
 
 def under_way(held: object) -> tuple[CudaCompletion, FakeEvent]:
     end = FakeEvent()
-    return CudaCompletion(torch.device("cuda", 0), FakeEvent(), end, held), end  # type: ignore[arg-type]
+    table = object()
+    return CudaCompletion(torch.device("cuda", 0), FakeEvent(), end, held, table, []), end  # type: ignore[arg-type]
 
 
 def test_a_wait_ends_at_its_deadline() -> None:
@@ -336,7 +337,7 @@ def test_a_wait_for_a_busy_device_ends_at_its_deadline() -> None:
     _, kv, copy, slots = large(1)
     copier = CudaCopier(0)
     copier.prepare(kv)
-    torch.cuda._sleep(5 * LONG)
+    torch.cuda._sleep(2_000_000_000)  # about a second
     completion = copier.gather(kv, copy, views(slots))
     began = time.monotonic()
     assert not completion.wait(0.05)

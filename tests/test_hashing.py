@@ -19,8 +19,8 @@ LAYOUT = Layout(model="m", dtype="bf16", layers=2, kv_heads=2, head_dim=8, block
 CHUNK = 4
 
 GOLDEN = [
-    "647bdb217a97961de90210e0913177cb77de88c09682d8950000",
-    "647bdb217a97961d00b69dcb4acea5bf5504401dfb58620f0000",
+    "647bdb217a97961d32ab2668881c5e511e1e38ca09825b410000",
+    "647bdb217a97961d1319c7aad89033826e03bfe958170a120000",
 ]
 
 # Few different tokens and short sequences: equal prefixes are common.
@@ -106,3 +106,18 @@ def test_ranks_differ_in_their_last_two_bytes_only() -> None:
     assert len(ours) == KEY_BYTES
     assert ours[:-2] == theirs[:-2]
     assert (ours[-2:], theirs[-2:]) == (b"\0\0", b"\1\2")
+
+
+def test_a_token_beyond_32_bits_changes_only_its_own_chunk_and_the_later_ones() -> None:
+    narrow, wide = list(range(3 * CHUNK)), list(range(3 * CHUNK))
+    wide[CHUNK + 1] += 1 << 40
+    before, after = hasher().keys(narrow), hasher().keys(wide)
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+    assert before[2] != after[2]
+    assert hasher().keys(torch.tensor(wide)) == after == hasher().keys(np.array(wide))
+
+
+def test_a_token_and_its_remainder_modulo_2_to_the_32_have_different_keys() -> None:
+    assert hasher().keys([7 + (1 << 32)] + [0] * (CHUNK - 1)) != hasher().keys([7] + [0] * (CHUNK - 1))
+    assert hasher().keys([-1] + [0] * (CHUNK - 1)) != hasher().keys([(1 << 32) - 1] + [0] * (CHUNK - 1))

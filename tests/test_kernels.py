@@ -66,7 +66,7 @@ def twin(kv: PagedKV) -> PagedKV:
 
 
 def run_kernel(kv: PagedKV, copy: CopyPlan, slots: list[Tensor], to_slot: bool, tuning: Tuning) -> None:
-    rows = np.empty(kernels.table_shape(kv, copy), dtype=np.int64)
+    rows = np.empty((kernels.table_rows(kv, copy), 3), dtype=np.int64)
     aligned = kernels.fill_table(kv, copy, np.array([slot.data_ptr() for slot in slots], dtype=np.int64), rows)
     table = torch.from_numpy(rows).to(kv.device)
     kernels.launch(kv, copy, table, to_slot=to_slot, tuning=tuning, aligned=aligned)
@@ -232,7 +232,7 @@ def test_a_chunk_that_is_stored_and_retrieved_elsewhere_has_the_same_bytes(data:
 def test_addresses_beyond_32_bits_survive_the_table() -> None:
     kv = cache((12, 4, 64), 4, "cpu")
     copy = plan(kv, 8, mapping(12, 4, 2), [Piece(0, 0, 0, 8)])
-    table = np.empty(kernels.table_shape(kv, copy), dtype=np.int64)
+    table = np.empty((kernels.table_rows(kv, copy), 3), dtype=np.int64)
     high = (1 << 46) + (5 << 32) + 16
     assert kernels.fill_table(kv, copy, np.array([high], dtype=np.int64), table) == 16
     assert table[2:, 0].tolist() == [high, high + kv.page_bytes]
@@ -262,11 +262,10 @@ def test_a_copy_of_too_many_pieces_is_refused() -> None:
         kernels.launch(kv, huge, torch.empty(0), to_slot=True, tuning=SMALL)
 
 
-def test_tunings_are_chosen_by_size_and_bounded_by_max_ctas() -> None:
-    for tunings, local in ((kernels.PEER, False), (kernels.LOCAL, True)):
-        for least, tuning in tunings:
-            assert kernels.tuning_for(least, local=local) == tuning
-            assert tuning.block_bytes & (tuning.block_bytes - 1) == 0
-            assert (tuning.stages - 1) * tuning.block_bytes < 227 << 10
-    assert kernels.tuning_for(1 << 30, local=False, max_ctas=5).ctas == 5
-    assert kernels.tuning_for(1 << 30, local=False, max_ctas=4096) == kernels.tuning_for(1 << 30, local=False)
+def test_tunings_are_chosen_by_place_and_bounded_by_max_ctas() -> None:
+    for tuning, local in ((kernels.PEER, False), (kernels.LOCAL, True)):
+        assert kernels.tuning_for(local=local) == tuning
+        assert tuning.block_bytes & (tuning.block_bytes - 1) == 0
+        assert (tuning.stages - 1) * tuning.block_bytes < 227 << 10
+    assert kernels.tuning_for(local=False, max_ctas=5).ctas == 5
+    assert kernels.tuning_for(local=False, max_ctas=4096) == kernels.PEER

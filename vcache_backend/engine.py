@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -244,42 +245,41 @@ class VCacheEngine:
     def _retrieve(
         self, keys: list[ChunkKey], first: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_] | None:
-        size = self._layout.chunk_size
-        start = first // size
+        start = first // self._layout.chunk_size
         if start >= len(keys):
             return None
         kv = self._describe(kvcaches)
+        planned = _Planned(self._stats, kv, self._layout.chunk_size, slots, first)
         asked = time.monotonic()
         with self._stats.timed("acquire"):
-            leased = self._client.acquire(keys[start:])
-        self._stats.count(chunks_missed=len(keys) - start - len(leased.locations))
-        if not leased.lease:
-            return None
+            leased = self._client.acquire(keys[start:], meanwhile=lambda: planned.prepare(len(keys) - start))
+        covered, complete = None, True
         try:
             views = self._pool.slots(leased.locations)
-            self._stats.count(chunks_missed=len(leased.locations) - len(views))
-            with self._stats.timed("plan"):
-                pieces = [Piece(i, (start + i) * size, max(first - (start + i) * size, 0), size) for i in range(len(views))]
-                copy = plan(kv, size, slots, pieces)
-            complete = self._scatter(kv, copy, views, asked + leased.seconds)
+            self._stats.count(chunks_missed=len(keys) - start - len(views))
+            if views:
+                covered, complete = self._scatter(kv, planned.get(len(views)), views, len(slots), asked + leased.seconds)
         finally:
-            held = self._release(leased)
+            held = self._release(leased) if leased.lease else True
         if start:
             self._committer.touch(keys[:start])
         if not (complete and held):
             self._stats.failed("lease_lost")
             return None
-        covered = copy.covered(len(slots))
-        self._note_retrieved(copy, views, int(covered.sum()))
+        if covered is not None:
+            self._note_retrieved(views, int(covered.sum()), planned.get(len(views)).nbytes)
         return covered
 
-    def _scatter(self, kv: PagedKV, copy: CopyPlan, views: list[SlotView], deadline: float) -> bool:
-        """Copy and wait; False if it was not complete by `deadline` (time.monotonic)."""
+    def _scatter(
+        self, kv: PagedKV, copy: CopyPlan, views: list[SlotView], tokens: int, deadline: float
+    ) -> tuple[npt.NDArray[np.bool_], bool]:
+        """Copy and wait: which tokens it moves, and whether it was complete by `deadline` (time.monotonic)."""
         started = time.perf_counter()
         completion = self._copier.scatter(kv, copy, views)
+        covered = copy.covered(tokens)
         complete = completion.wait(max(deadline - time.monotonic(), 0.0))
         self._stats.add_time("retrieve_copy", completion.seconds or time.perf_counter() - started)
-        return complete
+        return covered, complete
 
     def _release(self, leased: Leased) -> bool:
         """Did the lease hold? No answer is no."""
@@ -304,14 +304,14 @@ class VCacheEngine:
         self._paged, self._paged_for = kv, mark
         return kv
 
-    def _note_retrieved(self, copy: CopyPlan, views: list[SlotView], tokens: int) -> None:
+    def _note_retrieved(self, views: list[SlotView], tokens: int, nbytes: int) -> None:
         own = sum(view.local for view in views)
-        each = copy.nbytes // max(len(views), 1)
+        each = nbytes // len(views)
         self._stats.count(
             chunks_retrieved=len(views),
             tokens_retrieved=tokens,
             bytes_own=own * each,
-            bytes_peer=copy.nbytes - own * each,
+            bytes_peer=nbytes - own * each,
         )
 
     def _note_refusals(self, slots: Sequence[Location | int], reason: str) -> None:
@@ -328,6 +328,32 @@ class VCacheEngine:
         if self._stats.failed(cause) == 1 and not isinstance(error, ServerUnavailable):
             log.warning("%s failed, which counts as a miss: %s", call, error)
         return 0
+
+
+class _Planned:
+    """The copy plan of a retrieve, made for all its chunks while the server looks for them, and again if it has fewer."""
+
+    def __init__(
+        self, stats: EngineStats, kv: PagedKV, chunk_size: int, slots: npt.NDArray[np.int64], first: int
+    ) -> None:
+        self._stats, self._kv, self._size, self._slots, self._first = stats, kv, chunk_size, slots, first
+        self._made: tuple[int, CopyPlan] | None = None
+
+    def prepare(self, chunks: int) -> None:
+        """Plan for `chunks` chunks. Raises nothing: `get` does."""
+        with suppress(LayoutError):
+            self.get(chunks)
+
+    def get(self, chunks: int) -> CopyPlan:
+        """The plan for the first `chunks` chunks of the request, one slot each; tokens before `first` are left alone."""
+        if self._made is None or self._made[0] != chunks:
+            with self._stats.timed("plan"):
+                size, first = self._size, self._first
+                begin = first // size * size
+                starts = range(begin, begin + chunks * size, size)
+                pieces = [Piece(slot, at, max(first - at, 0), size) for slot, at in enumerate(starts)]
+                self._made = chunks, plan(self._kv, size, self._slots, pieces)
+        return self._made[1]
 
 
 class PendingReservation:

@@ -1,19 +1,20 @@
 """Tokens to chunk keys: a prefix chain of keyed BLAKE2b, one digest a chunk.
 
-key(i) = namespace prefix ‖ h(i) ‖ rank, with h(i) = BLAKE2b-128(h(i-1) ‖ tokens of chunk i as little-endian int64) and
-h(-1) = BLAKE2b-128(salt), both keyed with the namespace's fingerprint and personalised for their purpose (RFC 7693, 2.1 and
-the reference implementation's `person`). The chain makes a key stand for its whole prefix; the fingerprint keeps namespaces
+key(i) = namespace prefix ‖ h(i) ‖ rank, with h(i) = BLAKE2b-128(h(i-1) ‖ tokens of chunk i) and h(-1) = BLAKE2b-128(salt), both
+keyed with the namespace's fingerprint and personalised for their purpose (the `person` of the reference implementation).
+Tokens are little-endian uint32; a chunk with one that does not fit is int64 throughout, under a `person` of its own. The chain makes a key stand for its whole prefix; the fingerprint keeps namespaces
 apart whatever the tokens are; the salt, which clients of a tenant may choose, cannot imitate a chain. 128 bits of a
 cryptographic hash: tokens need not be compared on a hit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vcache_backend.chunk import Namespace
 from vcache_backend.metadata_server.messages import RANK_BYTES, ChunkKey
@@ -29,7 +30,8 @@ class TokenHasher:
         self._prefix = namespace.prefix
         self._suffix = rank.to_bytes(RANK_BYTES, "big")
         self._root = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-salt-1")
-        self._link = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-chunk-1")
+        self._narrow = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-chunk-1")
+        self._wide = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-wide-1")
 
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
         """One key for each whole chunk of `tokens`; a tail shorter than a chunk has none.
@@ -39,14 +41,28 @@ class TokenHasher:
         ids = np.asarray(tokens)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise ValueError(f"tokens have shape {ids.shape} and type {ids.dtype}; expected one dimension of integers")
-        raw = np.ascontiguousarray(ids, dtype="<i8").data.cast("B") if len(ids) else memoryview(b"")
         root = self._root.copy()
         root.update(salt)
-        digest, step, keys = root.digest(), self.chunk_size * 8, []
-        for start in range(0, len(raw) - step + 1, step):
-            link = self._link.copy()
+        digest, keys = root.digest(), []
+        for start, chunk in self._chunks(ids):
+            link = (self._narrow if chunk.dtype == np.uint32 else self._wide).copy()
             link.update(digest)
-            link.update(raw[start : start + step])
+            link.update(chunk[start : start + self.chunk_size].data)
             digest = link.digest()
             keys.append(ChunkKey(self._prefix + digest + self._suffix))
         return keys
+
+    def _chunks(self, ids: npt.NDArray[Any]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Where each whole chunk starts, and the array, narrow if possible, to take it from."""
+        size = self.chunk_size
+        starts = range(0, len(ids) - size + 1, size)
+        if not starts:
+            return
+        narrow = np.ascontiguousarray(ids.astype("<u4", copy=False))
+        if np.array_equal(narrow, ids):
+            yield from ((start, narrow) for start in starts)
+            return
+        wide = np.ascontiguousarray(ids, dtype="<i8")
+        for start in starts:
+            fits = np.array_equal(narrow[start : start + size], ids[start : start + size])
+            yield start, narrow if fits else wide

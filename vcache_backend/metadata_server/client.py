@@ -40,14 +40,23 @@ class _Link:
         self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
         self._socket.connect(str(path))
         self._socket.setblocking(False)
-        reply = self.exchange(wire.frame(hello), deadline, None, None)
+        reply = self.exchange(wire.frame(hello), deadline)
         if not isinstance(reply, m.Welcome):
             raise ConnectionError(reply.message if isinstance(reply, m.Error) else f"unexpected {type(reply).__name__}")
         return reply
 
-    def exchange(self, data: bytes, deadline: float, fd: int | None, received: list[int] | None) -> m.AnyReply:
+    def exchange(
+        self,
+        data: bytes,
+        deadline: float,
+        fd: int | None = None,
+        received: list[int] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> m.AnyReply:
         """Send one framed request and read its one reply. TimeoutError at the deadline; the stream is then out of step."""
         self._send(data, fd, deadline)
+        if meanwhile is not None:
+            meanwhile()
         while True:
             piece, fds = self._receive(deadline)
             if received is not None:
@@ -166,8 +175,9 @@ class Client:
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         return self._call(m.Contains(keys), m.Present).present
 
-    def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
-        return self._call(m.Acquire(keys), m.Leased)
+    def acquire(self, keys: list[m.ChunkKey], meanwhile: Callable[[], None] | None = None) -> m.Leased:
+        """`meanwhile` runs in this thread while the server works; it must be short, use no client and raise nothing."""
+        return self._call(m.Acquire(keys), m.Leased, meanwhile=meanwhile)
 
     def renew(self, lease: int) -> bool:
         return self._call(m.Renew(lease), m.Verdict).held
@@ -246,6 +256,7 @@ class Client:
         seconds: float | None = None,
         fd: int | None = None,
         received: list[int] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> R:
         started = time.perf_counter()
         deadline = started + (seconds or self._config.request_seconds)
@@ -254,7 +265,7 @@ class Client:
         if not self._lock.acquire(timeout=deadline - started):
             raise ServerTimeout(self._late(request, deadline - started, "waiting for other calls"))
         try:
-            reply = self._connection().exchange(data, deadline, fd, received)
+            reply = self._connection().exchange(data, deadline, fd, received, meanwhile)
             self._note(request, started)
         except TimeoutError as error:
             self._drop(self._late(request, deadline - started, "no answer"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,26 +24,34 @@ from vcache_backend.vram_pool.planner import plan as make_plan
 CLOSE_SECONDS = 5.0
 """How long closing waits for copies under way."""
 _Move = Callable[[PagedKV, CopyPlan, Sequence[Tensor]], None]
+_TABLE_ROWS = 1024
+"""Rows of a new table at least: 4,096 tokens of a model of 64 layers in blocks of 16 need 384."""
 _SPIN_SECONDS = 0.005
 _SLEEP_SECONDS = 0.0001
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class SlotView:
     """One slot as this process sees it: `nbytes` bytes at `address`, mapped for as long as this view is held.
 
-    tensor: the same bytes as a contiguous 1-D uint8 tensor. local: they lie on the device of the KV cache.
+    local: they lie on the device of the KV cache. whole, offset: a contiguous 1-D uint8 tensor, and where in it they begin.
     """
 
     address: int
     nbytes: int
-    tensor: Tensor
     local: bool
+    whole: Tensor
+    offset: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bytes as a contiguous 1-D uint8 tensor. Made when asked for: kernels need the address only."""
+        return self.whole[self.offset : self.offset + self.nbytes]
 
     @classmethod
     def over(cls, tensor: Tensor, *, local: bool) -> SlotView:
         """A view of all of `tensor`, contiguous 1-D uint8."""
-        return cls(tensor.data_ptr(), tensor.numel(), tensor, local)
+        return cls(tensor.data_ptr(), tensor.numel(), local, tensor, 0)
 
 
 class Completion(Protocol):
@@ -125,20 +134,33 @@ class HostCopier:
         return Finished(time.perf_counter() - started)
 
 
-class CudaCompletion:
-    """A copy on a stream of `device`. Holds what the copy uses until it is over."""
+class _Table:
+    """Memory for one launch's table: pinned, and its twin on the device."""
 
-    def __init__(self, device: torch.device, start: torch.cuda.Event, end: torch.cuda.Event, held: object) -> None:
-        self._device, self._start, self._end = device, start, end
-        self._held: object | None = held
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.rows = rows
+        self.pinned = torch.empty((rows, 3), dtype=torch.int64, pin_memory=True)
+        self.array = self.pinned.numpy()
+        self.there = torch.empty((rows, 3), dtype=torch.int64, device=device)
+
+
+class CudaCompletion:
+    """A copy on a stream of `device`. Holds what the copy uses until it is over, then gives `table` back to `free`."""
+
+    def __init__(
+        self, device: torch.device, start: torch.cuda.Event, end: torch.cuda.Event, held: object, table: _Table, free: list[_Table]
+    ) -> None:
+        self._device, self._start, self._end, self._free = device, start, end, free
+        self._held = [(held, table)]
 
     def done(self) -> bool:
-        if self._held is None:
+        if not self._held:
             return True
         with raising_as({RuntimeError: VCacheError}, f"copy on {self._device}"):
             if not self._end.query():
                 return False
-        self._held = None
+        with suppress(IndexError):  # another thread was first
+            self._free.append(self._held.pop()[1])
         return True
 
     def wait(self, timeout_s: float) -> bool:
@@ -160,15 +182,16 @@ class CudaCopier:
         self.device, self.max_ctas = torch.device("cuda", ordinal), max_ctas
         with torch.cuda.device(self.device):
             self._gathers, self._scatters = torch.cuda.Stream(), torch.cuda.Stream()
+        self._tables: list[_Table] = []
 
     def prepare(self, kv: PagedKV) -> None:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
         with torch.cuda.device(self.device):
             table = torch.empty((len(kv.planes), 3), dtype=torch.int64, device=self.device)
             nothing = make_plan(kv, kv.block_size, np.empty(0, dtype=np.int64), [])
-            for _, tuning in (*kernels.PEER, *kernels.LOCAL):
+            for tuning in (kernels.PEER, kernels.LOCAL):
                 for to_slot in (True, False):
-                    kernels.launch(kv, nothing, table, to_slot=to_slot, tuning=tuning, warm_up=True)
+                    kernels.launch(kv, nothing, table, to_slot=to_slot, tuning=tuning)
 
     def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Completion:
         return self._run(self._gathers, kv, plan, slots, to_slot=True)
@@ -189,24 +212,33 @@ class CudaCopier:
         if not plan.nbytes:
             return Finished(0.0)
         local = all(slot.local for slot in slots)
-        tuning = kernels.tuning_for(plan.nbytes, local=local, max_ctas=0 if local else self.max_ctas)
-        # torch's pinned allocator does not hand this memory out again before the copy below has read it.
-        table = torch.empty(kernels.table_shape(kv, plan), dtype=torch.int64, pin_memory=True)
+        tuning = kernels.tuning_for(local=local, max_ctas=0 if local else self.max_ctas)
         addresses = np.array([slot.address for slot in slots], dtype=np.int64)
-        aligned = kernels.fill_table(kv, plan, addresses, table.numpy())
+        rows = kernels.table_rows(kv, plan)
+        table = self._table(rows)
+        aligned = kernels.fill_table(kv, plan, addresses, table.array[:rows])
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # The current device belongs to the thread, and both the streams and Triton go by it.
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             with torch.cuda.stream(side):
                 # Before the wait, so that the table travels while earlier work still computes.
-                there = table.to(self.device, non_blocking=True)
+                table.there[:rows].copy_(table.pinned[:rows], non_blocking=True)
                 side.wait_stream(current)
                 start.record(side)
-                kernels.launch(kv, plan, there, to_slot=to_slot, tuning=tuning, aligned=aligned)
+                kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned)
                 end.record(side)
             current.wait_event(end)
-        return CudaCompletion(self.device, start, end, (kv, there, tuple(slots)))
+        return CudaCompletion(self.device, start, end, (kv, tuple(slots)), table, self._tables)
+
+    def _table(self, rows: int) -> _Table:
+        """A table that no copy uses: one of an earlier copy that is over, or a new one."""
+        while self._tables:
+            with suppress(IndexError):  # another thread took it
+                table = self._tables.pop()
+                if table.rows >= rows:
+                    return table
+        return _Table(max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device)
 
 
 def _poll(done: Callable[[], bool], timeout_s: float) -> bool:

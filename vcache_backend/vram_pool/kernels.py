@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,33 +44,30 @@ class Tuning:
     """
 
     ctas: int
-    block_bytes: int = 32 << 10
-    num_warps: int = 16
+    block_bytes: int = 16 << 10
+    num_warps: int = 4
     stages: int = 4
     load: str = ""
     store: str = ""
     load_eviction: str = ""
 
 
-PEER = (
-    (0, Tuning(ctas=132, block_bytes=16 << 10, num_warps=8, stages=3)),
-    (16 << 20, Tuning(ctas=48)),
-    (128 << 20, Tuning(ctas=32)),
-)
-"""(from how many bytes, tuning) for slots on another GPU. Few programs fill the links; small copies need all at once."""
-LOCAL = ((0, Tuning(ctas=264, block_bytes=16 << 10, num_warps=8, stages=3)),)
-"""The same for slots on the GPU of the KV cache, where only many programs reach the memory's bandwidth."""
+PEER = Tuning(ctas=64)
+"""For slots on another GPU. 64 programs of four warps fill the links at every size (48 KiB of shared memory each, so they
+share 16 SMs); measured on two H200 over NVLink in benchmarks/results/sweep-h200x2.json."""
+LOCAL = Tuning(ctas=264, block_bytes=32 << 10, num_warps=16, stages=1)
+"""For slots on the GPU of the KV cache, where only many programs reach the memory's bandwidth. Same source."""
 
 
-def tuning_for(nbytes: int, *, local: bool, max_ctas: int = 0) -> Tuning:
-    """The tuning for a copy of `nbytes`, with at most `max_ctas` programs (0: no bound)."""
-    chosen = [tuning for least, tuning in (LOCAL if local else PEER) if nbytes >= least][-1]
+def tuning_for(*, local: bool, max_ctas: int = 0) -> Tuning:
+    """The tuning of a copy, with at most `max_ctas` programs (0: no bound)."""
+    chosen = LOCAL if local else PEER
     return replace(chosen, ctas=min(chosen.ctas, max_ctas)) if max_ctas else chosen
 
 
-def table_shape(kv: PagedKV, plan: CopyPlan) -> tuple[int, int]:
-    """Rows and columns of the table that `fill_table` fills."""
-    return len(kv.planes) + len(plan.blocks) + len(plan.tokens), 3
+def table_rows(kv: PagedKV, plan: CopyPlan) -> int:
+    """Rows, of 3 columns, of the table that `fill_table` fills."""
+    return len(kv.planes) + len(plan.blocks) + len(plan.tokens)
 
 
 def fill_table(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) -> int:
@@ -92,13 +90,11 @@ def _plane_offsets(kv: PagedKV, chunk_size: int) -> Int64s:
     return offsets
 
 
-def launch(
-    kv: PagedKV, plan: CopyPlan, table: Tensor, *, to_slot: bool, tuning: Tuning, aligned: int = 16, warm_up: bool = False
-) -> None:
-    """Run the plan on the current stream of the current device, which must be the KV cache's.
+def launch(kv: PagedKV, plan: CopyPlan, table: Tensor, *, to_slot: bool, tuning: Tuning, aligned: int = 16) -> None:
+    """Run the plan on the current stream of the current device, which must be the KV cache's. Compiles at the first use.
 
     table: (rows, 3) int64, filled by `fill_table`, contiguous, on that device; it must live until the kernel has run. aligned: what
-    `fill_table` returned. to_slot: gather (KV cache to slots), else scatter. warm_up: compile only, run nothing.
+    `fill_table` returned. to_slot: gather (KV cache to slots), else scatter. An empty plan compiles only.
     Returns at once. Raises LayoutError for a copy of more than 2^31 pieces.
     """
     shape = _shape(kv.page_bytes, kv.tokens, tuning, alignment(kv.aligned, aligned))
@@ -106,13 +102,26 @@ def launch(
     tiles = -(-len(plan.tokens) * len(kv.planes) * shape["RUNS"] * shape["RUN_PIECES"] // shape["UNITS"])
     if max(pieces, tiles * shape["UNITS"]) + 2 * tuning.ctas >= 1 << 31:
         raise LayoutError(f"a copy of {plan.nbytes:,} B in {max(pieces, tiles):,} pieces is too large; move fewer chunks at once")
-    grid = (max(1, min(tuning.ctas, max(pieces, tiles))),)
+    grid = (max(1, min(tuning.ctas, max(pieces, tiles))), 1, 1)
     arguments = (table, len(plan.blocks), len(plan.tokens))
-    options: dict[str, Any] = shape | {"PLANES": len(kv.planes), "TO_SLOT": to_slot}
-    if warm_up:
-        copy_kernel.warmup(*arguments, grid=grid, **options)
-    elif plan.nbytes:
+    options = shape | {"PLANES": len(kv.planes), "TO_SLOT": to_slot}
+    if not isinstance(copy_kernel, triton.JITFunction):  # Triton's interpreter
         copy_kernel[grid](*arguments, **options)
+        return
+    compiled, constants = _compiled(tuple(options.items()), kv.device)
+    if plan.nbytes:
+        compiled[grid](*arguments, *constants)
+
+
+@lru_cache
+def _compiled(options: tuple[tuple[str, Any], ...], device: torch.device) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel compiled for `device`, and the compile-time arguments its launcher skips.
+
+    Launching it directly costs a tenth of what `copy_kernel[grid]` costs the host, which looks all of this up anew each time.
+    """
+    given = dict(options)
+    compiled = copy_kernel.warmup(torch.int64, 1, 1, grid=(1,), **given)
+    return compiled, tuple(given[name] for name in copy_kernel.arg_names[3:])
 
 
 @lru_cache

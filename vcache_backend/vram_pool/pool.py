@@ -7,6 +7,9 @@ import os
 import threading
 from collections.abc import Sequence
 
+import torch
+from msgspec.structs import astuple
+
 from vcache_backend.config import Config
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.client import Client
@@ -48,13 +51,19 @@ class Pool:
         Each view keeps its mapping alive: hold them until the copy is complete.
         """
         views: list[SlotView] = []
-        for location in locations:
-            mapped = self._mapped.get(location.segment) or self._map_unseen(location.segment)
-            if mapped is None:
+        wholes: dict[SegmentId, tuple[torch.Tensor, int, bool]] = {}
+        for segment, offset, length, _ in map(astuple, locations):
+            if segment not in wholes:
+                mapped = self._mapped.get(segment) or self._map_unseen(segment)
+                if mapped is None:
+                    break
+                whole = mapped.tensor(0, mapped.nbytes)
+                wholes[segment] = whole, whole.data_ptr(), mapped.device == self.device.name
+            whole, address, local = wholes[segment]
+            if offset + length > whole.numel():
+                log.error("segment %s has no bytes [%d, %d); this location is not used", segment, offset, offset + length)
                 break
-            local = mapped.device == self.device.name
-            tensor = mapped.tensor(location.offset, location.length)
-            views.append(SlotView(mapped.address(location.offset, location.length), location.length, tensor, local))
+            views.append(SlotView(address + offset, length, local, whole, offset))
         return views
 
     def mapped(self) -> list[SegmentInfo]:
