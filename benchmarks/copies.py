@@ -1,25 +1,28 @@
 """The copy kernel against the copy engine, in real segments (VMM) between two GPUs, interleaved in one run.
 
-Both sides are timed with CUDA events around back-to-back repetitions, so that neither pays for the host. The kernel moves
-scattered pages of a paged KV cache, the copy engine the same number of contiguous bytes. Bytes are compared before any timing.
+Both sides are timed with CUDA events, one copy at a time and in turn. Ours moves scattered pages of a paged KV cache, as the
+engine does it (`CudaCopier`), the copy engine the same number of contiguous bytes. Bytes are compared before any timing.
 """
 
 from __future__ import annotations
 
-import statistics
+import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
 from vcache_backend.metadata_server.messages import SegmentInfo
-from vcache_backend.vram_pool import kernels, segment
+from vcache_backend.vram_pool import segment
+from vcache_backend.vram_pool.copier import Completion, CudaCopier
 from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan
 from vcache_backend.vram_pool.segment import MappedSegment
+from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.staging import LEAST_BYTES
 
 from .results import Row, row
 
@@ -27,27 +30,33 @@ MIB = 1 << 20
 BLOCK_SIZE = 16
 CHUNK = 256
 PAGE_BYTES = 32 << 10
-RUNS = 15
+RUNS = 31
+TOGETHER = 16
 
 
-class Case(msgspec.Struct, frozen=True):
-    """A paged KV cache on `reader`, a segment on `owner`, and a plan that moves `nbytes` between them."""
+class Case(NamedTuple):
+    """A paged KV cache on `reader`, slots in a segment, and a plan that moves `nbytes` between them."""
 
     reader: Device
     kv: PagedKV
     mapped: MappedSegment
     copy: CopyPlan
-    table: torch.Tensor
-    aligned: int
-    contiguous: tuple[torch.Tensor, torch.Tensor]
+    slots: list[SlotView]
+    flat: torch.Tensor
 
-    def kernel(self, to_slot: bool, tuning: kernels.Tuning) -> None:
-        kernels.launch(self.kv, self.copy, self.table, to_slot=to_slot, tuning=tuning, aligned=self.aligned)
+    def scatter(self, copier: CudaCopier) -> Completion:
+        return copier.scatter(self.kv, self.copy, self.slots)
 
-    def copy_engine(self, to_slot: bool) -> None:
-        flat, segment_bytes = self.contiguous
-        target, source = (segment_bytes, flat) if to_slot else (flat, segment_bytes)
-        target.copy_(source, non_blocking=True)
+    def gather(self, copier: CudaCopier) -> Completion:
+        return copier.gather(self.kv, self.copy, self.slots)
+
+    def pull(self) -> None:
+        """The copy engine: the same number of bytes out of the segment, contiguous."""
+        self.flat.copy_(self.mapped.tensor(0, self.copy.nbytes), non_blocking=True)
+
+    def push(self) -> None:
+        """The copy engine, into the segment."""
+        self.mapped.tensor(0, self.copy.nbytes).copy_(self.flat, non_blocking=True)
 
 
 def case(owner: Device, reader: Device, nbytes: int) -> Case:
@@ -65,30 +74,29 @@ def case(owner: Device, reader: Device, nbytes: int) -> Case:
     ids = np.random.default_rng(0).permutation(blocks + 7)[:blocks]
     slots = (ids[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1).astype(np.int64)
     copy = plan(kv, CHUNK, slots, [Piece(i, i * CHUNK, 0, CHUNK) for i in range(chunks)])
-    addresses = np.array([mapped.address(i * chunk_bytes, chunk_bytes) for i in range(chunks)], dtype=np.int64)
-    host = np.empty((kernels.table_rows(kv, copy), 3), dtype=np.int64)
-    aligned = kernels.fill_table(kv, copy, addresses, host)
-    table = torch.from_numpy(host).to(f"cuda:{reader.ordinal}")
-    flat = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{reader.ordinal}")
-    made = Case(reader, kv, mapped, copy, table, aligned, (flat, mapped.tensor(0, nbytes)))
+    whole = mapped.tensor(0, mapped.nbytes)
+    local = owner == reader
+    starts = range(0, nbytes, chunk_bytes)
+    views = [SlotView(whole.data_ptr() + start, chunk_bytes, local, whole, start) for start in starts]
+    made = Case(reader, kv, mapped, copy, views, torch.empty(nbytes, dtype=torch.uint8, device=whole.device))
     _check(made, caches)
     return made
 
 
 def _check(made: Case, caches: list[torch.Tensor]) -> None:
     """Out to the segment and back into poisoned blocks: every byte must be what it was."""
+    copier = CudaCopier(made.reader.ordinal or 0)
     before = [cache.clone() for cache in caches]
-    tuning = kernels.tuning_for(local=False)
-    made.kernel(True, tuning)
-    torch.cuda.synchronize()
+    if not made.gather(copier).wait(10):
+        raise RuntimeError("the gather did not end")
     touched = torch.from_numpy(np.unique(made.copy.blocks[:, 2])).to(caches[0].device)
     for cache in caches:
         cache[:, touched] = float("nan")
-    made.kernel(False, tuning)
-    torch.cuda.synchronize()
+    if not made.scatter(copier).wait(10):
+        raise RuntimeError("the scatter did not end")
     for cache, saved in zip(caches, before, strict=True):
         if not torch.equal(cache.view(torch.int16), saved.view(torch.int16)):
-            raise RuntimeError("the copy kernel moved wrong bytes; nothing is measured")
+            raise RuntimeError("the copy moved wrong bytes; nothing is measured")
 
 
 def event() -> Any:
@@ -96,32 +104,40 @@ def event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def hold(cycles: int) -> None:
-    """Keep the current stream busy while the host queues what is to be timed."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-
-
-def gpu_seconds(work: Callable[[], None], repeat: int) -> float:
-    """Seconds of one `work()` on the current stream, from events around `repeat` of them."""
+def engine_seconds(work: Callable[[], None]) -> float:
+    """GPU time of one copy-engine copy on the current stream; the stream is kept busy until all of it is queued."""
     start, end = event(), event()
-    hold(2_000_000)
+    torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]
     start.record()
-    for _ in range(repeat):
-        work()
+    work()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / repeat
+    return float(start.elapsed_time(end)) / 1e3
 
 
-def interleaved(works: list[Callable[[], None]], nbytes: int, runs: int = RUNS) -> list[list[float]]:
-    """GB/s of each, `runs` samples, one after the other in turn."""
-    repeat = max(2, min(20, (2 << 30) // nbytes))
+def copier_seconds(work: Callable[[], Completion], nbytes: int) -> float:
+    """GPU time of one copy of ours, from where its first bytes set out to where the last ones are in place.
+
+    A single launch is queued behind other work, like the copy engine's copy. A staged copy is not: its first bytes set out
+    before the current stream's work ends, so the host's part of the launches is in its time.
+    """
+    if nbytes < LEAST_BYTES:
+        torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]
+    completion = work()
+    if not completion.wait(10):
+        raise RuntimeError("a copy did not end within 10 s")
+    return completion.seconds or 0.0
+
+
+def interleaved(works: list[Callable[[], float]], nbytes: int) -> list[list[float]]:
+    """GB/s of each, RUNS samples, one after the other in turn."""
     for work in works:
-        gpu_seconds(work, 2)
+        for _ in range(3):
+            work()
     samples: list[list[float]] = [[] for _ in works]
-    for _ in range(runs):
+    for _ in range(RUNS):
         for work, rates in zip(works, samples, strict=True):
-            rates.append(nbytes / gpu_seconds(work, repeat) / 1e9)
+            rates.append(nbytes / work() / 1e9)
     return samples
 
 
@@ -139,51 +155,63 @@ def run() -> list[Row]:
 
 
 def _peer(made: Case, name: str, floor: float) -> list[Row]:
-    nbytes = made.copy.nbytes
-    tuning = kernels.tuning_for(local=False)
-    bounded = kernels.tuning_for(local=False, max_ctas=32)
-    engine, kernel, small = interleaved(
-        [lambda: made.copy_engine(False), lambda: made.kernel(False, tuning), lambda: made.kernel(False, bounded)], nbytes
+    ordinal = made.reader.ordinal or 0
+    tuned, bounded = CudaCopier(ordinal), CudaCopier(ordinal, max_ctas=32)
+    engine, ours, few = interleaved(
+        [
+            lambda: engine_seconds(made.pull),
+            lambda: copier_seconds(lambda: made.scatter(tuned), made.copy.nbytes),
+            lambda: copier_seconds(lambda: made.scatter(bounded), made.copy.nbytes),
+        ],
+        made.copy.nbytes,
     )
-    what = f"pull {name} from the peer's segment into scattered 32-KiB pages, {{}} CTAs; reference: copy engine, contiguous"
-    rows = [row(f"peer_retrieve_{name}", "GB/s", kernel, engine, what=what.format(tuning.ctas), at_least=floor)]
+    how = f"from a segment on the peer into scattered {PAGE_BYTES >> 10}-KiB pages; reference: the copy engine, contiguous"
+    rows = [row(f"peer_retrieve_{name}", "GB/s", ours, engine, what=f"{name} {how}", at_least=floor)]
     if name == "256MiB":
-        rows.append(row(f"peer_retrieve_{name}_32cta", "GB/s", small, engine, what=what.format(bounded.ctas), at_least=0.90))
+        rows.append(row(f"peer_retrieve_{name}_32cta", "GB/s", few, engine, what=f"{name}, 32 CTAs, {how}", at_least=0.90))
     return rows
 
 
 def _local(made: Case) -> Row:
-    nbytes = made.copy.nbytes
-    tuning = kernels.tuning_for(local=True)
-    engine, kernel = interleaved([lambda: made.copy_engine(True), lambda: made.kernel(True, tuning)], nbytes)
-    what = f"gather 256 MiB of scattered 32-KiB pages into the own segment, {tuning.ctas} CTAs; reference: contiguous device copy"
-    return row("local_store_256MiB", "GB/s", kernel, engine, what=what, at_least=0.85)
+    copier = CudaCopier(made.reader.ordinal or 0)
+    engine, ours = interleaved(
+        [lambda: engine_seconds(made.push), lambda: copier_seconds(lambda: made.gather(copier), 0)], made.copy.nbytes
+    )
+    what = f"256 MiB of scattered {PAGE_BYTES >> 10}-KiB pages into the own segment; reference: a contiguous device copy"
+    return row("local_store_256MiB", "GB/s", ours, engine, what=what, at_least=0.85)
 
 
 def _both_ways(left: Case, right: Case) -> Row:
-    """Each GPU pulls from the other at the same time; GB/s of both together, from the events of the slower one."""
-    nbytes = left.copy.nbytes
-    tuning = kernels.tuning_for(local=False)
+    """Each GPU pulls from the other at the same time, TOGETHER times without a pause; GB/s of both, by the host's clock."""
+    copiers = {made.reader: CudaCopier(made.reader.ordinal or 0) for made in (left, right)}
+    engine, ours = [], []
+    for _ in range(RUNS + 1):
+        engine.append(_together(left, right, lambda made: made.pull()))
+        ours.append(_together(left, right, lambda made: made.scatter(copiers[made.reader])))
+    engine, ours = engine[1:], ours[1:]
+    what = "both GPUs pull 256 MiB from each other at once, sum of both; reference: the copy engine doing the same"
+    return row("both_ways_256MiB", "GB/s", ours, engine, what=what, at_least=0.90)
 
-    def together(work: Callable[[Case], None], repeat: int = 8) -> float:
-        events = []
-        for made in (left, right):
-            torch.cuda.set_device(made.reader.ordinal)
-            hold(4_000_000)
-            events.append((event(), event()))
-            events[-1][0].record()
-            for _ in range(repeat):
-                work(made)
-            events[-1][1].record()
-        seconds = []
-        for made, (start, end) in zip((left, right), events, strict=True):
-            torch.cuda.set_device(made.reader.ordinal)
-            end.synchronize()
-            seconds.append(float(start.elapsed_time(end)) / 1e3)
-        return 2 * nbytes * repeat / max(seconds) / 1e9
 
-    works: list[Callable[[Case], None]] = [lambda made: made.copy_engine(False), lambda made: made.kernel(False, tuning)]
-    samples = [[together(work) for work in works] for _ in range(RUNS + 1)][1:]
-    engine, kernel = ([pair[i] for pair in samples] for i in range(2))
-    what = f"both GPUs pull 256 MiB from each other at once, sum; reference: the copy engine doing the same ({statistics.median(engine):.0f})"
-    return row("both_ways_256MiB", "GB/s", kernel, engine, what=what, at_least=0.90)
+def _together(left: Case, right: Case, work: Callable[[Case], object]) -> float:
+    """One thread for each GPU queues everything, then waits; GB/s of both."""
+    barrier = threading.Barrier(3)
+
+    def drive(made: Case) -> None:
+        torch.cuda.set_device(made.reader.ordinal)
+        barrier.wait(30)
+        kept = [work(made) for _ in range(TOGETHER)]
+        torch.cuda.synchronize()
+        barrier.wait(30)
+        del kept
+
+    threads = [threading.Thread(target=drive, args=(made,), daemon=True) for made in (left, right)]
+    for thread in threads:
+        thread.start()
+    barrier.wait(30)
+    started = time.perf_counter()
+    barrier.wait(30)
+    seconds = time.perf_counter() - started
+    for thread in threads:
+        thread.join(30)
+    return 2 * left.copy.nbytes * TOGETHER / seconds / 1e9

@@ -43,10 +43,19 @@ def run(clients: int = 4) -> list[Row]:
         looked_up = _together(clients, path, "lookup")
         put = _together(clients, path, "put")
     return [
-        Row("lookup_64_p50_us", p50, "us", 60.0, p50 / 60.0, samples, 0.0, "lookup of 64 keys over the socket", "<= 1", p50 <= 60),
+        Row(
+            "lookup_64_p50_us", p50, "us", 60.0, p50 / 60.0, samples, 0.0, "lookup of 64 keys over the socket", "<= 1", p50 <= 60
+        ),
         Row("lookup_64_p99_us", p99, "us", 500.0, p99 / 500.0, samples, 0.0, "the same, 99th percentile", "<= 1", p99 <= 500),
         row("lookup_keys_per_s", "keys/s", looked_up, 1e6, what=f"{clients} clients, batches of {BATCH}", at_least=1),
-        row("put_keys_per_s", "keys/s", put, 150e3, what=f"reserve + commit, full pool: each evicts; {clients} clients", at_least=1),
+        row(
+            "put_keys_per_s",
+            "keys/s",
+            put,
+            150e3,
+            what=f"reserve + commit, full pool: each evicts; {clients} clients",
+            at_least=1,
+        ),
         row("server_bytes_per_chunk", "B", [per_chunk], 1024, what=f"resident memory, {CHUNKS:,} chunks", at_most=1),
     ]
 

@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/sweep_copy.py --out sweep.json        # two GPUs: peer and local; one GPU: local only
 
 `peer` scatters slots on cuda:1 into a paged KV cache on cuda:0, `local` gathers into slots on the same GPU. First every shape
-of the kernel is tried at one page size, then the best ones, with cache hints, at all page sizes and totals. Each shape is compared
+of the kernel is tried at one page size, then the best ones at all page sizes and totals. Each shape is compared
 with the reference before it is timed. `--segments` puts the slots into VMM segments instead of torch's memory.
 """
 
@@ -52,8 +52,6 @@ PIPELINED = (
     (64, 16, 3),
 )
 """(KiB a piece, warps) with the next piece in registers; (KiB, warps, stages) with the next ones in shared memory."""
-HINTS = (("", ".cs", ""), ("", ".cg", ""), (".cg", "", ""), ("", "", "evict_first"), ("", ".cs", "evict_first"))
-"""(load, store, load_eviction) of `Tuning`."""
 AHEAD_CYCLES = 300_000
 """How long the GPU is kept busy before each timed copy, so that the host's part of the launch is over when it begins."""
 
@@ -78,10 +76,9 @@ class Measured:
     def line(self) -> str:
         t = self.tuning
         shape = f"{t.ctas:5d} ctas {t.block_bytes // KIB:3d} KiB {t.num_warps:2d} warps {t.stages} stages"
-        hints = " ".join(hint for hint in (t.load, t.store, t.load_eviction) if hint)
         speeds = f"{self.total / self.seconds / 1e9:7.1f} of {self.total / self.reference_seconds / 1e9:7.1f} GB/s"
         case = f"{self.direction:5s} {self.page // KIB:3d} KiB pages {self.total // MIB:5d} MiB"
-        return f"{self.ratio:6.3f}  {case}  {speeds}  ±{self.spread:5.1%}  {shape} {hints}"
+        return f"{self.ratio:6.3f}  {case}  {speeds}  ±{self.spread:5.1%}  {shape}"
 
 
 class Case:
@@ -218,23 +215,16 @@ def sweep(direction: str, slots: torch.Tensor, options: argparse.Namespace, dead
             if time.monotonic() < deadline - options.seconds / 4:
                 coarse += time_all(case, with_ctas([shape], direction), 4)
     best = finalists(coarse, 2)
-    hinted = [
-        replace(shape, load=load, store=store, load_eviction=eviction)
-        for shape, (load, store, eviction) in itertools.product(best[:2], HINTS)
-    ]
-    # Asynchronous copies into shared memory take no hint for loads: those would be the same kernel again.
-    hinted = [shape for shape in hinted if shape.stages == 1 or not (shape.load or shape.load_eviction)]
-    print(f"{direction}: {len(coarse)} coarse measurements; going on with {len(best)} shapes and {len(hinted)} hints")
+    print(f"{direction}: {len(coarse)} coarse measurements; going on with {len(best)} shapes")
     fine: list[Measured] = []
     for page in (32 * KIB, 16 * KIB, 64 * KIB):
-        tunings = [*best, *hinted] if page == 32 * KIB else best
         for total in TOTALS:
             case = Case(direction, page, total, slots, flat)
             if total == min(TOTALS):
-                for shape in tunings:
+                for shape in best:
                     case.check(replace(shape, ctas=24))
             if time.monotonic() < deadline:
-                fine += time_all(case, with_ctas(tunings, direction), options.runs)
+                fine += time_all(case, with_ctas(best, direction), options.runs)
             else:
                 print(f"out of time: {direction}, {page // KIB} KiB pages, {total // MIB} MiB left out")
     return fine

@@ -33,9 +33,10 @@ from vcache_backend.demo.content import mix
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import Leased
-from vcache_backend.vram_pool.copier import Copier, Finished, HostCopier, SlotView
+from vcache_backend.vram_pool.copier import Copier, Finished, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
+from vcache_backend.vram_pool.slots import SlotView
 
 CHUNK = 32
 POISON = 0xA5

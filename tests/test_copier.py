@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError, VCacheError
-from vcache_backend.vram_pool.copier import Copier, CudaCompletion, CudaCopier, HostCopier, SlotView
+from vcache_backend.vram_pool.copier import Copier, CudaCompletion, CudaCopier, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, Int64s, Piece, plan
+from vcache_backend.vram_pool.slots import SlotView
 
 POISON = 0xA5
 BLOCK, CHUNK = 4, 8
@@ -294,7 +295,7 @@ def test_blocks_overwritten_right_after_a_store_do_not_reach_the_slot() -> None:
     for cache in caches:
         cache.fill_(7)
     copier = CudaCopier(0, max_ctas=1)
-    completion = copier.gather(kv, copy, [replace(view, local=False) for view in views(slots)])
+    completion = copier.gather(kv, copy, [view._replace(local=False) for view in views(slots)])
     for cache in caches:
         cache.fill_(8)
     assert completion.wait(10)

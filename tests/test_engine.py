@@ -498,7 +498,7 @@ def test_stats_count_what_happened(fresh: Node) -> None:
     assert reader["bytes"] == {"own": 0, "peer": 3 * chunk, "stored": 0}
     assert (reader["device"], reader["connected"], reader["failures"]) == ("host:b", True, {})
     (segment,) = reader["server"]["segments"].values()
-    assert segment == {"device": "host:a", "bytes": 4 * chunk, "used": 3 * chunk, "chunks": 3}
+    assert segment == {"device": "host:a", "nbytes": 4 * chunk, "used": 3 * chunk, "chunks": 3, "state": "live"}
     assert (reader["server"]["chunks"], reader["server"]["evictions"]) == (3, 0)
 
 

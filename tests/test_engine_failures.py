@@ -334,7 +334,6 @@ def test_a_writer_that_hangs_in_its_copy_keeps_its_slot_until_it_is_done_or_gone
     assert get(other, theirs, prompt(CHUNK, 4)) == get(other, theirs, prompt(CHUNK)) == CHUNK
 
 
-@pytest.mark.xfail(reason="the slots wait in quarantine_seconds, though nobody was ever told that they are reserved")
 def test_slots_that_a_hung_server_promised_to_nobody_come_back(here: Node) -> None:
     """The store gave up at its deadline; the server reads the request later and cannot deliver its answer."""
     server = here.serve()

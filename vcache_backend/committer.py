@@ -67,6 +67,12 @@ class Committer:
             self._queue.append(store)
             self._changed.notify_all()
 
+    def give_back(self, reservation: int) -> None:
+        """Abort a reservation under which nothing was or is written, soon."""
+        with self._changed:
+            self._unanswered.append(reservation)
+            self._changed.notify_all()
+
     def touch(self, keys: list[ChunkKey]) -> None:
         """Make chunks recent, soon."""
         with self._changed:
@@ -76,7 +82,9 @@ class Committer:
     def flush(self, timeout: float) -> bool:
         """Wait until everything submitted so far is committed or given up; False at the deadline (seconds)."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._queue or self._touches or self._busy), timeout)
+            if self._stopping:
+                return not self._queue
+            return self._changed.wait_for(lambda: not (self._has_work() or self._busy), timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """Finish what is queued, within `timeout` seconds, and end the thread. Idempotent."""
@@ -108,7 +116,7 @@ class Committer:
                         self._queue.popleft()
 
     def _has_work(self) -> bool:
-        return bool(self._queue or self._touches or self._stopping)
+        return bool(self._queue or self._touches or self._stopping or (self._unanswered and self._client.connected))
 
     def _work(self, store: PendingStore | None, keys: list[ChunkKey] | None) -> None:
         if store is not None:
@@ -125,16 +133,15 @@ class Committer:
 
     def _finish(self, store: PendingStore) -> None:
         """Commit a complete store; abort a late one, but only when nothing of it writes any more."""
-        on_time = store.completion.wait(max(store.deadline - time.monotonic(), 0.0))
-        if not on_time:
-            self._stats.failed("store_too_slow")
-            while not store.completion.wait(RETRY_SECONDS):
-                if self._stopping:
-                    return
+        while not store.completion.wait(min(max(store.deadline - time.monotonic(), 0.0), RETRY_SECONDS) or RETRY_SECONDS):
+            if self._stopping:
+                return
+        on_time = time.monotonic() < store.deadline
         if store.completion.seconds is not None:
             self._stats.add_time("store_copy", store.completion.seconds)
         try:
             if not on_time:
+                self._stats.failed("store_too_slow")
                 self._client.abort(store.reservation)
                 return
             with self._stats.timed("commit"):

@@ -120,10 +120,15 @@ class PoolConfig(_Section, frozen=True, kw_only=True):
 
 class EngineConfig(_Section, frozen=True, kw_only=True):
     """chunk_size: tokens a chunk, a multiple of the KV block size. max_inflight_stores: stores copied but not yet
-    committed; one more is skipped (and counted) rather than waited for."""
+    committed; one more is skipped (and counted) rather than waited for.
+    kv_axes: what each axis of the KV tensors is, such as `part block token head dim`, where shapes leave a doubt (the error
+    says so). whole_blocks_only: the attention backend arranges a block in its own way (vLLM's CPU attention does), so that
+    single tokens of it must not be moved."""
 
     chunk_size: PositiveInt = 256
     max_inflight_stores: PositiveInt = 64
+    kv_axes: str = ""
+    whole_blocks_only: bool = False
 
 
 class Config(_Section, frozen=True, kw_only=True):

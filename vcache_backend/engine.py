@@ -20,9 +20,10 @@ from vcache_backend.hashing import TokenHasher
 from vcache_backend.metadata_server.messages import ChunkKey, Leased, Location, Refusal
 from vcache_backend.stats import EngineStats
 from vcache_backend.vram_pool import devices, pool
-from vcache_backend.vram_pool.copier import Copier, CudaCopier, HostCopier, SlotView
+from vcache_backend.vram_pool.copier import Copier, CudaCopier, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan
+from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan, plan_chunks
+from vcache_backend.vram_pool.slots import SlotView
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class VCacheEngine:
         """
         if layout.chunk_size != config.engine.chunk_size:
             raise ValueError(f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is {config.engine.chunk_size}")
-        self._layout, self._ranks = layout, ranks
+        self._layout, self._ranks, self._config = layout, ranks, config.engine
         self._namespace = layout.namespace()
         self._hasher = TokenHasher(self._namespace, layout.chunk_size, rank)
         self._first_rank = TokenHasher(self._namespace, layout.chunk_size, 0)
@@ -155,7 +156,8 @@ class VCacheEngine:
             server = self._client.stats()
         except VCacheError:
             return mine | {"server": None}
-        segments = {s.id: {"device": s.device, "bytes": s.nbytes, "used": s.used, "chunks": s.chunks} for s in server.segments}
+        fields = ("device", "nbytes", "used", "chunks", "state")
+        segments = {info.id: {name: getattr(info, name) for name in fields} for info in server.segments}
         evictions = server.counters.get("evicted", 0)
         return mine | {"server": {"segments": segments, "evictions": evictions, "chunks": server.chunks}}
 
@@ -223,11 +225,11 @@ class VCacheEngine:
                 copy = plan(kv, size, slots, pieces)
             if len(views) < len(places) or not copy.complete(len(places)).all():
                 self._stats.count(not_stored_no_slot=len(places))
-                self._client.abort(pending.reservation)
+                self._committer.give_back(pending.reservation)
                 return
             completion = self._copier.gather(kv, copy, views)
         except VCacheError:
-            self._client.abort(pending.reservation)
+            self._committer.give_back(pending.reservation)
             raise
         self._committer.submit(
             PendingStore(
@@ -296,7 +298,12 @@ class VCacheEngine:
         mark = (len(tensors), *(tensor.data_ptr() for tensor in (tensors[0], tensors[-1]))) if tensors else ()
         if self._paged is not None and mark == self._paged_for:
             return self._paged
-        kv = PagedKV.describe(tensors, self._layout.block_size)
+        kv = PagedKV.describe(
+            tensors,
+            self._layout.block_size,
+            axes=self._config.kv_axes or None,
+            whole_blocks_only=self._config.whole_blocks_only,
+        )
         if (kv.name, kv.layers) != (self._layout.kv_layout, self._layout.layers):
             here = f"{kv.layers} layers of {kv.name}"
             raise LayoutError(f"kvcaches are {here}, but the layout says {self._layout.layers} of {self._layout.kv_layout}")
@@ -333,9 +340,7 @@ class VCacheEngine:
 class _Planned:
     """The copy plan of a retrieve, made for all its chunks while the server looks for them, and again if it has fewer."""
 
-    def __init__(
-        self, stats: EngineStats, kv: PagedKV, chunk_size: int, slots: npt.NDArray[np.int64], first: int
-    ) -> None:
+    def __init__(self, stats: EngineStats, kv: PagedKV, chunk_size: int, slots: npt.NDArray[np.int64], first: int) -> None:
         self._stats, self._kv, self._size, self._slots, self._first = stats, kv, chunk_size, slots, first
         self._made: tuple[int, CopyPlan] | None = None
 
@@ -348,11 +353,8 @@ class _Planned:
         """The plan for the first `chunks` chunks of the request, one slot each; tokens before `first` are left alone."""
         if self._made is None or self._made[0] != chunks:
             with self._stats.timed("plan"):
-                size, first = self._size, self._first
-                begin = first // size * size
-                starts = range(begin, begin + chunks * size, size)
-                pieces = [Piece(slot, at, max(first - at, 0), size) for slot, at in enumerate(starts)]
-                self._made = chunks, plan(self._kv, size, self._slots, pieces)
+                begin = self._first // self._size * self._size
+                self._made = chunks, plan_chunks(self._kv, self._size, self._slots, begin, chunks, self._first - begin)
         return self._made[1]
 
 

@@ -2,9 +2,9 @@
 
 key(i) = namespace prefix ‖ h(i) ‖ rank, with h(i) = BLAKE2b-128(h(i-1) ‖ tokens of chunk i) and h(-1) = BLAKE2b-128(salt), both
 keyed with the namespace's fingerprint and personalised for their purpose (the `person` of the reference implementation).
-Tokens are little-endian uint32; a chunk with one that does not fit is int64 throughout, under a `person` of its own. The chain makes a key stand for its whole prefix; the fingerprint keeps namespaces
-apart whatever the tokens are; the salt, which clients of a tenant may choose, cannot imitate a chain. 128 bits of a
-cryptographic hash: tokens need not be compared on a hit.
+Tokens are little-endian uint32; a chunk with one that does not fit is int64 throughout, under a `person` of its own. The chain
+makes a key stand for its whole prefix; the fingerprint keeps namespaces apart whatever the tokens are; the salt, which clients
+of a tenant may choose, cannot imitate a chain. 128 bits of a cryptographic hash: tokens need not be compared on a hit.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class TokenHasher:
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
         """One key for each whole chunk of `tokens`; a tail shorter than a chunk has none.
 
-        tokens: 1-D sequence, numpy array or CPU tensor of integers. ValueError if they are something else.
+        tokens: 1-D sequence, numpy array or tensor of integers (on a GPU: copied to the host first). ValueError if they are something else.
         """
-        ids = np.asarray(tokens)
+        there: Any = tokens
+        ids = np.asarray(there.cpu() if getattr(there, "is_cuda", False) else there)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise ValueError(f"tokens have shape {ids.shape} and type {ids.dtype}; expected one dimension of integers")
         root = self._root.copy()

@@ -245,7 +245,7 @@ class Client:
         return self._call(m.ListSegments(), m.Segments).segments
 
     def stats(self) -> m.ServerStats:
-        return self._call(m.Stats(), m.ServerStats, self._config.control_seconds)
+        return self._call(m.Stats(), m.ServerStats)
 
     # ---- one request
 

@@ -324,17 +324,4 @@ AnyRequest = (
     | Clear
     | Stats
 )
-AnyReply = (
-    Welcome
-    | Error
-    | Added
-    | Opened
-    | Dropped
-    | Segments
-    | Reserved
-    | Leased
-    | Count
-    | Verdict
-    | Present
-    | ServerStats
-)
+AnyReply = Welcome | Error | Added | Opened | Dropped | Segments | Reserved | Leased | Count | Verdict | Present | ServerStats

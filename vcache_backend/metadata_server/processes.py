@@ -9,7 +9,6 @@ from pathlib import Path
 
 from vcache_backend.metadata_server.journal import ProcessId
 
-
 SPIN_CORES = 4
 """With fewer cores than this, spinning takes the core from the very process that is waited for."""
 

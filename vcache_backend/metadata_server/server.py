@@ -52,20 +52,24 @@ class Connection:
         self.accepted = time.monotonic()
         self.reader = wire.FrameReader()
         self.fds: list[int] = []
-        self.unsent: deque[tuple[memoryview, int | None]] = deque()
+        self.unsent: deque[tuple[memoryview, int | None, int]] = deque()
         self.unsent_bytes = 0
         self.blocked = False
         self.closing = False
 
     def queue(self, reply: m.Reply, fd: int | None = None) -> None:
         data = wire.frame(reply)
-        self.unsent.append((memoryview(data), fd))
+        self.unsent.append((memoryview(data), fd, reply.reservation if isinstance(reply, m.Reserved) else 0))
         self.unsent_bytes += len(data)
+
+    def untold(self) -> list[int]:
+        """Reservations whose answer did not leave whole: nobody knows of them, so nobody writes under them."""
+        return [reservation for _, _, reservation in self.unsent if reservation]
 
     def flush(self) -> None:
         """Send as much as the socket takes now. OSError if the peer is gone."""
         while self.unsent:
-            data, fd = self.unsent[0]
+            data, fd, reservation = self.unsent[0]
             try:
                 sent = self.sock.send(data) if fd is None else socket.send_fds(self.sock, [data], [fd])
             except BlockingIOError:
@@ -74,7 +78,7 @@ class Connection:
             if sent == len(data):
                 self.unsent.popleft()
             else:
-                self.unsent[0] = (data[sent:], None)
+                self.unsent[0] = (data[sent:], None, reservation)
 
     def close(self) -> None:
         wire.close_fds(self.fds)
@@ -170,6 +174,9 @@ class Server:
             except BlockingIOError:
                 return
             except OSError:
+                self._disconnect(connection)
+            except Exception:
+                log.exception("a request of pid %d could not be answered; its connection is closed", connection.process.pid)
                 self._disconnect(connection)
 
     def _accept(self) -> None:
@@ -305,6 +312,8 @@ class Server:
             return
         connection.close()
         if connection.client is not None:
+            for reservation in connection.untold():
+                self._service.directory.abort(connection.client, reservation)
             self._service.directory.disconnect(connection.client)
             self._service.layouts.pop(connection.number, None)
             self._watch_quarantined()

@@ -27,7 +27,9 @@ def frame(message: Request | Reply) -> bytes:
     body = encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         kind = type(message).__name__
-        raise ProtocolError(f"{kind} of {len(body):,} B exceeds the limit of {MAX_FRAME_BYTES:,} B a frame; send fewer keys at once")
+        raise ProtocolError(
+            f"{kind} of {len(body):,} B exceeds the limit of {MAX_FRAME_BYTES:,} B a frame; send fewer keys at once"
+        )
     return len(body).to_bytes(HEADER_BYTES, "little") + body
 
 

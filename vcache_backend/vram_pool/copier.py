@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +21,8 @@ from vcache_backend.vram_pool import kernels, reference
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.planner import plan as make_plan
+from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.staging import Staging
 
 CLOSE_SECONDS = 5.0
 """How long closing waits for copies under way."""
@@ -28,30 +31,6 @@ _TABLE_ROWS = 1024
 """Rows of a new table at least: 4,096 tokens of a model of 64 layers in blocks of 16 need 384."""
 _SPIN_SECONDS = 0.005
 _SLEEP_SECONDS = 0.0001
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class SlotView:
-    """One slot as this process sees it: `nbytes` bytes at `address`, mapped for as long as this view is held.
-
-    local: they lie on the device of the KV cache. whole, offset: a contiguous 1-D uint8 tensor, and where in it they begin.
-    """
-
-    address: int
-    nbytes: int
-    local: bool
-    whole: Tensor
-    offset: int
-
-    @property
-    def tensor(self) -> Tensor:
-        """The bytes as a contiguous 1-D uint8 tensor. Made when asked for: kernels need the address only."""
-        return self.whole[self.offset : self.offset + self.nbytes]
-
-    @classmethod
-    def over(cls, tensor: Tensor, *, local: bool) -> SlotView:
-        """A view of all of `tensor`, contiguous 1-D uint8."""
-        return cls(tensor.data_ptr(), tensor.numel(), local, tensor, 0)
 
 
 class Completion(Protocol):
@@ -134,21 +113,17 @@ class HostCopier:
         return Finished(time.perf_counter() - started)
 
 
-class _Table:
-    """Memory for one launch's table: pinned, and its twin on the device."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.rows = rows
-        self.pinned = torch.empty((rows, 3), dtype=torch.int64, pin_memory=True)
-        self.array = self.pinned.numpy()
-        self.there = torch.empty((rows, 3), dtype=torch.int64, device=device)
-
-
 class CudaCompletion:
     """A copy on a stream of `device`. Holds what the copy uses until it is over, then gives `table` back to `free`."""
 
     def __init__(
-        self, device: torch.device, start: torch.cuda.Event, end: torch.cuda.Event, held: object, table: _Table, free: list[_Table]
+        self,
+        device: torch.device,
+        start: torch.cuda.Event,
+        end: torch.cuda.Event,
+        held: object,
+        table: kernels.Table,
+        free: list[kernels.Table],
     ) -> None:
         self._device, self._start, self._end, self._free = device, start, end, free
         self._held = [(held, table)]
@@ -182,7 +157,8 @@ class CudaCopier:
         self.device, self.max_ctas = torch.device("cuda", ordinal), max_ctas
         with torch.cuda.device(self.device):
             self._gathers, self._scatters = torch.cuda.Stream(), torch.cuda.Stream()
-        self._tables: list[_Table] = []
+        self._tables: list[kernels.Table] = []
+        self._staging = Staging(self.device)
 
     def prepare(self, kv: PagedKV) -> None:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
@@ -213,32 +189,51 @@ class CudaCopier:
             return Finished(0.0)
         local = all(slot.local for slot in slots)
         tuning = kernels.tuning_for(local=local, max_ctas=0 if local else self.max_ctas)
-        addresses = np.array([slot.address for slot in slots], dtype=np.int64)
-        rows = kernels.table_rows(kv, plan)
-        table = self._table(rows)
-        aligned = kernels.fill_table(kv, plan, addresses, table.array[:rows])
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # The current device belongs to the thread, and both the streams and Triton go by it.
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
-            with torch.cuda.stream(side):
-                # Before the wait, so that the table travels while earlier work still computes.
-                table.there[:rows].copy_(table.pinned[:rows], non_blocking=True)
-                side.wait_stream(current)
-                start.record(side)
-                kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned)
-                end.record(side)
+            table = self._table(kernels.table_rows(kv, plan))
+            if not to_slot and not local and self._staging.suits(plan, slots):
+                self._staging.scatter(kv, plan, slots, side, current, table, tuning, start)
+            else:
+                self._direct(side, current, kv, plan, slots, table, tuning, start, to_slot=to_slot)
+            side.record_event(end)
             current.wait_event(end)
         return CudaCompletion(self.device, start, end, (kv, tuple(slots)), table, self._tables)
 
-    def _table(self, rows: int) -> _Table:
+    def _direct(
+        self,
+        side: torch.cuda.Stream,
+        current: torch.cuda.Stream,
+        kv: PagedKV,
+        plan: CopyPlan,
+        slots: Sequence[SlotView],
+        table: kernels.Table,
+        tuning: kernels.Tuning,
+        start: torch.cuda.Event,
+        *,
+        to_slot: bool,
+    ) -> None:
+        """One launch, straight from or to the slots."""
+        rows = kernels.table_rows(kv, plan)
+        addresses = np.array([slot.address for slot in slots], dtype=np.int64)
+        aligned = kernels.fill_table(kv, plan, addresses, table.array[:rows])
+        with torch.cuda.stream(side):
+            # Before the wait, so that the table travels while earlier work still computes.
+            table.upload(rows)
+            side.wait_stream(current)
+            side.record_event(start)
+            kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned)
+
+    def _table(self, rows: int) -> kernels.Table:
         """A table that no copy uses: one of an earlier copy that is over, or a new one."""
         while self._tables:
             with suppress(IndexError):  # another thread took it
                 table = self._tables.pop()
                 if table.rows >= rows:
                     return table
-        return _Table(max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device)
+        return kernels.Table(max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device)
 
 
 def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
@@ -247,8 +242,11 @@ def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
         waited = time.monotonic() - began
         if waited >= timeout_s:
             return False
-        # Most copies take a millisecond or two, less than a sleeping thread needs to be woken up reliably.
-        time.sleep(0 if waited < _SPIN_SECONDS else min(_SLEEP_SECONDS, timeout_s - waited))
+        # Most copies take a millisecond or two, and even the shortest sleep lasts some 50 microseconds.
+        if waited < _SPIN_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(min(_SLEEP_SECONDS, timeout_s - waited))
     return True
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,16 +40,13 @@ class Tuning:
     ctas: thread blocks of the launch. block_bytes: what one of them moves at a time, a power of two. num_warps: of 32 threads.
     stages: 1 keeps the piece that is on its way in registers; n >= 2 keeps n - 1 pieces on their way in shared memory, so
         `(stages - 1) * block_bytes` must stay under the 227 KiB of an SM.
-    load, store: cache modifiers of PTX (`""`, `.cg`, `.cs`, ...). load_eviction: `""`, `evict_first`, `evict_last`.
+    Cache modifiers and eviction hints were swept too, and changed nothing beyond the noise.
     """
 
     ctas: int
     block_bytes: int = 16 << 10
     num_warps: int = 4
     stages: int = 4
-    load: str = ""
-    store: str = ""
-    load_eviction: str = ""
 
 
 PEER = Tuning(ctas=64)
@@ -63,6 +60,20 @@ def tuning_for(*, local: bool, max_ctas: int = 0) -> Tuning:
     """The tuning of a copy, with at most `max_ctas` programs (0: no bound)."""
     chosen = LOCAL if local else PEER
     return replace(chosen, ctas=min(chosen.ctas, max_ctas)) if max_ctas else chosen
+
+
+class Table:
+    """Memory for the tables of one copy: pinned, and its twin on the device."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.rows = rows
+        self.there = torch.empty((rows, 3), dtype=torch.int64, device=device)
+        self.pinned = torch.empty((rows, 3), dtype=torch.int64, pin_memory=True)
+        self.array: Int64s = self.pinned.numpy()
+
+    def upload(self, rows: int) -> None:
+        """Send the first `rows` rows, on the current stream. They must stay as they are until it has."""
+        self.there[:rows].copy_(self.pinned[:rows], non_blocking=True)
 
 
 def table_rows(kv: PagedKV, plan: CopyPlan) -> int:
@@ -90,38 +101,60 @@ def _plane_offsets(kv: PagedKV, chunk_size: int) -> Int64s:
     return offsets
 
 
-def launch(kv: PagedKV, plan: CopyPlan, table: Tensor, *, to_slot: bool, tuning: Tuning, aligned: int = 16) -> None:
-    """Run the plan on the current stream of the current device, which must be the KV cache's. Compiles at the first use.
+class Part(NamedTuple):
+    """Some of a plan's rows: blocks [blocks, blocks_stop) and tokens [tokens, tokens_stop)."""
+
+    blocks: int
+    blocks_stop: int
+    tokens: int
+    tokens_stop: int
+
+
+def launch(
+    kv: PagedKV,
+    plan: CopyPlan,
+    table: Tensor,
+    *,
+    to_slot: bool,
+    tuning: Tuning,
+    aligned: int = 16,
+    part: Part | None = None,
+    stream: int | None = None,
+) -> None:
+    """Run the plan, or a part of it, on the current device, which must be the KV cache's. Compiles at the first use.
 
     table: (rows, 3) int64, filled by `fill_table`, contiguous, on that device; it must live until the kernel has run. aligned: what
-    `fill_table` returned. to_slot: gather (KV cache to slots), else scatter. An empty plan compiles only.
+    `fill_table` returned. to_slot: gather (KV cache to slots), else scatter. stream: a CUDA stream's handle; None: the current one.
     Returns at once. Raises LayoutError for a copy of more than 2^31 pieces.
     """
+    part = part or Part(0, len(plan.blocks), 0, len(plan.tokens))
+    blocks, tokens = part.blocks_stop - part.blocks, part.tokens_stop - part.tokens
     shape = _shape(kv.page_bytes, kv.tokens, tuning, alignment(kv.aligned, aligned))
-    pieces = len(plan.blocks) * len(kv.planes) * shape["PIECES"]
-    tiles = -(-len(plan.tokens) * len(kv.planes) * shape["RUNS"] * shape["RUN_PIECES"] // shape["UNITS"])
+    pieces = blocks * len(kv.planes) * shape["PIECES"]
+    tiles = -(-tokens * len(kv.planes) * shape["RUNS"] * shape["RUN_PIECES"] // shape["UNITS"])
     if max(pieces, tiles * shape["UNITS"]) + 2 * tuning.ctas >= 1 << 31:
         raise LayoutError(f"a copy of {plan.nbytes:,} B in {max(pieces, tiles):,} pieces is too large; move fewer chunks at once")
     grid = (max(1, min(tuning.ctas, max(pieces, tiles))), 1, 1)
-    arguments = (table, len(plan.blocks), len(plan.tokens))
-    options = shape | {"PLANES": len(kv.planes), "TO_SLOT": to_slot}
+    blocks_at, tokens_at = len(kv.planes) + part.blocks, len(kv.planes) + len(plan.blocks) + part.tokens
+    arguments = (table, blocks_at, blocks, tokens_at, tokens)
     if not isinstance(copy_kernel, triton.JITFunction):  # Triton's interpreter
-        copy_kernel[grid](*arguments, **options)
+        copy_kernel[grid](*arguments, **shape, PLANES=len(kv.planes), TO_SLOT=to_slot)
         return
-    compiled, constants = _compiled(tuple(options.items()), kv.device)
-    if plan.nbytes:
-        compiled[grid](*arguments, *constants)
+    compiled, constants = _compiled(tuple(shape.items()), len(kv.planes), to_slot, kv.device)
+    compiled[grid](*arguments, *constants, stream=stream)
 
 
 @lru_cache
-def _compiled(options: tuple[tuple[str, Any], ...], device: torch.device) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel compiled for `device`, and the compile-time arguments its launcher skips.
+def _compiled(
+    shape: tuple[tuple[str, Any], ...], planes: int, to_slot: bool, device: torch.device
+) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel compiled for `device`, and the compile-time arguments, which its launcher skips.
 
-    Launching it directly costs a tenth of what `copy_kernel[grid]` costs the host, which looks all of this up anew each time.
+    Launching it directly costs the host a tenth of what `copy_kernel[grid]` does, which looks all of this up anew each time.
     """
-    given = dict(options)
-    compiled = copy_kernel.warmup(torch.int64, 1, 1, grid=(1,), **given)
-    return compiled, tuple(given[name] for name in copy_kernel.arg_names[3:])
+    options = dict(shape) | {"PLANES": planes, "TO_SLOT": to_slot}
+    compiled = copy_kernel.warmup(torch.int64, 1, 1, 1, 1, grid=(1,), **options)
+    return compiled, tuple(options[name] for name in copy_kernel.arg_names[5:])
 
 
 @lru_cache
@@ -147,9 +180,6 @@ def _shape(page_bytes: int, tokens: TokenGeometry | None, tuning: Tuning, aligne
         "TOKEN_WORD": _WORDS[token_word],
         "TOKEN_ALIGN": token_aligned,
         "STAGES": tuning.stages,
-        "LOAD": tuning.load,
-        "STORE": tuning.store,
-        "EVICTION": tuning.load_eviction,
         # A thread moves at least one full word of 16 bytes; more threads than that would move the same bytes again.
         "num_warps": max(1, min(tuning.num_warps, block_bytes // (32 * 16))),
     }
@@ -173,12 +203,12 @@ def _words(address, offsets, WORD: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _locate(table, unit, last, rows, PLANES, PIECES, PIECE_BYTES, TO_SLOT: tl.constexpr):
+def _locate(table, unit, last, at, rows, PIECES, PIECE_BYTES, TO_SLOT: tl.constexpr):
     """Source and destination address of a piece of a block, and which piece of its page it is. Beyond `last`: the last one."""
     unit = tl.minimum(unit, last)
     piece = unit % PIECES
     rest = unit // PIECES
-    row = table + (PLANES + rest % rows) * _COLUMNS
+    row = table + (at + rest % rows) * _COLUMNS
     plane = table + rest // rows * _COLUMNS
     start = piece.to(tl.int64) * PIECE_BYTES
     page = tl.load(plane) + tl.load(row + 1) * tl.load(plane + 1) + start
@@ -190,28 +220,28 @@ def _locate(table, unit, last, rows, PLANES, PIECES, PIECE_BYTES, TO_SLOT: tl.co
 
 
 @triton.jit
-def _read(address, piece, offsets, WORDS, EVEN: tl.constexpr, WORD, ALIGN, LOAD, EVICTION):
+def _read(address, piece, offsets, WORDS, EVEN: tl.constexpr, WORD, ALIGN):
     pointers = _words(address, offsets, WORD, ALIGN)
     if EVEN:
-        return tl.load(pointers, cache_modifier=LOAD, eviction_policy=EVICTION)
+        return tl.load(pointers)
     else:
         inside = offsets < WORDS - piece * offsets.shape[0]
-        return tl.load(pointers, mask=inside, cache_modifier=LOAD, eviction_policy=EVICTION)
+        return tl.load(pointers, mask=inside)
 
 
 @triton.jit
-def _write(address, value, piece, offsets, WORDS, EVEN: tl.constexpr, WORD, ALIGN, STORE):
+def _write(address, value, piece, offsets, WORDS, EVEN: tl.constexpr, WORD, ALIGN):
     pointers = _words(address, offsets, WORD, ALIGN)
     if EVEN:
-        tl.store(pointers, value, cache_modifier=STORE)
+        tl.store(pointers, value)
     else:
         inside = offsets < WORDS - piece * offsets.shape[0]
-        tl.store(pointers, value, mask=inside, cache_modifier=STORE)
+        tl.store(pointers, value, mask=inside)
 
 
 @triton.jit
 def _blocks_through_registers(
-    table, rows, PLANES, PAGE_WORDS, BLOCK: tl.constexpr, PIECES, WORD: tl.constexpr, ALIGN, LOAD, STORE, EVICTION, TO_SLOT
+    table, at, rows, PLANES, PAGE_WORDS, BLOCK: tl.constexpr, PIECES, WORD: tl.constexpr, ALIGN, TO_SLOT
 ):
     EVEN: tl.constexpr = PAGE_WORDS % BLOCK == 0
     BYTES: tl.constexpr = BLOCK * (WORD.primitive_bitwidth // 8)
@@ -219,21 +249,22 @@ def _blocks_through_registers(
     total = rows * PLANES * PIECES
     offsets = tl.arange(0, BLOCK)
     if first < total:
-        source, target, piece = _locate(table, first, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
-        value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN, LOAD, EVICTION)
-        source, next_target, next_piece = _locate(table, first + step, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
+        source, target, piece = _locate(table, first, total - 1, at, rows, PIECES, BYTES, TO_SLOT)
+        value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
+        source, next_target, next_piece = _locate(table, first + step, total - 1, at, rows, PIECES, BYTES, TO_SLOT)
         for unit in range(first + step, total, step):
-            next_value = _read(source, next_piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN, LOAD, EVICTION)
-            source, later_target, later_piece = _locate(table, unit + step, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
-            _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN, STORE)
+            next_value = _read(source, next_piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
+            source, later_target, later_piece = _locate(table, unit + step, total - 1, at, rows, PIECES, BYTES, TO_SLOT)
+            _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
             value, target, piece = next_value, next_target, next_piece
             next_target, next_piece = later_target, later_piece
-        _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN, STORE)
+        _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
 
 
 @triton.jit
 def _blocks_through_shared_memory(
     table,
+    at,
     rows,
     PLANES,
     PAGE_WORDS,
@@ -241,9 +272,6 @@ def _blocks_through_shared_memory(
     PIECES,
     WORD: tl.constexpr,
     ALIGN,
-    LOAD,
-    STORE,
-    EVICTION,
     TO_SLOT,
     STAGES: tl.constexpr,
 ):
@@ -253,15 +281,15 @@ def _blocks_through_shared_memory(
     offsets = tl.arange(0, BLOCK)
     # With num_stages given, the compiler turns table and data loads into asynchronous copies several iterations ahead.
     for unit in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        source, target, piece = _locate(table, unit, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
-        value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN, LOAD, EVICTION)
-        _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN, STORE)
+        source, target, piece = _locate(table, unit, total - 1, at, rows, PIECES, BYTES, TO_SLOT)
+        value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
+        _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
 
 
 @triton.jit
 def _tokens(
     table,
-    first_row,
+    at,
     rows,
     PLANES,
     RUNS,
@@ -284,7 +312,7 @@ def _tokens(
         wanted = unit < total
         piece = unit % RUN_PIECES
         rest = unit // RUN_PIECES
-        row = table + (first_row + rest % rows) * _COLUMNS
+        row = table + (at + rest % rows) * _COLUMNS
         run = rest // rows % RUNS
         plane = table + rest // rows // RUNS * _COLUMNS
         start = run.to(tl.int64) * RUN_STRIDE + piece.to(tl.int64) * BYTES
@@ -308,10 +336,12 @@ def _tile(addresses, offsets, WORD: tl.constexpr, ALIGN: tl.constexpr):
 
 
 # A count of 1 or a multiple of 16 must not compile again: a request would wait for it.
-@triton.jit(do_not_specialize=["blocks", "tokens"])
+@triton.jit(do_not_specialize=["blocks_at", "blocks", "tokens_at", "tokens"])
 def copy_kernel(
     table,
+    blocks_at,
     blocks,
+    tokens_at,
     tokens,
     PLANES: tl.constexpr,
     PAGE_WORDS: tl.constexpr,
@@ -329,20 +359,15 @@ def copy_kernel(
     TOKEN_ALIGN: tl.constexpr,
     TO_SLOT: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD: tl.constexpr,
-    STORE: tl.constexpr,
-    EVICTION: tl.constexpr,
 ):
-    """Move the table's blocks, then its tokens. Sizes in words, strides in bytes; see the module's text."""
+    """Move `blocks` rows of the table from `blocks_at` on, then `tokens` rows. Sizes in words, strides in bytes; see the module's text."""
     if STAGES > 1:
-        _blocks_through_shared_memory(
-            table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, LOAD, STORE, EVICTION, TO_SLOT, STAGES
-        )
+        _blocks_through_shared_memory(table, blocks_at, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_SLOT, STAGES)
     else:
-        _blocks_through_registers(table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, LOAD, STORE, EVICTION, TO_SLOT)
+        _blocks_through_registers(table, blocks_at, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_SLOT)
     _tokens(
         table,
-        PLANES + blocks,
+        tokens_at,
         tokens,
         PLANES,
         RUNS,

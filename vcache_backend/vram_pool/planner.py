@@ -91,6 +91,29 @@ class CopyPlan:
         return whole
 
 
+def plan_chunks(kv: Geometry, chunk_size: int, slot_mapping: Int64s, begin: int, chunks: int, skip: int = 0) -> CopyPlan:
+    """`plan` for `chunks` consecutive whole chunks whose tokens stand at `slot_mapping[begin:]`, in slots 0, 1, ...; the first
+    `skip` tokens of them are left alone. Several times as fast where every block is whole, as it is for vLLM's requests."""
+    blocks = chunk_size // kv.block_size
+    mapping = slot_mapping[begin : begin + chunks * chunk_size]
+    if not (skip or chunk_size % kv.block_size or len(mapping) < chunks * chunk_size):
+        places = mapping.reshape(-1, kv.block_size)
+        ids, inside = np.divmod(places[:, 0], kv.block_size)
+        if not inside.any() and (places == places[:, :1] + np.arange(kv.block_size)).all() and places[:, 0].min(initial=0) >= 0:
+            _check_ids(kv, ids)
+            rows = np.empty((chunks, blocks, 3), dtype=np.int64)
+            rows[:, :, 0] = np.arange(chunks)[:, None]
+            rows[:, :, 1] = np.arange(blocks) * (kv.parts * kv.page_bytes)
+            rows[:, :, 2] = ids.reshape(chunks, blocks)
+            index = begin + np.arange(len(ids)) * kv.block_size
+            nbytes = kv.layers * kv.parts * len(ids) * kv.page_bytes
+            none = np.empty(0, dtype=np.int64)
+            return CopyPlan(chunk_size, kv.block_size, rows.reshape(-1, 3), none.reshape(0, 4), index, none, nbytes)
+    firsts = range(begin, begin + chunks * chunk_size, chunk_size)
+    pieces = [Piece(slot, at, min(max(begin + skip - at, 0), chunk_size), chunk_size) for slot, at in enumerate(firsts)]
+    return plan(kv, chunk_size, slot_mapping, pieces)
+
+
 def plan(kv: Geometry, chunk_size: int, slot_mapping: Int64s, pieces: Sequence[Piece]) -> CopyPlan:
     """Plan the copies of `pieces`. `slot_mapping`: (tokens,) int64, `block id * block_size + token in block`, -1 for no place.
 

@@ -15,9 +15,9 @@ from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import Location, SegmentId, SegmentInfo
 from vcache_backend.vram_pool import segment as segments
-from vcache_backend.vram_pool.copier import SlotView
 from vcache_backend.vram_pool.devices import Device, can_read
 from vcache_backend.vram_pool.segment import MappedSegment
+from vcache_backend.vram_pool.slots import SlotView
 
 log = logging.getLogger(__name__)
 

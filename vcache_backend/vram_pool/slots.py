@@ -1,0 +1,30 @@
+"""One slot as a process sees it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class SlotView(NamedTuple):
+    """`nbytes` bytes at `address`, mapped for as long as this view is held.
+
+    local: they lie on the device of the KV cache. whole, offset: a contiguous 1-D uint8 tensor, and where in it they begin.
+    """
+
+    address: int
+    nbytes: int
+    local: bool
+    whole: Tensor
+    offset: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bytes as a contiguous 1-D uint8 tensor. Made when asked for: kernels need the address only."""
+        return self.whole[self.offset : self.offset + self.nbytes]
+
+    @classmethod
+    def over(cls, tensor: Tensor, *, local: bool) -> SlotView:
+        """A view of all of `tensor`, contiguous 1-D uint8."""
+        return cls(tensor.data_ptr(), tensor.numel(), local, tensor, 0)
