@@ -6,15 +6,12 @@ engine does it (`CudaCopier`), the copy engine the same number of contiguous byt
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vcache_backend.metadata_server.messages import SegmentInfo
 from vcache_backend.vram_pool import segment
 from vcache_backend.vram_pool.copier import Completion, CudaCopier
 from vcache_backend.vram_pool.devices import Device, resolve
@@ -22,7 +19,6 @@ from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan
 from vcache_backend.vram_pool.segment import MappedSegment
 from vcache_backend.vram_pool.slots import SlotView
-from vcache_backend.vram_pool.staging import LEAST_BYTES
 
 from .results import Row, row
 
@@ -31,7 +27,6 @@ BLOCK_SIZE = 16
 CHUNK = 256
 PAGE_BYTES = 32 << 10
 RUNS = 31
-TOGETHER = 16
 
 
 class Case(NamedTuple):
@@ -60,7 +55,14 @@ class Case(NamedTuple):
 
 
 def case(owner: Device, reader: Device, nbytes: int) -> Case:
+    """A case in a new segment of `owner`."""
+    with segment.create(owner, nbytes) as owned:
+        return case_in(segment.map_segment(owned.info, owned.fd, reader), nbytes)
+
+
+def case_in(mapped: MappedSegment, nbytes: int) -> Case:
     """Layers of (2, blocks, 16, 8, 128) bf16: pages of 32 KiB for K and for V, blocks in random order, one slot a chunk."""
+    reader = mapped.reader
     torch.cuda.set_device(reader.ordinal)
     layers = 1 if nbytes < 32 * MIB else 16
     chunk_bytes = layers * (CHUNK // BLOCK_SIZE) * 2 * PAGE_BYTES
@@ -69,13 +71,11 @@ def case(owner: Device, reader: Device, nbytes: int) -> Case:
     shape = (2, blocks + 7, BLOCK_SIZE, 8, 128)
     caches = [torch.randn(shape, device=f"cuda:{reader.ordinal}").to(torch.bfloat16) for _ in range(layers)]
     kv = PagedKV.describe(caches, BLOCK_SIZE)
-    with segment.create(owner, nbytes) as owned:
-        mapped = segment.map_segment(SegmentInfo(owned.id, owned.device, owned.medium, owned.nbytes), owned.fd, reader)
     ids = np.random.default_rng(0).permutation(blocks + 7)[:blocks]
     slots = (ids[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1).astype(np.int64)
     copy = plan(kv, CHUNK, slots, [Piece(i, i * CHUNK, 0, CHUNK) for i in range(chunks)])
     whole = mapped.tensor(0, mapped.nbytes)
-    local = owner == reader
+    local = mapped.device == reader.name
     starts = range(0, nbytes, chunk_bytes)
     views = [SlotView(whole.data_ptr() + start, chunk_bytes, local, whole, start) for start in starts]
     made = Case(reader, kv, mapped, copy, views, torch.empty(nbytes, dtype=torch.uint8, device=whole.device))
@@ -115,14 +115,9 @@ def engine_seconds(work: Callable[[], None]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def copier_seconds(work: Callable[[], Completion], nbytes: int) -> float:
-    """GPU time of one copy of ours, from where its first bytes set out to where the last ones are in place.
-
-    A single launch is queued behind other work, like the copy engine's copy. A staged copy is not: its first bytes set out
-    before the current stream's work ends, so the host's part of the launches is in its time.
-    """
-    if nbytes < LEAST_BYTES:
-        torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]
+def copier_seconds(work: Callable[[], Completion]) -> float:
+    """GPU time of one copy of ours, from where its first bytes set out to where the last ones are in place."""
+    torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]
     completion = work()
     if not completion.wait(10):
         raise RuntimeError("a copy did not end within 10 s")
@@ -149,7 +144,6 @@ def run() -> list[Row]:
         second = resolve("cuda:1")
         for nbytes, name, floor in ((256 * MIB, "256MiB", 0.95), (32 * MIB, "32MiB", 0.95), (4 * MIB, "4MiB", 0.90)):
             rows += _peer(case(second, first, nbytes), name, floor)
-        rows.append(_both_ways(case(second, first, 256 * MIB), case(first, second, 256 * MIB)))
     rows.append(_local(case(first, first, 256 * MIB)))
     return rows
 
@@ -160,8 +154,8 @@ def _peer(made: Case, name: str, floor: float) -> list[Row]:
     engine, ours, few = interleaved(
         [
             lambda: engine_seconds(made.pull),
-            lambda: copier_seconds(lambda: made.scatter(tuned), made.copy.nbytes),
-            lambda: copier_seconds(lambda: made.scatter(bounded), made.copy.nbytes),
+            lambda: copier_seconds(lambda: made.scatter(tuned)),
+            lambda: copier_seconds(lambda: made.scatter(bounded)),
         ],
         made.copy.nbytes,
     )
@@ -175,43 +169,7 @@ def _peer(made: Case, name: str, floor: float) -> list[Row]:
 def _local(made: Case) -> Row:
     copier = CudaCopier(made.reader.ordinal or 0)
     engine, ours = interleaved(
-        [lambda: engine_seconds(made.push), lambda: copier_seconds(lambda: made.gather(copier), 0)], made.copy.nbytes
+        [lambda: engine_seconds(made.push), lambda: copier_seconds(lambda: made.gather(copier))], made.copy.nbytes
     )
     what = f"256 MiB of scattered {PAGE_BYTES >> 10}-KiB pages into the own segment; reference: a contiguous device copy"
     return row("local_store_256MiB", "GB/s", ours, engine, what=what, at_least=0.85)
-
-
-def _both_ways(left: Case, right: Case) -> Row:
-    """Each GPU pulls from the other at the same time, TOGETHER times without a pause; GB/s of both, by the host's clock."""
-    copiers = {made.reader: CudaCopier(made.reader.ordinal or 0) for made in (left, right)}
-    engine, ours = [], []
-    for _ in range(RUNS + 1):
-        engine.append(_together(left, right, lambda made: made.pull()))
-        ours.append(_together(left, right, lambda made: made.scatter(copiers[made.reader])))
-    engine, ours = engine[1:], ours[1:]
-    what = "both GPUs pull 256 MiB from each other at once, sum of both; reference: the copy engine doing the same"
-    return row("both_ways_256MiB", "GB/s", ours, engine, what=what, at_least=0.90)
-
-
-def _together(left: Case, right: Case, work: Callable[[Case], object]) -> float:
-    """One thread for each GPU queues everything, then waits; GB/s of both."""
-    barrier = threading.Barrier(3)
-
-    def drive(made: Case) -> None:
-        torch.cuda.set_device(made.reader.ordinal)
-        barrier.wait(30)
-        kept = [work(made) for _ in range(TOGETHER)]
-        torch.cuda.synchronize()
-        barrier.wait(30)
-        del kept
-
-    threads = [threading.Thread(target=drive, args=(made,), daemon=True) for made in (left, right)]
-    for thread in threads:
-        thread.start()
-    barrier.wait(30)
-    started = time.perf_counter()
-    barrier.wait(30)
-    seconds = time.perf_counter() - started
-    for thread in threads:
-        thread.join(30)
-    return 2 * left.copy.nbytes * TOGETHER / seconds / 1e9

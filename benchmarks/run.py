@@ -10,10 +10,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from . import copies, engine, metadata
+from . import both_ways, copies, engine, metadata
 from .results import Row, document, write
 
-SUBJECTS: dict[str, Callable[[], list[Row]]] = {"metadata": metadata.run, "copies": copies.run, "engine": engine.run}
+SUBJECTS: dict[str, Callable[[], list[Row]]] = {
+    "metadata": metadata.run,
+    "copies": copies.run,
+    "both_ways": both_ways.run,
+    "engine": engine.run,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

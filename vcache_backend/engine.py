@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from vcache_backend.stats import EngineStats
 from vcache_backend.vram_pool import devices, pool
 from vcache_backend.vram_pool.copier import Copier, CudaCopier, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan, plan_chunks
+from vcache_backend.vram_pool.planner import Piece, plan, plan_chunks
 from vcache_backend.vram_pool.slots import SlotView
 
 log = logging.getLogger(__name__)
@@ -251,16 +250,15 @@ class VCacheEngine:
         if start >= len(keys):
             return None
         kv = self._describe(kvcaches)
-        planned = _Planned(self._stats, kv, self._layout.chunk_size, slots, first)
         asked = time.monotonic()
         with self._stats.timed("acquire"):
-            leased = self._client.acquire(keys[start:], meanwhile=lambda: planned.prepare(len(keys) - start))
+            leased = self._client.acquire(keys[start:])
         covered, complete = None, True
         try:
             views = self._pool.slots(leased.locations)
             self._stats.count(chunks_missed=len(keys) - start - len(views))
             if views:
-                covered, complete = self._scatter(kv, planned.get(len(views)), views, len(slots), asked + leased.seconds)
+                covered, complete = self._scatter(kv, views, first, slots, asked + leased.seconds)
         finally:
             held = self._release(leased) if leased.lease else True
         if start:
@@ -269,16 +267,20 @@ class VCacheEngine:
             self._stats.failed("lease_lost")
             return None
         if covered is not None:
-            self._note_retrieved(views, int(covered.sum()), planned.get(len(views)).nbytes)
+            self._note_retrieved(views, int(covered.sum()))
         return covered
 
     def _scatter(
-        self, kv: PagedKV, copy: CopyPlan, views: list[SlotView], tokens: int, deadline: float
+        self, kv: PagedKV, views: list[SlotView], first: int, slots: npt.NDArray[np.int64], deadline: float
     ) -> tuple[npt.NDArray[np.bool_], bool]:
-        """Copy and wait: which tokens it moves, and whether it was complete by `deadline` (time.monotonic)."""
+        """Copy and wait: which tokens it moves, none before `first`, and whether it was complete by `deadline`."""
         started = time.perf_counter()
+        size = self._layout.chunk_size
+        begin = first // size * size
+        with self._stats.timed("plan"):
+            copy = plan_chunks(kv, size, slots, begin, len(views), first - begin)
         completion = self._copier.scatter(kv, copy, views)
-        covered = copy.covered(tokens)
+        covered = copy.covered(len(slots))
         complete = completion.wait(max(deadline - time.monotonic(), 0.0))
         self._stats.add_time("retrieve_copy", completion.seconds or time.perf_counter() - started)
         return covered, complete
@@ -311,15 +313,12 @@ class VCacheEngine:
         self._paged, self._paged_for = kv, mark
         return kv
 
-    def _note_retrieved(self, views: list[SlotView], tokens: int, nbytes: int) -> None:
+    def _note_retrieved(self, views: list[SlotView], tokens: int) -> None:
+        """`tokens` of the chunks in `views` are now in the KV cache; their bytes are counted by where they came from."""
+        each = tokens * views[0].nbytes // (self._layout.chunk_size * len(views))
         own = sum(view.local for view in views)
-        each = nbytes // len(views)
-        self._stats.count(
-            chunks_retrieved=len(views),
-            tokens_retrieved=tokens,
-            bytes_own=own * each,
-            bytes_peer=nbytes - own * each,
-        )
+        peer = len(views) - own
+        self._stats.count(chunks_retrieved=len(views), tokens_retrieved=tokens, bytes_own=own * each, bytes_peer=peer * each)
 
     def _note_refusals(self, slots: Sequence[Location | int], reason: str) -> None:
         names = {Refusal.EXISTS: "exists", Refusal.BUSY: "busy", Refusal.FULL: "full"}
@@ -335,27 +334,6 @@ class VCacheEngine:
         if self._stats.failed(cause) == 1 and not isinstance(error, ServerUnavailable):
             log.warning("%s failed, which counts as a miss: %s", call, error)
         return 0
-
-
-class _Planned:
-    """The copy plan of a retrieve, made for all its chunks while the server looks for them, and again if it has fewer."""
-
-    def __init__(self, stats: EngineStats, kv: PagedKV, chunk_size: int, slots: npt.NDArray[np.int64], first: int) -> None:
-        self._stats, self._kv, self._size, self._slots, self._first = stats, kv, chunk_size, slots, first
-        self._made: tuple[int, CopyPlan] | None = None
-
-    def prepare(self, chunks: int) -> None:
-        """Plan for `chunks` chunks. Raises nothing: `get` does."""
-        with suppress(LayoutError):
-            self.get(chunks)
-
-    def get(self, chunks: int) -> CopyPlan:
-        """The plan for the first `chunks` chunks of the request, one slot each; tokens before `first` are left alone."""
-        if self._made is None or self._made[0] != chunks:
-            with self._stats.timed("plan"):
-                begin = self._first // self._size * self._size
-                self._made = chunks, plan_chunks(self._kv, self._size, self._slots, begin, chunks, self._first - begin)
-        return self._made[1]
 
 
 class PendingReservation:

@@ -51,12 +51,9 @@ class _Link:
         deadline: float,
         fd: int | None = None,
         received: list[int] | None = None,
-        meanwhile: Callable[[], None] | None = None,
     ) -> m.AnyReply:
         """Send one framed request and read its one reply. TimeoutError at the deadline; the stream is then out of step."""
         self._send(data, fd, deadline)
-        if meanwhile is not None:
-            meanwhile()
         while True:
             piece, fds = self._receive(deadline)
             if received is not None:
@@ -175,9 +172,8 @@ class Client:
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         return self._call(m.Contains(keys), m.Present).present
 
-    def acquire(self, keys: list[m.ChunkKey], meanwhile: Callable[[], None] | None = None) -> m.Leased:
-        """`meanwhile` runs in this thread while the server works; it must be short, use no client and raise nothing."""
-        return self._call(m.Acquire(keys), m.Leased, meanwhile=meanwhile)
+    def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
+        return self._call(m.Acquire(keys), m.Leased)
 
     def renew(self, lease: int) -> bool:
         return self._call(m.Renew(lease), m.Verdict).held
@@ -256,7 +252,6 @@ class Client:
         seconds: float | None = None,
         fd: int | None = None,
         received: list[int] | None = None,
-        meanwhile: Callable[[], None] | None = None,
     ) -> R:
         started = time.perf_counter()
         deadline = started + (seconds or self._config.request_seconds)
@@ -265,7 +260,7 @@ class Client:
         if not self._lock.acquire(timeout=deadline - started):
             raise ServerTimeout(self._late(request, deadline - started, "waiting for other calls"))
         try:
-            reply = self._connection().exchange(data, deadline, fd, received, meanwhile)
+            reply = self._connection().exchange(data, deadline, fd, received)
             self._note(request, started)
         except TimeoutError as error:
             self._drop(self._late(request, deadline - started, "no answer"))

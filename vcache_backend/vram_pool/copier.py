@@ -22,7 +22,6 @@ from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.planner import plan as make_plan
 from vcache_backend.vram_pool.slots import SlotView
-from vcache_backend.vram_pool.staging import Staging
 
 CLOSE_SECONDS = 5.0
 """How long closing waits for copies under way."""
@@ -158,7 +157,6 @@ class CudaCopier:
         with torch.cuda.device(self.device):
             self._gathers, self._scatters = torch.cuda.Stream(), torch.cuda.Stream()
         self._tables: list[kernels.Table] = []
-        self._staging = Staging(self.device)
 
     def prepare(self, kv: PagedKV) -> None:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
@@ -189,42 +187,23 @@ class CudaCopier:
             return Finished(0.0)
         local = all(slot.local for slot in slots)
         tuning = kernels.tuning_for(local=local, max_ctas=0 if local else self.max_ctas)
+        rows = kernels.table_rows(kv, plan)
+        table = self._table(rows)
+        addresses = np.array([slot.address for slot in slots], dtype=np.int64)
+        aligned = kernels.fill_table(kv, plan, addresses, table.array[:rows])
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # The current device belongs to the thread, and both the streams and Triton go by it.
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
-            table = self._table(kernels.table_rows(kv, plan))
-            if not to_slot and not local and self._staging.suits(plan, slots):
-                self._staging.scatter(kv, plan, slots, side, current, table, tuning, start)
-            else:
-                self._direct(side, current, kv, plan, slots, table, tuning, start, to_slot=to_slot)
-            side.record_event(end)
+            with torch.cuda.stream(side):
+                # Before the wait, so that the table travels while earlier work still computes.
+                table.upload(rows)
+                side.wait_stream(current)
+                start.record(side)
+                kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned)
+                end.record(side)
             current.wait_event(end)
         return CudaCompletion(self.device, start, end, (kv, tuple(slots)), table, self._tables)
-
-    def _direct(
-        self,
-        side: torch.cuda.Stream,
-        current: torch.cuda.Stream,
-        kv: PagedKV,
-        plan: CopyPlan,
-        slots: Sequence[SlotView],
-        table: kernels.Table,
-        tuning: kernels.Tuning,
-        start: torch.cuda.Event,
-        *,
-        to_slot: bool,
-    ) -> None:
-        """One launch, straight from or to the slots."""
-        rows = kernels.table_rows(kv, plan)
-        addresses = np.array([slot.address for slot in slots], dtype=np.int64)
-        aligned = kernels.fill_table(kv, plan, addresses, table.array[:rows])
-        with torch.cuda.stream(side):
-            # Before the wait, so that the table travels while earlier work still computes.
-            table.upload(rows)
-            side.wait_stream(current)
-            side.record_event(start)
-            kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned)
 
     def _table(self, rows: int) -> kernels.Table:
         """A table that no copy uses: one of an earlier copy that is over, or a new one."""

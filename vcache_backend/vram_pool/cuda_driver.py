@@ -211,21 +211,6 @@ class Driver:
         access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self.call("cuMemSetAccess", address, nbytes, [access], 1)
 
-    def event(self) -> Any:
-        """An event without timing, never destroyed: for those that live as long as the process."""
-        return self.call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-
-    def record(self, event: Any, stream: int) -> None:
-        self.call("cuEventRecord", event, stream)
-
-    def wait(self, stream: int, event: Any) -> None:
-        """`stream` goes on after what `event` recorded last, at once if it never did."""
-        self.call("cuStreamWaitEvent", stream, event, 0)
-
-    def copy_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy between any two addresses the current context can reach, with the copy engine."""
-        self.call("cuMemcpyAsync", target, source, nbytes, stream)
-
     def synchronize(self) -> None:
         """Wait for all work of the current context's device."""
         self.attempt("cuCtxSynchronize")

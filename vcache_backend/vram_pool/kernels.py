@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,47 +101,25 @@ def _plane_offsets(kv: PagedKV, chunk_size: int) -> Int64s:
     return offsets
 
 
-class Part(NamedTuple):
-    """Some of a plan's rows: blocks [blocks, blocks_stop) and tokens [tokens, tokens_stop)."""
-
-    blocks: int
-    blocks_stop: int
-    tokens: int
-    tokens_stop: int
-
-
-def launch(
-    kv: PagedKV,
-    plan: CopyPlan,
-    table: Tensor,
-    *,
-    to_slot: bool,
-    tuning: Tuning,
-    aligned: int = 16,
-    part: Part | None = None,
-    stream: int | None = None,
-) -> None:
-    """Run the plan, or a part of it, on the current device, which must be the KV cache's. Compiles at the first use.
+def launch(kv: PagedKV, plan: CopyPlan, table: Tensor, *, to_slot: bool, tuning: Tuning, aligned: int = 16) -> None:
+    """Run the plan on the current stream of the current device, which must be the KV cache's. Compiles at the first use.
 
     table: (rows, 3) int64, filled by `fill_table`, contiguous, on that device; it must live until the kernel has run. aligned: what
-    `fill_table` returned. to_slot: gather (KV cache to slots), else scatter. stream: a CUDA stream's handle; None: the current one.
+    `fill_table` returned. to_slot: gather (KV cache to slots), else scatter.
     Returns at once. Raises LayoutError for a copy of more than 2^31 pieces.
     """
-    part = part or Part(0, len(plan.blocks), 0, len(plan.tokens))
-    blocks, tokens = part.blocks_stop - part.blocks, part.tokens_stop - part.tokens
     shape = _shape(kv.page_bytes, kv.tokens, tuning, alignment(kv.aligned, aligned))
-    pieces = blocks * len(kv.planes) * shape["PIECES"]
-    tiles = -(-tokens * len(kv.planes) * shape["RUNS"] * shape["RUN_PIECES"] // shape["UNITS"])
+    pieces = len(plan.blocks) * len(kv.planes) * shape["PIECES"]
+    tiles = -(-len(plan.tokens) * len(kv.planes) * shape["RUNS"] * shape["RUN_PIECES"] // shape["UNITS"])
     if max(pieces, tiles * shape["UNITS"]) + 2 * tuning.ctas >= 1 << 31:
         raise LayoutError(f"a copy of {plan.nbytes:,} B in {max(pieces, tiles):,} pieces is too large; move fewer chunks at once")
     grid = (max(1, min(tuning.ctas, max(pieces, tiles))), 1, 1)
-    blocks_at, tokens_at = len(kv.planes) + part.blocks, len(kv.planes) + len(plan.blocks) + part.tokens
-    arguments = (table, blocks_at, blocks, tokens_at, tokens)
+    arguments = (table, len(plan.blocks), len(plan.tokens))
     if not isinstance(copy_kernel, triton.JITFunction):  # Triton's interpreter
         copy_kernel[grid](*arguments, **shape, PLANES=len(kv.planes), TO_SLOT=to_slot)
         return
     compiled, constants = _compiled(tuple(shape.items()), len(kv.planes), to_slot, kv.device)
-    compiled[grid](*arguments, *constants, stream=stream)
+    compiled[grid](*arguments, *constants)
 
 
 @lru_cache
@@ -153,8 +131,8 @@ def _compiled(
     Launching it directly costs the host a tenth of what `copy_kernel[grid]` does, which looks all of this up anew each time.
     """
     options = dict(shape) | {"PLANES": planes, "TO_SLOT": to_slot}
-    compiled = copy_kernel.warmup(torch.int64, 1, 1, 1, 1, grid=(1,), **options)
-    return compiled, tuple(options[name] for name in copy_kernel.arg_names[5:])
+    compiled = copy_kernel.warmup(torch.int64, 1, 1, grid=(1,), **options)
+    return compiled, tuple(options[name] for name in copy_kernel.arg_names[3:])
 
 
 @lru_cache
@@ -203,12 +181,12 @@ def _words(address, offsets, WORD: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _locate(table, unit, last, at, rows, PIECES, PIECE_BYTES, TO_SLOT: tl.constexpr):
+def _locate(table, unit, last, rows, PLANES, PIECES, PIECE_BYTES, TO_SLOT: tl.constexpr):
     """Source and destination address of a piece of a block, and which piece of its page it is. Beyond `last`: the last one."""
     unit = tl.minimum(unit, last)
     piece = unit % PIECES
     rest = unit // PIECES
-    row = table + (at + rest % rows) * _COLUMNS
+    row = table + (PLANES + rest % rows) * _COLUMNS
     plane = table + rest // rows * _COLUMNS
     start = piece.to(tl.int64) * PIECE_BYTES
     page = tl.load(plane) + tl.load(row + 1) * tl.load(plane + 1) + start
@@ -240,21 +218,19 @@ def _write(address, value, piece, offsets, WORDS, EVEN: tl.constexpr, WORD, ALIG
 
 
 @triton.jit
-def _blocks_through_registers(
-    table, at, rows, PLANES, PAGE_WORDS, BLOCK: tl.constexpr, PIECES, WORD: tl.constexpr, ALIGN, TO_SLOT
-):
+def _blocks_through_registers(table, rows, PLANES, PAGE_WORDS, BLOCK: tl.constexpr, PIECES, WORD: tl.constexpr, ALIGN, TO_SLOT):
     EVEN: tl.constexpr = PAGE_WORDS % BLOCK == 0
     BYTES: tl.constexpr = BLOCK * (WORD.primitive_bitwidth // 8)
     first, step = tl.program_id(0), tl.num_programs(0)
     total = rows * PLANES * PIECES
     offsets = tl.arange(0, BLOCK)
     if first < total:
-        source, target, piece = _locate(table, first, total - 1, at, rows, PIECES, BYTES, TO_SLOT)
+        source, target, piece = _locate(table, first, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
         value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-        source, next_target, next_piece = _locate(table, first + step, total - 1, at, rows, PIECES, BYTES, TO_SLOT)
+        source, next_target, next_piece = _locate(table, first + step, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
         for unit in range(first + step, total, step):
             next_value = _read(source, next_piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-            source, later_target, later_piece = _locate(table, unit + step, total - 1, at, rows, PIECES, BYTES, TO_SLOT)
+            source, later_target, later_piece = _locate(table, unit + step, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
             _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
             value, target, piece = next_value, next_target, next_piece
             next_target, next_piece = later_target, later_piece
@@ -264,7 +240,6 @@ def _blocks_through_registers(
 @triton.jit
 def _blocks_through_shared_memory(
     table,
-    at,
     rows,
     PLANES,
     PAGE_WORDS,
@@ -281,7 +256,7 @@ def _blocks_through_shared_memory(
     offsets = tl.arange(0, BLOCK)
     # With num_stages given, the compiler turns table and data loads into asynchronous copies several iterations ahead.
     for unit in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        source, target, piece = _locate(table, unit, total - 1, at, rows, PIECES, BYTES, TO_SLOT)
+        source, target, piece = _locate(table, unit, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
         value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
         _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
 
@@ -289,7 +264,7 @@ def _blocks_through_shared_memory(
 @triton.jit
 def _tokens(
     table,
-    at,
+    first_row,
     rows,
     PLANES,
     RUNS,
@@ -312,7 +287,7 @@ def _tokens(
         wanted = unit < total
         piece = unit % RUN_PIECES
         rest = unit // RUN_PIECES
-        row = table + (at + rest % rows) * _COLUMNS
+        row = table + (first_row + rest % rows) * _COLUMNS
         run = rest // rows % RUNS
         plane = table + rest // rows // RUNS * _COLUMNS
         start = run.to(tl.int64) * RUN_STRIDE + piece.to(tl.int64) * BYTES
@@ -336,12 +311,10 @@ def _tile(addresses, offsets, WORD: tl.constexpr, ALIGN: tl.constexpr):
 
 
 # A count of 1 or a multiple of 16 must not compile again: a request would wait for it.
-@triton.jit(do_not_specialize=["blocks_at", "blocks", "tokens_at", "tokens"])
+@triton.jit(do_not_specialize=["blocks", "tokens"])
 def copy_kernel(
     table,
-    blocks_at,
     blocks,
-    tokens_at,
     tokens,
     PLANES: tl.constexpr,
     PAGE_WORDS: tl.constexpr,
@@ -360,14 +333,14 @@ def copy_kernel(
     TO_SLOT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Move `blocks` rows of the table from `blocks_at` on, then `tokens` rows. Sizes in words, strides in bytes; see the module's text."""
+    """Move the table's blocks, then its tokens. Sizes in words, strides in bytes; see the module's text."""
     if STAGES > 1:
-        _blocks_through_shared_memory(table, blocks_at, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_SLOT, STAGES)
+        _blocks_through_shared_memory(table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_SLOT, STAGES)
     else:
-        _blocks_through_registers(table, blocks_at, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_SLOT)
+        _blocks_through_registers(table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_SLOT)
     _tokens(
         table,
-        tokens_at,
+        PLANES + blocks,
         tokens,
         PLANES,
         RUNS,

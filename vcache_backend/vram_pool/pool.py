@@ -8,7 +8,6 @@ import threading
 from collections.abc import Sequence
 
 import torch
-from msgspec.structs import astuple
 
 from vcache_backend.config import Config
 from vcache_backend.errors import SegmentError, VCacheError
@@ -52,7 +51,8 @@ class Pool:
         """
         views: list[SlotView] = []
         wholes: dict[SegmentId, tuple[torch.Tensor, int, bool]] = {}
-        for segment, offset, length, _ in map(astuple, locations):
+        for location in locations:
+            segment, offset, length = location.segment, location.offset, location.length
             if segment not in wholes:
                 mapped = self._mapped.get(segment) or self._map_unseen(segment)
                 if mapped is None:
