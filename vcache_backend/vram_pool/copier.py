@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError, VCacheError, raising_as
-from vcache_backend.vram_pool import kernels, reference
+from vcache_backend.vram_pool import cuda_driver, kernels, reference
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.planner import plan as make_plan
@@ -157,6 +157,7 @@ class CudaCopier:
         with torch.cuda.device(self.device):
             self._gathers, self._scatters = torch.cuda.Stream(), torch.cuda.Stream()
         self._tables: list[kernels.Table] = []
+        self._driver = cuda_driver.load()
 
     def prepare(self, kv: PagedKV) -> None:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
@@ -192,16 +193,16 @@ class CudaCopier:
         addresses = np.array([slot.address for slot in slots], dtype=np.int64)
         aligned = kernels.fill_table(kv, plan, addresses, table.array[:rows])
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # The current device belongs to the thread, and both the streams and Triton go by it.
-        with torch.cuda.device(self.device):
+        # The current device belongs to the thread, and launches go by it. Everything here is queued by handle: torch's stream
+        # contexts and copies would cost the host as much as the rest of a retrieve.
+        with torch.cuda.device(self.device) if torch.cuda.current_device() != self.device.index else nullcontext():
             current = torch.cuda.current_stream()
-            with torch.cuda.stream(side):
-                # Before the wait, so that the table travels while earlier work still computes.
-                table.upload(rows)
-                side.wait_stream(current)
-                start.record(side)
-                kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned)
-                end.record(side)
+            # Before the wait, so that the table travels while earlier work still computes.
+            table.upload(rows, self._driver, side.cuda_stream)
+            self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
+            start.record(side)
+            kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned, stream=side.cuda_stream)
+            end.record(side)
             current.wait_event(end)
         return CudaCompletion(self.device, start, end, (kv, tuple(slots)), table, self._tables)
 
@@ -212,7 +213,7 @@ class CudaCopier:
                 table = self._tables.pop()
                 if table.rows >= rows:
                     return table
-        return kernels.Table(max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device)
+        return kernels.Table(max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device, self._driver)
 
 
 def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
@@ -237,6 +238,6 @@ def _check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
     last = max(int(rows[:, 0].max(initial=-1)) for rows in (plan.blocks, plan.tokens))
     if last >= len(slots):
         raise LayoutError(f"the plan names slot {last} but {len(slots)} slots were given")
-    for index, slot in enumerate(slots):
-        if slot.nbytes < need:
-            raise LayoutError(f"a chunk needs {need:,} B but slot {index} has {slot.nbytes:,} B")
+    smallest = min(slots, key=lambda slot: slot.nbytes, default=None)
+    if smallest is not None and smallest.nbytes < need:
+        raise LayoutError(f"a chunk needs {need:,} B but slot {slots.index(smallest)} has {smallest.nbytes:,} B")

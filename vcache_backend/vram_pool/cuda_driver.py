@@ -211,6 +211,19 @@ class Driver:
         access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self.call("cuMemSetAccess", address, nbytes, [access], 1)
 
+    def event(self) -> Any:
+        """An event without timing, never destroyed: for those that live as long as the process."""
+        return self.call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+
+    def follow(self, stream: int, event: Any, leader: int) -> None:
+        """`stream` goes on after what the stream `leader` holds now. Streams are handles; `event` is recorded anew."""
+        self.call("cuEventRecord", event, leader)
+        self.call("cuStreamWaitEvent", stream, event, 0)
+
+    def copy_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy between any two addresses that the current context can reach."""
+        self.call("cuMemcpyAsync", target, source, nbytes, stream)
+
     def synchronize(self) -> None:
         """Wait for all work of the current context's device."""
         self.attempt("cuCtxSynchronize")

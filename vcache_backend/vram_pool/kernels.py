@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
+from vcache_backend.vram_pool.cuda_driver import Driver
 from vcache_backend.vram_pool.paged import PagedKV, alignment
 from vcache_backend.vram_pool.planner import CopyPlan, Int64s, TokenGeometry
 
@@ -63,17 +64,19 @@ def tuning_for(*, local: bool, max_ctas: int = 0) -> Tuning:
 
 
 class Table:
-    """Memory for the tables of one copy: pinned, and its twin on the device."""
+    """Memory for the table of one copy: pinned, and its twin on the device. `ready`: an event for the copy's use."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device, driver: Driver) -> None:
         self.rows = rows
         self.there = torch.empty((rows, 3), dtype=torch.int64, device=device)
-        self.pinned = torch.empty((rows, 3), dtype=torch.int64, pin_memory=True)
-        self.array: Int64s = self.pinned.numpy()
+        self._pinned = torch.empty((rows, 3), dtype=torch.int64, pin_memory=True)
+        self.array: Int64s = self._pinned.numpy()
+        self._addresses = self.there.data_ptr(), self._pinned.data_ptr()
+        self.ready = driver.event()
 
-    def upload(self, rows: int) -> None:
-        """Send the first `rows` rows, on the current stream. They must stay as they are until it has."""
-        self.there[:rows].copy_(self.pinned[:rows], non_blocking=True)
+    def upload(self, rows: int, driver: Driver, stream: int) -> None:
+        """Send the first `rows` rows. They must stay as they are until `stream` has."""
+        driver.copy_async(*self._addresses, rows * 24, stream)
 
 
 def table_rows(kv: PagedKV, plan: CopyPlan) -> int:
@@ -101,41 +104,63 @@ def _plane_offsets(kv: PagedKV, chunk_size: int) -> Int64s:
     return offsets
 
 
-def launch(kv: PagedKV, plan: CopyPlan, table: Tensor, *, to_slot: bool, tuning: Tuning, aligned: int = 16) -> None:
-    """Run the plan on the current stream of the current device, which must be the KV cache's. Compiles at the first use.
+def launch(
+    kv: PagedKV,
+    plan: CopyPlan,
+    table: Tensor,
+    *,
+    to_slot: bool,
+    tuning: Tuning,
+    aligned: int = 16,
+    stream: int | None = None,
+) -> None:
+    """Run the plan on the current device, which must be the KV cache's. Compiles at the first use.
 
     table: (rows, 3) int64, filled by `fill_table`, contiguous, on that device; it must live until the kernel has run. aligned: what
-    `fill_table` returned. to_slot: gather (KV cache to slots), else scatter.
+    `fill_table` returned. to_slot: gather (KV cache to slots), else scatter. stream: a stream's handle; None: the current one.
     Returns at once. Raises LayoutError for a copy of more than 2^31 pieces.
     """
-    shape = _shape(kv.page_bytes, kv.tokens, tuning, alignment(kv.aligned, aligned))
-    pieces = len(plan.blocks) * len(kv.planes) * shape["PIECES"]
-    tiles = -(-len(plan.tokens) * len(kv.planes) * shape["RUNS"] * shape["RUN_PIECES"] // shape["UNITS"])
-    if max(pieces, tiles * shape["UNITS"]) + 2 * tuning.ctas >= 1 << 31:
+    planes = len(kv.planes)
+    kernel = _compiled(kv.page_bytes, kv.tokens, tuning, alignment(kv.aligned, aligned), planes, to_slot, kv.device)
+    pieces = len(plan.blocks) * planes * kernel.shape["PIECES"]
+    tiles = -(-len(plan.tokens) * planes * kernel.shape["RUNS"] * kernel.shape["RUN_PIECES"] // kernel.shape["UNITS"])
+    if max(pieces, tiles * kernel.shape["UNITS"]) + 2 * tuning.ctas >= 1 << 31:
         raise LayoutError(f"a copy of {plan.nbytes:,} B in {max(pieces, tiles):,} pieces is too large; move fewer chunks at once")
     grid = (max(1, min(tuning.ctas, max(pieces, tiles))), 1, 1)
     arguments = (table, len(plan.blocks), len(plan.tokens))
-    if not isinstance(copy_kernel, triton.JITFunction):  # Triton's interpreter
-        copy_kernel[grid](*arguments, **shape, PLANES=len(kv.planes), TO_SLOT=to_slot)
-        return
-    compiled, constants = _compiled(tuple(shape.items()), len(kv.planes), to_slot, kv.device)
-    compiled[grid](*arguments, *constants)
+    if kernel.compiled is None:  # Triton's interpreter
+        copy_kernel[grid](*arguments, **kernel.shape)
+    else:
+        kernel.compiled[grid](*arguments, *kernel.constants, stream=stream)
+
+
+class _Kernel(NamedTuple):
+    """The kernel for one KV cache and tuning: its compile-time arguments by name, compiled, and in the launcher's order."""
+
+    shape: dict[str, Any]
+    compiled: Any
+    constants: tuple[Any, ...]
 
 
 @lru_cache
 def _compiled(
-    shape: tuple[tuple[str, Any], ...], planes: int, to_slot: bool, device: torch.device
-) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel compiled for `device`, and the compile-time arguments, which its launcher skips.
+    page_bytes: int,
+    tokens: TokenGeometry | None,
+    tuning: Tuning,
+    aligned: int,
+    planes: int,
+    to_slot: bool,
+    device: torch.device,
+) -> _Kernel:
+    """Launching the compiled kernel costs the host a tenth of what `copy_kernel[grid]` does, which looks it up anew each time."""
+    shape = _shape(page_bytes, tokens, tuning, aligned) | {"PLANES": planes, "TO_SLOT": to_slot}
+    if not isinstance(copy_kernel, triton.JITFunction):
+        return _Kernel(shape, None, ())
+    with torch.cuda.device(device):
+        compiled = copy_kernel.warmup(torch.int64, 1, 1, grid=(1,), **shape)
+    return _Kernel(shape, compiled, tuple(shape[name] for name in copy_kernel.arg_names[3:]))
 
-    Launching it directly costs the host a tenth of what `copy_kernel[grid]` does, which looks all of this up anew each time.
-    """
-    options = dict(shape) | {"PLANES": planes, "TO_SLOT": to_slot}
-    compiled = copy_kernel.warmup(torch.int64, 1, 1, grid=(1,), **options)
-    return compiled, tuple(options[name] for name in copy_kernel.arg_names[3:])
 
-
-@lru_cache
 def _shape(page_bytes: int, tokens: TokenGeometry | None, tuning: Tuning, aligned: int) -> dict[str, Any]:
     """The kernel's compile-time sizes. Blocks and tokens each move the widest words that divide all their sizes and addresses."""
     runs, run_bytes, run_stride, token_stride = tokens or (1, page_bytes, 0, 0)

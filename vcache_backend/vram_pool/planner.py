@@ -98,8 +98,11 @@ def plan_chunks(kv: Geometry, chunk_size: int, slot_mapping: Int64s, begin: int,
     mapping = slot_mapping[begin : begin + chunks * chunk_size]
     if not (skip or chunk_size % kv.block_size or len(mapping) < chunks * chunk_size):
         places = mapping.reshape(-1, kv.block_size)
-        ids, inside = np.divmod(places[:, 0], kv.block_size)
-        if not inside.any() and (places == places[:, :1] + np.arange(kv.block_size)).all() and places[:, 0].min(initial=0) >= 0:
+        first = places[:, 0]
+        ids = first // kv.block_size
+        # Every block from its first place to its last, in order.
+        regular = np.array_equal(places, (ids * kv.block_size)[:, None] + np.arange(kv.block_size))
+        if regular and first.min(initial=0) >= 0:
             _check_ids(kv, ids)
             rows = np.empty((chunks, blocks, 3), dtype=np.int64)
             rows[:, :, 0] = np.arange(chunks)[:, None]
