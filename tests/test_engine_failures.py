@@ -147,7 +147,7 @@ def test_a_hung_server_delays_one_call_to_its_deadline_and_then_none(tmp_path: P
         with server.stopped():
             started = time.monotonic()
             assert calls[call]() in (0, -1, None)
-            deadline = patient.control_seconds if call == "get_stats" else patient.request_seconds
+            deadline = patient.request_seconds
             assert deadline * 0.9 < time.monotonic() - started < deadline + SLACK
             started = time.monotonic()
             for again in calls.values():
@@ -348,7 +348,7 @@ def test_slots_that_a_hung_server_promised_to_nobody_come_back(here: Node) -> No
 
 
 def test_a_store_whose_reservation_ended_gives_its_slots_back_when_its_copy_is_done(here: Node) -> None:
-    """A slow copy on a GPU: the committer waits for it, then aborts."""
+    """A slow copy on a GPU: the committer waits for it; its commit comes too late, and the server takes the slots back."""
     here.serve(reservation_seconds=0.3)
     mine = Cache()
     writer = here.worker("host:b", 2 * mine.chunk_bytes, copier="unfinished")
@@ -358,7 +358,7 @@ def test_a_store_whose_reservation_ended_gives_its_slots_back_when_its_copy_is_d
     assert client.list_segments()[0].used == 2 * mine.chunk_bytes
     writer.ask("finish")
     eventually(lambda: counts(client) == (0, 0))
-    assert writer.ask("stats")["failures"]["store_too_slow"] == 1
+    assert writer.ask("stats")["failures"]["reservation_void"] == 1
     assert (client.stats().chunks, client.list_segments()[0].used) == (0, 0)
 
 

@@ -172,8 +172,10 @@ def test_a_damaged_journal_costs_contents_but_not_the_start(stage_: Stage, memfd
     server.kill()
     journal = stage_.path.with_suffix(".journal")
     journal.write_bytes(journal.read_bytes()[:-3] + b"\xc1\xc1\xc1")
+    before = client.epoch
     stage_.server()
-    eventually(lambda: client.connected and client.lookup([A]) == 1)
+    eventually(lambda: client.connected and client.epoch != before)
+    eventually(lambda: client.lookup([A]) == 1)
     assert client.lookup([B]) == 0
 
 

@@ -226,7 +226,7 @@ def segment_add(
         info = owned.info
     if as_json:
         return _print_json(plain(info))
-    typer.echo(f"{info.id}: {config.ByteSize(info.nbytes)} of {info.device} lent")
+    typer.echo(f"{info.id}: {config.ByteSize(info.nbytes).about} of {info.device} lent")
 
 
 @segment_app.command("list")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from typing import Any
 
@@ -24,14 +23,10 @@ RETRY_SECONDS = 1.0
 
 
 class PendingStore(msgspec.Struct):
-    """Copies under way into reserved slots. `deadline` (time.monotonic) is when the reservation ends.
-
-    `keepalive`: slot views, whose mapping must live until the copy is complete.
-    """
+    """Copies under way into reserved slots. `keepalive`: slot views, whose mapping must live until the copy is complete."""
 
     completion: Completion
     reservation: int
-    deadline: float
     prefix: list[ChunkKey]
     chunks: int
     tokens: int
@@ -42,7 +37,7 @@ class PendingStore(msgspec.Struct):
 class Committer:
     """One thread that commits the stores of one engine, in the order they were submitted.
 
-    A store is committed only after its copy's event; one that is not complete when its reservation ends is aborted when it is.
+    A store is committed only after its copy's event.
     """
 
     def __init__(self, client: Client, stats: EngineStats, max_inflight: int) -> None:
@@ -132,18 +127,13 @@ class Committer:
                 log.debug("touch, abort: %s", error)
 
     def _finish(self, store: PendingStore) -> None:
-        """Commit a complete store; abort a late one, but only when nothing of it writes any more."""
-        while not store.completion.wait(min(max(store.deadline - time.monotonic(), 0.0), RETRY_SECONDS) or RETRY_SECONDS):
+        """Commit a store once nothing of it writes any more. Too late, the server says so and takes the slots back."""
+        while not store.completion.wait(RETRY_SECONDS):
             if self._stopping:
                 return
-        on_time = time.monotonic() < store.deadline
         if store.completion.seconds is not None:
             self._stats.add_time("store_copy", store.completion.seconds)
         try:
-            if not on_time:
-                self._stats.failed("store_too_slow")
-                self._client.abort(store.reservation)
-                return
             with self._stats.timed("commit"):
                 visible = self._client.commit(store.reservation, store.prefix)
         except VCacheError as error:

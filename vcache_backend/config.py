@@ -42,6 +42,14 @@ class ByteSize(int):
                 return f"{self // size} {unit}"
         return f"{int(self)} B"
 
+    @property
+    def about(self) -> str:
+        """For people: four digits, rounded."""
+        for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+            if self >= size:
+                return f"{self / size:.4g} {unit}"
+        return f"{int(self)} B"
+
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections: unknown keys are errors."""

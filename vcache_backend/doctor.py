@@ -187,7 +187,7 @@ def _sees_none() -> Iterator[Finding]:
 
 
 def _one_gpu(gpu: Gpu) -> Finding:
-    free, total = ByteSize(gpu.free_bytes), ByteSize(gpu.total_bytes)
+    free, total = ByteSize(gpu.free_bytes).about, ByteSize(gpu.total_bytes).about
     detail = f"{gpu.name}, {gpu.uuid}, {free} of {total} free"
     if gpu.shares_memory:
         return Finding(f"gpu {gpu.ordinal}", "ok", detail)
@@ -232,11 +232,11 @@ def check_memory(config: Config) -> Iterator[Finding]:
         yield Finding("memory", "fail", f"pool.device: {config.pool.device} is not here", "set pool.device: auto or host")
         return
     available = _host_available()
-    detail = f"pool.segment_bytes {wanted}, {ByteSize(available)} of host memory available"
+    detail = f"pool.segment_bytes {wanted}, {ByteSize(available).about} of host memory available"
     if wanted <= available:
         yield Finding("memory", "ok", detail)
     else:
-        yield Finding("memory", "fail", detail, f"set pool.segment_bytes to {ByteSize(available // 2)} or less")
+        yield Finding("memory", "fail", detail, f"set pool.segment_bytes to {ByteSize(available // 2).about} or less")
 
 
 def _pool_gpu(spec: str) -> Gpu | None:
@@ -255,9 +255,9 @@ def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
     share = wanted / gpu.total_bytes
     rest = MAX_SHARE - share
     check = f"memory of gpu {gpu.ordinal}"
-    detail = f"pool.segment_bytes {wanted}, {ByteSize(gpu.free_bytes)} of {ByteSize(gpu.total_bytes)} free"
+    detail = f"pool.segment_bytes {wanted}, {ByteSize(gpu.free_bytes).about} of {ByteSize(gpu.total_bytes).about} free"
     if rest <= 0:
-        most = ByteSize(int(gpu.total_bytes * MAX_SHARE / 2))
+        most = ByteSize(int(gpu.total_bytes * MAX_SHARE / 2)).about
         return Finding(check, "fail", f"{detail}: nothing is left for vLLM", f"set pool.segment_bytes to {most} or less")
     vllm = f"start vLLM with gpu_memory_utilization <= {int(rest * 100) / 100:.2f}"
     if wanted > gpu.free_bytes:
@@ -407,10 +407,10 @@ def check_limits(config: Config) -> Iterator[Finding]:
         return
     free = ByteSize(shm.f_bavail * shm.f_frsize)
     if free >= ENOUGH_SHM:
-        yield Finding("/dev/shm", "ok", f"{free} free")
+        yield Finding("/dev/shm", "ok", f"{free.about} free")
     else:
         advice = "vLLM's workers may need more (docker: --shm-size=2g or --ipc=host); vcache's own segments do not"
-        yield Finding("/dev/shm", "warn", f"{free} free", advice)
+        yield Finding("/dev/shm", "warn", f"{free.about} free", advice)
 
 
 def _has_nvidia() -> bool:

@@ -195,13 +195,12 @@ class VCacheEngine:
             self._stats.count(not_stored_backlog=len(chunks))
             return
         kv = self._describe(kvcaches)
-        asked = time.monotonic()
         with self._stats.timed("reserve"):
             reserved = self._client.reserve([keys[chunk] for chunk in chunks], kv.chunk_bytes(size))
         places = [(chunk, slot) for chunk, slot in zip(chunks, reserved.slots, strict=True) if isinstance(slot, Location)]
         self._note_refusals(reserved.slots, reserved.reason)
         if places:
-            self._launch_store(kv, slots, places, keys, PendingReservation(reserved.reservation, asked + reserved.seconds))
+            self._launch_store(kv, slots, places, keys, reserved.reservation)
 
     def _launch_store(
         self,
@@ -209,7 +208,7 @@ class VCacheEngine:
         slots: npt.NDArray[np.int64],
         places: list[tuple[int, Location]],
         keys: list[ChunkKey],
-        pending: PendingReservation,
+        reservation: int,
     ) -> None:
         """Gather into the reserved slots. All of them, or the reservation is given back: a commit publishes every slot.
 
@@ -224,17 +223,16 @@ class VCacheEngine:
                 copy = plan(kv, size, slots, pieces)
             if len(views) < len(places) or not copy.complete(len(places)).all():
                 self._stats.count(not_stored_no_slot=len(places))
-                self._committer.give_back(pending.reservation)
+                self._committer.give_back(reservation)
                 return
             completion = self._copier.gather(kv, copy, views)
         except VCacheError:
-            self._committer.give_back(pending.reservation)
+            self._committer.give_back(reservation)
             raise
         self._committer.submit(
             PendingStore(
                 completion=completion,
-                reservation=pending.reservation,
-                deadline=pending.deadline,
+                reservation=reservation,
                 prefix=keys[: places[0][0]],
                 chunks=len(places),
                 tokens=len(places) * size,
@@ -334,15 +332,6 @@ class VCacheEngine:
         if self._stats.failed(cause) == 1 and not isinstance(error, ServerUnavailable):
             log.warning("%s failed, which counts as a miss: %s", call, error)
         return 0
-
-
-class PendingReservation:
-    """A reservation and when it ends (time.monotonic)."""
-
-    __slots__ = ("deadline", "reservation")
-
-    def __init__(self, reservation: int, deadline: float) -> None:
-        self.reservation, self.deadline = reservation, deadline
 
 
 def _copier(device: devices.Device, config: Config) -> Copier:

@@ -76,7 +76,7 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
 
 
 def size(nbytes: int) -> str:
-    return str(ByteSize(nbytes))
+    return ByteSize(nbytes).about
 
 
 def duration(seconds: float) -> str:

@@ -116,8 +116,8 @@ def _rates(s: Summary) -> list[tuple[str, str, str]]:
     parts = len(s.devices)
     return [
         ("requests", f"{s.requests:,}", f"Mooncake trace, in {s.seconds:.1f} s"),
-        ("tokens", f"{s.tokens:,}", f"chunks of {ByteSize(s.chunk_bytes)}"),
-        ("pool", str(ByteSize(s.pool_chunks * s.chunk_bytes)), f"{s.pool_chunks:,} of {s.working_set_chunks:,} chunks fit"),
+        ("tokens", f"{s.tokens:,}", f"chunks of {ByteSize(s.chunk_bytes).about}"),
+        ("pool", ByteSize(s.pool_chunks * s.chunk_bytes).about, f"{s.pool_chunks:,} of {s.working_set_chunks:,} chunks fit"),
         ("hit rate", f"{s.hit_rate:.1%}", f"{s.chunks_retrieved:,} of {s.chunks_asked:,} chunks"),
         ("  exact LRU simulation", f"{s.hit_rate_lru_simulation:.1%}", equal),
         ("  infinite cache", f"{s.hit_rate_infinite:.1%}", "the ceiling"),
@@ -127,8 +127,8 @@ def _rates(s: Summary) -> list[tuple[str, str, str]]:
 
 def _data(s: Summary) -> list[tuple[str, str, str]]:
     return [
-        ("from the own segment", str(ByteSize(s.bytes_own)), ""),
-        ("from a peer's segment", str(ByteSize(s.bytes_peer)), ""),
+        ("from the own segment", ByteSize(s.bytes_own).about, ""),
+        ("from a peer's segment", ByteSize(s.bytes_peer).about, ""),
         ("retrieve", f"{s.gb_per_s:.2f} GB/s", "the copies alone"),
         ("lookup p50 / p99", f"{s.lookup.p50_us:.0f} / {s.lookup.p99_us:.0f} µs", "with hashing; the slowest worker's"),
         ("acquire p50 / p99", f"{s.acquire.p50_us:.0f} / {s.acquire.p99_us:.0f} µs", "the slowest worker's"),

@@ -158,6 +158,7 @@ class CudaCopier:
             self._gathers, self._scatters = torch.cuda.Stream(), torch.cuda.Stream()
         self._tables: list[kernels.Table] = []
         self._driver = cuda_driver.load()
+        self._under_way: list[CudaCompletion] = []
 
     def prepare(self, kv: PagedKV) -> None:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
@@ -186,16 +187,18 @@ class CudaCopier:
             raise LayoutError(f"the KV cache is on {kv.device} but this copier drives {self.device}")
         if not plan.nbytes:
             return Finished(0.0)
+        # What a kernel uses must live until it ends, even if the caller gave up and dropped its completion.
+        self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
         local = all(slot.local for slot in slots)
         tuning = kernels.tuning_for(local=local, max_ctas=0 if local else self.max_ctas)
         rows = kernels.table_rows(kv, plan)
-        table = self._table(rows)
         addresses = np.array([slot.address for slot in slots], dtype=np.int64)
-        aligned = kernels.fill_table(kv, plan, addresses, table.array[:rows])
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # The current device belongs to the thread, and launches go by it. Everything here is queued by handle: torch's stream
         # contexts and copies would cost the host as much as the rest of a retrieve.
         with torch.cuda.device(self.device) if torch.cuda.current_device() != self.device.index else nullcontext():
+            table = self._table(rows)
+            aligned = kernels.fill_table(kv, plan, addresses, table.array[:rows])
             current = torch.cuda.current_stream()
             # Before the wait, so that the table travels while earlier work still computes.
             table.upload(rows, self._driver, side.cuda_stream)
@@ -204,7 +207,9 @@ class CudaCopier:
             kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned, stream=side.cuda_stream)
             end.record(side)
             current.wait_event(end)
-        return CudaCompletion(self.device, start, end, (kv, tuple(slots)), table, self._tables)
+        completion = CudaCompletion(self.device, start, end, (kv, tuple(slots)), table, self._tables)
+        self._under_way.append(completion)
+        return completion
 
     def _table(self, rows: int) -> kernels.Table:
         """A table that no copy uses: one of an earlier copy that is over, or a new one."""

@@ -16,6 +16,7 @@ piece is written, the next ones and the table rows they need are on their way, w
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -156,7 +157,7 @@ def _compiled(
     shape = _shape(page_bytes, tokens, tuning, aligned) | {"PLANES": planes, "TO_SLOT": to_slot}
     if not isinstance(copy_kernel, triton.JITFunction):
         return _Kernel(shape, None, ())
-    with torch.cuda.device(device):
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         compiled = copy_kernel.warmup(torch.int64, 1, 1, grid=(1,), **shape)
     return _Kernel(shape, compiled, tuple(shape[name] for name in copy_kernel.arg_names[3:]))
 
