@@ -1,4 +1,8 @@
-"""Two processes, a GPU each, pull from each other at once through a real metadata server, against the copy engine doing the same."""
+"""Two processes, a GPU each, pull from each other at once, against the copy engine doing the same.
+
+Both sides are queues of bare copies: the kernel's launches (their table uploaded once) and the copy engine's copies. The segments
+come from a real metadata server.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,6 @@ import torch
 
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.vram_pool import segment
-from vcache_backend.vram_pool.copier import CudaCopier
 from vcache_backend.vram_pool.devices import resolve
 
 from .copies import MIB, case_in
@@ -62,12 +65,12 @@ def _worker(path: Path, rank: int, barrier: Barrier, results: multiprocessing.Qu
         info, fd = client.open_segment(other.id)
         made = case_in(segment.map_segment(info, fd, mine), NBYTES)
         os.close(fd)
-        copier = CudaCopier(rank)
+        pull = made.launcher()
         barrier.wait(SECONDS)
         engine, ours = [], []
         for _ in range(RUNS + 1):
             engine.append(_timed(barrier, made.pull))
-            ours.append(_timed(barrier, lambda: made.scatter(copier)))
+            ours.append(_timed(barrier, pull))
         results.put((engine[1:], ours[1:]))
         barrier.wait(SECONDS)
 
@@ -77,8 +80,7 @@ def _timed(barrier: Barrier, work: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     barrier.wait(SECONDS)
     started = time.perf_counter()
-    kept = [work() for _ in range(REPEAT)]
+    for _ in range(REPEAT):
+        work()
     torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    del kept
-    return seconds
+    return time.perf_counter() - started

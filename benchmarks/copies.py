@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vcache_backend.vram_pool import segment
+from vcache_backend.vram_pool import kernels, segment
 from vcache_backend.vram_pool.copier import Completion, CudaCopier
 from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.paged import PagedKV
@@ -44,6 +44,14 @@ class Case(NamedTuple):
 
     def gather(self, copier: CudaCopier) -> Completion:
         return copier.gather(self.kv, self.copy, self.slots)
+
+    def launcher(self) -> Callable[[], None]:
+        """The bare kernel out of the segment, its table uploaded now."""
+        host = np.empty((kernels.table_rows(self.kv, self.copy), 3), dtype=np.int64)
+        addresses = np.array([slot.address for slot in self.slots], dtype=np.int64)
+        aligned = kernels.fill_table(self.kv, self.copy, addresses, host)
+        table, tuning = torch.from_numpy(host).to(self.flat.device), kernels.tuning_for(local=False)
+        return lambda: kernels.launch(self.kv, self.copy, table, to_slot=False, tuning=tuning, aligned=aligned)
 
     def pull(self) -> None:
         """The copy engine: the same number of bytes out of the segment, contiguous."""

@@ -138,7 +138,9 @@ class CudaCompletion:
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        return _poll(self.done, timeout_s)
+        with raising_as({RuntimeError: VCacheError}, f"copy on {self._device}"):
+            reached = _poll(self._end.query, timeout_s)
+        return reached and self.done()
 
     @property
     def seconds(self) -> float | None:
