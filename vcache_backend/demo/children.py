@@ -23,9 +23,12 @@ KILL_SECONDS = 10.0
 _LAUNCHER = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
-os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])
 """
-"""Sets PR_SET_PDEATHSIG to SIGKILL before it becomes the module: a demo that is killed cannot kill its children any more."""
+"""Sets PR_SET_PDEATHSIG to SIGKILL before it becomes the module: a demo that is killed cannot kill its children any more.
+If the demo (the pid in front) is gone by then, no signal will come, and it ends itself."""
 
 
 class DemoError(VCacheError):
@@ -39,7 +42,7 @@ class Child:
         self.name, self.log = name, folder / f"{name.replace(' ', '-')}.log"
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCHER, *arguments],
+                [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -1,0 +1,86 @@
+"""One connected socket of a client: framed requests out, replies in, within deadlines."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from pathlib import Path
+
+from vcache_backend.errors import ProtocolError
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes, wire
+
+
+class Link:
+    """One connected socket. Not thread-safe: its client's lock guards it. Deadlines are times of `time.perf_counter`."""
+
+    def __init__(self, spin_seconds: float) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._receiver = wire.Receiver()
+        self._reader = wire.FrameReader()
+        self._spin = processes.spin(spin_seconds)
+
+    def open(self, path: Path, hello: m.Hello, deadline: float) -> m.Welcome:
+        """Connect and be welcomed. ConnectionError with the server's words if it refuses; OSError."""
+        self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
+        self._socket.connect(str(path))
+        self._socket.setblocking(False)
+        reply = self.exchange(wire.frame(hello), deadline)
+        if not isinstance(reply, m.Welcome):
+            raise ConnectionError(reply.message if isinstance(reply, m.Error) else f"unexpected {type(reply).__name__}")
+        return reply
+
+    def exchange(
+        self,
+        data: bytes,
+        deadline: float,
+        fd: int | None = None,
+        received: list[int] | None = None,
+    ) -> m.AnyReply:
+        """Send one framed request and read its one reply. TimeoutError at the deadline; the stream is then out of step."""
+        self._send(data, fd, deadline)
+        while True:
+            piece, fds = self._receive(deadline)
+            if received is not None:
+                received += fds
+            else:
+                wire.close_fds(fds)
+            if not piece:
+                raise ConnectionError("the server closed it")
+            frames = self._reader.feed(piece)
+            if len(frames) > 1:
+                raise ProtocolError(f"{len(frames)} answers to one request")
+            if frames:
+                reply: m.AnyReply = wire.reply_decoder.decode(frames[0])
+                return reply
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, data: bytes, fd: int | None, deadline: float) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                sent = self._socket.send(rest) if fd is None else socket.send_fds(self._socket, [rest], [fd])
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline)
+            else:
+                rest, fd = rest[sent:], None
+
+    def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
+        """One read; looks for it without sleeping at first, since the answer mostly is there sooner than a sleeper wakes."""
+        spin_until = time.perf_counter() + self._spin
+        while True:
+            try:
+                return self._receiver.receive(self._socket)
+            except BlockingIOError:
+                if time.perf_counter() >= spin_until:
+                    self._wait(select.POLLIN, deadline)
+
+    def _wait(self, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        left = deadline - time.perf_counter()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise TimeoutError
