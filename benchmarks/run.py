@@ -57,7 +57,7 @@ def _has_gpu() -> bool:
 def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("case", "value", "reference", "unit", "ratio", "floor", "runs", "spread", ""):
-        table.add_column(column, justify="left" if column in ("case", "unit", "floor", "") else "right")
+        table.add_column(column, justify="left" if column in ("case", "unit", "floor", "") else "right", no_wrap=True)
     for row in rows:
         verdict = {True: "[green]ok[/]", False: "[bold red]missed[/]", None: ""}[row.ok]
         figures = (f"{row.value:,.4g}", f"{row.reference:,.4g}", row.unit, f"{row.ratio:.3f}", row.limit)

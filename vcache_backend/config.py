@@ -77,7 +77,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     quarantine_seconds: when a slot whose writer lives but never answered for it is given back all the same.
     recover_seconds: how long after a restart the server waits for workers to offer their segments' fds again.
     spin_seconds: how long after a look-up, lease or reservation the server looks for the next request without sleeping, since
-    waking a sleeping core costs more than the request; 0: never. Machines with fewer than 4 cores never spin.
+    waking a sleeping core costs more than the request; 0: never. Not on a single core.
     """
 
     socket: str = ""
@@ -101,7 +101,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
 class ClientConfig(_Section, frozen=True, kw_only=True):
     """Deadlines of a worker's or scheduler's calls, in seconds. After one is missed the breaker opens: calls fail at
     once, and a background thread tries to connect again every `retry_seconds` (doubling up to `retry_max_seconds`).
-    `spin_seconds`: how long a call looks for its answer before it sleeps; as for the server, not with fewer than 4 cores."""
+    `spin_seconds`: how long a call looks for its answer before it sleeps; as for the server, not on a single core."""
 
     connect_seconds: Positive = 0.5
     request_seconds: Positive = 0.25

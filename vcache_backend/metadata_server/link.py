@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
@@ -75,7 +76,9 @@ class Link:
             try:
                 return self._receiver.receive(self._socket)
             except BlockingIOError:
-                if time.perf_counter() >= spin_until:
+                if time.perf_counter() < spin_until:
+                    os.sched_yield()
+                else:
                     self._wait(select.POLLIN, deadline)
 
     def _wait(self, event: int, deadline: float) -> None:

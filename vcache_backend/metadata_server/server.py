@@ -76,6 +76,7 @@ class Server:
                     self._tick()
                     next_tick = now + (BUSY_TICK_SECONDS if self._busy() else IDLE_TICK_SECONDS)
                 elif not events:
+                    os.sched_yield()  # spinning, or woken for nothing: whoever else wants this core goes first
                     continue
                 self._write_journal()
                 self._send()
