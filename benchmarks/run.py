@@ -13,6 +13,7 @@ from rich.table import Table
 from . import both_ways, copies, engine, metadata
 from .results import Row, document, write
 
+TABLE_COLUMNS = 110
 SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "metadata": metadata.run,
     "copies": copies.run,
@@ -44,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
     else:
-        Console().print(_table(rows))
+        wide = Console()
+        wide.width = max(wide.width, TABLE_COLUMNS)  # rather long lines than cut figures
+        wide.print(_table(rows))
     return 0 if all(row.ok is not False for row in rows) else 1
 
 
