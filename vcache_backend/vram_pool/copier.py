@@ -202,13 +202,18 @@ class CudaCopier:
             table = self._table(rows)
             aligned = kernels.fill_table(kv, plan, addresses, table.array[:rows])
             current = torch.cuda.current_stream()
-            # Before the wait, so that the table travels while earlier work still computes.
-            table.upload(rows, self._driver, side.cuda_stream)
-            self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
-            start.record(side)
-            kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned, stream=side.cuda_stream)
-            end.record(side)
-            current.wait_event(end)
+            try:
+                # Before the wait, so that the table travels while earlier work still computes.
+                table.upload(rows, self._driver, side.cuda_stream)
+                self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
+                start.record(side)
+                kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned, stream=side.cuda_stream)
+                end.record(side)
+                current.wait_event(end)
+            except BaseException:
+                # The current stream may not be waiting for the kernel: nothing may run behind the caller's back.
+                side.synchronize()
+                raise
         completion = CudaCompletion(self.device, start, end, (kv, tuple(slots)), table, self._tables)
         self._under_way.append(completion)
         return completion
