@@ -14,6 +14,7 @@ from itertools import count
 import msgspec
 
 from vcache_backend.metadata_server import journal
+from vcache_backend.metadata_server.awaited import Awaited
 from vcache_backend.metadata_server.eviction import EvictionPolicy
 from vcache_backend.metadata_server.journal import ProcessId
 from vcache_backend.metadata_server.leases import Leases
@@ -70,8 +71,7 @@ class Directory:
         self._policy = policy
         self._ids = count(first_id)
         self._live: dict[ChunkKey, Entry] = {}
-        self._absent: dict[SegmentId, tuple[SegmentInfo, list[Entry]]] = {}
-        self._resting: dict[ChunkKey, Entry] = {}
+        self._awaited = Awaited()
         self.placement = Placement(lambda: next(self._ids))
         self.leases = Leases(limits.lease_seconds, self._unheld)
         self.reservations = Reservations(limits.reservation_seconds, limits.quarantine_seconds)
@@ -189,9 +189,9 @@ class Directory:
             return 0
         self.reservations.close(reservation)
         self.records.append(journal.Published(reservation))
+        self._awaited.forget([entry.key for entry in open_.entries])
         for entry in reversed(open_.entries):
             entry.reservation = 0
-            self._resting.pop(entry.key, None)
             self._live[entry.key] = entry
             self._policy.add(entry.key, entry.pin)
         draining = [entry for entry in open_.entries if self.placement.segments[entry.location.segment].draining]
@@ -220,7 +220,7 @@ class Directory:
         """Forget chunks; the slot of a leased one is freed when its last lease ends. How many were there."""
         there = [self._live[key] for key in dict.fromkeys(keys) if key in self._live]
         self._forget(there)
-        resting = [key for key in keys if self._resting.pop(key, None)] if self._resting else []
+        resting = self._awaited.forget(keys)
         if resting:
             self.records.append(journal.Gone(resting))
         self.counters["removed"] += len(there)
@@ -228,7 +228,7 @@ class Directory:
 
     def clear(self, namespace: bytes) -> int:
         """Forget all chunks of a namespace (all chunks with b"")."""
-        return self.remove([key for keys in (self._live, self._resting) for key in keys if key.startswith(namespace)])
+        return self.remove([key for keys in (self._live, self._awaited.keys()) for key in keys if key.startswith(namespace)])
 
     # ---- clients and time
 
@@ -268,9 +268,7 @@ class Directory:
         """A segment is usable from now on. Returns how many chunks it brings back from before a restart."""
         if info.id in self.placement.segments:
             return 0
-        _, entries = self._absent.pop(info.id, (info, []))
-        written = [entry for entry in entries if entry.reservation]
-        chunks = [entry for entry in entries if not entry.reservation and self._resting.pop(entry.key, None) is entry]
+        written, chunks = self._awaited.take(info)
         overtaken = [entry.key for entry in chunks if self.reservations.pending(entry.key)]
         chunks = [entry for entry in chunks if not self.reservations.pending(entry.key)]
         self.placement.segments[info.id] = Segment(info, written + chunks)
@@ -295,24 +293,13 @@ class Directory:
 
     def absent_segments(self) -> dict[SegmentId, SegmentInfo]:
         """Segments of before a restart whose fd nobody has offered yet."""
-        return {id_: info for id_, (info, _) in self._absent.items()}
+        return self._awaited.segments()
 
     def forget_absent(self) -> int:
         """Give up on their chunks; returns how many are lost. A place somebody may still write stays known, should its segment
         come after all; call again until none is awaited."""
-        lost = 0
-        for id_, (info, entries) in list(self._absent.items()):
-            chunks = [entry.key for entry in entries if self._resting.get(entry.key) is entry]
-            lost += len(chunks)
-            for key in chunks:
-                del self._resting[key]
-            written = [entry for entry in entries if entry.reservation]
-            if written:
-                self._absent[id_] = (info, written)
-                self.records.append(journal.Gone(chunks))
-            else:
-                del self._absent[id_]
-                self.records.append(journal.SegmentGone(id_))
+        records, lost = self._awaited.give_up()
+        self.records += records
         return lost
 
     def segment_infos(self) -> list[SegmentInfo]:
@@ -322,43 +309,29 @@ class Directory:
         infos = [
             segment.info(reserved=reserved[segment.id], leased=leased[segment.id]) for segment in self.placement.segments.values()
         ]
-        absent = self._absent.values()
-        return infos + [msgspec.structs.replace(info, state="absent", chunks=len(entries)) for info, entries in absent]
+        return infos + self._awaited.infos()
 
     # ---- journal
 
     def restore(self, state: journal.State) -> None:
         """Take over what an earlier server knew. Segments are absent until offered again; reservations are void."""
-        entries: dict[SegmentId, list[Entry]] = {id_: [] for id_ in state.segments}
-        for key, (location, pin) in state.chunks.items():
-            if location.segment in entries:
-                self._resting[key] = Entry(key, location, pin=Pin(pin))
-                entries[location.segment].append(self._resting[key])
+        written = self._awaited.restore(state)
         for id_, held in state.held.items():
-            pairs = zip(held.keys, held.locations, strict=True)
-            mine = [Entry(key, location, id_) for key, location in pairs if location.segment in entries]
-            self.reservations.restore(id_, held.process, mine, self._now())
-            for entry in mine:
-                entries[entry.location.segment].append(entry)
-        for segment, added in state.segments.items():
-            self._absent[segment] = (SegmentInfo(segment, added.device, added.medium, added.nbytes), entries[segment])
+            self.reservations.restore(id_, held.process, written[id_], self._now())
 
     def snapshot(self) -> Iterator[journal.Record]:
         """The whole state as records, a slice at a time. Requests may change the state in between if they are recorded too."""
         newest = next(self._ids)
         keys = list(self._policy.coldest_first())
-        live, absent, reservations = (
-            list(self.placement.segments.values()),
-            list(self._absent.values()),
-            self.reservations.items(),
-        )
+        live, absent = list(self.placement.segments.values()), self._awaited.contents()
+        reservations = self.reservations.items()
         for segment in live:
             if segment.id in self.placement.segments:
                 yield journal.SegmentAdded(segment.id, segment.device, segment.medium, segment.nbytes)
         for info, entries in absent:
-            if info.id in self._absent or info.id in self.placement.segments:
+            if info.id in self._awaited.segments() or info.id in self.placement.segments:
                 yield journal.SegmentAdded(info.id, info.device, info.medium, info.nbytes)
-                yield _live([e for e in entries if self._resting.get(e.key) is e or self._live.get(e.key) is e])
+                yield _live([e for e in entries if self._awaited.rests(e) or self._live.get(e.key) is e])
         for id_, held in reservations:
             if self.reservations.get(id_) is held:
                 locations = [entry.location for entry in held.entries]
@@ -434,7 +407,7 @@ class Directory:
             if entry.location.segment in self.placement.segments:
                 self.placement.free(entry)
             else:
-                self._absent[entry.location.segment][1].remove(entry)
+                self._awaited.answered(entry)
         self.records.append(journal.Returned(id_))
         self.counters["aborted"] += len(reservation.entries)
         return len(reservation.entries)
