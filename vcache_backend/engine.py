@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vcache_backend.arguments import SlotMapping, as_slots, first_wanted
 from vcache_backend.chunk import Layout
 from vcache_backend.committer import Committer, PendingStore
 from vcache_backend.config import Config
@@ -27,7 +28,6 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 KVCaches = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
-SlotMapping = torch.Tensor | npt.NDArray[np.int64]
 Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.int64]
 
 
@@ -100,8 +100,8 @@ class VCacheEngine:
         call are not overwritten too early. The chunks become visible in the background.
         """
         with self._stats.timed("store"):
-            first = _first_wanted(mask, len(tokens))
-            slots = _as_slots(slot_mapping, len(tokens), offset)
+            first = first_wanted(mask, len(tokens))
+            slots = as_slots(slot_mapping, len(tokens), offset)
             keys = self._hasher.keys(tokens, salt)
             try:
                 self._store(keys, first // self._layout.chunk_size, kvcaches, slots)
@@ -126,8 +126,8 @@ class VCacheEngine:
         """
         with self._stats.timed("retrieve"):
             size = len(tokens)
-            first = _first_wanted(mask, size)
-            slots = _as_slots(slot_mapping, size, 0)
+            first = first_wanted(mask, size)
+            slots = as_slots(slot_mapping, size, 0)
             keys = self._hasher.keys(tokens, salt)
             try:
                 got = self._retrieve(keys, first, kvcaches, slots)
@@ -336,29 +336,3 @@ class VCacheEngine:
 
 def _copier(device: devices.Device, config: Config) -> Copier:
     return HostCopier() if device.ordinal is None else CudaCopier(device.ordinal, config.pool.max_ctas)
-
-
-def _first_wanted(mask: object, size: int) -> int:
-    """Index of the first token the mask wants, `size` if none. ValueError unless the mask is False on a prefix only."""
-    if mask is None:
-        return 0
-    if not isinstance(mask, torch.Tensor) or mask.shape != (size,) or mask.dtype != torch.bool:
-        given = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise ValueError(f"mask is {given}; expected ({size},) torch.bool, one for each token")
-    wanted = int(mask.sum())
-    if not bool(mask[size - wanted :].all()):
-        raise ValueError("mask must be False on a prefix and True on the rest; it has False after True")
-    return size - wanted
-
-
-def _as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[np.int64]:
-    """One slot for each of `size` tokens, -1 before `offset`. ValueError if slots are missing."""
-    if isinstance(slot_mapping, torch.Tensor):
-        slot_mapping = slot_mapping.detach().cpu().numpy()
-    given = np.asarray(slot_mapping)
-    if given.size and given.dtype.kind not in "iu":
-        raise ValueError(f"slot_mapping has type {given.dtype}; expected integers")
-    slots = np.ascontiguousarray(given, dtype=np.int64)
-    if slots.ndim != 1 or len(slots) != size - offset or offset < 0:
-        raise ValueError(f"slot_mapping has shape {slots.shape}; expected ({size} tokens - offset {offset},)")
-    return slots if not offset else np.concatenate([np.full(offset, -1, dtype=np.int64), slots])
