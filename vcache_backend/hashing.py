@@ -9,7 +9,7 @@ of a tenant may choose, cannot imitate a chain. 128 bits of a cryptographic hash
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -45,25 +45,26 @@ class TokenHasher:
         root = self._root.copy()
         root.update(salt)
         digest, keys = root.digest(), []
-        for start, chunk in self._chunks(ids):
-            link = (self._narrow if chunk.dtype == np.uint32 else self._wide).copy()
+        for template, chunk in self._chunks(ids):
+            link = template.copy()
             link.update(digest)
-            link.update(chunk[start : start + self.chunk_size].data)
+            link.update(chunk)
             digest = link.digest()
             keys.append(ChunkKey(self._prefix + digest + self._suffix))
         return keys
 
-    def _chunks(self, ids: npt.NDArray[Any]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Where each whole chunk starts, and the array, narrow if possible, to take it from."""
+    def _chunks(self, ids: npt.NDArray[Any]) -> list[tuple[blake2b, memoryview]]:
+        """The bytes of each whole chunk, narrow if all its tokens fit, and the hash state for their width."""
         size = self.chunk_size
         starts = range(0, len(ids) - size + 1, size)
-        if not starts:
-            return
         narrow = np.ascontiguousarray(ids.astype("<u4", copy=False))
         if np.array_equal(narrow, ids):
-            yield from ((start, narrow) for start in starts)
-            return
+            raw = narrow.data.cast("B") if len(narrow) else memoryview(b"")
+            return [(self._narrow, raw[4 * start : 4 * (start + size)]) for start in starts]
         wide = np.ascontiguousarray(ids, dtype="<i8")
+        chunks = []
         for start in starts:
-            fits = np.array_equal(narrow[start : start + size], ids[start : start + size])
-            yield start, narrow if fits else wide
+            part = slice(start, start + size)
+            fits = np.array_equal(narrow[part], ids[part])
+            chunks.append((self._narrow, narrow[part].data) if fits else (self._wide, wide[part].data))
+        return chunks
