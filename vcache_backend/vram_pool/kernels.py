@@ -153,7 +153,7 @@ def _compiled(
     to_slot: bool,
     device: torch.device,
 ) -> _Kernel:
-    """Launching the compiled kernel costs the host a tenth of what `copy_kernel[grid]` does, which looks it up anew each time."""
+    """Looked up once: `copy_kernel[grid]` would bind, specialise and look up all of this anew at each launch, at the host's cost."""
     shape = _shape(page_bytes, tokens, tuning, aligned) | {"PLANES": planes, "TO_SLOT": to_slot}
     if not isinstance(copy_kernel, triton.JITFunction):
         return _Kernel(shape, None, ())
