@@ -33,7 +33,7 @@ from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 LAYERS, BLOCK_TOKENS, CHUNK_BLOCKS = 32, 16, 16
-PAGES = (16 * KIB, 32 * KIB, 64 * KIB)
+PAGES = (32 * KIB, 16 * KIB, 64 * KIB)
 TOTALS = (4 * MIB, 32 * MIB, 256 * MIB, GIB)
 CTAS = {"peer": (8, 16, 24, 32, 48, 64, 132, 264), "local": (32, 64, 132, 264, 528, 1056)}
 FEW_CTAS = 32
@@ -217,7 +217,7 @@ def sweep(direction: str, slots: torch.Tensor, options: argparse.Namespace, dead
     best = finalists(coarse, 2)
     print(f"{direction}: {len(coarse)} coarse measurements; going on with {len(best)} shapes")
     fine: list[Measured] = []
-    for page in (32 * KIB, 16 * KIB, 64 * KIB):
+    for page in PAGES:
         for total in TOTALS:
             case = Case(direction, page, total, slots, flat)
             if total == min(TOTALS):

@@ -63,7 +63,7 @@ install_on_gpu() {
     pip install --no-deps --no-index --no-build-isolation -e . || give_up "pip could not install this project"
     "$VENV/bin/python" - <<'PYTHON' >&2
 from importlib.util import find_spec
-wanted = "msgspec yaml numpy triton typer rich prometheus_client cuda pytest pytest_timeout hypothesis ruff mypy msgpack".split()
+wanted = "msgspec yaml numpy triton typer rich cuda pytest pytest_timeout hypothesis ruff mypy msgpack".split()
 missing = [name for name in wanted if find_spec(name) is None]
 if missing:
     print("setup: not on this machine, what needs them will not run:", *missing)

@@ -85,6 +85,15 @@ def test_a_chunk_that_is_there_or_on_its_way_gets_no_slot(directory: Directory) 
     assert directory.commit(WRITER, first.reservation, []) == directory.commit(READER, second.reservation, []) == 1
 
 
+def test_a_reservation_makes_room_with_others_than_the_chunks_it_names(clock: FakeClock) -> None:
+    directory = make(clock)
+    lend(directory, chunks=2)
+    put(directory, A)
+    put(directory, B)
+    assert directory.reserve(WRITER, [A, C], KIB).slots[0] == Refusal.EXISTS
+    assert there(directory, A, B) == [A]
+
+
 def test_the_same_key_twice_in_one_request_gets_one_slot(directory: Directory) -> None:
     reserved = directory.reserve(WRITER, [A, A], KIB)
     assert isinstance(reserved.slots[0], Location)

@@ -139,6 +139,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         for_sure = {key: self.model.live(key) is not None for key in wanted}
         before = self.model.live_keys()
         client = self.clients[pick % len(self.clients)]
+        self.model.touch(wanted)
         reply = self.directory.reserve(client, wanted, nbytes)
         gone = before - {key for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True) if there}
         if Refusal.NO_SEGMENT in reply.slots or Refusal.TOO_LARGE in reply.slots:
@@ -154,6 +155,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         """With one key the model knows what may happen."""
         client, model, size = self.clients[pick % len(self.clients)], self.model, room_of(nbytes)
         before = model.live_keys()
+        self.model.touch([key])
         reply = self.directory.reserve(client, [key], nbytes)
         slot = reply.slots[0]
         gone = before - {key for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True) if there}

@@ -252,6 +252,15 @@ def test_a_signal_ends_it_cleanly_and_removes_the_socket(stage_: Stage, number: 
     assert not stage_.path.exists()
 
 
+def test_a_journal_that_cannot_be_written_is_one_line_not_a_traceback(stage_: Stage) -> None:
+    stage_.path.with_suffix(".journal").mkdir(parents=True)
+    server = stage_.undo.enter_context(Child([*_python_server(), "--socket", str(stage_.path)]))
+    status, said = server.wait()
+    assert status == 1
+    assert f"server.journal: cannot use {stage_.path.with_suffix('.journal')}" in said
+    assert "Traceback" not in said
+
+
 def test_a_second_server_on_the_same_socket_says_so_and_leaves_the_first_alone(stage_: Stage, worker: Raw) -> None:
     second = stage_.undo.enter_context(Child([*_python_server(), "--socket", str(stage_.path)]))
     status, said = second.wait()

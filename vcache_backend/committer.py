@@ -28,7 +28,6 @@ class PendingStore(msgspec.Struct):
     completion: Completion
     reservation: int
     prefix: list[ChunkKey]
-    chunks: int
     tokens: int
     nbytes: int
     keepalive: Any

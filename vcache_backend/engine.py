@@ -149,6 +149,7 @@ class VCacheEngine:
         counts them: occupancy by segment, evictions; None while there is no server."""
         mine: dict[str, Any] = self._stats.snapshot()
         mine["connected"] = self._client.connected
+        mine["connections_lost"] = self._client.connections_lost
         mine["namespace"] = str(self._namespace)
         mine["device"] = self.device.name
         try:
@@ -234,7 +235,6 @@ class VCacheEngine:
                 completion=completion,
                 reservation=reservation,
                 prefix=keys[: places[0][0]],
-                chunks=len(places),
                 tokens=len(places) * size,
                 nbytes=copy.nbytes,
                 keepalive=views,

@@ -58,7 +58,7 @@ class Client:
         self._wake = threading.Event()
         self._stop = threading.Event()
         self.epoch = 0
-        self.failures = 0
+        self.connections_lost = 0
         self._try_connect()
         self._keeper: threading.Thread | None = None
         if reconnect:
@@ -262,7 +262,7 @@ class Client:
         if link is None:
             return
         self._down = reason
-        self.failures += 1
+        self.connections_lost += 1
         link.close()
         self._wake.set()
 

@@ -152,6 +152,7 @@ class Directory:
         entries: list[Entry] = []
         reservation = next(self._ids)
         refusal, reason = self._refusal(client.medium, nbytes)
+        self.touch(keys)  # those that are there are in use: they must not make room for the others
         wanted = sum(key not in self._live and not self.reservations.pending(key) for key in set(keys))
         rooms = self._rooms(nbytes, client, wanted)
         for key in keys:

@@ -85,10 +85,6 @@ class Leases:
         for lease in list(self._of_client.get(client, ())):
             self._end(lease)
 
-    def next_deadline(self) -> float | None:
-        """When `expire` has something to look at, at the earliest."""
-        return self._deadlines[0][0] if self._deadlines else None
-
     def _end(self, lease: int) -> None:
         held = self._leases.pop(lease)
         of_client = self._of_client[held.client]

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.errors import ProtocolError
+from vcache_backend.errors import ConfigError, ProtocolError, raising_as
 from vcache_backend.metadata_server import journal as journals
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes, wire
@@ -92,7 +92,8 @@ class Server:
 
     def _start_service(self, path: Path) -> Service:
         config, eviction = self._config, self._config.eviction
-        state = journals.read(path) if config.journal else journals.State()
+        with raising_as({OSError: ConfigError}, f"server.journal: cannot use {path}"):
+            state = journals.read(path) if config.journal else journals.State()
         first_id = max(time.time_ns(), 1 + journals.newest_id(state))
         limits = Limits(
             lease_seconds=config.lease_seconds,
@@ -104,11 +105,12 @@ class Server:
         )
         directory = Directory(POLICIES[eviction.policy](), limits, time.monotonic, first_id)
         directory.restore(state)
-        if config.journal:
-            self._journal = Journal(path)
-            self._journal.start(directory.snapshot())
-        else:
-            path.unlink(missing_ok=True)
+        with raising_as({OSError: ConfigError}, f"server.journal: cannot use {path}"):
+            if config.journal:
+                self._journal = Journal(path)
+                self._journal.start(directory.snapshot())
+            else:
+                path.unlink(missing_ok=True)
         if state.segments:
             log.info("journal: %d chunks in %d segments wait to be offered again", len(state.chunks), len(state.segments))
         return Service(directory, epoch=first_id)

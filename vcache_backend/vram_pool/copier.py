@@ -53,8 +53,8 @@ class Copier(Protocol):
     """Moves bytes between one KV cache and slots. Used by one worker; may be called from several of its threads.
 
     `slots` are the request's, in the order of the plan's slot indices. Both calls raise LayoutError, and move nothing, where a
-    slot is missing or smaller than a chunk, or the plan or the device is not the KV cache's. Whatever else they raise (torch's
-    RuntimeError, a Triton error) comes from the copy itself: part of it may be under way, and the slots are not to be reused.
+    slot is missing or smaller than a chunk, or the plan or the device is not the KV cache's. After any VCacheError nothing of
+    the copy runs. Whatever else they raise (torch's RuntimeError, a Triton error) leaves that open: the slots are not to be reused.
     """
 
     def prepare(self, kv: PagedKV) -> None:

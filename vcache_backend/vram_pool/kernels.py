@@ -52,8 +52,8 @@ class Tuning:
 
 
 PEER = Tuning(ctas=64)
-"""For slots on another GPU. 64 programs of four warps fill the links at every size (48 KiB of shared memory each, so they
-share 16 SMs); measured on two H200 over NVLink, see docs/benchmarks.md."""
+"""For slots on another GPU. 64 programs of four warps, with 48 KiB of shared memory each, fill the links at every size: measured
+on two H200 over NVLink, see docs/benchmarks.md."""
 LOCAL = Tuning(ctas=264, block_bytes=32 << 10, num_warps=16, stages=1)
 """For slots on the GPU of the KV cache, where only many programs reach the memory's bandwidth. Same source."""
 
