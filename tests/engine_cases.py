@@ -32,7 +32,6 @@ from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, 
 from vcache_backend.demo.content import mix
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import Leased
 from vcache_backend.vram_pool.copier import Copier, Finished, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
@@ -286,9 +285,10 @@ class WrongCopier(HostCopier):
 class TrustingEngine(VCacheEngine):
     """A planted bug: it does not care whether its lease held."""
 
-    def _release(self, leased: Leased) -> bool:
-        super()._release(leased)
-        return True
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        end = self._io.end
+        self._io.end = lambda lease: end(lease) or True  # type: ignore[method-assign]
 
 
 # ---- worker processes

@@ -640,7 +640,7 @@ def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
         with live(0):
             # The keeper maps what the other one lends, for good.
-            eventually(lambda: len(keeper._pool.mapped()) == 2)
+            eventually(lambda: len(keeper._io.pool.mapped()) == 2)
         before = _held()
         closed = []
         for life in range(1, 30):
@@ -660,7 +660,7 @@ def test_a_heartbeat_under_way_maps_nothing_after_close(tmp_path: Path, monkeypa
         mine = Cache()
         here.engine("host:a", ROOMY, layout_of(mine))
         engine = here.engine("host:b", 0, layout_of(mine))
-        assert len(engine._pool.mapped()) == 1
+        assert len(engine._io.pool.mapped()) == 1
         whole, asked = Client.list_segments, threading.Event()
 
         def slow(client: Client) -> list[SegmentInfo]:
@@ -674,7 +674,7 @@ def test_a_heartbeat_under_way_maps_nothing_after_close(tmp_path: Path, monkeypa
         assert asked.wait(SECONDS)
         engine.close()
         time.sleep(0.3)
-        assert engine._pool.mapped() == []
+        assert engine._io.pool.mapped() == []
 
 
 def test_close_finishes_the_stores_under_way(here: Node) -> None:

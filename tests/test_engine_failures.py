@@ -251,7 +251,7 @@ def test_what_the_background_could_not_say_is_no_error_in_the_log(here: Node, ca
     engine = here.engine("host:a", ROOMY, layout_of(mine))
     put(engine, mine, prompt(2 * CHUNK))
     with server.stopped():
-        engine._committer.touch(engine.keys(prompt(2 * CHUNK)))
+        engine._io.committer.touch(engine.keys(prompt(2 * CHUNK)))
         assert engine.flush(SECONDS)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert "commit_error" not in engine.get_stats()["failures"]

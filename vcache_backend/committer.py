@@ -45,6 +45,7 @@ class Committer:
         self._queue: deque[PendingStore] = deque()
         self._unanswered: deque[int] = deque(maxlen=MAX_UNANSWERED)
         self._touches: deque[list[ChunkKey]] = deque(maxlen=max_inflight)
+        self._leases: deque[int] = deque(maxlen=MAX_UNANSWERED)
         self._changed = threading.Condition()
         self._busy = False
         self._stopping = False
@@ -71,6 +72,12 @@ class Committer:
         """Make chunks recent, soon."""
         with self._changed:
             self._touches.append(keys)
+            self._changed.notify_all()
+
+    def release(self, lease: int) -> None:
+        """End a lease under which nothing more is read, soon."""
+        with self._changed:
+            self._leases.append(lease)
             self._changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
@@ -110,13 +117,18 @@ class Committer:
                         self._queue.popleft()
 
     def _has_work(self) -> bool:
-        return bool(self._queue or self._touches or self._stopping or (self._unanswered and self._client.connected))
+        return bool(self._queue or self._touches or self._stopping or self._has_letters())
+
+    def _has_letters(self) -> bool:
+        return bool((self._unanswered or self._leases) and self._client.connected)
 
     def _work(self, store: PendingStore | None, keys: list[ChunkKey] | None) -> None:
         if store is not None:
             self._finish(store)
         elif self._client.connected:
             try:
+                while self._leases:
+                    self._client.release(self._leases.popleft())
                 if keys:
                     self._client.touch(keys)
                 while self._unanswered:
