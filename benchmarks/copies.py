@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from vcache_backend.vram_pool import kernels, segment
-from vcache_backend.vram_pool.copier import Completion, CudaCopier
+from vcache_backend.vram_pool.copier import Completion
+from vcache_backend.vram_pool.cuda_copier import CudaCopier
 from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError, VCacheError
-from vcache_backend.vram_pool.copier import Copier, CudaCompletion, CudaCopier, HostCopier
+from vcache_backend.vram_pool.copier import Copier, HostCopier
+from vcache_backend.vram_pool.cuda_copier import CudaCompletion, CudaCopier
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, Int64s, Piece, plan
 from vcache_backend.vram_pool.slots import SlotView

@@ -18,7 +18,7 @@ from vcache_backend.errors import LayoutError, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Location, Refusal
 from vcache_backend.stats import EngineStats
 from vcache_backend.vram_pool import devices, pool
-from vcache_backend.vram_pool.copier import Copier, CudaCopier, HostCopier
+from vcache_backend.vram_pool.copier import Copier, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan
 from vcache_backend.vram_pool.slots import SlotView
@@ -30,12 +30,16 @@ Slots = npt.NDArray[np.int64]
 
 
 class Lease(msgspec.Struct, eq=False):
-    """A leading run of chunks that may be read. `deadline`: until when (time.monotonic), counted from before it was asked for."""
+    """A leading run of chunks that may be read.
+
+    `deadline`: until when (time.monotonic), counted from before it was asked for, `seconds` earlier.
+    """
 
     id: int
     keys: list[ChunkKey]
     locations: list[Location]
     deadline: float
+    seconds: float
 
     @property
     def seconds_left(self) -> float:
@@ -93,7 +97,18 @@ class ChunkIO:
             leased = self.client.acquire(keys)
         if not leased.lease:
             return None
-        return Lease(leased.lease, keys[: len(leased.locations)], leased.locations, asked + leased.seconds)
+        return Lease(leased.lease, keys[: len(leased.locations)], leased.locations, asked + leased.seconds, leased.seconds)
+
+    def renew(self, lease: Lease) -> bool:
+        """Give a lease its full time again; False if it had ended, or nobody answered."""
+        asked = time.monotonic()
+        try:
+            held = self.client.renew(lease.id)
+        except VCacheError as error:
+            self.miss("renew", error)
+            return False
+        lease.deadline = asked + lease.seconds if held else lease.deadline
+        return held
 
     def views(self, locations: Sequence[Location]) -> list[SlotView]:
         """Addresses of the leading locations this process can reach. Hold them until the copy is complete."""
@@ -213,4 +228,9 @@ class ChunkIO:
 
 def make_copier(device: devices.Device, config: Config) -> Copier:
     """The copier of a device: torch for host memory, kernels for a GPU."""
-    return HostCopier() if device.ordinal is None else CudaCopier(device.ordinal, config.pool.max_ctas)
+    if device.ordinal is None:
+        return HostCopier()
+    # Needs Triton, which a machine without a GPU may not have.
+    from vcache_backend.vram_pool.cuda_copier import CudaCopier
+
+    return CudaCopier(device.ordinal, config.pool.max_ctas)

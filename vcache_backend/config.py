@@ -155,6 +155,11 @@ def default_socket() -> Path:
     return folder / "vcache.sock"
 
 
+def hash_seed() -> str | None:
+    """`PYTHONHASHSEED` as it is set now: what vLLM, and LMCache through it, roots its block hashes in. None: unset."""
+    return os.environ.get("PYTHONHASHSEED")
+
+
 def _decode(kind: type, value: object) -> object:
     if kind is ByteSize:
         return ByteSize.parse(value)

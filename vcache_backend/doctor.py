@@ -21,6 +21,7 @@ from typing import Literal
 
 import msgspec
 
+from vcache_backend import budget
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.messages import (
@@ -36,8 +37,6 @@ from vcache_backend.vram_pool.cuda_driver import DriverError
 from vcache_backend.vram_pool.devices import Gpu
 
 SERVER_SECONDS = 1.0
-MAX_SHARE = 0.95
-"""Pool plus vLLM's gpu_memory_utilization may take this part of a GPU; the rest is contexts, graphs and workspaces."""
 ENOUGH_FDS = 4096
 ENOUGH_SHM = 1 << 30
 MAX_SOCKET_PATH = 107
@@ -252,14 +251,13 @@ def _pool_gpu(spec: str) -> Gpu | None:
 
 
 def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
-    share = wanted / gpu.total_bytes
-    rest = MAX_SHARE - share
+    most = budget.most_utilization(gpu.total_bytes, wanted)
     check = f"memory of gpu {gpu.ordinal}"
     detail = f"pool.segment_bytes {wanted}, {ByteSize(gpu.free_bytes).about} of {ByteSize(gpu.total_bytes).about} free"
-    if rest <= 0:
-        most = ByteSize(int(gpu.total_bytes * MAX_SHARE / 2)).about
-        return Finding(check, "fail", f"{detail}: nothing is left for vLLM", f"set pool.segment_bytes to {most} or less")
-    vllm = f"start vLLM with gpu_memory_utilization <= {int(rest * 100) / 100:.2f}"
+    if not most:
+        half = budget.most_segment(gpu.total_bytes, budget.MAX_SHARE / 2).about
+        return Finding(check, "fail", f"{detail}: nothing is left for vLLM", f"set pool.segment_bytes to {half} or less")
+    vllm = f"start vLLM with gpu_memory_utilization <= {most:.2f}"
     if wanted > gpu.free_bytes:
         advice = f"set pool.segment_bytes lower, unless the pool's segment is there already (`vcache segment list`); {vllm}"
         return Finding(check, "warn", f"{detail}: not enough for a new segment", advice)

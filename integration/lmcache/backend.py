@@ -1,0 +1,243 @@
+"""The storage plugin: LMCache's storage backend, allocator and door to the pool."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj
+from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface, StoragePluginInterface
+
+from vcache_backend.arguments import as_slots
+
+from . import installation
+from .memory import DeferredObj, NoAllocator
+from .startup import Starter, StepAside
+from .worker import PoolWorker
+
+log = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def answers(default: object) -> Callable[[F], F]:
+    """LMCache dies of an exception in most of these calls. Whatever went wrong is a miss, said once."""
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def guarded(self: VCacheBackend, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 the door's last line of defence
+                self.note_failure(method.__name__, error)
+                return default() if callable(default) else default
+
+        return guarded  # type: ignore[return-value]
+
+    return decorate
+
+
+class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type: ignore[misc]
+    """Built by LMCache in each worker from `storage_plugins: [vcache]`; see docs/lmcache.md.
+
+    `contains` and its kin are called in LMCache's look-up thread, the `async` ones on its storage manager's loop, the rest in the
+    worker's main thread. Nothing raises, and nothing waits longer than the client's deadlines.
+    If the plugin must not work here (see `selftest`), it stays as an allocator that has nothing to give.
+    """
+
+    is_vcache = True
+
+    def __init__(
+        self,
+        dst_device: str = "cpu",
+        config: Any = None,
+        metadata: Any = None,
+        local_cpu_backend: Any = None,
+        loop: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(dst_device=dst_device, config=config, metadata=metadata, local_cpu_backend=local_cpu_backend, loop=loop)
+        self._worker: PoolWorker | None = None
+        self._failures: set[str] = set()
+        self.reason = ""
+        self._starter = Starter(config, metadata, self)
+        try:
+            installation.take_allocator_role()
+            self._worker = self._starter.start()
+        except Exception as error:  # noqa: BLE001 LMCache would swallow it, and go on without us but with our GPU connector
+            self._step_aside(error)
+
+    # ---- for the GPU connector
+
+    def bind(self, kvcaches: Any) -> PoolWorker | None:
+        """The worker for these KV caches, made when they are first seen; None if the plugin stepped aside."""
+        if self._worker is None and not self.reason:
+            try:
+                self._worker = self._starter.bind(kvcaches)
+            except Exception as error:  # noqa: BLE001 as in the constructor
+                self._step_aside(error)
+        return self._worker
+
+    @answers(None)
+    def note_sources(self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]) -> None:
+        """See `PoolWorker.note`. more: LMCache's `kvcaches`, `slot_mapping`, ..."""
+        worker = self.bind(more["kvcaches"])
+        if worker is not None:
+            worker.note(objs, starts, as_slots(more["slot_mapping"], len(more["slot_mapping"]), 0))
+
+    def load(self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]) -> int | None:
+        """See `PoolWorker.load`. A failure is one of all tokens from the first on."""
+        try:
+            worker = self.bind(more["kvcaches"])
+            if worker is None or not objs:
+                return starts[0] if objs else None
+            slots = as_slots(more["slot_mapping"], len(more["slot_mapping"]), 0)
+            return worker.load(objs, starts, slots, int(more.get("vllm_cached_tokens") or 0))
+        except Exception as error:  # noqa: BLE001 as above
+            self.note_failure("load", error)
+            return starts[0]
+
+    def shape(self, num_tokens: int) -> torch.Size:
+        """What LMCache takes the KV of so many tokens for."""
+        shapes: list[torch.Size] = self.metadata.get_shapes(num_tokens)
+        return shapes[0]
+
+    # ---- look-ups
+
+    @answers(False)
+    def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
+        return bool(self.batched_contains([key], pin))
+
+    @answers(0)
+    def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
+        return self._worker.contains(keys, pin) if self._worker is not None else 0
+
+    async def batched_async_contains(self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False) -> int:
+        """No lease: LMCache gets what it asked for at once, and memory objects hold theirs."""
+        return int(self.batched_contains(keys, False))
+
+    @answers(False)
+    def pin(self, key: CacheEngineKey) -> bool:
+        return bool(self.batched_contains([key], True))
+
+    @answers(False)
+    def unpin(self, key: CacheEngineKey) -> bool:
+        return self._worker is not None and self._worker.unpin(key)
+
+    def touch_cache(self) -> None:
+        """The server touches what it leases."""
+
+    # ---- reads
+
+    @answers(None)
+    def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
+        return self.batched_get_blocking([key])[0]
+
+    def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
+        """One memory object for each leading chunk that is there, one reference each for the caller; None for the rest."""
+        found = self._get(keys)
+        return [*found, *[None] * (len(keys) - len(found))]
+
+    async def batched_get_non_blocking(
+        self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: Any = None
+    ) -> list[MemoryObj]:
+        return list(self._get(keys))
+
+    @answers(list)
+    def _get(self, keys: list[CacheEngineKey]) -> list[MemoryObj]:
+        return list(self._worker.get(keys)) if self._worker is not None else []
+
+    # ---- stores
+
+    def allocate(
+        self,
+        shapes: Any,
+        dtypes: Any,
+        fmt: MemoryFormat | None = MemoryFormat.KV_2LTD,
+        eviction: bool = True,
+        busy_loop: bool = True,
+    ) -> MemoryObj | None:
+        """A memory object for one whole chunk; None for less, which LMCache takes for "store no more of this"."""
+        return next(iter(self.batched_allocate(shapes, dtypes, 1, fmt) or ()), None)
+
+    @answers(None)
+    def batched_allocate(
+        self,
+        shapes: Any,
+        dtypes: Any,
+        batch_size: int,
+        fmt: MemoryFormat | None = MemoryFormat.KV_2LTD,
+        eviction: bool = True,
+        busy_loop: bool = True,
+    ) -> list[MemoryObj] | None:
+        listed = [shapes] if isinstance(shapes, torch.Size) else list(shapes)
+        kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
+        if self.reason or listed != self.metadata.get_shapes(self.config.chunk_size):
+            return None
+        return [DeferredObj(listed, kinds, fmt) for _ in range(batch_size)]
+
+    @answers(None)
+    def batched_submit_put_task(
+        self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], transfer_spec: Any = None, on_complete_callback: Any = None
+    ) -> None:
+        """Reserve, launch one copy, and return. What is in the pool already is not copied. Commits follow in the background."""
+        if self._worker is not None:
+            self._worker.put(keys, objs)
+        for key in keys if on_complete_callback is not None else ():
+            on_complete_callback(key)
+
+    def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
+        return False
+
+    # ---- the rest
+
+    @answers(False)
+    def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
+        return bool(self.batched_remove([key], force))
+
+    @answers(0)
+    def batched_remove(self, keys: list[CacheEngineKey], force: bool = True) -> int:
+        return self._worker.remove(keys) if self._worker is not None else 0
+
+    @answers(0)
+    def clear(self) -> int:
+        """Forget every chunk of this namespace, of all instances that share it; how many tokens."""
+        return self._worker.clear() * int(self.config.chunk_size) if self._worker is not None else 0
+
+    def get_allocator_backend(self) -> AllocatorBackendInterface:
+        return self
+
+    def initialize_allocator(self, config: Any, metadata: Any) -> MemoryAllocatorInterface:
+        return NoAllocator()
+
+    def get_memory_allocator(self) -> MemoryAllocatorInterface:
+        return NoAllocator()
+
+    def calculate_chunk_budget(self) -> int:
+        """Chunks that may be loaded at a time: memory objects cost nothing here."""
+        return 1 << 20
+
+    @answers(None)
+    def close(self) -> None:
+        """Finish stores, and leave the pool; its chunks stay."""
+        worker, self._worker = self._worker, None
+        self.reason = self.reason or "closed"
+        if worker is not None:
+            worker.io.close()
+
+    def note_failure(self, call: str, error: Exception) -> None:
+        """Count a failure, and say each cause once."""
+        cause = f"{call}: {type(error).__name__}"
+        if self._worker is not None:
+            self._worker.io.miss(call, error)
+        elif cause not in self._failures:
+            log.warning("%s failed, which counts as a miss: %s", call, error)
+        self._failures.add(cause)
+
+    def _step_aside(self, error: Exception) -> None:
+        self.reason = str(error) or type(error).__name__
+        self._starter.say_stepped_aside(self.reason, None if isinstance(error, StepAside) else error)

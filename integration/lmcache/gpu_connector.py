@@ -1,0 +1,56 @@
+"""LMCache's GPU connector, replaced: whole KV blocks as opaque bytes, one launch each way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+from lmcache.v1.memory_management import MemoryObj
+
+if TYPE_CHECKING:
+    from .backend import VCacheBackend
+
+
+class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
+    """What LMCacheEngine moves KV with. All calls come from the worker's main thread, inside `store` and `retrieve`.
+
+    `failed_from`: index of the first token of the last `batched_to_gpu` that is not valid; None if all are.
+    """
+
+    def __init__(self, backend: VCacheBackend | None = None, load_stream: Any = None) -> None:
+        """`load_stream`: that of the connector replaced. LMCache's broadcast of MLA runs on it."""
+        self.backend = backend
+        self.failed_from: int | None = None
+        if load_stream is not None:
+            self.load_stream = load_stream
+
+    def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
+        """`kvcaches`: one tensor a layer, as vLLM has them."""
+        if "kvcaches" in kwargs:
+            self._there().bind(kwargs["kvcaches"])
+
+    def batched_from_gpu(self, memory_objs: Sequence[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any) -> None:
+        """Note where the chunks lie in `kvcaches` under `slot_mapping`. They are copied when LMCache puts them, with their keys."""
+        self._there().note_sources(list(memory_objs), starts, kwargs)
+
+    def batched_to_gpu(
+        self, memory_objs: Any = None, starts: list[int] | None = None, ends: list[int] | None = None, **kwargs: Any
+    ) -> None:
+        """Fill `kvcaches`; nothing before token `vllm_cached_tokens` is written. Returns when the bytes are in place."""
+        self.failed_from = self._there().load(list(memory_objs or []), starts or [], kwargs)
+
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        self.batched_from_gpu([memory_obj], [start], [end], **kwargs)
+
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        self.batched_to_gpu([memory_obj], [start], [end], **kwargs)
+
+    def get_shape(self, num_tokens: int) -> torch.Size:
+        return self._there().shape(num_tokens)
+
+    def _there(self) -> VCacheBackend:
+        if self.backend is None:
+            raise RuntimeError("no vcache backend: LMCache did not build the storage plugin; its log says why")
+        return self.backend

@@ -1,0 +1,313 @@
+"""What must be right before the plugin works, each as a sentence that says what is wrong and what to change, or None.
+
+LMCache and vLLM are imported inside of functions only: `vcache doctor` asks these questions where they may be absent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.planner import Piece, plan
+from vcache_backend.vram_pool.slots import SlotView
+
+from .instance import Instance
+
+if TYPE_CHECKING:
+    from vcache_backend.vram_pool.copier import Completion, Copier
+
+LOWEST, BELOW = (0, 5, 3), (0, 6)
+"""The versions of LMCache whose private points were read: at least, and below."""
+COPY_SECONDS = 10.0
+"""How long one copy of the round trip may take."""
+CLASS_NAME = "VCacheBackend"
+
+_ENGINE = "lmcache.v1.cache_engine"
+_MANAGER = "lmcache.v1.storage_backend.storage_manager"
+_BACKENDS = "lmcache.v1.storage_backend.abstract_backend"
+_CONNECTORS = "lmcache.v1.gpu_connector.gpu_connectors"
+_ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
+
+_CALLS = (
+    # (module, class, method, its parameters that we pass or are passed by name)
+    (_ENGINE, "LMCacheEngine", "store", "tokens hashes offsets mask kwargs"),
+    (_ENGINE, "LMCacheEngine", "retrieve", "tokens mask kwargs"),
+    (_ENGINE, "LMCacheEngine", "lookup", "tokens hashes offsets lookup_id pin request_configs"),
+    (_ENGINE, "LMCacheEngine", "lookup_unpin", ""),
+    (_ENGINE, "LMCacheEngine", "mark_init_failed", "reason"),
+    (_MANAGER, "StorageManager", "_get_allocator_backend", "config"),
+    (_MANAGER, "StorageManager", "allocate", "shapes dtypes"),
+    (_MANAGER, "StorageManager", "batched_put", "keys memory_objs location"),
+    (_BACKENDS, "StoragePluginInterface", "__init__", "dst_device config metadata local_cpu_backend loop"),
+    (_BACKENDS, "StorageBackendInterface", "batched_submit_put_task", "keys objs transfer_spec on_complete_callback"),
+    (_BACKENDS, "StorageBackendInterface", "batched_contains", "keys pin"),
+    (_BACKENDS, "StorageBackendInterface", "batched_get_blocking", "keys"),
+    (_BACKENDS, "StorageBackendInterface", "batched_async_contains", "lookup_id keys pin"),
+    (_BACKENDS, "StorageBackendInterface", "batched_get_non_blocking", "lookup_id keys"),
+    (_BACKENDS, "StorageBackendInterface", "unpin", "key"),
+    (_BACKENDS, "AllocatorBackendInterface", "allocate", "shapes dtypes fmt eviction busy_loop"),
+    (_BACKENDS, "AllocatorBackendInterface", "batched_allocate", "shapes dtypes batch_size fmt eviction busy_loop"),
+    (_CONNECTORS, "GPUConnectorInterface", "batched_from_gpu", "memory_objs starts ends kwargs"),
+    (_CONNECTORS, "GPUConnectorInterface", "batched_to_gpu", "memory_objs starts ends kwargs"),
+    (_CONNECTORS, "GPUConnectorInterface", "initialize_kvcaches_ptr", "kwargs"),
+)
+_VLLM_CALLS = (
+    (_ADAPTER, "LMCacheConnectorV1Impl", "start_load_kv", "forward_context"),
+    (_ADAPTER, "LMCacheConnectorV1Impl", "record_failed_blocks", "request_id expected_mask ret_mask slot_mapping"),
+    (_ADAPTER, "LMCacheConnectorV1Impl", "register_kv_caches", "kv_caches"),
+)
+_ATTRIBUTES = (
+    # (module, class, attributes that its constructor, or the method named, sets)
+    (_ENGINE, "LMCacheEngine", "__init__", "config metadata token_database gpu_connector lookup_pins storage_manager"),
+    (_MANAGER, "StorageManager", "__init__", "storage_backends allocator_backend"),
+)
+_VLLM_ATTRIBUTES = (
+    (_ADAPTER, "LMCacheConnectorV1Impl", "__init__", "_parent _vllm_config _manager"),
+    (_ADAPTER, "LMCacheConnectorV1Impl", "_init_connector_state", "kv_caches _invalid_block_ids"),
+)
+
+
+def versions() -> str | None:
+    """Why this LMCache is not one that the plugin fits, or None. Imports it; what belongs to vLLM is looked at if it is in use."""
+    wanted = f"lmcache>={'.'.join(map(str, LOWEST))},<{'.'.join(map(str, BELOW))}"
+    try:
+        version = metadata.version("lmcache")
+    except metadata.PackageNotFoundError:
+        return f"LMCache is not installed: pip install '{wanted}'"
+    leading = re.match(r"\d+(\.\d+)*", version)
+    if not leading or not LOWEST <= tuple(map(int, leading[0].split("."))) < BELOW:
+        return f"LMCache {version} is not one that vcache fits: pip install '{wanted}'"
+    vllm = _ADAPTER in sys.modules
+    probes = (*_CALLS, *_VLLM_CALLS) if vllm else _CALLS
+    attributes = (*_ATTRIBUTES, *_VLLM_ATTRIBUTES) if vllm else _ATTRIBUTES
+    missing = [*_missing(probes, _parameters), *_missing(attributes, _names_set), *_missing_builder()]
+    if missing:
+        return f"LMCache {version} has changed where vcache holds on to it ({'; '.join(missing)}): install another of {wanted}"
+    return None
+
+
+def modes(lm_config: Any, instance: Instance | None = None) -> str | None:
+    """The first setting with which the plugin cannot work, and what to change; None if there is none. With `instance`, of it too."""
+    return next(_unsupported(lm_config), None) or (next(_unfit(lm_config, instance), None) if instance is not None else None)
+
+
+def remarks(lm_config: Any, instance: Instance) -> list[str]:
+    """Settings with which it works, but not as one may expect."""
+    return [*_costly(lm_config), *_surprising(lm_config, instance)]
+
+
+def seed(hash_seed: str | None) -> str | None:
+    """Why instances cannot agree on hashes, given `PYTHONHASHSEED` (see `config.hash_seed`); None if they can."""
+    if hash_seed and hash_seed != "random":
+        return None
+    return (
+        f"PYTHONHASHSEED is {hash_seed or 'not set'}, so that each process may hash the same tokens differently: "
+        "set PYTHONHASHSEED=0 in the environment of every instance before it starts"
+    )
+
+
+def round_trip(kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int) -> str | None:
+    """Send the first blocks of `kv`, a chunk of them, through the slot `view` and back, and compare every byte.
+
+    None if all are right, else which layer and block are not. Before anything is cached, in the worker's thread: nothing else may
+    use the KV cache meanwhile. Its bytes are put back whatever happens, in the order of the current stream. The slot's bytes are
+    overwritten.
+    """
+    count = min(chunk_size // kv.block_size, kv.num_blocks)
+    try:
+        saved = [page[: count + 1].clone() for page in kv.pages]
+        try:
+            wrong = _there_and_back(kv, copier, view, chunk_size, saved, count)
+        finally:
+            for page, bytes_ in zip(kv.pages, saved, strict=True):
+                page[: count + 1].copy_(bytes_)
+        late = f"the device did not finish the byte round trip's work in {COPY_SECONDS:g} s"
+        return wrong or (None if _settled(kv.device) else late)
+    except (VCacheError, RuntimeError) as error:
+        return f"the byte round trip through the pool failed: {str(error) or type(error).__name__}"
+
+
+# ---- versions
+
+
+def _missing(probes: Iterable[tuple[str, str, str, str]], names: Callable[[Any], Iterable[str]]) -> Iterator[str]:
+    for module, owner, method, wanted in probes:
+        try:
+            found = set(names(getattr(getattr(importlib.import_module(module), owner), method)))
+        except (ImportError, AttributeError):
+            yield f"{module}: no {owner}.{method}"
+            continue
+        lacking = [name for name in wanted.split() if name not in found]
+        if lacking:
+            yield f"{owner}.{method} without {', '.join(lacking)}"
+
+
+def _parameters(method: Any) -> Iterable[str]:
+    return inspect.signature(method).parameters
+
+
+def _names_set(method: Any) -> Iterable[str]:
+    """The attributes a method's own code touches: what a constructor sets is not to be seen on its class."""
+    names: tuple[str, ...] = inspect.unwrap(method).__code__.co_names
+    return names
+
+
+def _missing_builder() -> Iterator[str]:
+    try:
+        builder = importlib.import_module(_ENGINE).LMCacheEngineBuilder
+    except (ImportError, AttributeError):
+        yield "no LMCacheEngineBuilder"
+        return
+    if not isinstance(getattr(builder, "_instances", None), dict):
+        yield "LMCacheEngineBuilder without _instances"
+
+
+# ---- modes
+
+
+def _unsupported(lm_config: Any) -> Iterator[str]:
+    extra = getattr(lm_config, "extra_config", None) or {}
+    reasons = {
+        "use_layerwise": "vcache moves all layers of a chunk in one launch: set use_layerwise: false",
+        "enable_blending": "blended chunks are no prefixes, which is what vcache shares: set enable_blending: false",
+        "enable_pd": "prefill-decode transfer has an allocator of its own: set enable_pd: false",
+        "enable_p2p": "LMCache's peer-to-peer tier needs its host allocator: set enable_p2p: false; vcache shares within the node",
+        "external_lookup_client": "look-ups would not ask vcache: remove external_lookup_client",
+        "enable_scheduler_bypass_lookup": "vcache answers look-ups in the workers: set enable_scheduler_bypass_lookup: false",
+    }
+    for name, reason in reasons.items():
+        if getattr(lm_config, name, None):
+            yield reason
+    if extra.get("audit_backend_enabled"):
+        yield "the audit wraps every backend, and an allocator cannot be wrapped: remove audit_backend_enabled from extra_config"
+    wanted = getattr(lm_config, "retrieve_locations", None)
+    if wanted and not set(wanted) & set(_our_names(lm_config)):
+        yield f"retrieve_locations {wanted} leaves vcache out: add {_our_names(lm_config)[0]} to it, or remove it"
+
+
+def _unfit(lm_config: Any, instance: Instance) -> Iterator[str]:
+    chunk_size, block_size = lm_config.chunk_size, instance.block_size
+    if block_size <= 0 or chunk_size % block_size:
+        fitting = -(-chunk_size // max(block_size, 1)) * block_size
+        yield f"chunk_size {chunk_size} is no multiple of the KV block size {block_size}: set chunk_size: {fitting}"
+    if instance.context_parallel > 1:
+        yield "context parallelism deals the tokens of a block out to several workers: set both context parallel sizes to 1"
+    if instance.kv_groups > 1:
+        yield f"{instance.kv_groups} groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-manager"
+    if instance.dynamic_kv_scales:
+        yield "calculate_kv_scales gives each instance FP8 scales of its own: start vLLM without --calculate-kv-scales"
+    if instance.prompt_embeds:
+        yield "prompts given as embeddings have no tokens to tell them apart: start vLLM without --enable-prompt-embeds"
+
+
+def _costly(lm_config: Any) -> Iterator[str]:
+    ours = _our_names(lm_config)
+    if getattr(lm_config, "save_unfull_chunk", False):
+        yield "save_unfull_chunk is true, but vcache keeps whole chunks only: set save_unfull_chunk: false"
+    location = getattr(lm_config, "store_location", None)
+    host = getattr(lm_config, "max_local_cpu_size", 0) > 0
+    if location and location not in ours:
+        yield f"store_location is {location}, so that nothing is stored in vcache: set store_location: {ours[0]}, or remove it"
+    elif not location and host:
+        yield f"every store is copied to host memory too: set store_location: {ours[0]}, unless a tier below is to have it as well"
+    if getattr(lm_config, "local_cpu", False):
+        yield "local_cpu is true: what is found in the host tier is read from there, over PCIe; set local_cpu: false to read NVLink"
+    if host and not location and getattr(lm_config, "save_decode_cache", False):
+        yield "save_decode_cache is true: a copy to host memory follows every chunk that decoding fills"
+
+
+def _surprising(lm_config: Any, instance: Instance) -> Iterator[str]:
+    extra = getattr(lm_config, "extra_config", None) or {}
+    if getattr(lm_config, "pre_caching_hash_algorithm", "builtin") == "builtin":
+        yield "Python's own hash can be made to collide on purpose: set pre_caching_hash_algorithm: sha256_cbor"
+    if instance.load_failure_policy == "fail":
+        yield (
+            "kv_load_failure_policy is fail, so that a chunk lost between look-up and load fails its request: "
+            'put "kv_load_failure_policy":"recompute" into --kv-transfer-config'
+        )
+    if instance.use_mla and instance.tp_size > 1 and extra.get("save_only_first_rank", True):
+        yield (
+            "LMCache lets the first rank read and broadcast MLA chunks: set save_only_first_rank: false in extra_config, "
+            "and every rank reads the pool itself; chunks are stored once all the same"
+        )
+
+
+def _our_names(lm_config: Any) -> list[str]:
+    """What LMCache calls us: the names of `storage_plugins` that are of our class."""
+    extra = getattr(lm_config, "extra_config", None) or {}
+    named = getattr(lm_config, "storage_plugins", None) or []
+    return [name for name in named if extra.get(f"storage_plugin.{name}.class_name") == CLASS_NAME] or ["vcache"]
+
+
+# ---- the round trip
+
+
+def _there_and_back(
+    kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int, saved: list[torch.Tensor], count: int
+) -> str | None:
+    generator = torch.Generator(kv.device).manual_seed(20)
+    shape = (count, kv.page_bytes)
+    patterns = [torch.randint(256, shape, dtype=torch.uint8, generator=generator, device=kv.device) for _ in kv.pages]
+    for page, pattern in zip(kv.pages, patterns, strict=True):
+        page[:count] = pattern
+    # Last block first, so that a copy that ignores block ids is seen.
+    ids = np.arange(count - 1, -1, -1)
+    slots = (ids[:, None] * kv.block_size + np.arange(kv.block_size)).reshape(-1)
+    copy = plan(kv, chunk_size, slots, [Piece(0, 0, 0, len(slots))])
+    if not _over(copier.gather(kv, copy, [view])):
+        return f"gathering a chunk took longer than {COPY_SECONDS:g} s"
+    blocks = chunk_size // kv.block_size
+    there = view.tensor[: kv.chunk_bytes(chunk_size)].view(kv.layers, blocks, kv.parts, kv.page_bytes)
+    for plane, pattern in enumerate(patterns):
+        layer, part = divmod(plane, kv.parts)
+        wrong = _difference(kv, plane, pattern, there[layer, :count, part].flip(0).to(kv.device))
+        if wrong:
+            return f"gathered wrongly into the pool: {wrong}"
+    for page, pattern in zip(kv.pages, patterns, strict=True):
+        page[:count] = ~pattern
+    if not _over(copier.scatter(kv, copy, [view])):
+        return f"scattering a chunk took longer than {COPY_SECONDS:g} s"
+    for plane, (page, pattern, before) in enumerate(zip(kv.pages, patterns, saved, strict=True)):
+        expected = torch.cat([pattern, before[count:]])
+        wrong = _difference(kv, plane, expected, page[: count + 1])
+        if wrong:
+            return f"scattered wrongly from the pool: {wrong}"
+    return None
+
+
+def _difference(kv: PagedKV, plane: int, expected: torch.Tensor, found: torch.Tensor) -> str:
+    """Where two runs of blocks of one plane begin to differ; empty if they do not."""
+    if torch.equal(expected, found):
+        return ""
+    block, byte = torch.nonzero(expected != found)[0].tolist()
+    layer, part = divmod(plane, kv.parts)
+    where = f"layer {layer}, block {block}" + (f", part {part}" if kv.parts > 1 else "") + f", byte {byte}"
+    return f"{where} is {int(found[block, byte])} instead of {int(expected[block, byte])}"
+
+
+def _over(completion: Completion) -> bool:
+    return completion.wait(COPY_SECONDS)
+
+
+def _settled(device: torch.device) -> bool:
+    """Wait for the current stream's work so far; False if it is not done in time."""
+    if device.type != "cuda":
+        return True
+    event = torch.cuda.current_stream(device).record_event()
+    deadline = time.monotonic() + COPY_SECONDS
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True

@@ -1,0 +1,127 @@
+"""Our settings in LMCache's `extra_config`: flat keys that begin with `vcache.`.
+
+`vcache.SECTION.KEY` is one value of our own configuration (`vcache.server.socket`, `vcache.pool.segment_bytes`, ...) and
+`vcache.config` the path of a file of it; the single values count more than the file. Without that path the file is
+`VCACHE_CONFIG`'s, as everywhere. Text is taken as a number, a switch or a list where one is wanted: LMCache's settings may come
+from environment variables.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from vcache_backend import config as configuration
+from vcache_backend.config import Config, EngineConfig, PositiveInt
+from vcache_backend.errors import ConfigError
+
+PREFIX = "vcache."
+SOURCE = "LMCache's extra_config"
+_OWN = ("config", "block_size", "model")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plugin was told.
+
+    block_size: tokens a KV block, for engines that are not vLLM; 0: ask vLLM. model: names the weights, for instances that see
+    the same ones under different paths; empty: as the serving engine names them.
+    """
+
+    config: Config
+    block_size: int = 0
+    model: str = ""
+
+
+def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
+    """The settings among `extra_config`; keys that do not begin with `vcache.` are others'. `chunk_size`: LMCache's, which counts.
+
+    Raises ConfigError, which names the key as it is written: unknown, impossible, or a chunk size that differs.
+    """
+    given = {key: value for key, value in extra_config.items() if str(key).startswith(PREFIX)}
+    if "vcache" in extra_config:
+        raise ConfigError(f"{SOURCE}: vcache: write flat keys, such as vcache.server.socket, not a mapping under vcache")
+    path = given.get(PREFIX + "config")
+    base = configuration.load(_text(PREFIX + "config", path) if path is not None else None)
+    values = configuration.dump(base)
+    # `dump` writes the default socket out, which is no setting of anybody's.
+    values["server"]["socket"] = base.server.socket
+    for key, value in given.items():
+        name = key.removeprefix(PREFIX)
+        if name not in _OWN:
+            _put(values, key, name.split("."), value)
+    _agree(values["engine"], chunk_size, PREFIX + "engine.chunk_size" in given, path)
+    return Settings(
+        config=configuration.from_dict(values, SOURCE),
+        block_size=_block_size(given.get(PREFIX + "block_size", 0)),
+        model=_text(PREFIX + "model", given.get(PREFIX + "model", "")),
+    )
+
+
+def _put(values: dict[str, Any], key: str, path: list[str], value: object) -> None:
+    """Set the value at `path`, which must lead to a value of `Config`."""
+    kind: Any = Config
+    for depth, name in enumerate(path):
+        fields = {field.name: field.type for field in msgspec.structs.fields(kind)} if _is_section(kind) else {}
+        if name not in fields:
+            raise ConfigError(f"{SOURCE}: {key} is no setting of vcache{_advice(key)}")
+        kind = fields[name]
+        if depth < len(path) - 1:
+            values = values[name]
+    if _is_section(kind):
+        raise ConfigError(f"{SOURCE}: {key} is a section; write its keys one by one{_advice(key + '.')}")
+    values[path[-1]] = _plain(value) if isinstance(value, str) and kind is not str else value
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _plain(text: str) -> object:
+    """A number, switch or list written as text; other text as it is, for `from_dict` to judge."""
+    stripped = text.strip()
+    try:
+        return msgspec.json.decode(stripped.lower() if stripped in ("True", "False") else stripped)
+    except msgspec.DecodeError:
+        return text
+
+
+def _agree(engine: dict[str, Any], chunk_size: int, written: bool, path: object) -> None:
+    """LMCache's chunk size becomes ours. Another one in ours is a mistake; the default in a file is nobody's choice."""
+    ours = engine["chunk_size"]
+    if ours != chunk_size and (written or ours != EngineConfig().chunk_size):
+        where = f"{SOURCE}: {PREFIX}engine.chunk_size" if written else f"{path or 'VCACHE_CONFIG'}: engine.chunk_size"
+        raise ConfigError(f"{where} is {ours} but LMCache's chunk_size is {chunk_size}, which counts: leave ours out")
+    engine["chunk_size"] = chunk_size
+
+
+def _block_size(value: object) -> int:
+    try:
+        return msgspec.convert(value, PositiveInt, strict=False) if value != 0 else 0
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{SOURCE}: {PREFIX}block_size: {error}") from error
+
+
+def _text(key: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{SOURCE}: {key}: Expected text, got {value!r}")
+    return value
+
+
+def _advice(key: str) -> str:
+    """The settings that look most like `key`."""
+    near = difflib.get_close_matches(key, _known(), n=1, cutoff=0.75)
+    return (
+        f"; did you mean {near[0]}?"
+        if near
+        else f"; there are {', '.join(PREFIX + name for name in _OWN)} and vcache.SECTION.KEY"
+    )
+
+
+def _known(kind: Any = Config, above: str = PREFIX) -> list[str]:
+    own = [PREFIX + name for name in _OWN] if kind is Config else []
+    for field in msgspec.structs.fields(kind):
+        own += _known(field.type, f"{above}{field.name}.") if _is_section(field.type) else [above + field.name]
+    return own

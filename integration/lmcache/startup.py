@@ -1,0 +1,181 @@
+"""How the plugin starts: what it finds out, what it checks, and what it says when it must not work."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from vcache_backend import budget
+from vcache_backend.chunk_io import ChunkIO, KVCaches
+from vcache_backend.config import ByteSize, Config, hash_seed
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
+from vcache_backend.vram_pool.paged import PagedKV
+
+from . import installation, selftest
+from .gpu_connector import VCacheGPUConnector
+from .instance import Instance, discover, hash_probe, layout
+from .settings import Settings, read
+from .worker import PoolWorker
+
+if TYPE_CHECKING:
+    from .backend import VCacheBackend
+
+log = logging.getLogger(__name__)
+
+
+class StepAside(Exception):
+    """The plugin must not work here; the message says why, and what to change."""
+
+
+class Starter:
+    """Turns LMCache's configuration into a `PoolWorker`, or says why not. In the worker's main thread."""
+
+    def __init__(self, config: Any, metadata: Any, backend: VCacheBackend) -> None:
+        self._config, self._metadata, self._backend = config, metadata, backend
+        self._engine: Any = None
+        self._settings: Settings | None = None
+        self._instance: Instance | None = None
+
+    def start(self) -> PoolWorker | None:
+        """Check LMCache and its settings, and put the plugin in its places. The worker if the KV caches are known already, as they
+        are under vLLM; else `bind` makes it. Raises StepAside, or whatever else went wrong."""
+        _refuse(selftest.versions())
+        self._settings = read(self._config.extra_config or {}, self._config.chunk_size)
+        self._engine = installation.engine_of(self._metadata)
+        if self._engine is None:
+            raise StepAside("no LMCache engine has this plugin's metadata; is this LMCache's in-process engine?")
+        _refuse(selftest.modes(self._config))
+        self._instance = discover(self._metadata, self._config, self._settings)
+        _refuse(selftest.seed(hash_seed()) if self._instance.under_vllm else None)
+        for line in selftest.remarks(self._config, self._instance):
+            log.warning("%s", line)
+        self._install()
+        kvcaches = self._instance.kvcaches
+        return self.bind(kvcaches) if kvcaches else None
+
+    def bind(self, kvcaches: KVCaches) -> PoolWorker:
+        """Connect under the namespace these KV caches belong to, lend memory, and send bytes to the pool and back."""
+        if self._instance is None or self._settings is None:
+            raise StepAside("the plugin did not start")
+        instance, config = self._instance, _whole_blocks(self._settings.config, self._instance)
+        engine = config.engine
+        axes = engine.kv_axes or None
+        kv = PagedKV.describe(kvcaches, instance.block_size, axes=axes, whole_blocks_only=engine.whole_blocks_only)
+        self._refuse_other_sizes(kv.chunk_bytes(engine.chunk_size))
+        probe = hash_probe(self._engine.token_database)
+        agreed = layout(instance, kv, engine.chunk_size, probe, self._config.pre_caching_hash_algorithm)
+        io = ChunkIO(self._within_budget(_on_device_of(kv, config), instance), agreed)
+        try:
+            io.bind(kvcaches)
+            _refuse(_round_trip(io, kv))
+        except BaseException:
+            io.close()
+            raise
+        log.warning(
+            "vcache: %s B a chunk of %d tokens, namespace %s, %s, server %s",
+            f"{kv.chunk_bytes(engine.chunk_size):,}",
+            engine.chunk_size,
+            agreed.namespace(),
+            io.device,
+            f"at {config.server.path}"
+            if io.client.connected
+            else f"not there yet; start one with `vcache serve` at {config.server.path}",
+        )
+        return PoolWorker(io, kvcaches, agreed.namespace(), instance.rank, instance.ranks, instance.under_vllm, self._metadata)
+
+    def say_stepped_aside(self, reason: str, error: Exception | None) -> None:
+        """One line in the log, one at the server; LMCache's engine is told that it does not work. Never raises."""
+        log.error("vcache stepped aside: %s. vLLM serves, nothing is cached", reason, exc_info=error)
+        try:
+            engine = self._engine or installation.engine_of(self._metadata)
+            if engine is not None:
+                engine.mark_init_failed(f"vcache stepped aside: {reason}")
+            if self._settings is not None:
+                server, client = self._settings.config.server, self._settings.config.client
+                with Client(server.path, client, reconnect=False) as there:
+                    there.report(
+                        "error", f"stepped aside in LMCache's worker {self._metadata.worker_id} (pid {os.getpid()}): {reason}"
+                    )
+        except Exception as failure:  # noqa: BLE001 nobody is left to tell
+            log.debug("the server was not told: %s", failure)
+
+    # ---- inside
+
+    def _install(self) -> None:
+        theirs = self._engine.gpu_connector
+        mine = VCacheGPUConnector(self._backend, getattr(theirs, "load_stream", None))
+        self._engine.gpu_connector = mine
+
+        def retrieving() -> None:
+            mine.failed_from = None
+
+        installation.wrap_retrieve(self._engine, lambda: mine.failed_from, retrieving)
+        if self._backend.local_cpu_backend is not None:
+            installation.guard_hot_cache(self._backend.local_cpu_backend)
+        adapter = self._instance.connector if self._instance is not None else None
+        if adapter is not None:
+            installation.load_under_full_graphs(adapter)
+            installation.keep_slot_mappings_on_host(adapter)
+
+    def _refuse_other_sizes(self, nbytes: int) -> None:
+        """Other tiers of LMCache allocate what its metadata says a chunk has."""
+        shapes, dtypes = self._metadata.get_shapes(self._config.chunk_size), self._metadata.get_dtypes()
+        theirs = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+        if theirs != nbytes and self._backend.local_cpu_backend is not None:
+            raise StepAside(
+                f"LMCache takes a chunk for {theirs:,} B where the KV caches have {nbytes:,} B, and a host tier is configured beside "
+                "vcache; set max_local_cpu_size: 0 and remove remote tiers"
+            )
+
+    def _within_budget(self, config: Config, instance: Instance) -> Config:
+        """The configuration, with nothing to lend if there is no room for it."""
+        device = config.pool.device
+        if not torch.cuda.is_available() or device.startswith("host"):
+            return config
+        free, total = torch.cuda.mem_get_info()
+        wrong = budget.shortfall(total, free, int(config.pool.segment_bytes), instance.gpu_memory_utilization)
+        if wrong is None:
+            return config
+        log.error("vcache lends nothing of this GPU: %s", wrong)
+        return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, segment_bytes=ByteSize(0)))
+
+
+def _refuse(reason: str | None) -> None:
+    if reason:
+        raise StepAside(reason)
+
+
+def _whole_blocks(config: Config, instance: Instance) -> Config:
+    """The configuration with what the instance knows about its blocks."""
+    whole = config.engine.whole_blocks_only or instance.whole_blocks_only
+    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, whole_blocks_only=whole))
+
+
+def _on_device_of(kv: PagedKV, config: Config) -> Config:
+    """`auto` is the device of the KV caches."""
+    if config.pool.device != "auto":
+        return config
+    device = "host" if kv.device.type == "cpu" else str(kv.device)
+    return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, device=device))
+
+
+def _round_trip(io: ChunkIO, kv: PagedKV) -> str | None:
+    """Bytes through a slot of the pool and back, or None where there is no slot to try: no server yet, or a full pool."""
+    key = ChunkKey(io.layout.namespace().prefix + os.urandom(KEY_BYTES - NAMESPACE_BYTES))
+    try:
+        reserved = io.client.reserve([key], kv.chunk_bytes(io.chunk_size))
+    except VCacheError as error:
+        log.debug("no round trip: %s", error)
+        return None
+    try:
+        views = io.views([slot for slot in reserved.slots if not isinstance(slot, int)])
+        return selftest.round_trip(kv, io.copier, views[0], io.chunk_size) if views else None
+    finally:
+        if reserved.reservation:
+            io.committer.give_back(reserved.reservation)

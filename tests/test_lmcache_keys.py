@@ -1,0 +1,133 @@
+"""LMCache's keys to ours: equal exactly where the chunk is the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vcache_backend.chunk import Namespace
+from vcache_backend.hashing import TokenHasher
+from vcache_backend.integration.lmcache.keys import SCOPE_TAG, KeyMaker, scoped
+from vcache_backend.metadata_server.messages import KEY_BYTES
+
+HERE, THERE = Namespace(bytes(range(32))), Namespace(bytes(range(1, 33)))
+
+
+@dataclass
+class Key:
+    """The two fields that are read of LMCache's."""
+
+    chunk_hash: int
+    tags: tuple[tuple[str, Any], ...] | None = None
+
+
+def make(*keys: Key, namespace: Namespace = HERE, rank: int = 0) -> list[bytes]:
+    return list(KeyMaker(namespace, rank).keys(keys))
+
+
+def test_a_key_is_namespace_digest_and_rank() -> None:
+    (key,) = make(Key(5), rank=0x0102)
+    assert len(key) == KEY_BYTES
+    assert (key[:8], key[-2:]) == (HERE.prefix, b"\x01\x02")
+
+
+def test_the_keys_of_today_are_those_of_tomorrow() -> None:
+    """A pool outlives its workers: another text for the same chunk would lose it."""
+    found = [key.hex() for key in make(Key(5), Key(-5, (("vcache", "-"),)), rank=1)]
+    assert found == [
+        "0001020304050607FIRST0001",
+        "0001020304050607SECOND0001",
+    ]
+
+
+HASHES = [0, 1, -1, 127, 128, -128, -129, 255, 256, 2**63 - 1, 2**63, -(2**63), 2**64 - 1, -(2**64), 2**255]
+
+
+def test_hashes_of_either_sign_and_any_size_are_different_chunks() -> None:
+    assert len(set(make(*map(Key, HASHES)))) == len(HASHES)
+
+
+TAGGED: list[tuple[tuple[str, Any], ...] | None] = [
+    None,
+    (("a", ""),),
+    (("", "a"),),
+    (("a", "b"),),
+    (("ab", ""),),
+    (("a", "b"), ("c", "d")),
+    (("a", "d"), ("c", "b")),
+    (("a", "bsc"), ("d", "")),
+    (("a", 1),),
+    (("a", "1"),),
+    (("a", True),),
+    (("a", 1.0),),
+    (("a", None),),
+    (("a", "None"),),
+    (("a", "int 1"),),
+    (("a", "oint 1"),),
+    (("a", "\ud800"),),
+]
+
+
+def test_different_tags_are_different_chunks_in_one_call_and_in_many() -> None:
+    together = make(*(Key(7, tags) for tags in TAGGED))
+    assert len(set(together)) == len(TAGGED)
+    assert together == [make(Key(7, tags))[0] for tags in TAGGED]
+    assert make(*(Key(7, tags) for tags in reversed(TAGGED)))[::-1] == together
+
+
+def test_the_order_of_tags_and_having_none_make_no_difference() -> None:
+    assert make(Key(7, (("a", "b"), ("c", "d")))) == make(Key(7, (("c", "d"), ("a", "b"))))
+    assert make(Key(7, ())) == make(Key(7))
+
+
+def test_namespaces_and_ranks_share_nothing() -> None:
+    assert len({key[8:-2] for key in [*make(Key(7)), *make(Key(7), namespace=THERE)]}) == 2
+    assert make(Key(7), rank=1)[0][:-2] == make(Key(7))[0][:-2]
+
+
+def test_no_key_is_one_of_our_own_token_hashes() -> None:
+    own = TokenHasher(HERE, 4).keys(list(range(8)), b"")
+    assert not set(own) & set(make(*(Key(n) for n in range(-8, 8))))
+
+
+keys = st.builds(
+    Key, st.integers(), st.none() | st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4) | st.integers())).map(tuple)
+)
+
+
+@given(st.lists(keys, max_size=8))
+def test_what_stands_beside_a_key_makes_no_difference(batch: list[Key]) -> None:
+    assert make(*batch) == [make(key)[0] for key in batch]
+
+
+def test_a_key_without_our_tag_is_not_scoped() -> None:
+    assert scoped(Key(1, (("user", "x"), (SCOPE_TAG, "-"))))
+    assert not scoped(Key(1, (("user", SCOPE_TAG),)))
+    assert not scoped(Key(1))
+
+
+# ---- LMCache's own
+
+
+def lmcache_key(chunk_hash: int, configs: dict[str, Any] | None) -> Any:
+    torch = pytest.importorskip("torch")
+    utils = pytest.importorskip("lmcache.utils", reason="LMCache is not installed")
+    return utils.CacheEngineKey("m/odel@x", 2, 1, chunk_hash, torch.bfloat16, configs)
+
+
+def test_lmcache_keys_are_read_as_they_are() -> None:
+    configs = {"lmcache.tag.vcache": "-", "lmcache.skip_save": True, "lmcache.tag.user": "u%1@"}
+    (key,) = make(lmcache_key(-3, configs))
+    assert key == make(Key(-3, (("user", "u%1@"), ("vcache", "-"))))[0]
+    assert make(lmcache_key(-3, None)) == make(Key(-3))
+    assert scoped(lmcache_key(1, configs))
+    assert not scoped(lmcache_key(1, {"lmcache.tag.user": "x"}))
+
+
+def test_a_key_of_one_layer_is_no_chunk() -> None:
+    with pytest.raises(ValueError, match="use_layerwise"):
+        make(*lmcache_key(3, None).split_layers(2))

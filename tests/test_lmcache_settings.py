@@ -1,0 +1,121 @@
+"""Our settings inside LMCache's: flat keys, strict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vcache_backend.config import Config, from_dict
+from vcache_backend.errors import ConfigError
+from vcache_backend.integration.lmcache.settings import Settings, read
+
+
+def test_others_keys_are_others_and_the_defaults_are_ours() -> None:
+    extra = {
+        "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
+        "save_only_first_rank": False,
+        "vcacheX": 1,
+    }
+    assert read(extra, 256) == Settings(config=Config())
+
+
+def test_single_values_are_set_at_any_depth() -> None:
+    extra = {
+        "vcache.server.socket": "/tmp/x.sock",
+        "vcache.pool.segment_bytes": "8 GiB",
+        "vcache.server.eviction.low_water": 0.1,
+        "vcache.server.eviction.high_water": 0.2,
+        "vcache.block_size": 16,
+        "vcache.model": "llama@mine",
+    }
+    expected = from_dict(
+        {
+            "server": {"socket": "/tmp/x.sock", "eviction": {"low_water": 0.1, "high_water": 0.2}},
+            "pool": {"segment_bytes": 8 << 30},
+        }
+    )
+    assert read(extra, 256) == Settings(config=expected, block_size=16, model="llama@mine")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "section", "value"),
+    [
+        ("vcache.pool.max_ctas", "24", "pool.max_ctas", 24),
+        ("vcache.pool.segment_bytes", "1073741824", "pool.segment_bytes", 1 << 30),
+        ("vcache.pool.segment_bytes", " 512MiB", "pool.segment_bytes", 512 << 20),
+        ("vcache.client.request_seconds", "1e-1", "client.request_seconds", 0.1),
+        ("vcache.server.journal", "False", "server.journal", False),
+        ("vcache.server.journal", "true", "server.journal", True),
+        ("vcache.server.allow_uids", "[1000, 1001]", "server.allow_uids", [1000, 1001]),
+        ("vcache.server.socket", "123", "server.socket", "123"),
+        ("vcache.pool.device", "cuda:1", "pool.device", "cuda:1"),
+    ],
+)
+def test_text_from_the_environment_is_taken_as_what_is_wanted(key: str, text: str, section: str, value: object) -> None:
+    found: Any = read({key: text}, 256).config
+    for name in section.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+def test_the_block_size_may_be_text_too() -> None:
+    assert read({"vcache.block_size": "16"}, 256).block_size == 16
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"vcache.pool.segment_byte": 1}, r"vcache.pool.segment_byte is no setting.*did you mean vcache.pool.segment_bytes\?"),
+        ({"vcache.metadata_server": "x"}, r"vcache.metadata_server is no setting.*vcache.SECTION.KEY"),
+        ({"vcache.blocksize": 16}, r"vcache.blocksize is no setting.*did you mean vcache.block_size\?"),
+        ({"vcache.pool": {"segment_bytes": 1}}, r"vcache.pool is a section"),
+        ({"vcache.server.eviction": "lru"}, r"vcache.server.eviction is a section"),
+        ({"vcache.pool.segment_bytes.x": 1}, r"vcache.pool.segment_bytes.x is no setting"),
+        ({"vcache.pool.max_ctas": "many"}, r"pool.max_ctas"),
+        ({"vcache.pool.segment_bytes": "8 GiBs"}, r"8 GiBs.*pool.segment_bytes"),
+        ({"vcache.server.eviction.policy": "fifo"}, r"server.eviction.policy"),
+        ({"vcache.server.socket": 7}, r"server.socket"),
+        ({"vcache.block_size": "sixteen"}, r"vcache.block_size"),
+        ({"vcache.block_size": -1}, r"vcache.block_size"),
+        ({"vcache.model": 3}, r"vcache.model: Expected text"),
+        ({"vcache.config": 3}, r"vcache.config: Expected text"),
+        ({"vcache.config": "/nonexistent/vcache.yaml"}, r"/nonexistent/vcache.yaml"),
+        ({"vcache.": 1}, r"vcache. is no setting"),
+        ({"vcache": {"server": {"socket": "x"}}}, r"write flat keys"),
+    ],
+)
+def test_a_mistake_is_named_as_it_is_written(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(extra, 256)
+
+
+def test_single_values_count_more_than_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "vcache.yaml"
+    path.write_text("server: {socket: /tmp/file.sock, lease_seconds: 5}\npool: {segment_bytes: 1 GiB}\n")
+    config = read({"vcache.config": str(path), "vcache.pool.segment_bytes": "2 GiB"}, 256).config
+    assert (config.server.socket, config.server.lease_seconds, config.pool.segment_bytes) == ("/tmp/file.sock", 5.0, 2 << 30)
+
+
+def test_without_a_path_the_file_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "vcache.yaml"
+    path.write_text("pool: {max_ctas: 12}\n")
+    monkeypatch.setenv("VCACHE_CONFIG", str(path))
+    monkeypatch.setenv("VCACHE_SOCKET", "/tmp/environment.sock")
+    config = read({"vcache.server.socket": "/tmp/x.sock"}, 256).config
+    assert (config.pool.max_ctas, config.server.socket) == (12, "/tmp/environment.sock")
+
+
+def test_the_chunk_size_is_that_of_lmcache() -> None:
+    assert read({}, 128).config.engine.chunk_size == 128
+    assert read({"vcache.engine.chunk_size": "128"}, 128).config.engine.chunk_size == 128
+
+
+def test_another_chunk_size_of_ours_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"vcache.engine.chunk_size is 256 but LMCache's chunk_size is 128"):
+        read({"vcache.engine.chunk_size": 256}, 128)
+    path = tmp_path / "vcache.yaml"
+    path.write_text("engine: {chunk_size: 512}\n")
+    with pytest.raises(ConfigError, match=r"vcache.yaml: engine.chunk_size is 512 but LMCache's chunk_size is 128"):
+        read({"vcache.config": str(path)}, 128)

@@ -1,0 +1,404 @@
+"""The hooks into vLLM: who shares with whom (scope.py), and what the hook does to vLLM's and LMCache's objects."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import json
+import logging
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vcache_backend.integration.lmcache import vllm_hooks
+from vcache_backend.integration.lmcache.scope import PLAIN, SKIP_SAVE, TAG, has_own_tag, scope, tagged, uncached
+
+# ---- scopes
+
+
+def test_a_plain_request_has_the_plain_scope() -> None:
+    assert scope(None, None) == PLAIN
+
+
+def test_every_difference_of_salt_or_adapter_is_a_scope_of_its_own() -> None:
+    who: list[tuple[str | None, tuple[str, str] | None]] = [
+        (None, None),
+        ("", None),
+        ("a", None),
+        ("b", None),
+        ("-", None),
+        ("a\0b", None),
+        ("é", None),
+        ("\ud800", None),
+        (None, ("a", "/x")),
+        (None, ("b", "/x")),
+        (None, ("a", "/y")),
+        (None, ("a/x", "")),
+        (None, ("", "")),
+        ("a", ("", "")),
+        ("a", ("a", "/x")),
+        ("b", ("a", "/x")),
+        ("aa", ("", "/x")),
+    ]
+    scopes = [scope(*one) for one in who]
+    assert len(set(scopes)) == len(who)
+    assert scopes == [scope(*one) for one in who]
+
+
+def test_a_scope_is_the_same_in_every_version_of_this_package() -> None:
+    """Instances of two versions share a pool; a change here must be meant."""
+    assert scope("tenant", None) == "ebac9b5a8097dd7ebc6a3e18345b3cc1"
+    assert scope("tenant", ("sql", "/adapters/sql")) == "d76006b8c18f95f5029f03826d95891e"
+
+
+def test_a_scope_survives_lmcaches_strings_and_json() -> None:
+    for value in (PLAIN, scope("@%", ("@", "%"))):
+        assert not set(value) & set("@%")
+        assert json.loads(json.dumps(value)) == value
+
+
+# ---- what is written into a request's parameters
+
+
+def test_the_tag_comes_first_and_replaces_what_a_user_wrote_there() -> None:
+    mine = {"kv_transfer_params": {"lmcache.tag.team": "red", TAG: "somebody else's"}, "other": 1}
+    assert list(tagged(mine, "s")["kv_transfer_params"].items()) == [(TAG, "s"), ("lmcache.tag.team", "red")]
+    assert tagged(mine, "s")["other"] == 1
+
+
+@pytest.mark.parametrize("rewrite", [lambda args: tagged(args, "s"), uncached], ids=["tagged", "uncached"])
+def test_the_users_own_dictionaries_are_left_alone(rewrite: Callable[[Any], dict[str, Any]]) -> None:
+    mine = {"kv_transfer_params": {"lmcache.tag.team": "red", TAG: "x"}, "other": [1]}
+    before = copy.deepcopy(mine)
+    answer = rewrite(mine)
+    answer["kv_transfer_params"]["added"] = 1
+    assert mine == before
+
+
+@pytest.mark.parametrize("nothing", [None, {}, {"kv_transfer_params": None}, {"kv_transfer_params": {}}])
+def test_a_request_without_parameters_gets_them(nothing: Any) -> None:
+    assert tagged(nothing, "s") == {"kv_transfer_params": {TAG: "s"}}
+    assert uncached(nothing) == {"kv_transfer_params": {SKIP_SAVE: True}}
+    assert not has_own_tag(nothing)
+
+
+def test_only_a_tag_that_is_not_ours_is_the_users_own() -> None:
+    assert not has_own_tag({"kv_transfer_params": {TAG: "x", "lmcache.skip_save": True, "do_remote_prefill": True}})
+    assert has_own_tag({"kv_transfer_params": {"lmcache.tag.adapter": "sql-2026-11"}})
+
+
+@pytest.mark.parametrize("unfit", [[1], {"a": 1}, {1}])
+def test_a_tag_that_lmcache_could_not_hash_is_refused(unfit: Any) -> None:
+    with pytest.raises(ValueError, match="lmcache.tag.team in kv_transfer_params is a"):
+        tagged({"kv_transfer_params": {"lmcache.tag.team": unfit}}, "s")
+
+
+def test_parameters_of_a_wrong_shape_are_not_cached() -> None:
+    for wrong in ("text", [1], {1: 2}):
+        with pytest.raises(ValueError, match="not a mapping"):
+            tagged({"kv_transfer_params": wrong}, "s")
+        assert uncached({"kv_transfer_params": wrong}) == {"kv_transfer_params": {SKIP_SAVE: True}}
+
+
+# ---- the scheduler, with objects shaped as vLLM's and LMCache's
+
+
+@dataclass
+class Params:
+    extra_args: dict[str, Any] | None = None
+
+
+@dataclass
+class Lora:
+    lora_name: str
+    lora_path: str
+
+
+@dataclass
+class Request:
+    request_id: str = "r"
+    sampling_params: Any = field(default_factory=Params)
+    lora_request: Any = None
+    cache_salt: str | None = None
+    prompt_embeds: Any = None
+
+    def tags(self) -> dict[str, Any]:
+        return dict((self.sampling_params.extra_args or {}).get("kv_transfer_params", {}))
+
+
+@dataclass
+class LoadSpec:
+    vllm_cached_tokens: int
+    lmcache_cached_tokens: int
+    can_load: bool
+
+
+class Adapter:
+    """As much of LMCacheConnectorV1Impl as the hook touches. What it was asked is in `asked`."""
+
+    def __init__(self, plugins: Any = ("vcache",), module: str = "vcache_backend.integration.lmcache") -> None:
+        extra = {"storage_plugin.vcache.module_path": module}
+        self.config = types.SimpleNamespace(storage_plugins=plugins, extra_config=extra)
+        self.lookup_client: Any = object()
+        self.load_specs: dict[str, LoadSpec] = {}
+        self.asked: list[dict[str, Any]] = []
+        self.meta: Any = types.SimpleNamespace(requests=[])
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        self.asked.append(request.tags() if request.sampling_params else {})
+        return 256 - num_computed_tokens
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return self.meta
+
+
+def ask(request: Request, adapter: Adapter | None = None, computed: int = 0) -> int | None:
+    return vllm_hooks.Scheduler(adapter or Adapter()).get_num_new_matched_tokens(request, computed)
+
+
+def test_a_request_has_its_tag_before_it_is_looked_up() -> None:
+    adapter = Adapter()
+    assert ask(Request(), adapter, computed=64) == 192
+    assert ask(Request(cache_salt="a"), adapter) == 256
+    assert adapter.asked == [{TAG: PLAIN}, {TAG: scope("a", None)}]
+
+
+def test_a_tenant_cannot_take_anothers_scope() -> None:
+    victim = scope("secret", None)
+    params = Params({"kv_transfer_params": {TAG: victim}})
+    for request in (Request(sampling_params=params), Request(sampling_params=params, cache_salt="mine")):
+        ask(request)
+        assert request.tags()[TAG] == scope(request.cache_salt, None) != victim
+
+
+def test_requests_that_share_their_parameters_keep_their_own_scopes() -> None:
+    shared = Params({"kv_transfer_params": {"lmcache.tag.team": "red"}})
+    one, two = Request("1", shared, cache_salt="a"), Request("2", shared, cache_salt="b")
+    ask(one)
+    ask(two)
+    assert [one.tags()[TAG], two.tags()[TAG]] == [scope("a", None), scope("b", None)]
+    assert shared == Params({"kv_transfer_params": {"lmcache.tag.team": "red"}})
+
+
+def test_asking_again_after_a_preemption_changes_nothing() -> None:
+    adapter, request = Adapter(), Request(cache_salt="a")
+    ask(request, adapter)
+    ask(request, adapter)
+    assert adapter.asked == [{TAG: scope("a", None)}] * 2
+
+
+def test_an_adapter_without_a_tag_is_neither_looked_up_nor_stored() -> None:
+    adapter, request = Adapter(), Request(lora_request=Lora("sql", "/sql"))
+    assert ask(request, adapter, computed=32) == 0
+    assert (adapter.asked, request.tags()) == ([], {SKIP_SAVE: True})
+    assert adapter.load_specs == {"r": LoadSpec(32, 0, False)}  # LMCache asserts that there is one after a preemption
+
+
+def test_our_own_tag_does_not_tell_adapters_apart() -> None:
+    adapter, request = (
+        Adapter(),
+        Request(sampling_params=Params({"kv_transfer_params": {TAG: "x"}}), lora_request=Lora("a", "/a")),
+    )
+    assert (ask(request, adapter), adapter.asked, request.tags()) == (0, [], {SKIP_SAVE: True})
+
+
+def test_an_adapter_with_a_users_tag_has_a_scope_of_its_own() -> None:
+    tags = []
+    for lora, salt in ((Lora("a", "/a"), None), (Lora("b", "/a"), None), (Lora("a", "/b"), None), (Lora("a", "/a"), "s")):
+        request = Request(
+            sampling_params=Params({"kv_transfer_params": {"lmcache.tag.v": 1}}), lora_request=lora, cache_salt=salt
+        )
+        assert ask(request) == 256
+        assert request.tags()["lmcache.tag.v"] == 1
+        tags.append(request.tags()[TAG])
+    assert len({*tags, PLAIN, scope("s", None)}) == 6
+
+
+def test_prompt_embeddings_are_not_cached() -> None:
+    """LMCache hashes token ids, and those of embeddings are all zero."""
+    adapter, request = Adapter(), Request(prompt_embeds=object())
+    assert (ask(request, adapter), adapter.asked, request.tags()) == (0, [], {SKIP_SAVE: True})
+
+
+def test_a_pooling_request_is_not_cached() -> None:
+    adapter, request = Adapter(), Request(sampling_params=None)
+    assert (ask(request, adapter), adapter.asked, request.sampling_params) == (0, [], None)
+
+
+def test_nothing_is_saved_of_a_request_without_a_tag() -> None:
+    def meta(configs: Any) -> Any:
+        return types.SimpleNamespace(request_configs=configs, save_spec=types.SimpleNamespace(can_save=True))
+
+    adapter = Adapter()
+    adapter.meta.requests = [meta({TAG: PLAIN}), meta(None), meta({"lmcache.tag.team": "red"})]
+    adapter.meta.requests.append(types.SimpleNamespace(request_configs=None, save_spec=None))
+    answer = vllm_hooks.Scheduler(adapter).build_connector_meta("a scheduler's output")
+    assert [request.save_spec and request.save_spec.can_save for request in answer.requests] == [True, False, False, None]
+
+
+def test_a_request_we_do_not_understand_is_not_cached_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    adapter = Adapter()
+    scheduler = vllm_hooks.Scheduler(adapter)
+    for number in range(3):
+        request = Request(str(number), Params({"kv_transfer_params": {"lmcache.tag.team": []}}))
+        assert scheduler.get_num_new_matched_tokens(request, 0) == 0
+        assert request.tags() == {SKIP_SAVE: True}
+    strange = types.SimpleNamespace(request_id="s", sampling_params=Params())
+    assert scheduler.get_num_new_matched_tokens(strange, 0) == 0
+    assert adapter.asked == []
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "request 0 is not cached (ValueError: lmcache.tag.team" in caplog.text
+
+
+def test_where_lmcache_itself_gave_up_nothing_is_kept_for_it() -> None:
+    adapter = Adapter()
+    adapter.lookup_client = None
+    ask(Request(lora_request=Lora("a", "/a")), adapter)
+    assert adapter.load_specs == {}
+
+
+# ---- the hook
+
+
+class Connector:
+    """As much of vLLM's LMCacheConnectorV1 as the hook touches."""
+
+    def __init__(self, vllm_config: Any, role: str, kv_cache_config: Any = None) -> None:
+        self.role = types.SimpleNamespace(name=role)
+        self._lmcache_engine = vllm_config.adapter
+
+
+@pytest.fixture
+def connector() -> type[Connector]:
+    """A class of its own, hooked as vLLM's is."""
+    module = types.ModuleType("as vLLM's")
+    module.LMCacheConnectorV1 = type("LMCacheConnectorV1", (Connector,), {})  # type: ignore[attr-defined]
+    vllm_hooks._hook(module)
+    vllm_hooks._hook(module)
+    return module.LMCacheConnectorV1  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _no_lmcache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are about the scheduler; LMCache's modules stay out of them."""
+    monkeypatch.setattr(vllm_hooks, "_supply_connector", lambda: None)
+
+
+def config(adapter: Any, **extra: Any) -> Any:
+    transfer = types.SimpleNamespace(get_from_extra_config=lambda name, default: extra.get(name, default))
+    return types.SimpleNamespace(adapter=adapter, kv_transfer_config=transfer)
+
+
+def hooked(adapter: Any) -> bool:
+    return isinstance(getattr(adapter.get_num_new_matched_tokens, "__self__", None), vllm_hooks.Scheduler)
+
+
+def test_the_schedulers_connector_is_hooked_once(connector: type[Connector]) -> None:
+    adapter = Adapter()
+    connector(config(adapter), "SCHEDULER")
+    adapter.get_num_new_matched_tokens(Request(), 0)
+    assert adapter.asked == [{TAG: PLAIN}]
+    assert connector.__init__.__wrapped__ is Connector.__init__  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [Adapter(plugins=None), Adapter(plugins=[]), Adapter(plugins=["other"]), Adapter(module="somebody.elses")],
+    ids=["no plugins", "empty", "another plugin", "another module"],
+)
+def test_without_our_plugin_nothing_is_touched(connector: type[Connector], adapter: Adapter) -> None:
+    connector(config(adapter), "SCHEDULER")
+    assert not hooked(adapter)
+
+
+def test_a_worker_is_not_hooked(connector: type[Connector]) -> None:
+    adapter = Adapter()
+    connector(config(adapter), "WORKER")
+    assert not hooked(adapter)
+
+
+def test_vllms_own_adapter_is_left_alone(connector: type[Connector], caplog: pytest.LogCaptureFixture) -> None:
+    adapter = Adapter()
+    with caplog.at_level(logging.INFO):
+        connector(config(adapter, use_native=True), "SCHEDULER")
+    assert not hooked(adapter)
+    assert "`use_native: true`" in caplog.text
+
+
+def test_a_connector_we_do_not_understand_is_made_all_the_same(
+    connector: type[Connector], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = connector(config(types.SimpleNamespace()), "SCHEDULER")
+    assert made._lmcache_engine is not None
+    assert "vcache's hook failed and nothing will be cached (_hook_scheduler: AttributeError" in caplog.text
+
+
+def test_an_error_of_lmcaches_own_is_not_hidden(connector: type[Connector]) -> None:
+    with pytest.raises(AttributeError, match="adapter"):
+        connector(types.SimpleNamespace(kv_transfer_config=config(None).kv_transfer_config), "SCHEDULER")
+
+
+# ---- the entry point
+
+
+@pytest.fixture
+def _meta_path() -> Iterator[None]:
+    before = list(sys.meta_path)
+    yield
+    sys.meta_path[:] = before
+
+
+def test_vllm_finds_the_hook_under_the_name_vcache() -> None:
+    (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="vcache")
+    assert entry.load() is vllm_hooks.register
+
+
+@pytest.mark.usefixtures("_meta_path")
+def test_registering_again_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, vllm_hooks.CONNECTOR_MODULE, raising=False)
+    vllm_hooks.register()
+    once = list(sys.meta_path)
+    vllm_hooks.register()
+    assert sys.meta_path == once
+
+
+def test_the_connector_is_hooked_when_it_is_imported(tmp_path: Path) -> None:
+    """In a fresh process, with a package of vLLM's shape: before, after, and without losing what an import gives a module."""
+    file = tmp_path.joinpath(*vllm_hooks.CONNECTOR_MODULE.split(".")).with_suffix(".py")
+    file.parent.mkdir(parents=True)
+    for folder in file.relative_to(tmp_path).parents[:-1]:
+        (tmp_path / folder / "__init__.py").touch()
+    file.write_text("class LMCacheConnectorV1:\n    def __init__(self): pass\n")
+    code = (
+        f"import inspect, sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from vcache_backend.integration.lmcache import vllm_hooks\n"
+        "vllm_hooks.register()\n"
+        f"assert not [name for name in sys.modules if name.startswith('vllm')]\n"
+        f"from {vllm_hooks.CONNECTOR_MODULE} import LMCacheConnectorV1 as cls\n"
+        "print(hasattr(cls.__init__, '_vcache_hook'), inspect.getsource(cls).startswith('class'))"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert (child.stdout, child.stderr) == ("True True\n", "")
+
+
+def test_registering_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, vllm_hooks.CONNECTOR_MODULE, types.ModuleType("a vLLM without that class"))
+    vllm_hooks.register()
+    assert "vcache's hook could not be set; nothing will be cached" in caplog.text
+
+
+def test_the_hook_is_cheap() -> None:
+    """What vLLM's processes get: neither torch nor LMCache nor vLLM is imported for it."""
+    heavy = ("torch", "triton", "numpy", "vllm", "lmcache", "msgspec")
+    code = (
+        "import sys; from vcache_backend.integration.lmcache.vllm_hooks import register; register(); register();"
+        f"print([n for n in {heavy!r} if n in sys.modules])"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert (child.stdout, child.stderr) == ("[]\n", "")

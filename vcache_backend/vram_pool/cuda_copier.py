@@ -1,0 +1,159 @@
+"""The copier of a GPU: plans run on streams of their own. Ordering is this module's promise."""
+
+# torch.cuda's streams and events have no types.
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+
+import numpy as np
+import torch
+
+from vcache_backend.errors import LayoutError, VCacheError, raising_as
+from vcache_backend.vram_pool import cuda_driver, kernels
+from vcache_backend.vram_pool.copier import Completion, Finished, check
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.planner import CopyPlan
+from vcache_backend.vram_pool.planner import plan as make_plan
+from vcache_backend.vram_pool.slots import SlotView
+
+CLOSE_SECONDS = 5.0
+"""How long closing waits for copies under way."""
+_TABLE_ROWS = 1024
+"""Rows of a new table at least: 4,096 tokens of a model of 64 layers in blocks of 16 need 384."""
+_SPIN_SECONDS = 0.005
+_SLEEP_SECONDS = 0.0001
+
+
+class CudaCompletion:
+    """A copy on a stream of `device`. Holds what the copy uses until it is over, then gives `table` back to `free`."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        start: torch.cuda.Event,
+        end: torch.cuda.Event,
+        held: object,
+        table: kernels.Table,
+        free: list[kernels.Table],
+    ) -> None:
+        self._device, self._start, self._end, self._free = device, start, end, free
+        self._held = [(held, table)]
+
+    def done(self) -> bool:
+        if not self._held:
+            return True
+        with raising_as({RuntimeError: VCacheError}, f"copy on {self._device}"):
+            if not self._end.query():
+                return False
+        with suppress(IndexError):  # another thread was first
+            self._free.append(self._held.pop()[1])
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        with raising_as({RuntimeError: VCacheError}, f"copy on {self._device}"):
+            reached = _poll(self._end.query, timeout_s)
+        return reached and self.done()
+
+    @property
+    def seconds(self) -> float | None:
+        return float(self._start.elapsed_time(self._end)) / 1000 if self.done() else None
+
+
+class CudaCopier:
+    """Copies with the Triton kernel, on two streams of GPU `ordinal`: one for gathers, one for scatters.
+
+    Each copy starts after the work that the caller's current stream holds, and that stream then waits for the copy's end: on
+    the device, the host never waits. max_ctas: most thread blocks of a copy to or from another GPU; 0 for the tuned number.
+    """
+
+    def __init__(self, ordinal: int, max_ctas: int = 0) -> None:
+        self.device, self.max_ctas = torch.device("cuda", ordinal), max_ctas
+        with torch.cuda.device(self.device):
+            self._gathers, self._scatters = torch.cuda.Stream(), torch.cuda.Stream()
+        self._tables: list[kernels.Table] = []
+        self._driver = cuda_driver.load()
+        self._under_way: list[CudaCompletion] = []
+
+    def prepare(self, kv: PagedKV) -> None:
+        """Compile the kernels for `kv`: up to a second each, a few of them."""
+        with torch.cuda.device(self.device):
+            table = torch.empty((len(kv.planes), 3), dtype=torch.int64, device=self.device)
+            nothing = make_plan(kv, kv.block_size, np.empty(0, dtype=np.int64), [])
+            for tuning in (kernels.PEER, kernels.LOCAL):
+                for to_slot in (True, False):
+                    kernels.launch(kv, nothing, table, to_slot=to_slot, tuning=tuning)
+
+    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Completion:
+        return self._run(self._gathers, kv, plan, slots, to_slot=True)
+
+    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Completion:
+        return self._run(self._scatters, kv, plan, slots, to_slot=False)
+
+    def close(self) -> None:
+        for stream in (self._gathers, self._scatters):
+            _poll(stream.query, CLOSE_SECONDS)
+
+    def _run(
+        self, side: torch.cuda.Stream, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], *, to_slot: bool
+    ) -> Completion:
+        check(kv, plan, slots)
+        if kv.device != self.device:
+            raise LayoutError(f"the KV cache is on {kv.device} but this copier drives {self.device}")
+        if not plan.nbytes:
+            return Finished(0.0)
+        # What a kernel uses must live until it ends, even if the caller gave up and dropped its completion.
+        self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
+        local = all(slot.local for slot in slots)
+        tuning = kernels.tuning_for(local=local, max_ctas=0 if local else self.max_ctas)
+        rows = kernels.table_rows(kv, plan)
+        addresses = np.array([slot.address for slot in slots], dtype=np.int64)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # The current device belongs to the thread, and launches go by it. Everything here is queued by handle: torch's stream
+        # contexts and copies would cost the host as much as the rest of a retrieve.
+        with torch.cuda.device(self.device) if torch.cuda.current_device() != self.device.index else nullcontext():
+            table = self._table(rows)
+            aligned = kernels.fill_table(kv, plan, addresses, table.array[:rows])
+            current = torch.cuda.current_stream()
+            try:
+                # Before the wait, so that the table travels while earlier work still computes.
+                table.upload(rows, self._driver, side.cuda_stream)
+                self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
+                start.record(side)
+                kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned, stream=side.cuda_stream)
+                end.record(side)
+                current.wait_event(end)
+            except BaseException:
+                # The current stream may not be waiting for the kernel: nothing may run behind the caller's back.
+                side.synchronize()
+                raise
+        completion = CudaCompletion(self.device, start, end, (kv, tuple(slots)), table, self._tables)
+        self._under_way.append(completion)
+        return completion
+
+    def _table(self, rows: int) -> kernels.Table:
+        """A table that no copy uses: one of an earlier copy that is over, or a new one."""
+        while self._tables:
+            with suppress(IndexError):  # another thread took it
+                table = self._tables.pop()
+                if table.rows >= rows:
+                    return table
+        return kernels.Table(max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device, self._driver)
+
+
+def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
+    began = time.monotonic()
+    while not done():
+        waited = time.monotonic() - began
+        if waited >= timeout_s:
+            return False
+        # Most copies take a millisecond or two, and even the shortest sleep lasts some 50 microseconds.
+        if waited < _SPIN_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(min(_SLEEP_SECONDS, timeout_s - waited))
+    return True
