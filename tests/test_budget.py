@@ -58,7 +58,7 @@ def test_a_segment_that_is_there_already_needs_no_free_memory_but_counts() -> No
 
 @given(
     st.integers(GIB, 300 * GIB),
-    st.floats(0.01, 1.0, exclude_max=True).map(lambda share: share),
+    st.floats(0.01, 1.0, exclude_max=True),
     st.floats(0.01, 1.0),
 )
 def test_doing_what_a_message_says_helps(total: int, share: float, utilization: float) -> None:

@@ -319,6 +319,28 @@ def test_a_retrieve_leaves_earlier_readers_the_old_bytes_and_gives_later_ones_th
 
 
 @pytest.mark.gpu
+def test_a_new_table_does_not_lie_where_queued_work_still_writes() -> None:
+    """torch hands a freed tensor's memory out again at once, while the work that uses it is still queued. A copy's table is
+    written without waiting for that work."""
+    caches, kv, copy, slots = large()
+    for cache in caches:
+        cache.fill_(7)
+    copier = CudaCopier(0)
+    copier.prepare(kv)
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    freed = [torch.empty(1024 * 24, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    torch.cuda._sleep(LONG)
+    for tensor in freed:
+        tensor.fill_(0)
+    del freed, tensor
+    completion = copier.gather(kv, copy, views(slots))
+    assert not completion.done()
+    assert completion.wait(10)
+    assert all(bool((slot == 7).all()) for slot in slots)
+
+
+@pytest.mark.gpu
 def test_the_order_holds_for_a_stream_of_the_callers() -> None:
     caches, kv, copy, slots = large()
     torch.cuda.synchronize()

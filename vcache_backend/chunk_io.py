@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -53,8 +53,15 @@ class ChunkIO:
     VCacheError (and, from torch, RuntimeError) where something failed; `miss` turns that into a counted, once logged miss.
     """
 
-    def __init__(self, config: Config, layout: Layout, copier: Copier | None = None) -> None:
-        """Connect, and lend this worker's segment. Raises ConfigError; an absent server is no error: everything is a miss."""
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        copier: Copier | None = None,
+        unfit: Callable[[int, int], str | None] = lambda whole, new: None,
+    ) -> None:
+        """Connect, and lend this worker's segment, unless `unfit` (see `Pool`) says why not. Raises ConfigError; an absent server
+        is no error: everything is a miss."""
         if layout.chunk_size != config.engine.chunk_size:
             raise ValueError(f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is {config.engine.chunk_size}")
         self.layout, self.chunk_size = layout, layout.chunk_size
@@ -63,7 +70,7 @@ class ChunkIO:
         self.device = devices.resolve(config.pool.device)
         fields = layout.fields() | {"namespace": str(layout.namespace())}
         self.client = pool.connect(config, self.device, fields)
-        self.pool = pool.Pool(self.client, self.device, config.pool.segment_bytes)
+        self.pool = pool.Pool(self.client, self.device, config.pool.segment_bytes, unfit)
         self.copier = copier or make_copier(self.device, config)
         self.committer = Committer(self.client, self.stats, config.engine.max_inflight_stores)
         self._paged: PagedKV | None = None

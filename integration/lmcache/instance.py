@@ -84,6 +84,16 @@ class Instance:
         """vLLM's CPU attention arranges a block in its own way: single tokens of it must not be moved."""
         return self.under_vllm and self.device_type == "cpu"
 
+    @property
+    def kv_axes(self) -> str | None:
+        """What the axes of vLLM's tensors are (see `PagedKV.describe`), where as many heads as tokens a block leave shapes in doubt."""
+        shape = tuple(next(iter(self.kvcaches.values())).shape) if self.under_vllm and self.kvcaches else ()
+        if len(shape) == 4 and shape[1] == shape[2] == self.block_size:
+            return "block head token dim"
+        if len(shape) == 5 and shape[2] == shape[3] == self.block_size:
+            return "part block token head dim" if shape[0] == 2 else "block part token head dim"
+        return None
+
 
 def discover(metadata: Any, lm_config: Any, settings: Settings) -> Instance:
     """The instance that LMCache's `metadata` belongs to. ConfigError if the block size cannot be known, or is not what was set."""
@@ -247,10 +257,8 @@ def _load_format(vllm: Any) -> str:
 def _attention(vllm: Any, kvcaches: Mapping[str, Any] | None) -> str:
     """The attention backends of the layers that cache, which arrange K, V and heads inside of a block."""
     layers = getattr(getattr(vllm, "compilation_config", None), "static_forward_context", None) or {}
-    backends: set[Any] = {
-        getattr(layer, "attn_backend", None) for name, layer in layers.items() if not kvcaches or name in kvcaches
-    }
-    return ",".join(sorted(str(backend.get_name()) for backend in backends if hasattr(backend, "get_name")))
+    used: list[Any] = [getattr(layer, "attn_backend", None) for name, layer in layers.items() if not kvcaches or name in kvcaches]
+    return ",".join(sorted({str(backend.get_name()) for backend in used if hasattr(backend, "get_name")}))
 
 
 def _draft(speculative: Any) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from vcache_backend import budget
 from vcache_backend.chunk_io import ChunkIO, KVCaches
-from vcache_backend.config import ByteSize, Config, hash_seed
+from vcache_backend.config import Config, hash_seed
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
@@ -50,8 +50,8 @@ class Starter:
         self._engine = installation.engine_of(self._metadata)
         if self._engine is None:
             raise StepAside("no LMCache engine has this plugin's metadata; is this LMCache's in-process engine?")
-        _refuse(selftest.modes(self._config))
         self._instance = discover(self._metadata, self._config, self._settings)
+        _refuse(selftest.modes(self._config, self._instance))
         _refuse(selftest.seed(hash_seed()) if self._instance.under_vllm else None)
         for line in selftest.remarks(self._config, self._instance):
             log.warning("%s", line)
@@ -65,12 +65,12 @@ class Starter:
             raise StepAside("the plugin did not start")
         instance, config = self._instance, _whole_blocks(self._settings.config, self._instance)
         engine = config.engine
-        axes = engine.kv_axes or None
+        axes = engine.kv_axes or instance.kv_axes
         kv = PagedKV.describe(kvcaches, instance.block_size, axes=axes, whole_blocks_only=engine.whole_blocks_only)
         self._refuse_other_sizes(kv.chunk_bytes(engine.chunk_size))
         probe = hash_probe(self._engine.token_database)
         agreed = layout(instance, kv, engine.chunk_size, probe, self._config.pre_caching_hash_algorithm)
-        io = ChunkIO(self._within_budget(_on_device_of(kv, config), instance), agreed)
+        io = ChunkIO(_on_device_of(kv, config), agreed, unfit=self._over_budget)
         try:
             io.bind(kvcaches)
             _refuse(_round_trip(io, kv))
@@ -116,8 +116,12 @@ class Starter:
             mine.failed_from = None
 
         installation.wrap_retrieve(self._engine, lambda: mine.failed_from, retrieving)
+        installation.hash_once(self._engine)
         if self._backend.local_cpu_backend is not None:
             installation.guard_hot_cache(self._backend.local_cpu_backend)
+        # Made again (`recreate_backend`): LMCache would go on allocating from the one before.
+        if self._engine.storage_manager is not None:
+            self._engine.storage_manager.allocator_backend = self._backend
         adapter = self._instance.connector if self._instance is not None else None
         if adapter is not None:
             installation.load_under_full_graphs(adapter)
@@ -133,17 +137,13 @@ class Starter:
                 "vcache; set max_local_cpu_size: 0 and remove remote tiers"
             )
 
-    def _within_budget(self, config: Config, instance: Instance) -> Config:
-        """The configuration, with nothing to lend if there is no room for it."""
-        device = config.pool.device
-        if not torch.cuda.is_available() or device.startswith("host"):
-            return config
+    def _over_budget(self, whole: int, new: int) -> str | None:
+        """Why this GPU has no room for `whole` bytes of pool beside vLLM, `new` of which are yet to be made; None if it has."""
+        if not torch.cuda.is_available() or self._instance is None or self._instance.device_type == "cpu":
+            return None
         free, total = torch.cuda.mem_get_info()
-        wrong = budget.shortfall(total, free, int(config.pool.segment_bytes), instance.gpu_memory_utilization)
-        if wrong is None:
-            return config
-        log.error("vcache lends nothing of this GPU: %s", wrong)
-        return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, segment_bytes=ByteSize(0)))
+        share = self._instance.gpu_memory_utilization
+        return budget.shortfall(total, free, whole, share, adds=False) or budget.shortfall(total, free, new, None)
 
 
 def _refuse(reason: str | None) -> None:
@@ -173,9 +173,9 @@ def _round_trip(io: ChunkIO, kv: PagedKV) -> str | None:
     except VCacheError as error:
         log.debug("no round trip: %s", error)
         return None
-    try:
-        views = io.views([slot for slot in reserved.slots if not isinstance(slot, int)])
-        return selftest.round_trip(kv, io.copier, views[0], io.chunk_size) if views else None
-    finally:
-        if reserved.reservation:
-            io.committer.give_back(reserved.reservation)
+    views = io.views([slot for slot in reserved.slots if not isinstance(slot, int)])
+    wrong = selftest.round_trip(kv, io.copier, views[0], io.chunk_size) if views else None
+    # After one that failed something may still write: the slot then waits in quarantine.
+    if reserved.reservation and wrong is None:
+        io.committer.give_back(reserved.reservation)
+    return wrong

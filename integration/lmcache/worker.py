@@ -74,10 +74,11 @@ class PoolWorker:
     def unpin(self, key: CacheEngineKey) -> bool:
         """End the oldest lease of a look-up that began with `key`; nothing for the keys after it."""
         with self._pinning:
-            leases = self._pins.get(key)
+            # Those of abandoned look-ups have ended by themselves.
+            leases = [lease for lease in self._pins.pop(key, ()) if lease.seconds_left]
             lease = leases.pop(0) if leases else None
-            if not leases:
-                self._pins.pop(key, None)
+            if leases:
+                self._pins[key] = leases
         if lease is not None:
             self.io.let_go(lease)
         return lease is not None

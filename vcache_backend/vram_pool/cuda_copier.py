@@ -116,7 +116,7 @@ class CudaCopier:
         # The current device belongs to the thread, and launches go by it. Everything here is queued by handle: torch's stream
         # contexts and copies would cost the host as much as the rest of a retrieve.
         with torch.cuda.device(self.device) if torch.cuda.current_device() != self.device.index else nullcontext():
-            table = self._table(rows)
+            table = self._table(rows, side)
             aligned = kernels.fill_table(kv, plan, addresses, table.array[:rows])
             current = torch.cuda.current_stream()
             try:
@@ -135,14 +135,17 @@ class CudaCopier:
         self._under_way.append(completion)
         return completion
 
-    def _table(self, rows: int) -> kernels.Table:
+    def _table(self, rows: int, side: torch.cuda.Stream) -> kernels.Table:
         """A table that no copy uses: one of an earlier copy that is over, or a new one."""
         while self._tables:
             with suppress(IndexError):  # another thread took it
                 table = self._tables.pop()
                 if table.rows >= rows:
                     return table
-        return kernels.Table(max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device, self._driver)
+        # Memory from the side stream's own pool: what torch gives out on the caller's stream may be in use by work queued there
+        # that has not run, and the table is written without waiting for that.
+        with torch.cuda.stream(side):
+            return kernels.Table(max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device, self._driver)
 
 
 def _poll(done: Callable[[], bool], timeout_s: float) -> bool:

