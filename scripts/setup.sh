@@ -89,10 +89,16 @@ esac
 stamp=$VENV/setup.stamp
 vllm_stamp=$VENV/vllm.stamp
 wanted=$(fingerprint)
+stands() { [ "$(cat "$1" 2>/dev/null)" = "$wanted" ]; }
+
+base=false
+if [ -x "$VENV/bin/vcache" ] && stands "$stamp"; then base=true; fi
+if $base && { ! $with_vllm || stands "$vllm_stamp"; }; then exit 0; fi
+
 gpu=false
 if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then gpu=true; fi
 
-if [ ! -x "$VENV/bin/vcache" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+if ! $base; then
     python=$(find_python)
     if ! suitable "$VENV/bin/python"; then
         say "creating $VENV with $("$python" --version)"
@@ -109,7 +115,7 @@ if [ ! -x "$VENV/bin/vcache" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]
     printf '%s\n' "$wanted" >"$stamp"
     say "done"
 fi
-if $with_vllm && ! $gpu && [ "$(cat "$vllm_stamp" 2>/dev/null)" != "$wanted" ] && install_vllm_on_cpu; then
+if $with_vllm && ! $gpu && ! stands "$vllm_stamp" && install_vllm_on_cpu; then
     printf '%s\n' "$wanted" >"$vllm_stamp"
     say "done"
 fi

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Client as connect
 from operator import methodcaller
 from pathlib import Path
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 needs_lmcache = pytest.mark.skipif(importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed")
 SLOW = 60.0
 """Importing LMCache, with vLLM behind it, on a busy machine."""
-CHUNKS = 8
-"""Chunks that an engine lends to the pool, if nothing else is said."""
+CHUNKS = 16
+"""Chunks that the engines of a test lend to the pool, if nothing else is said: they share one segment, being on one device."""
 
 
 def tokens(count: int, family: int = 1) -> list[int]:
@@ -79,9 +80,9 @@ def settings(
 class Setup(NamedTuple):
     """What a child is made of. yaml: the file that LMCache loads. before: called first, with nothing made yet.
 
-    bind: show the KV caches to the plugin at start, as vLLM does; else the first store or retrieve does. service: the name under
-    which LMCache's look-up servers of all ranks and its look-up client find each other; empty: there are none. plant: a bug, or
-    something else to do to the child once it is complete.
+    layers_told: what LMCache is told instead of the real number. bind: show the KV caches to the plugin at start, as vLLM does;
+    else the first store or retrieve does. service: the name under which LMCache's look-up servers of all ranks and its look-up
+    client find each other; empty: there are none. plant: a bug, or something else to do to the child once it is complete.
     """
 
     yaml: Path
@@ -91,6 +92,7 @@ class Setup(NamedTuple):
     rank: int = 0
     ranks: int = 1
     model: str = "test"
+    layers_told: int = 0
     seed: str = "0"
     bind: bool = True
     service: str = ""
@@ -119,11 +121,12 @@ class Nursery:
             "LMCACHE_TRACK_USAGE": "false",
             "LMCACHE_DISABLE_BANNER": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
             "PROMETHEUS_MULTIPROC_DIR": str(folder),
             "VLLM_RPC_BASE_PATH": str(folder),
             "OMP_NUM_THREADS": "1",
         }
-        command = f"exec {sys.executable} tests/lmcache_worker.py {self._path} 2>>{self._log}"
+        command = f"exec {sys.executable} tests/lmcache_worker.py {self._path} >>{self._log} 2>&1"
         path = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)]
         self._child = Child(["sh", "-c", command], **away, PYTHONPATH=os.pathsep.join(filter(None, path)))
 
@@ -135,11 +138,15 @@ class Nursery:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def connect(self) -> Any:
+        def try_it() -> Any:
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                return connect(str(self._path), "AF_UNIX")
+            return None
+
         try:
-            eventually(self._path.exists, SLOW)
+            return eventually(try_it, SLOW)
         except AssertionError:
             raise AssertionError(f"no LMCache in {SLOW:g} s: {self.said()}") from None
-        return connect(str(self._path), "AF_UNIX")
 
 
 @functools.cache
@@ -267,14 +274,8 @@ class Pool:
         return bool(eventually(lambda: not (stats := self.stats()).leases and not stats.reservations))
 
 
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
+@contextmanager
+def lmcache_pool(folder: Path) -> Iterator[Pool]:
     """Without its server yet: `pool.node.serve()`."""
-    with engine_node(tmp_path) as here:
-        yield Pool(tmp_path, here)
-
-
-@pytest.fixture
-def served(pool: Pool) -> Pool:
-    pool.node.serve()
-    return pool
+    with engine_node(folder) as here:
+        yield Pool(folder, here)

@@ -45,7 +45,7 @@ class Inside:
     """The inside of a child: a KV cache, an engine of LMCache made from a YAML file, and the plugin's log lines."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.lines = setup, Lines()
+        self.setup, self.lines, self.hashes = setup, Lines(), 0
         os.environ.update(LMCACHE_CONFIG_FILE=str(setup.yaml), PYTHONHASHSEED=setup.seed)
         if setup.before is not None:
             setup.before()
@@ -210,8 +210,7 @@ class Lines(logging.Handler):
 
 def metadata(setup: Setup) -> LMCacheMetadata:
     mla = setup.arrangement.axes == "block token dim"
-    sizes = setup.sizes
-    shape = (sizes.layers, 1, setup.chunk_size, 1, sizes.dim) if mla else (sizes.layers, 2, setup.chunk_size, sizes.heads, sizes.dim)
+    layers, heads = setup.layers_told or setup.sizes.layers, 1 if mla else setup.sizes.heads
     return LMCacheMetadata(
         model_name=setup.model,
         world_size=setup.ranks,
@@ -219,7 +218,7 @@ def metadata(setup: Setup) -> LMCacheMetadata:
         worker_id=setup.rank,
         local_worker_id=setup.rank,
         kv_dtype=setup.arrangement.dtype,
-        kv_shape=shape,
+        kv_shape=(layers, 1 if mla else 2, setup.chunk_size, heads, setup.sizes.dim),
         use_mla=mla,
         role="worker",
         chunk_size=setup.chunk_size,
@@ -259,7 +258,7 @@ def main() -> None:
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 try:
-                    serve(connection)  # type: ignore[arg-type]
+                    serve(connection)
                 finally:
                     os._exit(0)  # LMCache's threads would wait
             connection.close()

@@ -6,10 +6,10 @@ KV cache is compared.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 import torch
 from engine_cases import (
@@ -23,10 +23,8 @@ from engine_cases import (
     Cache,
     WrongCopier,
 )
-from lmcache_cases import Engine, Pool, Retrieved, chunks, needs_lmcache, pool, served, settings, tokens  # noqa: F401 (fixtures)
+from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache, tokens
 from processes import eventually
-
-from vcache_backend.errors import VCacheError
 
 if TYPE_CHECKING:
     from lmcache_worker import Inside
@@ -40,6 +38,18 @@ LAYOUTS = [
     Arrangement("flash-fp8", "part block token head dim", dtype=torch.float8_e4m3fn),
     MLA,
 ]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    with lmcache_pool(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def served(pool: Pool) -> Pool:
+    pool.node.serve()
+    return pool
 
 
 def all_of(count: int, first: int = 0) -> tuple[int, int, bool]:
@@ -168,9 +178,7 @@ def test_a_tail_shorter_than_a_chunk_is_not_stored(served: Pool, unfull: bool) -
 def store_hashes(inside: Inside, prompt: list[int]) -> bool:
     slots = inside.prefill(prompt)
     hashes = [key.chunk_hash for key in inside.keys(prompt)]
-    inside.engine.store(
-        hashes=hashes, offsets=[CHUNK] * len(hashes), kvcaches=inside.cache.tensors, slot_mapping=slots.tolist()
-    )
+    inside.engine.store(hashes=hashes, offsets=[CHUNK] * len(hashes), kvcaches=inside.cache.tensors, slot_mapping=slots.tolist())
     inside.cache.poison()
     return inside.flush()
 
@@ -188,6 +196,32 @@ def test_kv_caches_may_be_shown_with_the_first_store_or_retrieval(served: Pool) 
     reader.store(chunks(1, family=2))
     assert reader.lookup(chunks(2)) == 2 * CHUNK
     assert said(reader.retrieve(chunks(2))) == all_of(2 * CHUNK)
+
+
+def count_hashes(inside: Inside) -> None:
+    database = inside.engine.token_database
+    hash_tokens, inside.hashes = database._hash_tokens, 0
+
+    def counted(*things: Any, **more: Any) -> int:
+        inside.hashes += 1
+        return int(hash_tokens(*things, **more))
+
+    database._hash_tokens = counted
+
+
+def hashed(inside: Inside) -> int:
+    return inside.hashes
+
+
+def test_a_prompt_that_was_looked_up_is_not_hashed_again(served: Pool) -> None:
+    engine = served.engine(process={"plant": count_hashes})
+    engine.store(chunks(4))
+    assert engine.lookup(chunks(4), "r") == 4 * CHUNK
+    before = engine.do(hashed)
+    assert said(engine.retrieve(chunks(3), cached=CHUNK + 1)) == all_of(2 * CHUNK, CHUNK)
+    assert engine.do(hashed) == before == 8
+    assert said(engine.retrieve(chunks(3), request="never looked up")) == all_of(3 * CHUNK)
+    assert engine.do(hashed) == before + 3
 
 
 # ---- leases
@@ -352,9 +386,7 @@ def test_chunks_evicted_before_the_load_are_not_retrieved(pool: Pool) -> None:
 
 
 def ranks(pool: Pool, arrangement: Arrangement = PACKED, **more: Any) -> list[Engine]:
-    return [
-        pool.engine(arrangement, process={"rank": rank, "ranks": 2, "service": "ranks"}, **more) for rank in range(2)
-    ]
+    return [pool.engine(arrangement, process={"rank": rank, "ranks": 2, "service": "ranks"}, **more) for rank in range(2)]
 
 
 def test_a_chunk_counts_when_both_ranks_have_stored_their_part(served: Pool) -> None:
@@ -473,7 +505,10 @@ def test_a_prompt_half_in_the_host_tier_and_half_in_the_pool_is_retrieved_whole(
 
 
 def unguard(inside: Inside) -> None:
-    del inside.manager.local_cpu_backend.batched_submit_put_task
+    from vcache_backend.integration.lmcache import installation
+
+    installation.guard_hot_cache = lambda local_cpu: None
+    del inside.manager.local_cpu_backend.submit_put_task
 
 
 @pytest.mark.parametrize("guarded", [False, True])
@@ -486,11 +521,42 @@ def test_the_host_tier_would_hold_slots_of_the_pool_but_for_the_guard(served: Po
     assert reader.do(slots_in_hot_cache) == ((0, 0) if guarded else (3, 3))
 
 
+def recreate_host_tier(inside: Inside) -> None:
+    """LMCache makes all storage plugins again, too."""
+    inside.manager.recreate_backend("LocalCPUBackend")
+    inside.show_kv_caches()
+
+
+def test_a_host_tier_made_again_is_guarded_too(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine(**HOST_TIER)
+    writer.store(chunks(3))
+    reader.do(recreate_host_tier)
+    assert said(reader.retrieve(chunks(3))) == all_of(3 * CHUNK)
+    assert reader.do(slots_in_hot_cache) == (0, 0)
+    assert reader.do(allocators)[0]
+    # The writer, the reader, and the test: the backend before is closed.
+    assert served.stats().clients == 3
+
+
 def test_an_engine_whose_stores_go_to_the_pool_alone_copies_nothing_to_the_host_tier(served: Pool) -> None:
     engine = served.engine(**HOST_TIER, store_location="vcache")
     engine.store(chunks(3))
     assert engine.do(slots_in_hot_cache) == (0, 0)
     assert said(engine.retrieve(chunks(3))) == all_of(3 * CHUNK)
+
+
+def on_disk(inside: Inside) -> int:
+    return len(inside.manager.storage_backends["LocalDiskBackend"].dict)
+
+
+def test_a_disk_tier_beside_the_pool_keeps_copies_and_serves_them(served: Pool, tmp_path: Path) -> None:
+    disk = {"local_disk": str(tmp_path / "disk"), "max_local_disk_size": 0.01, "max_local_cpu_size": 0.01}
+    engine = served.engine(**disk)
+    engine.store(chunks(3))
+    eventually(lambda: engine.do(on_disk) == 3)
+    engine.do(forget_pool)
+    eventually(lambda: engine.lookup(chunks(3), "r") == 3 * CHUNK)
+    assert said(engine.retrieve(chunks(3), cached=CHUNK + 3)) == all_of(2 * CHUNK, CHUNK)
 
 
 # ---- who shares with whom

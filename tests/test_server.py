@@ -172,7 +172,7 @@ def test_stats_count_what_happened(worker: Raw) -> None:
     put(worker, A, B)
     ask(worker, "lookup", [A, B, C], 1)
     ask(worker, "acquire", [A])
-    name, epoch, uptime, clients, chunks, leases, reservations, quarantined, counters, latency, segments, _, rss = ask(
+    name, epoch, uptime, clients, chunks, leases, reservations, quarantined, counters, latency, segments, _, rss, _ = ask(
         worker, "stats"
     )
     assert (name, epoch, clients, chunks, leases, reservations, quarantined) == ("server_stats", worker.welcome[2], 1, 2, 1, 0, 0)

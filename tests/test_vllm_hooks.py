@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from vcache_backend.integration.lmcache import vllm_hooks
-from vcache_backend.integration.lmcache.scope import PLAIN, SKIP_SAVE, TAG, has_own_tag, scope, tagged, uncached
+from vcache_backend.integration.lmcache.scope import PLAIN, REFUSED, SKIP_SAVE, TAG, has_own_tag, scope, tagged, uncached
+
+NOT_CACHED = {SKIP_SAVE: True, REFUSED: True}
 
 # ---- scopes
 
@@ -84,7 +86,7 @@ def test_the_users_own_dictionaries_are_left_alone(rewrite: Callable[[Any], dict
 @pytest.mark.parametrize("nothing", [None, {}, {"kv_transfer_params": None}, {"kv_transfer_params": {}}])
 def test_a_request_without_parameters_gets_them(nothing: Any) -> None:
     assert tagged(nothing, "s") == {"kv_transfer_params": {TAG: "s"}}
-    assert uncached(nothing) == {"kv_transfer_params": {SKIP_SAVE: True}}
+    assert uncached(nothing) == {"kv_transfer_params": NOT_CACHED}
     assert not has_own_tag(nothing)
 
 
@@ -103,7 +105,7 @@ def test_parameters_of_a_wrong_shape_are_not_cached() -> None:
     for wrong in ("text", [1], {1: 2}):
         with pytest.raises(ValueError, match="not a mapping"):
             tagged({"kv_transfer_params": wrong}, "s")
-        assert uncached({"kv_transfer_params": wrong}) == {"kv_transfer_params": {SKIP_SAVE: True}}
+        assert uncached({"kv_transfer_params": wrong}) == {"kv_transfer_params": NOT_CACHED}
 
 
 # ---- the scheduler, with objects shaped as vLLM's and LMCache's
@@ -127,6 +129,7 @@ class Request:
     lora_request: Any = None
     cache_salt: str | None = None
     prompt_embeds: Any = None
+    skip_reading_prefix_cache: bool = False
 
     def tags(self) -> dict[str, Any]:
         return dict((self.sampling_params.extra_args or {}).get("kv_transfer_params", {}))
@@ -196,7 +199,7 @@ def test_asking_again_after_a_preemption_changes_nothing() -> None:
 def test_an_adapter_without_a_tag_is_neither_looked_up_nor_stored() -> None:
     adapter, request = Adapter(), Request(lora_request=Lora("sql", "/sql"))
     assert ask(request, adapter, computed=32) == 0
-    assert (adapter.asked, request.tags()) == ([], {SKIP_SAVE: True})
+    assert (adapter.asked, request.tags()) == ([], NOT_CACHED)
     assert adapter.load_specs == {"r": LoadSpec(32, 0, False)}  # LMCache asserts that there is one after a preemption
 
 
@@ -205,7 +208,7 @@ def test_our_own_tag_does_not_tell_adapters_apart() -> None:
         Adapter(),
         Request(sampling_params=Params({"kv_transfer_params": {TAG: "x"}}), lora_request=Lora("a", "/a")),
     )
-    assert (ask(request, adapter), adapter.asked, request.tags()) == (0, [], {SKIP_SAVE: True})
+    assert (ask(request, adapter), adapter.asked, request.tags()) == (0, [], NOT_CACHED)
 
 
 def test_an_adapter_with_a_users_tag_has_a_scope_of_its_own() -> None:
@@ -223,12 +226,17 @@ def test_an_adapter_with_a_users_tag_has_a_scope_of_its_own() -> None:
 def test_prompt_embeddings_are_not_cached() -> None:
     """LMCache hashes token ids, and those of embeddings are all zero."""
     adapter, request = Adapter(), Request(prompt_embeds=object())
-    assert (ask(request, adapter), adapter.asked, request.tags()) == (0, [], {SKIP_SAVE: True})
+    assert (ask(request, adapter), adapter.asked, request.tags()) == (0, [], NOT_CACHED)
 
 
 def test_a_pooling_request_is_not_cached() -> None:
     adapter, request = Adapter(), Request(sampling_params=None)
     assert (ask(request, adapter), adapter.asked, request.sampling_params) == (0, [], None)
+
+
+def test_a_request_that_must_be_computed_is_stored_but_not_looked_up() -> None:
+    adapter, request = Adapter(), Request(skip_reading_prefix_cache=True)
+    assert (ask(request, adapter), adapter.asked, request.tags()) == (0, [], {TAG: PLAIN})
 
 
 def test_nothing_is_saved_of_a_request_without_a_tag() -> None:
@@ -247,8 +255,9 @@ def test_a_request_we_do_not_understand_is_not_cached_and_said_once(caplog: pyte
     scheduler = vllm_hooks.Scheduler(adapter)
     for number in range(3):
         request = Request(str(number), Params({"kv_transfer_params": {"lmcache.tag.team": []}}))
-        assert scheduler.get_num_new_matched_tokens(request, 0) == 0
-        assert request.tags() == {SKIP_SAVE: True}
+        for _ in ("new", "preempted"):
+            assert scheduler.get_num_new_matched_tokens(request, 0) == 0
+            assert request.tags() == NOT_CACHED
     strange = types.SimpleNamespace(request_id="s", sampling_params=Params())
     assert scheduler.get_num_new_matched_tokens(strange, 0) == 0
     assert adapter.asked == []

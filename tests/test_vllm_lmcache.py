@@ -72,10 +72,22 @@ def tiny(here: Node) -> Instance:
 
 @pytest.fixture(scope="module")
 def other(here: Node) -> Instance:
-    """With another chunk size, LMCache's own tier in host memory beside ours, LoRA, and its engine in a process of its own."""
+    """With another chunk size, LMCache's own tier in host memory beside ours, and LoRA."""
     lmcache = {"chunk_size": 2 * CHUNK, "local_cpu": True, "max_local_cpu_size": 0.1, "store_location": None}
+    return here.start("other", lmcache, enable_lora=True, max_lora_rank=8, max_loras=2)
+
+
+@pytest.fixture(scope="module")
+def loading(here: Node) -> Instance:
+    """LMCache answers a look-up only when it has the chunks in its hands."""
+    return here.start("loading", {"enable_async_loading": True})
+
+
+@pytest.fixture(scope="module")
+def ranks(here: Node) -> Instance:
+    """Two tensor-parallel ranks: front end, engine and workers are processes of their own, as in production."""
     environment: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    return here.start("other", lmcache, environment, enable_lora=True, max_lora_rank=8, max_loras=2)
+    return here.start("ranks", None, environment, tensor_parallel_size=2, distributed_executor_backend="mp")
 
 
 def stored(here: Node, chunks: int) -> None:
@@ -164,6 +176,16 @@ def test_several_requests_of_one_step_each_have_their_own_prefix(here: Node, a: 
     answers = b.run(*prompts, together=True)
     assert [answer.cached for answer in answers] == [CHUNK, 2 * CHUNK, 3 * CHUNK]
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in computed]
+
+
+def test_a_prompt_that_is_rated_is_computed(here: Node, a: Instance, b: Instance, aside: Instance) -> None:
+    """Its own log probabilities are wanted for every token, so none may come from the pool."""
+    tokens = new_tokens(2 * CHUNK + 5)
+    keep(here, a, tokens)
+    alone, rated = aside.one(tokens, rate=True), b.one(tokens, rate=True)
+    assert (rated.cached, len(rated.logprobs)) == (0, len(tokens) - 1 + len(rated.tokens))
+    assert rated.said == alone.said
+    assert b.again(tokens).cached == 2 * CHUNK
 
 
 def test_wrong_bytes_in_the_pool_are_wrong_tokens(here: Node, a: Instance, b: Instance) -> None:
@@ -264,12 +286,16 @@ def test_lmcaches_own_tier_beside_us(here: Node, other: Instance) -> None:
 
 
 def test_preempted_requests_go_on_where_they_were(here: Node, a: Instance, tiny: Instance, aside: Instance) -> None:
+    """There is room for two, and the second has to go; it is not cached at all, since its tag is none (LMCache could not hash it)."""
     prompts = [Prompt(new_tokens(2 * CHUNK + 9), max_tokens=120) for _ in range(3)]
     keep(here, a, prompts[0].tokens)
-    preempted = tiny.ask("counter", "vllm:num_preemptions")
+    prompts[1] = prompts[1]._replace(params={"lmcache.tag.team": ["red"]})
+    before, preempted = here.stats().chunks, tiny.ask("counter", "vllm:num_preemptions")
     answers = tiny.run(*prompts, together=True)
     assert tiny.ask("counter", "vllm:num_preemptions") > preempted
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in aside.run(*prompts)]
+    stored(here, before + 2)
+    assert here.stats().chunks == before + 2
 
 
 def test_an_aborted_request_keeps_no_lease(here: Node, a: Instance, tiny: Instance) -> None:
@@ -287,6 +313,33 @@ def test_an_aborted_request_keeps_no_lease(here: Node, a: Instance, tiny: Instan
     tiny.ask("step", 1)
     eventually(lambda: here.stats().leases == 0, LEASE_SECONDS + 10)
     assert tiny.one(tokens).cached == 4 * CHUNK
+
+
+def test_asynchronous_loading_is_as_good(here: Node, a: Instance, loading: Instance, aside: Instance) -> None:
+    tokens = new_tokens(4 * CHUNK + 17)
+    branch = tokens[: 2 * CHUNK] + new_tokens(CHUNK)
+    keep(here, a, tokens)
+    aside.one(tokens)
+    for prompt, cached in ((tokens, 4 * CHUNK), (branch, 2 * CHUNK)):
+        own, from_pool = aside.one(prompt), loading.one(prompt)
+        assert (own.cached, from_pool.cached) == (cached, cached)
+        assert from_pool.said == own.said
+    with here.corrupted():
+        assert loading.again(tokens).tokens != aside.one(tokens).tokens
+    eventually(lambda: here.stats().leases == 0, LEASE_SECONDS + 10)
+
+
+def test_tensor_parallel_ranks_each_store_and_load_their_part(here: Node, ranks: Instance) -> None:
+    tokens, before = new_tokens(4 * CHUNK + 17), here.stats().chunks
+    computed = ranks.one(tokens)
+    stored(here, before + 2 * 4)
+    own, from_pool = ranks.one(tokens), ranks.again(tokens)
+    assert (computed.cached, own.cached, from_pool.cached) == (0, 4 * CHUNK, 4 * CHUNK)
+    assert computed.said == own.said == from_pool.said
+    with here.corrupted():
+        assert ranks.again(tokens).tokens != computed.tokens
+    assert here.stats().chunks == before + 2 * 4
+    eventually(lambda: here.stats().leases == 0, LEASE_SECONDS + 10)
 
 
 def test_a_dead_server_costs_the_hits_and_nothing_else(here: Node, a: Instance, b: Instance) -> None:

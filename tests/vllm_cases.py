@@ -15,6 +15,7 @@ import select
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -44,17 +45,19 @@ def missing() -> str:
 
 
 class Prompt(NamedTuple):
-    """A request. params: its `kv_transfer_params`. lora: the folder of an adapter, under the name and number that vLLM is told."""
+    """A request. params: its `kv_transfer_params`. lora: the folder of an adapter. rate: the prompt's own log probabilities too."""
 
     tokens: list[int]
     max_tokens: int = 6
     salt: str | None = None
     params: dict[str, Any] | None = None
     lora: str | None = None
+    rate: bool = False
 
 
 class Answer(NamedTuple):
-    """cached: prompt tokens that were not computed, from vLLM's own prefix cache or from the pool."""
+    """logprobs: of the tokens, after those of the prompt if it was rated. cached: prompt tokens that were not computed, since vLLM's
+    own prefix cache or the pool had them."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -207,7 +210,7 @@ class Instance:
         return self._line(seconds)
 
     def close(self) -> None:
-        """SIGKILL, and reaped: LMCache's threads would keep the process from ending by itself. Idempotent."""
+        """SIGKILL, and reaped. Idempotent."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(10)
@@ -232,6 +235,7 @@ _QUIET: dict[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCH_COMPILE_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "LMCACHE_TRACK_USAGE": "false",
@@ -403,7 +407,13 @@ class Serving:
 
         extra = {"kv_transfer_params": request.params} if request.params is not None else None
         return SamplingParams(
-            temperature=0, ignore_eos=True, detokenize=False, max_tokens=request.max_tokens, logprobs=0, extra_args=extra
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            max_tokens=request.max_tokens,
+            logprobs=0,
+            prompt_logprobs=0 if request.rate else None,
+            extra_args=extra,
         )
 
     def _lora(self, request: Prompt) -> Any:
@@ -416,19 +426,25 @@ class Serving:
 
     def _answer(self, output: Any) -> Sequence[Any]:
         (said,) = output.outputs
-        logprobs = [step[token].logprob for step, token in zip(said.logprobs or [], said.token_ids, strict=True)]
+        rated = zip(output.prompt_logprobs or [], output.prompt_token_ids, strict=False)
+        logprobs = [step[token].logprob for step, token in rated if step is not None]
+        logprobs += [step[token].logprob for step, token in zip(said.logprobs or [], said.token_ids, strict=True)]
         return list(said.token_ids), logprobs, output.num_cached_tokens
 
 
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    serving = Serving(json.loads(sys.argv[1]))
-    answers.write('"ready"\n')
-    for line in sys.stdin:
-        command, *arguments = json.loads(line)
-        answers.write(json.dumps(getattr(serving, command)(*arguments)) + "\n")
-    os._exit(0)
+    try:
+        serving = Serving(json.loads(sys.argv[1]))
+        answers.write('"ready"\n')
+        for line in sys.stdin:
+            command, *arguments = json.loads(line)
+            answers.write(json.dumps(getattr(serving, command)(*arguments)) + "\n")
+    except BaseException:  # noqa: BLE001 - the process's outermost loop
+        traceback.print_exc()
+    # LMCache's threads would keep the process from ending by itself.
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,16 @@ from typing import Literal
 import msgspec
 
 from vcache_backend import budget
-from vcache_backend.config import ByteSize, Config
-from vcache_backend.errors import SegmentError
+from vcache_backend.config import ByteSize, ClientConfig, Config
+from vcache_backend.errors import SegmentError, VCacheError
+from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     AnyReply,
     Error,
     Hello,
+    Reported,
     Welcome,
 )
 from vcache_backend.vram_pool import cuda_driver, devices
@@ -37,6 +39,8 @@ from vcache_backend.vram_pool.cuda_driver import DriverError
 from vcache_backend.vram_pool.devices import Gpu
 
 SERVER_SECONDS = 1.0
+REPORT_SECONDS = 3600.0
+"""Older reports are not findings any more; `vcache status` still shows them."""
 ENOUGH_FDS = 4096
 ENOUGH_SHM = 1 << 30
 MAX_SOCKET_PATH = 107
@@ -84,6 +88,7 @@ def diagnose(config: Config) -> list[Finding]:
         check_memory,
         check_socket,
         check_server,
+        check_reports,
         check_hash_seed,
         check_limits,
     ]
@@ -365,6 +370,29 @@ def _judge(reply: AnyReply, path: str) -> Iterator[Finding]:
         case _:
             detail = f"{path} answered {type(reply).__name__} to a hello"
             yield Finding("server", "fail", detail, "restart it with this version of vcache-backend")
+
+
+def check_reports(config: Config) -> Iterator[Finding]:
+    """What instances told the server within the last hour; nothing where there is no server to ask."""
+    within = ClientConfig(connect_seconds=SERVER_SECONDS, request_seconds=SERVER_SECONDS, spin_seconds=0)
+    try:
+        with Client(config.server.path, within, reconnect=False) as client:
+            reports = client.stats().reports if client.connected else []
+    except VCacheError as error:
+        yield Finding("reports", "warn", f"the server did not say what instances reported: {error}", "see its log")
+        return
+    since = time.time() - REPORT_SECONDS
+    yield from (_reported(report) for report in reversed(reports) if report.level != "info" and report.time >= since)
+
+
+def _reported(report: Reported) -> Finding:
+    """An error of a process that still runs is a failure; what is over, or was a warning, is one to know of."""
+    check = f"report of pid {report.pid}" if report.pid else "report"
+    when = time.strftime("%H:%M:%S", time.localtime(report.time))
+    if report.pid and not Path(f"/proc/{report.pid}").exists():
+        return Finding(check, "warn", f"{when}, {report.text}", "that process is gone: nothing, if its successor works")
+    advice = "put it right and restart that instance; its log says more"
+    return Finding(check, "fail" if report.level == "error" else "warn", f"{when}, {report.text}", advice)
 
 
 def check_hash_seed(config: Config) -> Iterator[Finding]:

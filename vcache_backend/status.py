@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from vcache_backend.config import ByteSize
-from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
+from vcache_backend.metadata_server.messages import Reported, SegmentInfo, ServerStats
 
 BAR_WIDTH = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_FOLDED = ("what it is", "report")
+"""Columns whose text may take several lines."""
 
 
 def plain(value: Any) -> Any:
@@ -55,6 +58,8 @@ def render(stats: ServerStats, before: ServerStats | None = None, seconds: float
         parts.append(_latencies(stats))
     if stats.namespaces:
         parts.append(_namespaces(stats))
+    if stats.reports:
+        parts.append(_reports(stats.reports))
     return Group(*parts)
 
 
@@ -142,8 +147,19 @@ def _namespaces(stats: ServerStats) -> RenderableType:
     return table
 
 
+def _reports(reports: Sequence[Reported]) -> RenderableType:
+    """What instances reported, newest first."""
+    table = _table("Reports", "when", "", "pid", "device", "report")
+    style = {"warn": "yellow", "error": "bold red"}
+    for reported in reversed(reports):
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reported.time))
+        level = Text(reported.level, style.get(reported.level, ""))
+        table.add_row(when, level, str(reported.pid), Text(reported.device), Text(reported.text))
+    return table
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
-        table.add_column(column, no_wrap=column != "what it is")
+        table.add_column(column, no_wrap=column not in _FOLDED)
     return table

@@ -13,6 +13,7 @@ from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat,
 from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface, StoragePluginInterface
 
 from vcache_backend.arguments import as_slots
+from vcache_backend.errors import VCacheError
 
 from . import installation
 from .memory import DeferredObj, NoAllocator
@@ -99,7 +100,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             return worker.load(objs, starts, slots, int(more.get("vllm_cached_tokens") or 0))
         except Exception as error:  # noqa: BLE001 as above
             self.note_failure("load", error)
-            return starts[0]
+            return starts[0] if starts else 0
 
     def shape(self, num_tokens: int) -> torch.Size:
         """What LMCache takes the KV of so many tokens for."""
@@ -240,4 +241,4 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     def _step_aside(self, error: Exception) -> None:
         self.reason = str(error) or type(error).__name__
-        self._starter.say_stepped_aside(self.reason, None if isinstance(error, StepAside) else error)
+        self._starter.say_stepped_aside(self.reason, None if isinstance(error, StepAside | VCacheError) else error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,16 +92,16 @@ def hash_once(engine: Any) -> None:
 
 def guard_hot_cache(local_cpu: Any) -> None:
     """LMCache's host tier caches what it gets from others by reference. It must not hold a slot of the pool, which will be reused."""
-    theirs = local_cpu.batched_submit_put_task
+    theirs = local_cpu.submit_put_task
     if hasattr(theirs, "of_lmcache"):
         return
 
-    def batched_submit_put_task(keys: Sequence[Any], memory_objs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        own = [(key, obj) for key, obj in zip(keys, memory_objs, strict=False) if not isinstance(obj, ChunkObj)]
-        return theirs([key for key, _ in own], [obj for _, obj in own], *args, **kwargs) if own else None
+    def submit_put_task(key: Any, memory_obj: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if isinstance(memory_obj, ChunkObj) else theirs(key, memory_obj, *args, **kwargs)
 
-    batched_submit_put_task.of_lmcache = theirs  # type: ignore[attr-defined]
-    local_cpu.batched_submit_put_task = batched_submit_put_task
+    # The batched call makes one of these of each object.
+    submit_put_task.of_lmcache = theirs  # type: ignore[attr-defined]
+    local_cpu.submit_put_task = submit_put_task
 
 
 def load_under_full_graphs(adapter: Any) -> None:

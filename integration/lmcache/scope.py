@@ -18,6 +18,9 @@ SKIP_SAVE = "lmcache.skip_save"
 PLAIN = "-"
 """The scope of a request with neither salt nor adapter."""
 
+REFUSED = "vcache.uncached"
+"""Beside `SKIP_SAVE`: the request is not looked up either, however often vLLM schedules it. Users may set it too."""
+
 _PARAMS = "kv_transfer_params"
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 
@@ -54,6 +57,11 @@ def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
     return {**(extra_args or {}), _PARAMS: {TAG: value, **{name: what for name, what in params.items() if name != TAG}}}
 
 
+def is_refused(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether `uncached` has been here."""
+    return bool(_params(extra_args).get(REFUSED, False))
+
+
 def uncached(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """A copy of `extra_args` that tells LMCache to store nothing of the request; tags, ours included, are taken out."""
     try:
@@ -61,7 +69,7 @@ def uncached(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     except ValueError:
         params = {}
     kept = {name: what for name, what in params.items() if not name.startswith(TAG_PREFIX)}
-    return {**(extra_args or {}), _PARAMS: {**kept, SKIP_SAVE: True}}
+    return {**(extra_args or {}), _PARAMS: {**kept, SKIP_SAVE: True, REFUSED: True}}
 
 
 def _params(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -112,20 +112,34 @@ class Starter:
         mine = VCacheGPUConnector(self._backend, getattr(theirs, "load_stream", None))
         self._engine.gpu_connector = mine
 
+        engine = self._engine
+
         def retrieving() -> None:
             mine.failed_from = None
+            # The host tier may have been made again since (`recreate_backend`).
+            if engine.storage_manager is not None and engine.storage_manager.local_cpu_backend is not None:
+                installation.guard_hot_cache(engine.storage_manager.local_cpu_backend)
 
         installation.wrap_retrieve(self._engine, lambda: mine.failed_from, retrieving)
         installation.hash_once(self._engine)
         if self._backend.local_cpu_backend is not None:
             installation.guard_hot_cache(self._backend.local_cpu_backend)
-        # Made again (`recreate_backend`): LMCache would go on allocating from the one before.
-        if self._engine.storage_manager is not None:
-            self._engine.storage_manager.allocator_backend = self._backend
+        self._succeed()
         adapter = self._instance.connector if self._instance is not None else None
         if adapter is not None:
             installation.load_under_full_graphs(adapter)
             installation.keep_slot_mappings_on_host(adapter)
+
+    def _succeed(self) -> None:
+        """Take the place of the plugin's backend before this one. `recreate_backend` of LMCache, and of any other tier, makes a new
+        one: it goes on allocating from the old one, and closes that only if it was the one to be made again."""
+        manager = self._engine.storage_manager
+        if manager is None:
+            return
+        for backend in list(manager.storage_backends.values()):
+            if getattr(backend, "is_vcache", False) and backend is not self._backend:
+                backend.close()
+        manager.allocator_backend = self._backend
 
     def _refuse_other_sizes(self, nbytes: int) -> None:
         """Other tiers of LMCache allocate what its metadata says a chunk has."""
@@ -166,7 +180,7 @@ def _on_device_of(kv: PagedKV, config: Config) -> Config:
 
 
 def _round_trip(io: ChunkIO, kv: PagedKV) -> str | None:
-    """Bytes through a slot of the pool and back, or None where there is no slot to try: no server yet, or a full pool."""
+    """Bytes through a slot of the pool and back, or None where there is no slot to try: no server yet, or nothing can be evicted."""
     key = ChunkKey(io.layout.namespace().prefix + os.urandom(KEY_BYTES - NAMESPACE_BYTES))
     try:
         reserved = io.client.reserve([key], kv.chunk_bytes(io.chunk_size))

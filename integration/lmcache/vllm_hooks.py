@@ -23,7 +23,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from .scope import TAG, has_own_tag, scope, tagged, uncached
+from .scope import TAG, has_own_tag, is_refused, scope, tagged, uncached
 
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 CONNECTOR_CLASS = "LMCacheConnectorV1"
@@ -149,13 +149,15 @@ class Scheduler:
         self._warned = False
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
-        """As the adapter's, after the request got its tag. 0 without asking for a request that is not to be cached."""
+        """As the adapter's, after the request got its tag. 0 without asking for a request that is not to be cached, or of which
+        every token is to be computed (prompt log probabilities; before 0.30 or so vLLM does not see to that itself)."""
         try:
             cacheable = give_scope(request)
         except Exception as error:  # noqa: BLE001 - the door to vLLM
             cacheable = False
             self._refuse_to_save(request, error)
-        if cacheable or self._adapter.lookup_client is None:
+        wanted = cacheable and not getattr(request, "skip_reading_prefix_cache", False)
+        if wanted or self._adapter.lookup_client is None:
             found: int | None = self._look_up(request, num_computed_tokens)
             return found
         # The adapter wants to know of every request what was cached when it was scheduled (it asserts so after a preemption).
@@ -186,14 +188,16 @@ def give_scope(request: Any) -> bool:
     """Write the scope of a vLLM request into its sampling parameters; whether it may be cached.
 
     Not cached: a request without sampling parameters (pooling), one with prompt embeddings (LMCache's key has only token ids),
-    and one with a LoRA adapter but no tag of the user's (an adapter's name and path do not say which weights lie there).
+    one with a LoRA adapter but no tag of the user's (an adapter's name and path do not say which weights lie there), and one
+    that was refused before.
     May be called again for the same request. The parameters are copied: other requests may hold the same object.
     """
     params = request.sampling_params
     if params is None:
         return False
-    lora = request.lora_request
-    if getattr(request, "prompt_embeds", None) is not None or (lora is not None and not has_own_tag(params.extra_args)):
+    lora, extra = request.lora_request, params.extra_args
+    embedded = getattr(request, "prompt_embeds", None) is not None
+    if is_refused(extra) or embedded or (lora is not None and not has_own_tag(extra)):
         _replace(request, uncached)
         return False
     value = scope(request.cache_salt, None if lora is None else (lora.lora_name, lora.lora_path))

@@ -68,13 +68,13 @@ class PoolWorker:
         with self._pinning:
             if len(self._pins) >= MAX_PINS:
                 self._pins = {key: there for key, there in self._pins.items() if there[-1].seconds_left}
-            self._pins.setdefault(keys[0], []).append(lease)
+            # Look-ups of requests that were never scheduled leave theirs behind.
+            self._pins[keys[0]] = [there for there in self._pins.get(keys[0], ()) if there.seconds_left] + [lease]
         return readable
 
     def unpin(self, key: CacheEngineKey) -> bool:
         """End the oldest lease of a look-up that began with `key`; nothing for the keys after it."""
         with self._pinning:
-            # Those of abandoned look-ups have ended by themselves.
             leases = [lease for lease in self._pins.pop(key, ()) if lease.seconds_left]
             lease = leases.pop(0) if leases else None
             if leases:

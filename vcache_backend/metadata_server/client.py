@@ -168,6 +168,14 @@ class Client:
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)
 
+    def report(self, level: m.Level, text: str) -> bool:
+        """Tell whoever looks after the node one line (cut at `MAX_REPORT_CHARS`); False if this connection said it before.
+
+        A control call. Refused by a server too old to know it, and if `text` is empty.
+        """
+        request = m.Report(level, text[: m.MAX_REPORT_CHARS])
+        return bool(self._call(request, m.Count, self._config.control_seconds).count)
+
     # ---- one request
 
     def _call(

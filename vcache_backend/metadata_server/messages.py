@@ -30,6 +30,8 @@ Keys = Annotated[
 ]
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
+MAX_REPORT_CHARS = 1024
+Level = Literal["info", "warn", "error"]
 
 
 class Refusal(IntEnum):
@@ -73,6 +75,17 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     largest_hole: int = 0
     evictions: int = 0
     state: Literal["live", "absent", "draining"] = "live"
+
+
+class Reported(msgspec.Struct, frozen=True, array_like=True):
+    """A `Report` as the server keeps it. `time`: wall clock, seconds since the epoch. `pid`: 0 if it lives in another pid namespace.
+    `device`: the one the connection's hello named."""
+
+    time: float
+    level: Level
+    pid: int
+    device: str
+    text: str
 
 
 # ---- requests
@@ -202,6 +215,14 @@ class Stats(Request, frozen=True, tag="stats"):
     """→ `ServerStats`."""
 
 
+class Report(Request, frozen=True, tag="report"):
+    """A line for whoever looks after the node, such as why an instance caches nothing → `Count`: 1, or 0 if this connection's
+    words are among the newest already. The server logs it and keeps the newest. A server from before this request answers `Error`."""
+
+    level: Level
+    text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REPORT_CHARS)]
+
+
 # ---- replies
 
 
@@ -288,7 +309,8 @@ class Latency(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ServerStats(Reply, frozen=True, tag="server_stats"):
-    """Counters since the server's start. `lookup_*` count chunks asked and found; `latency` is by request name."""
+    """Counters since the server's start. `lookup_*` count chunks asked and found; `latency` is by request name.
+    `reports`: the newest, oldest first; a server from before `Report` sends none."""
 
     epoch: int
     uptime_seconds: float
@@ -302,6 +324,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     segments: list[SegmentInfo]
     namespaces: dict[str, str]
     rss_bytes: int
+    reports: list[Reported] = []
 
 
 AnyRequest = (
@@ -323,5 +346,6 @@ AnyRequest = (
     | Remove
     | Clear
     | Stats
+    | Report
 )
 AnyReply = Welcome | Error | Added | Opened | Dropped | Segments | Reserved | Leased | Count | Verdict | Present | ServerStats

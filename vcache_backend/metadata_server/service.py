@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import resource
 import time
@@ -11,7 +12,11 @@ from typing import assert_never
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.directory import Client, Directory
+from vcache_backend.metadata_server.reports import Reports
 
+log = logging.getLogger(__name__)
+
+_LOG_LEVELS: dict[m.Level, int] = {"info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -28,6 +33,7 @@ class Service:
         self.layouts: dict[int, dict[str, str]] = {}
         self.latency: dict[str, Histogram] = {}
         self.fds: dict[m.SegmentId, int] = {}
+        self.reports = Reports(time.time)
         self._started = time.monotonic()
 
     def answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, int | None]:
@@ -81,6 +87,8 @@ class Service:
                 return m.Segments(directory.segment_infos()), None
             case m.Stats():
                 return self._stats(), None
+            case m.Report(level, text):
+                return self._report(client, level, text), None
             case m.Hello():
                 raise Refuse("hello was said already on this connection")
             case _:
@@ -139,6 +147,12 @@ class Service:
             os.close(self.fds.pop(id_))
         return m.Dropped(chunks, gone)
 
+    def _report(self, client: Client, level: m.Level, text: str) -> m.Count:
+        reported = self.reports.add(client, level, text)
+        if reported is not None:
+            log.log(_LOG_LEVELS[level], "pid %d on %s reports: %s", reported.pid, reported.device, reported.text)
+        return m.Count(int(reported is not None))
+
     def _stats(self) -> m.ServerStats:
         directory = self.directory
         open_, quarantined = directory.reservations.counts()
@@ -156,6 +170,7 @@ class Service:
             segments=directory.segment_infos(),
             namespaces={layout.get("namespace", ""): layout.get("model", "") for layout in self.layouts.values()},
             rss_bytes=_rss_bytes(),
+            reports=self.reports.newest_last(),
         )
 
 

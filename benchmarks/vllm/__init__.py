@@ -1,0 +1,1 @@
+"""Real vLLM instances in processes of their own, and what `benchmarks/vllm_ttft.py` measures on them."""

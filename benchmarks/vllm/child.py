@@ -1,0 +1,168 @@
+"""Inside an instance's process: one vLLM engine, and the commands `instance.Instance` sends it.
+
+Started with the settings as JSON in its only argument. Commands are lines of JSON on standard input, answers lines of JSON on what
+was standard output; whatever vLLM prints goes to standard error, which is the log.
+
+Requests go to `LLMEngine` one step at a time, the engine core in its own process as under `vllm serve`: the time to first token runs
+from before the request is handed in until `step` returns its first token, with tokenisation left out and all else in.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from .weights import scale_weights
+
+SECONDS = 120.0
+
+
+class Serving:
+    """The commands. Each takes and returns what JSON can say."""
+
+    def __init__(self, arguments: dict[str, Any], dummy: bool) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+        self._engine = self._llm.llm_engine
+        self._count = 0
+        if dummy:
+            self._llm.apply_model(scale_weights)
+        gc.collect()
+        gc.freeze()
+
+    def about(self) -> dict[str, Any]:
+        """What this engine is, as far as it matters to a comparison."""
+        config = self._engine.vllm_config
+        compilation = config.compilation_config
+        return {
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "blocks": config.cache_config.num_gpu_blocks,
+            "block_size": config.cache_config.block_size,
+            "cudagraph_mode": str(getattr(compilation, "cudagraph_mode", "")),
+            "model_len": config.model_config.max_model_len,
+        }
+
+    def generate(self, tokens: list[int], count: int, logprobs: int | None = None, chunk: int = 0) -> dict[str, Any]:
+        """One request, alone. tokens: what came out; logprobs: of each step, sorted pairs of token and value; times in seconds."""
+        name, started = self._add(tokens, count, logprobs, chunk)
+        times: list[float] = []
+        while True:
+            outputs = self._engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                (said,) = output.outputs
+                times += [now] * (len(said.token_ids) - len(times))
+                if output.finished:
+                    return self._answer(output, started, times)
+            if now - started > SECONDS:
+                self._engine.abort_request([name])
+                raise TimeoutError(f"no answer to a request of {len(tokens)} tokens in {SECONDS:g} s")
+
+    def reset(self) -> bool:
+        """Empty vLLM's own prefix cache."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def decode(self, prompts: list[list[int]], count: int, windows: list[dict[str, Any]], loads: list[list[int]]) -> Any:
+        """Keep `prompts` decoding and look at the gaps between their tokens, window by window.
+
+        A window: seconds, and every: how often to hand in the next of `loads`, in turn, for one token; 0: none. For each window the
+        gaps between tokens of one request in seconds, all requests' together, those of steps in which a load's token came apart,
+        and of each load its seconds to first token and its cached tokens.
+        """
+        running = {self._add(prompt, count, None, 0)[0] for prompt in prompts}
+        last: dict[str, float] = {}
+        while len(last) < len(running):
+            last |= {output.request_id: time.perf_counter() for output in self._engine.step()}
+        results = [self._window(running, last, window, loads) for window in windows]
+        self._engine.abort_request(list(running))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        return results
+
+    def _window(
+        self, running: set[str], last: dict[str, float], window: dict[str, Any], loads: list[list[int]]
+    ) -> dict[str, Any]:
+        started = time.perf_counter()
+        until, due = started + window["seconds"], started + window["every"] if window["every"] else float("inf")
+        loading: dict[str, float] = {}
+        gaps: list[float] = []
+        beside: list[float] = []
+        done: list[tuple[float, int]] = []
+        while (now := time.perf_counter()) < until:
+            if now >= due and not loading:
+                name, handed = self._add(loads[self._count % len(loads)], 1, None, 0)
+                loading[name], due = handed, due + window["every"]
+            outputs = self._engine.step()
+            now = time.perf_counter()
+            with_load = any(output.request_id in loading for output in outputs)
+            for output in outputs:
+                if output.request_id in running:
+                    (beside if with_load else gaps).append(now - last[output.request_id])
+                    last[output.request_id] = now
+                elif output.request_id in loading:
+                    done.append((now - loading.pop(output.request_id), output.num_cached_tokens or 0))
+        return {"gaps": gaps, "beside": beside, "loads": done}
+
+    def _add(self, tokens: list[int], count: int, logprobs: int | None, chunk: int) -> tuple[str, float]:
+        from vllm import SamplingParams
+
+        self._count += 1
+        name = str(self._count)
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=count,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=logprobs,
+            extra_args={"chunk": chunk} if chunk else None,
+        )
+        started = time.perf_counter()
+        self._engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+        return name, started
+
+    def _answer(self, output: Any, started: float, times: list[float]) -> dict[str, Any]:
+        (said,) = output.outputs
+        steps = [sorted((int(token), value.logprob) for token, value in step.items()) for step in said.logprobs or []]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        cached = output.num_cached_tokens or 0
+        return {"tokens": list(said.token_ids), "logprobs": steps, "cached": cached, "ttft": times[0] - started, "gaps": gaps}
+
+
+def main() -> None:
+    """Start the engine, say "ready", answer until standard input ends. LMCache's threads would keep the process: it exits hard."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    settings = json.loads(sys.argv[1])
+
+    def say(answer: Callable[[], Any]) -> None:
+        try:
+            line = {"answer": answer()}
+        except Exception as error:  # noqa: BLE001 the parent decides what a failure costs
+            traceback.print_exc()
+            line = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(line) + "\n")
+
+    serving: list[Serving] = []
+
+    def start() -> str:
+        serving.append(Serving(settings["arguments"], settings["dummy"]))
+        return "ready"
+
+    say(start)
+    for line in sys.stdin:
+        command, arguments = json.loads(line)
+        say(lambda: getattr(serving[0], command)(**arguments))  # noqa: B023 called at once
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

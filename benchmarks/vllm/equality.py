@@ -1,0 +1,257 @@
+"""Is what comes after a hit what it should be? Tokens and logprobs, bit for bit, against vLLM's own prefix cache.
+
+For each prompt, `first` is computed by instance A (which stores it) and, in a step of the same shape, by a vLLM without LMCache, the
+reference. Then `then` is asked of both the reference, whose own prefix cache has it, and of instance B on the other GPU, which has
+never computed it: what B says can only come from the pool. The reference's hit is as long as LMCache's (see `scheduler`), so both
+compute the same tokens in steps of the same shapes, 64 greedy tokens follow, one request at a time. B's KV blocks hold other
+prompts' bytes before. A prompt counts as equal only if B's hit was as long as it should be and every token and logprob is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ..results import Row
+from .fleet import Fleet
+from .process import Child
+from .prompts import Hit, Prompts
+from .report import Clock, OutOfTime, fraction
+
+LOGPROBS = 5
+SECONDS = 60.0
+POISON = 0x5A
+MASKS = (0x01, 0x40, 0xFF)
+
+
+def said(answer: dict[str, Any]) -> str:
+    """What must be the same, as text, so that NaN equals NaN."""
+    return json.dumps([answer["tokens"], answer["logprobs"]])
+
+
+def soil(child: Child, fleet: Fleet, prompts: Prompts) -> None:
+    """Fill every KV block of an instance with the KV of prompts that nobody asks for again."""
+    for length in fleet.scale.dirt:
+        child.ask("generate", SECONDS, tokens=prompts.new(length), count=1)
+
+
+def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
+    """What vLLM's own prefix cache makes of it, `first` having been computed."""
+    settings = {"count": fleet.scale.answer, "logprobs": LOGPROBS, "chunk": fleet.scale.chunk}
+    answer: dict[str, Any] = child.ask("generate", SECONDS, tokens=hit.then, **settings)
+    if answer["cached"] != hit.cached:
+        raise RuntimeError(f"the reference's hit has {answer['cached']} tokens where {hit.cached} were due ({hit.kind})")
+    return answer
+
+
+class Pair:
+    """A stores, B hits, and the reference."""
+
+    def __init__(self, fleet: Fleet, prefix: str = "") -> None:
+        self.fleet = fleet
+        self.a, self.b = fleet.instance(f"{prefix}a"), fleet.instance(f"{prefix}b")
+        self.alone = fleet.instance(f"{prefix}alone")
+        self._room = 0
+
+    def store(self, hit: Hit) -> int:
+        """A computes and stores `first`, and the reference computes it; the pool is emptied where it would have to evict."""
+        scale = self.fleet.scale
+        chunks = len(hit.first) // scale.chunk
+        self._room -= chunks
+        if self._room < 0:
+            self.fleet.pool.clear()
+            self._room = int(0.8 * scale.pool_bytes / (scale.token_bytes * scale.chunk)) - chunks
+        due = self.fleet.chunks() + chunks
+        for child in (self.a, self.alone):
+            child.ask("generate", SECONDS, tokens=hit.first, count=1)
+        if not self.fleet.stored(due):
+            print(f"  {hit.kind}: the pool holds {self.fleet.chunks()} chunks where {due} were due", flush=True)
+        return chunks
+
+    def both(self, hit: Hit) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The reference's answer and B's, at the same time on their GPUs."""
+        self.b.send("generate", tokens=hit.then, count=self.fleet.scale.answer, logprobs=LOGPROBS)
+        try:
+            expected = reference(self.alone, self.fleet, hit)
+        finally:
+            got = self.b.answer(SECONDS)
+        return expected, got
+
+
+def equal(
+    fleet: Fleet, clock: Clock, hits: Sequence[Hit], prompts: Prompts, case: str = "lmcache_equal", prefix: str = ""
+) -> list[Row]:
+    """The row over all `hits`, or over those before the time was up."""
+    pair = Pair(fleet, prefix)
+    soil(pair.b, fleet, prompts)
+    wrong: Counter[str] = Counter()
+    good: list[bool] = []
+    started = time.monotonic()
+    for hit in hits:
+        try:
+            clock.check(10)
+        except OutOfTime:
+            break
+        pair.store(hit)
+        expected, got = pair.both(hit)
+        same = said(expected) == said(got) and got["cached"] == hit.cached
+        good.append(same)
+        if not same:
+            wrong[hit.kind] += 1
+            print(f"  {hit.kind}: {_difference(expected, got, hit)}", flush=True)
+        if len(good) % 20 == 0:
+            print(f"  {len(good)} of {len(hits)} prompts, {sum(good)} equal, {time.monotonic() - started:.0f} s", flush=True)
+    kinds = Counter("partial" if "+" in hit.kind else hit.kind for hit in hits[: len(good)])
+    what = (
+        f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit stored by the other GPU, bit for bit against "
+        f"vLLM's own prefix-cache hit of the same length; prompts by length: {dict(sorted(kinds.items()))}"
+    )
+    if wrong:
+        what += f"; wrong: {dict(wrong)}"
+    return [fraction(case, good, what)]
+
+
+def _difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
+    if got["cached"] != hit.cached:
+        return f"{got['cached']} tokens cached where {hit.cached} were due"
+    pairs = list(zip(expected["logprobs"], got["logprobs"], strict=True))
+    first = next((index for index, (one, other) in enumerate(pairs) if one != other), -1)
+    return f"differs from step {first} on; tokens {'equal' if expected['tokens'] == got['tokens'] else 'differ'}"
+
+
+def sensitive(fleet: Fleet, prompts: Prompts) -> list[Row]:
+    """What the other comparisons rest on: an early token changes the output, and the reference repeats itself."""
+    alone, scale = fleet.instance("alone"), fleet.scale
+    changed, repeated, tokens = [], [], 0
+    for length in scale.few * 2:
+        hit = prompts.whole(length)
+        alone.ask("generate", SECONDS, tokens=hit.first, count=1)
+        one, again = reference(alone, fleet, hit), reference(alone, fleet, hit)
+        altered = [hit.first[0] % (scale.vocabulary - 4) + 3, *hit.first[1:]]
+        alone.ask("generate", SECONDS, tokens=altered, count=1)
+        other = reference(alone, fleet, Hit(hit.kind, altered, altered, hit.cached))
+        changed.append(said(one) != said(other))
+        tokens += one["tokens"] != other["tokens"]
+        repeated.append(said(one) == said(again))
+    lengths = f"lengths {scale.few}"
+    what = f"prompts whose logprobs after a prefix-cache hit change with token 0 ({tokens}: the greedy tokens too); {lengths}"
+    return [
+        fraction("lmcache_first_token_matters", changed, what),
+        fraction("lmcache_reference_repeats", repeated, f"vLLM's own prefix-cache hit twice, bit for bit; {lengths}"),
+    ]
+
+
+def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
+    """One byte of the pool is flipped, and the comparison must see it; before and after it must see nothing."""
+    pair, memory, scale = Pair(fleet), fleet.helper(), fleet.scale
+    hit = prompts.whole(scale.few[-1] if scale.few[-1] < 2048 else scale.few[2])
+    fleet.pool.clear()
+    memory.ask("fill", value=POISON)
+    pair.store(hit)
+    where = memory.ask("written", value=POISON)[0]
+    # Slots begin on pages; V of a token's first head follows its K.
+    byte = {"id_": where["segment"], "offset": where["first"] // 4096 * 4096 + 2 * scale.model["head_dim"] + 1}
+    expected, got = pair.both(hit)
+
+    def verdict(answer: dict[str, Any]) -> str:
+        if answer["cached"] != hit.cached:
+            return "no hit"
+        return "equal" if said(answer) == said(expected) else "different"
+
+    def again(mask: int) -> str:
+        memory.ask("flip", **byte, mask=mask)
+        pair.b.ask("reset")
+        return verdict(pair.b.ask("generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS))
+
+    before, caught, after = verdict(got), "equal", "equal"
+    for mask in MASKS:
+        caught, after = again(mask), again(mask)
+        if caught != "equal" or after != "equal":
+            break
+    what = (
+        f"a byte of layer 0 in the pool exclusive or 0x{mask:02x}: {before} before, {caught} with it, {after} once it is undone"
+    )
+    return [fraction("lmcache_flipped_byte_caught", [(before, caught, after) == ("equal", "different", "equal")], what)]
+
+
+def stock(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+    """Stock LMCache in the process, its hits on overwritten blocks."""
+    child, alone, scale = fleet.instance("stock"), fleet.instance("alone"), fleet.scale
+    hits = prompts.hits(scale.stock, 0)
+    expected = []
+    for hit in hits:
+        clock.check(20)
+        for each in (child, alone):
+            each.ask("generate", SECONDS, tokens=hit.first, count=1)
+        expected.append(reference(alone, fleet, hit))
+    child.ask("reset")
+    soil(child, fleet, prompts)
+    child.ask("reset")
+    good, full, tokens = [], 0, 0
+    for hit, one in zip(hits, expected, strict=True):
+        got = child.ask("generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS)
+        full += got["cached"] == hit.cached
+        tokens += got["tokens"] == one["tokens"]
+        good.append(said(one) == said(got))
+    what = (
+        f"stock LMCache in the process, local_cpu: true, hits on overwritten blocks: {full} full hits, {tokens} with equal tokens"
+    )
+    return [fraction("lmcache_stock_equal", good, what, limited=False)]
+
+
+def restart(fleet: Fleet, prompts: Prompts) -> list[Row]:
+    """B is killed and started again; the first request hits what A stored, the second what B itself had stored."""
+    pair, scale = Pair(fleet), fleet.scale
+    fleet.pool.clear()
+    theirs, own = prompts.whole(scale.few[1]), prompts.whole(scale.few[2])
+    expected = []
+    for hit, writer in ((theirs, pair.a), (own, pair.b)):
+        due = fleet.chunks() + len(hit.first) // scale.chunk
+        for child in (writer, pair.alone):
+            child.ask("generate", SECONDS, tokens=hit.first, count=1)
+        fleet.stored(due)
+        expected.append(reference(pair.alone, fleet, hit))
+    fleet.kill("b")
+    started = time.monotonic()
+    again = fleet.instance("b")
+    seconds = time.monotonic() - started
+    good, cached = [], []
+    for hit, one in zip((theirs, own), expected, strict=True):
+        got = again.ask("generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS)
+        cached.append(got["cached"])
+        good.append(got["cached"] == hit.cached and said(got) == said(one))
+    what = (
+        f"vLLM killed with SIGKILL, ready again after {seconds:.0f} s, pool kept: the first request hits what the other instance stored, "
+        f"the second what it stored itself; cached {cached} of {[theirs.cached, own.cached]} tokens, equal to the own prefix cache"
+    )
+    return [fraction("lmcache_restart_hits", good, what)]
+
+
+def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
+    """One instance on both GPUs: its own prefix-cache hit, then, its blocks overwritten, the pool's.
+
+    Whole hits alone: the reference is this very instance, and stores what it computes of a longer prompt.
+    """
+    child, scale = fleet.instance("tp2"), fleet.scale
+    hits = [prompts.whole(length) for length in scale.few * 2]
+    fleet.pool.clear()
+    expected = []
+    for hit in hits:
+        child.ask("generate", SECONDS, tokens=hit.first, count=1)
+        expected.append(reference(child, fleet, hit))
+    fleet.stored(2 * sum(len(hit.first) // scale.chunk for hit in hits))
+    child.ask("reset")
+    soil(child, fleet, prompts)
+    child.ask("reset")
+    good, full = [], 0
+    for hit, one in zip(hits, expected, strict=True):
+        got = child.ask("generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS)
+        full += got["cached"] == hit.cached
+        good.append(got["cached"] == hit.cached and said(got) == said(one))
+    what = (
+        f"tensor parallel 2 on two GPUs, hits from the pool on overwritten blocks against the own prefix cache; {full} full hits"
+    )
+    return [fraction("lmcache_tp2_equal", good, what)]

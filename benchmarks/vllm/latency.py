@@ -1,0 +1,257 @@
+"""Times: to first token on a hit, on a miss, and between the tokens of running requests while another one loads.
+
+All on otherwise idle GPUs, one request at a time unless said otherwise, the variants in turn within each round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from ..results import Row, row
+from .fleet import Fleet
+from .process import ChildFailed
+from .prompts import Prompts
+from .report import Clock, recorded
+
+SECONDS = 60.0
+MS = 1e3
+ALLOWED_MS = 2.0
+ALLOWED_COPY = 1.15
+VS_RECOMPUTE = {"4k": 4.0, "16k": 15.0, "32k": 30.0}
+VS_MP = {"4k": 1.5, "16k": 2.5, "32k": 3.0}
+MP_SETTLES = 0.4
+"""LMCache's MP server stores in the background and says nothing when it is done; 32k tokens take it 0.1 s."""
+LOAD = "16k"
+EVERY = 1.0
+OFTEN = 0.1
+
+SIDES = {"vcache": ("a", "b"), "mp": ("mp_a", "mp_b")}
+"""Who stores and who hits."""
+
+Samples = dict[tuple[str, str], list[float]]
+
+
+def copy_engine(fleet: Fleet) -> float:
+    """GB/s of the copy engine between the GPUs, measured now; nothing to go by on the CPU."""
+    if fleet.scale.cpu:
+        return 1.0
+    speeds: list[float] = fleet.helper().ask("copy_speed", 90.0, nbytes=1 << 30)
+    return statistics.median(speeds)
+
+
+def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, variants: Sequence[str]) -> list[Row]:
+    """TTFT by length of: recomputing, vLLM's own prefix cache, and `variants` (`vcache`, `mp`). One warm-up round is left out.
+
+    A variant whose instances do not start is left out; when time runs short, what there is by then is taken.
+    """
+    fleet.settle()
+    speed = copy_engine(fleet)
+    samples: Samples = defaultdict(list)
+    short: list[str] = []
+    able = [variant for variant in variants if _starts(fleet, variant)]
+    for turn in range(rounds + 1):
+        if turn > 2 and clock.left < 25:
+            break
+        clock.check(15)
+        for name, length in fleet.scale.lengths.items():
+            _round(fleet, prompts.new(length), name, samples if turn else defaultdict(list), able, short)
+        print(f"  round {turn} of {rounds}: {clock.spent:.0f} s into the run", flush=True)
+    return _rows(fleet, samples, speed, short)
+
+
+def _starts(fleet: Fleet, variant: str) -> bool:
+    try:
+        for name in SIDES[variant]:
+            fleet.instance(name)
+    except ChildFailed as error:
+        print(f"  {variant} is left out: {error}", flush=True)
+        return False
+    return True
+
+
+def _round(fleet: Fleet, prompt: list[int], name: str, samples: Samples, variants: Sequence[str], short: list[str]) -> None:
+    """One prompt through all variants."""
+    due = fleet.scale.hit(len(prompt))
+    alone = fleet.instance("alone")
+    samples["recompute", name].append(_ttft(alone, prompt)[0])
+    samples["prefix", name].append(_ttft(alone, prompt)[0])
+    for variant in variants:
+        writer, reader = SIDES[variant]
+        if variant == "vcache":
+            _make_room(fleet, len(prompt))
+            chunks = fleet.chunks() + len(prompt) // fleet.scale.chunk
+            _ttft(fleet.instance(writer), prompt)
+            fleet.stored(chunks)
+        else:
+            _ttft(fleet.instance(writer), prompt)
+            time.sleep(MP_SETTLES)
+        seconds, cached = _ttft(fleet.instance(reader), prompt)
+        if due - fleet.scale.chunk < cached:
+            samples[variant, name].append(seconds)
+        else:
+            short.append(f"{variant} {name}: {cached} of {due}")
+
+
+def _make_room(fleet: Fleet, tokens: int) -> None:
+    """Empty the pool before it must evict: what is stored then would lie on the reader's own GPU."""
+    scale = fleet.scale
+    if (fleet.chunks() * scale.chunk + tokens) * scale.token_bytes > 0.8 * scale.pool_bytes:
+        fleet.pool.clear()
+
+
+def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
+    answer = child.ask("generate", SECONDS, tokens=prompt, count=1)
+    return answer["ttft"], answer["cached"]
+
+
+def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str]) -> list[Row]:
+    rows = []
+    if not fleet.scale.cpu:
+        rows.append(
+            Row("lmcache_copy_engine", speed, "GB/s", speed, 1.0, 1, 0.0, "the copy engine between the two GPUs in this run")
+        )
+    missed = f"; not full hits, left out: {', '.join(short)}" if short else ""
+    for name, length in fleet.scale.lengths.items():
+        held = {variant: [1e3 * value for value in samples[variant, name]] for variant in ("recompute", "prefix", "vcache", "mp")}
+        if not held["prefix"]:
+            continue
+        floor = statistics.median(held["prefix"])
+        for variant, values in held.items():
+            if values:
+                what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
+                rows.append(recorded(f"lmcache_{variant}_ms_{name}", "ms", values, floor, what))
+        if name in VS_RECOMPUTE and held["vcache"]:
+            rows += _judged(fleet, name, held, floor, speed, missed)
+    return rows
+
+
+def _judged(fleet: Fleet, name: str, held: dict[str, list[float]], floor: float, speed: float, missed: str) -> list[Row]:
+    """The rows with limits."""
+    nbytes = fleet.scale.lengths[name] * fleet.scale.token_bytes
+    allowed = floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + ALLOWED_MS
+    ours = held["vcache"]
+    sum_ = f"own prefix-cache hit {floor:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms"
+    what = f"TTFT of a hit on the peer GPU; reference: {sum_}"
+    rows = [row(f"lmcache_ttft_{name}", "ms", ours, allowed, what=what + missed, at_most=1.0)]
+    against = "reference: a hit on the peer GPU through the pool"
+    rows.append(
+        row(
+            f"lmcache_vs_recompute_{name}",
+            "ms",
+            held["recompute"],
+            ours,
+            what=f"TTFT recomputing; {against}",
+            at_least=VS_RECOMPUTE[name],
+        )
+    )
+    if held["mp"]:
+        what = f"TTFT of a hit through LMCache's MP server (host memory); {against}{missed}"
+        rows.append(row(f"lmcache_vs_mp_{name}", "ms", held["mp"], ours, what=what, at_least=VS_MP[name]))
+    return rows
+
+
+def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -> list[Row]:
+    """TTFT of a miss with the pool and without, on one GPU, in turn; what the pool stores of it lies on that GPU."""
+    fleet.settle()
+    children = {"with": fleet.instance("a"), "without": fleet.instance("alone")}
+    rows: list[Row] = []
+    for name, count in counts.items():
+        samples: dict[str, list[float]] = {"with": [], "without": []}
+        for turn in range(count + 1):
+            clock.check(10)
+            _make_room(fleet, fleet.scale.lengths[name])
+            for which in ("with", "without") if turn % 2 else ("without", "with"):
+                seconds, cached = _ttft(children[which], prompts.new(fleet.scale.lengths[name]))
+                if turn and not cached:
+                    samples[which].append(seconds * MS)
+        what = f"TTFT of a miss of {fleet.scale.lengths[name]} tokens with the pool on, stored as it goes; reference: vLLM alone"
+        limit = 1.01 if name in VS_RECOMPUTE else None
+        rows.append(row(f"lmcache_miss_overhead_{name}", "ms", samples["with"], samples["without"], what=what, at_most=limit))
+    judged = [each for each in rows if each.ok is not None]
+    if judged:
+        worst = max(judged, key=lambda each: each.ratio)
+        what = f"the worst of the lengths {[each.case.rpartition('_')[2] for each in judged]}: {worst.what}"
+        rows.append(
+            Row(
+                "lmcache_miss_overhead",
+                worst.value,
+                "ms",
+                worst.reference,
+                worst.ratio,
+                worst.runs,
+                worst.spread,
+                what,
+                "<= 1.01",
+                worst.ok,
+            )
+        )
+    return rows
+
+
+def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+    """Gaps between the tokens of running requests on B while requests load 16k tokens from A's GPU, one a second.
+
+    LMCache loads before the step, on the worker's main thread, so every running request waits for the copy, in one step a load.
+    Windows with and without loads alternate. The loads take turns among as many prompts as B's own prefix cache cannot keep.
+    """
+    fleet.settle()
+    scale, a, b = fleet.scale, fleet.instance("a"), fleet.instance("b")
+    fleet.pool.clear()
+    length = scale.lengths[LOAD]
+    held = scale.kv_bytes // scale.token_bytes // length
+    loads = [prompts.new(length) for _ in range(held + 2)]
+    for prompt in loads:
+        clock.check(40)
+        due = fleet.chunks() + length // scale.chunk
+        a.ask("generate", SECONDS, tokens=prompt, count=1)
+        fleet.stored(due)
+    seconds = scale.decode_seconds
+    order = [0.0, EVERY, 0.0, EVERY, OFTEN]
+    windows = [{"seconds": seconds * (2 if every == EVERY else 1), "every": min(every, seconds / 2)} for every in order]
+    running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
+    room = scale.max_model_len - scale.decode_prompt - 1
+    results = b.ask("decode", 60 + 10 * seconds, prompts=running, count=room, windows=windows, loads=loads)
+    quiet = [MS * gap for result in (results[0], results[2]) for gap in result["gaps"]]
+    loaded = [MS * gap for result in (results[1], results[3]) for gap in (*result["gaps"], *result["beside"])]
+    often = [MS * gap for gap in (*results[4]["gaps"], *results[4]["beside"])]
+    beside = [MS * gap for result in results for gap in result["beside"]]
+    done = [load for result in (results[1], results[3]) for load in result["loads"]]
+    full = sum(cached == scale.hit(length) for _, cached in done)
+    return _gaps(scale.running, quiet, loaded, often, beside, f"{len(done)} loads of {length} tokens ({full} full hits)")
+
+
+def _gaps(
+    running: int, quiet: list[float], loaded: list[float], often: list[float], beside: list[float], loads: str
+) -> list[Row]:
+    def percentile(values: list[float], which: int) -> float:
+        return statistics.quantiles(values, n=100, method="inclusive")[which - 1] if len(values) > 1 else 0.0
+
+    def gap(case: str, value: float, reference: float, runs: int, what: str, limit: float | None = None) -> Row:
+        ratio = value / reference if reference else 0.0
+        stated, ok = (f"<= {limit:g}", ratio <= limit) if limit else ("", None)
+        return Row(case, value, "ms", reference, ratio, runs, 0.0, what, stated, ok)
+
+    who = f"gaps between tokens of {running} running requests"
+    once = f"p99 of {who} while another loads from the peer GPU once a second: {loads}; reference: none loads"
+    rows = [
+        gap(
+            "lmcache_tpot_p99",
+            percentile(loaded, 99),
+            percentile(quiet, 99),
+            len(loaded),
+            once,
+            1.10,
+        ),
+        gap("lmcache_tpot_mean", statistics.fmean(loaded), statistics.fmean(quiet), len(loaded), f"mean of the same {who}"),
+    ]
+    if often:
+        what = f"p99 of {who}, a load of the same size every {OFTEN:g} s; reference: none"
+        rows.append(gap("lmcache_tpot_p99_10_loads_a_second", percentile(often, 99), percentile(quiet, 99), len(often), what))
+    if beside:
+        what = f"median of {who} in the steps a load came in; reference: median with none"
+        rows.append(gap("lmcache_tpot_step_with_load", statistics.median(beside), statistics.median(quiet), len(beside), what))
+    return rows

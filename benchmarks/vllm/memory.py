@@ -1,0 +1,114 @@
+"""A process that maps the pool's segments and may write into them behind everybody's back, and that times the copy engine.
+
+Started with the metadata server's socket as its only argument; commands and answers as in `child`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vcache_backend.config import ClientConfig
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.vram_pool import segment
+from vcache_backend.vram_pool.devices import Device, gpus, resolve
+from vcache_backend.vram_pool.segment import MappedSegment
+
+PATIENT = ClientConfig(request_seconds=10.0, control_seconds=30.0, connect_seconds=5.0)
+STEP = 32 << 20
+RUNS = 21
+
+
+class Memory:
+    """The commands."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._mapped: dict[str, MappedSegment] = {}
+
+    def fill(self, value: int) -> int:
+        """Every byte of every segment becomes `value`: only while the pool is empty. Maps what is new; how many segments."""
+        with Client(self._socket, PATIENT, reconnect=False) as client:
+            client.require()
+            for info in client.list_segments():
+                if info.id not in self._mapped:
+                    opened, fd = client.open_segment(info.id)
+                    self._mapped[info.id] = segment.map_segment(opened, fd, _reader(opened.device, opened.medium))
+                    os.close(fd)
+        for mapped in self._mapped.values():
+            mapped.tensor(0, mapped.nbytes).fill_(value)
+        _synchronize()
+        return len(self._mapped)
+
+    def written(self, value: int) -> list[dict[str, Any]]:
+        """Where, since `fill(value)`, something else was written: for each segment the first and last such byte, and its device."""
+        found = []
+        for id_, mapped in self._mapped.items():
+            touched = [
+                (start + int(where[0]), start + int(where[-1]))
+                for start in range(0, mapped.nbytes, STEP)
+                if len(where := torch.nonzero(mapped.tensor(start, min(STEP, mapped.nbytes - start)) != value).flatten())
+            ]
+            if touched:
+                found.append({"segment": id_, "device": mapped.device, "first": touched[0][0], "last": touched[-1][1]})
+        return found
+
+    def flip(self, id_: str, offset: int, mask: int) -> int:
+        """One byte, exclusive or `mask`; what it was."""
+        byte = self._mapped[id_].tensor(offset, 1)
+        before = int(byte.item())
+        byte.fill_(before ^ mask)
+        _synchronize()
+        return before
+
+    def copy_speed(self, nbytes: int) -> list[float]:
+        """GB/s of the copy engine pulling `nbytes` from a segment of GPU 0 to GPU 1, `RUNS` times."""
+        from ..copies import engine_seconds
+
+        owner, reader = resolve("cuda:0"), resolve("cuda:1")
+        torch.cuda.set_device(reader.ordinal)
+        with segment.create(owner, nbytes) as owned, segment.map_segment(owned.info, owned.fd, reader) as mapped:
+            target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{reader.ordinal}")
+
+            def pull() -> None:
+                target.copy_(mapped.tensor(0, nbytes), non_blocking=True)
+
+            seconds = [engine_seconds(pull) for _ in range(RUNS + 3)][3:]
+        return [nbytes / each / 1e9 for each in seconds]
+
+
+def _reader(device: str, medium: str) -> Device:
+    """The device the memory lies on, as this process sees it."""
+    if medium == "host":
+        return resolve("host")
+    return resolve(next(f"cuda:{gpu.ordinal}" for gpu in gpus() if gpu.uuid == device))
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        for ordinal in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(ordinal)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    memory = Memory(Path(sys.argv[1]))
+    for line in sys.stdin:
+        command, arguments = json.loads(line)
+        try:
+            answer = {"answer": getattr(memory, command)(**arguments)}
+        except Exception as error:  # noqa: BLE001 the parent decides what a failure costs
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

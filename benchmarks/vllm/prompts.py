@@ -1,0 +1,52 @@
+"""Prompts that nobody has seen: random tokens from a seed."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from .scale import Scale
+
+
+class Hit(NamedTuple):
+    """first: what an instance computes and stores; then: what is asked after it, of which `cached` tokens are known by then."""
+
+    kind: str
+    first: list[int]
+    then: list[int]
+    cached: int
+
+
+class Prompts:
+    """A source of them. Two runs have the same; within one no two share a chunk unless they are meant to."""
+
+    def __init__(self, scale: Scale, seed: int = 0) -> None:
+        self._scale, self._random = scale, random.Random(seed)
+
+    def new(self, length: int) -> list[int]:
+        return [self._random.randrange(3, self._scale.vocabulary) for _ in range(length)]
+
+    def whole(self, length: int) -> Hit:
+        """The same prompt again."""
+        prompt = self.new(length)
+        return Hit(f"{length}", prompt, prompt, self._scale.hit(length))
+
+    def partial(self, index: int) -> Hit:
+        """A shared prefix, then something else: of odd lengths, one token past a chunk, short of one, at its edge, in a long prompt."""
+        chunk = self._scale.chunk
+        shared = (2 * chunk + 1, 3 * chunk - 1, 2 * chunk, 5 * chunk + chunk // 3, chunk)[index % 5]
+        tail = (1, chunk // 2 + 7, 2 * chunk, chunk - 1, 3 * chunk + 5)[index // 5 % 5]
+        prefix = self.new(shared)
+        return Hit(f"{shared}+{tail}", prefix + self.new(tail), prefix + self.new(tail), shared - shared % chunk)
+
+    def hits(self, whole: dict[int, int], partial: int) -> list[Hit]:
+        """So many of each length and so many partial ones, mixed: a run that ends early has some of each."""
+        left, hits = dict(whole), [self.partial(index) for index in range(partial)]
+        most = max([*whole.values(), 1])
+        for turn in range(most):
+            for length, count in whole.items():
+                if count * (turn + 1) // most > count * turn // most and left[length]:
+                    left[length] -= 1
+                    hits.append(self.whole(length))
+        self._random.shuffle(hits)
+        return hits

@@ -1,0 +1,139 @@
+"""How large everything is: the model's shape, the lengths, the memory; on two GPUs, and tiny on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True):
+    """lengths: tokens by the name rows give them. equal: prompts by length, whole and partial hits (see `prompts.hits`).
+
+    kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool. dirt: lengths of prompts that
+    fill the KV cache of an instance once over. decode_*: see `decoding`.
+    """
+
+    name: str
+    model: dict[str, Any]
+    chunk: int
+    block: int
+    lengths: dict[str, int]
+    equal: dict[int, int]
+    partial: int
+    stock: dict[int, int]
+    few: list[int]
+    kv_bytes: int
+    pool_bytes: int
+    dirt: list[int]
+    max_model_len: int
+    batched_tokens: int
+    decode_prompt: int
+    decode_seconds: float
+    answer: int = 64
+    running: int = 16
+    cpu: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV a token, in bfloat16."""
+        head = self.model["head_dim"] * self.model["num_key_value_heads"]
+        return int(2 * 2 * head * self.model["num_hidden_layers"])
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model["vocab_size"])
+
+    def hit(self, length: int) -> int:
+        """Tokens that LMCache can give for a prompt of so many: whole chunks, and the last token is computed in any case."""
+        return min(length - length % self.chunk, length - 1)
+
+
+def _llama(**sizes: Any) -> dict[str, Any]:
+    """A Llama's `config.json`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        **sizes,
+    }
+
+
+LLAMA_8B = _llama(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+)
+TINY_LLAMA = _llama(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=1024,
+    max_position_embeddings=4096,
+)
+
+FULL = Scale(
+    name="full",
+    model=LLAMA_8B,
+    chunk=256,
+    block=16,
+    lengths={"1k": 1024, "4k": 4096, "16k": 16384, "32k": 32768},
+    equal={1023: 38, 1024: 38, 1025: 38, 4096: 24, 16384: 12, 32768: 6},
+    partial=44,
+    stock={1023: 4, 1025: 4, 4096: 4},
+    few=[1023, 1024, 1025, 4096],
+    kv_bytes=10 * GIB,
+    pool_bytes=16 * GIB,
+    dirt=[32768, 32768, 20000],
+    max_model_len=33280,
+    batched_tokens=8192,
+    decode_prompt=256,
+    decode_seconds=4.0,
+)
+QUICK = msgspec.structs.replace(
+    FULL,
+    name="quick",
+    equal={1023: 3, 1024: 3, 1025: 3, 4096: 2, 16384: 1, 32768: 1},
+    partial=3,
+    stock={1025: 2},
+    decode_seconds=2.0,
+)
+TINY = Scale(
+    name="tiny",
+    model=TINY_LLAMA,
+    chunk=64,
+    block=32,
+    lengths={"1k": 64, "4k": 128, "16k": 512, "32k": 1024},
+    equal={127: 1, 128: 1, 129: 1, 512: 1},
+    partial=2,
+    stock={129: 1},
+    few=[127, 128, 129],
+    kv_bytes=5 * MIB,
+    pool_bytes=16 * MIB,
+    dirt=[1024, 1024, 512],
+    max_model_len=1536,
+    batched_tokens=1024,
+    decode_prompt=32,
+    decode_seconds=0.5,
+    answer=8,
+    running=2,
+    cpu=True,
+)
+SCALES = {scale.name: scale for scale in (FULL, QUICK, TINY)}

@@ -1,0 +1,66 @@
+"""A model without a download: its folder, and weights whose output depends on every token."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from .scale import Scale
+
+
+def scale_weights(model: Any) -> int:
+    """Dummy weights are too small for the output to depend on the context: vectors (norms) become 1, matrices 20 times as large.
+
+    Runs in vLLM's worker, which finds it by its module's name.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1)
+        else:
+            parameter.data.mul_(20)
+    return sum(1 for _ in model.parameters())
+
+
+def write_model(folder: Path, scale: Scale) -> Path:
+    """A folder that vLLM takes for the model: `config.json` alone for dummy weights; the tiny one brings its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(scale.model))
+    if scale.cpu:
+        _write_weights(folder / "model.safetensors", scale.model)
+    return folder
+
+
+def _write_weights(path: Path, model: dict[str, Any]) -> None:
+    """Random weights of a fixed seed, scaled so that attention matters and the output depends on every token."""
+    import torch
+    from safetensors.torch import save_file
+
+    random = torch.Generator().manual_seed(1)
+    hidden, inner, head = model["hidden_size"], model["intermediate_size"], model["head_dim"]
+    heads, kv_heads = head * model["num_attention_heads"], head * model["num_key_value_heads"]
+
+    def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=random) * gain / math.sqrt(columns)).to(torch.bfloat16)
+
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    shapes = {
+        "self_attn.q_proj": (heads, hidden, 1.6),
+        "self_attn.k_proj": (kv_heads, hidden, 1.6),
+        "self_attn.v_proj": (kv_heads, hidden, 4.0),
+        "self_attn.o_proj": (hidden, heads, 4.0),
+        "mlp.gate_proj": (inner, hidden, 1.0),
+        "mlp.up_proj": (inner, hidden, 1.0),
+        "mlp.down_proj": (hidden, inner, 1.0),
+    }
+    weights = {
+        "model.embed_tokens.weight": matrix(model["vocab_size"], hidden, math.sqrt(hidden)),
+        "model.norm.weight": ones.clone(),
+        "lm_head.weight": matrix(model["vocab_size"], hidden, 3.0),
+    }
+    for layer in range(model["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        weights |= {f"{prefix}{name}.weight": ones.clone() for name in ("input_layernorm", "post_attention_layernorm")}
+        weights |= {f"{prefix}{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+    save_file(weights, str(path))

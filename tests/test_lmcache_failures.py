@@ -1,0 +1,455 @@
+"""When things go wrong around the plugin in a real LMCacheEngine: errors are misses, nothing is raised, nothing hangs, no byte is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from engine_cases import CHUNK, SMALL, SNAPPY, Arrangement, PausingCopier
+from lmcache_cases import Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
+from processes import eventually
+
+if TYPE_CHECKING:
+    from lmcache_worker import Inside
+
+pytestmark = needs_lmcache
+STEPPED_ASIDE = "vcache stepped aside"
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    with lmcache_pool(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def served(pool: Pool) -> Pool:
+    pool.node.serve()
+    return pool
+
+
+def nothing(found: Retrieved) -> bool:
+    """No token came, and no byte of the KV cache was touched."""
+    return (found.tokens, found.right) == (0, True)
+
+
+def all_of(found: Retrieved, count: int) -> bool:
+    return (found.tokens, found.right) == (count, True)
+
+
+# ---- the server
+
+
+def test_an_engine_starts_without_a_server_and_works_once_there_is_one(pool: Pool) -> None:
+    engine = pool.engine(client=SNAPPY)
+    assert engine.do("healthy")
+    assert engine.do("logged", "not there yet; start one with `vcache serve`")
+    engine.store(chunks(2))
+    assert engine.lookup(chunks(2), "r") == 0
+    assert nothing(engine.retrieve(chunks(2)))
+    pool.node.serve()
+
+    def stored() -> bool:
+        engine.store(chunks(2))
+        return engine.lookup(chunks(2)) == 2 * CHUNK
+
+    eventually(stored)
+    assert all_of(engine.retrieve(chunks(2)), 2 * CHUNK)
+
+
+def test_a_server_killed_between_look_up_and_retrieval_is_a_miss(served: Pool) -> None:
+    engine = served.engine(client=SNAPPY)
+    engine.store(chunks(3))
+    assert engine.lookup(chunks(3), "r") == 3 * CHUNK
+    served.node.server.kill()
+    assert nothing(engine.retrieve(chunks(3)))
+    assert engine.lookup(chunks(3), "again") == 0
+    engine.store(chunks(3, family=2))
+    assert engine.do("healthy")
+
+
+def test_a_server_killed_and_started_again_has_the_chunks_still(served: Pool) -> None:
+    engine = served.engine(client=SNAPPY)
+    engine.store(chunks(3))
+    assert engine.lookup(chunks(3), "old") == 3 * CHUNK
+    served.node.server.kill()
+    served.node.serve()
+    eventually(lambda: engine.lookup(chunks(3)) == 3 * CHUNK)
+    # The pin is one of the server's earlier life.
+    assert all_of(engine.retrieve(chunks(3), request="old"), 3 * CHUNK)
+    engine.store(chunks(2, family=2))
+    assert all_of(engine.retrieve(chunks(2, family=2)), 2 * CHUNK)
+    assert served.settled()
+
+
+def kill_server_after_get(inside: Inside, pid: int) -> None:
+    get = inside.worker.get
+
+    def get_and_kill(keys: Any) -> Any:
+        import os
+
+        objs = get(keys)
+        os.kill(pid, signal.SIGKILL)
+        return objs
+
+    inside.worker.get = get_and_kill
+
+
+def test_a_server_killed_under_a_load_leaves_no_token_marked(served: Pool) -> None:
+    engine = served.engine(client=SNAPPY)
+    engine.store(chunks(3))
+    engine.do(kill_server_after_get, served.node.server.pid)
+    found = engine.retrieve(chunks(3))
+    # The bytes may have come; nobody can say that they are right.
+    assert found.tokens == 0
+
+
+@pytest.mark.parametrize("call", ["lookup", "retrieve", "store"])
+def test_a_server_that_hangs_is_waited_for_within_a_deadline(served: Pool, call: str) -> None:
+    engine = served.engine(client=SNAPPY)
+    engine.store(chunks(2))
+    with served.node.server.stopped():
+        if call == "lookup":
+            assert engine.lookup(chunks(2), "r") == 0
+        elif call == "store":
+            engine.store(chunks(2, family=2))
+        else:
+            assert nothing(engine.retrieve(chunks(2)))
+        assert engine.do("healthy")
+    eventually(lambda: engine.lookup(chunks(2)) == 2 * CHUNK)
+    assert all_of(engine.retrieve(chunks(2)), 2 * CHUNK)
+
+
+def every_method(inside: Inside, keys: list[Any], objs: list[Any]) -> dict[str, Any]:
+    """What each method that LMCache calls answers, and that it does: nothing may be raised."""
+    there = inside.backend
+    key = keys[0] if keys else None
+    shapes, dtypes = inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()
+    where = {"kvcaches": inside.cache.tensors, "slot_mapping": torch.arange(len(objs) * CHUNK)}
+    starts = [at * CHUNK for at in range(len(objs))]
+    ends = [start + CHUNK for start in starts]
+    connector = inside.engine.gpu_connector
+    return {
+        "contains": there.contains(key),
+        "contains, pinned": there.contains(key, pin=True),
+        "batched_contains": there.batched_contains(keys),
+        "batched_contains, pinned": there.batched_contains(keys, pin=True),
+        "batched_async_contains": asyncio.run(there.batched_async_contains("id", keys, pin=True)),
+        "pin": there.pin(key),
+        "unpin": there.unpin(key),
+        "get_blocking": there.get_blocking(key),
+        "batched_get_blocking": [one for one in there.batched_get_blocking(keys) if one is not None],
+        "batched_get_non_blocking": asyncio.run(there.batched_get_non_blocking("id", keys)),
+        "exists_in_put_tasks": there.exists_in_put_tasks(key),
+        "batched_submit_put_task": there.batched_submit_put_task(keys, objs),
+        "remove": there.remove(key),
+        "batched_remove": there.batched_remove(keys),
+        "clear": there.clear(),
+        "touch_cache": there.touch_cache(),
+        "cancel_request": there.cancel_request("id"),
+        "memcheck": there.get_memory_allocator().memcheck(),
+        "allocate": there.allocate(shapes, dtypes) is not None,
+        "allocate, too small": there.allocate([torch.Size([1])], dtypes),
+        "batched_from_gpu": connector.batched_from_gpu(objs, starts, ends, **where),
+        "batched_to_gpu": connector.batched_to_gpu(objs, starts, ends, **where),
+    }
+
+
+SILENCE: dict[str, Any] = {
+    "contains": False,
+    "contains, pinned": False,
+    "batched_contains": 0,
+    "batched_contains, pinned": 0,
+    "batched_async_contains": 0,
+    "pin": False,
+    "unpin": False,
+    "get_blocking": None,
+    "batched_get_blocking": [],
+    "batched_get_non_blocking": [],
+    "exists_in_put_tasks": False,
+    "batched_submit_put_task": None,
+    "remove": False,
+    "batched_remove": 0,
+    "clear": 0,
+    "touch_cache": None,
+    "cancel_request": None,
+    "memcheck": True,
+    "allocate": True,
+    "allocate, too small": None,
+    "batched_from_gpu": None,
+    "batched_to_gpu": None,
+}
+
+
+def every_method_for(inside: Inside, prompt: list[int]) -> dict[str, Any]:
+    keys = inside.keys(prompt)
+    objs = [inside.backend.allocate(inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()) for _ in keys]
+    return every_method(inside, keys, objs)
+
+
+@pytest.mark.parametrize("how", ["hangs", "is gone", "never was"])
+def test_no_method_raises_or_waits_for_ever_when_the_server_does_not_answer(pool: Pool, how: str) -> None:
+    if how != "never was":
+        pool.node.serve()
+    engine = pool.engine(client=SNAPPY)
+    engine.store(chunks(2))
+    if how == "is gone":
+        pool.node.server.kill()
+    elif how == "hangs":
+        pool.node.server.signal(signal.SIGSTOP)
+    assert engine.do(every_method_for, chunks(2)) == SILENCE
+    assert engine.do("healthy")
+
+
+def every_method_for_garbage(inside: Inside) -> list[dict[str, Any]]:
+    good = inside.keys(chunks(1))
+    layers = good[0].split_layers(2)
+    garbage: list[tuple[list[Any], list[Any]]] = [
+        ([], []),
+        ([None], [None]),
+        (["text", 5], [5]),
+        ([object()], [object()]),
+        (layers, []),
+        ([*good, None], [None]),
+    ]
+    return [every_method(inside, keys, objs) for keys, objs in garbage]
+
+
+def test_no_method_raises_whatever_it_is_given(served: Pool) -> None:
+    engine = served.engine()
+    for answers in engine.do(every_method_for_garbage):
+        assert answers == SILENCE
+    engine.store(chunks(2))
+    assert all_of(engine.retrieve(chunks(2)), 2 * CHUNK)
+    assert served.settled()
+
+
+def call_with_wrong_places(inside: Inside, prompt: list[int]) -> list[int]:
+    """Store and retrieve with slots that are missing, negative or out of range; how many tokens each retrieval brought."""
+    found = []
+    good = inside.prefill(prompt)
+    negative, far = good.clone(), good.clone()
+    negative[CHUNK + 3], far[CHUNK + 3] = -1, 1 << 40
+    for slots in (negative, far, good[: CHUNK + 3], good.float(), torch.empty(0, dtype=torch.int64)):
+        places: dict[str, Any] = {"kvcaches": inside.cache.tensors, "slot_mapping": slots}
+        inside.engine.store(prompt, **places)
+        inside.flush()
+        found.append(int(inside.engine.retrieve(prompt, **places).sum()))
+    return found
+
+
+def test_slots_that_make_no_sense_store_nothing_wrong(served: Pool) -> None:
+    engine, other = served.engine(), served.engine()
+    assert all(count in (0, CHUNK) for count in engine.do(call_with_wrong_places, chunks(3)))
+    there = engine.lookup(chunks(3))
+    assert all_of(other.retrieve(chunks(3)), there)
+    engine.store(chunks(3))
+    assert all_of(other.retrieve(chunks(3)), 3 * CHUNK)
+    assert served.settled()
+
+
+# ---- leases that did not hold
+
+
+def outlive_the_lease(inside: Inside) -> None:
+    """A copy that starts when its lease is over and its chunks are gone."""
+    import time
+
+    def wait() -> None:
+        client, deadline = inside.worker.io.client, time.monotonic() + 10
+        while client.stats().leases and time.monotonic() < deadline:
+            time.sleep(0.01)
+        client.clear()
+
+    copier = PausingCopier(wait)
+    copier.armed = True
+    inside.worker.io.copier = copier
+
+
+def trust_every_lease(inside: Inside) -> None:
+    outlive_the_lease(inside)
+    end = inside.worker.io.end
+    inside.worker.io.end = lambda lease: end(lease) or True
+
+
+@pytest.mark.parametrize("trusting", [False, True])
+def test_tokens_read_under_a_lease_that_ended_are_not_marked(pool: Pool, trusting: bool) -> None:
+    pool.node.serve(lease_seconds=0.4)
+    engine = pool.engine()
+    engine.store(chunks(3))
+    engine.do(trust_every_lease if trusting else outlive_the_lease)
+    # With the planted bug the mask says yes where nobody knows.
+    assert engine.retrieve(chunks(3)).tokens == (3 * CHUNK if trusting else 0)
+    assert pool.settled()
+
+
+def test_chunks_removed_after_the_look_up_are_a_shorter_hit(served: Pool) -> None:
+    engine, other = served.engine(), served.engine()
+    engine.store(chunks(4))
+    assert engine.lookup(chunks(4), "r") == 4 * CHUNK
+    other.do(remove, chunks(4)[: 3 * CHUNK], 2)
+    assert all_of(engine.retrieve(chunks(4)), 2 * CHUNK)
+    assert served.settled()
+
+
+def remove(inside: Inside, prompt: list[int], chunk: int) -> None:
+    inside.backend.batched_remove(inside.keys(prompt)[chunk:])
+
+
+def test_a_pool_that_is_full_keeps_what_it_has_room_for(served: Pool) -> None:
+    engine, other = served.engine(lent=2), served.engine(lent=0)
+    engine.store(chunks(3))
+    there = other.lookup(chunks(3))
+    assert there <= 2 * CHUNK
+    assert all_of(other.retrieve(chunks(3)), there)
+    assert served.settled()
+
+
+# ---- stepping aside
+
+
+def an_old_lmcache() -> None:
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: "0.4.7" if name == "lmcache" else version(name)
+
+
+def a_changed_lmcache() -> None:
+    from lmcache.v1.storage_backend.storage_manager import StorageManager
+
+    allocate = StorageManager.allocate
+    StorageManager.allocate = lambda self, *things, **more: allocate(self, *things, **more)
+
+
+def blend_without_a_tokenizer() -> None:
+    """LMCache splits prompts at separators, for which it would fetch the model's tokenizer."""
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+    from lmcache.v1.token_database import ChunkedTokenDatabase
+
+    LMCacheEngineBuilder._Create_token_database = staticmethod(ChunkedTokenDatabase)
+
+
+UNKNOWN = Arrangement("unknown", "block token", dtype=torch.bfloat16)
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "layerwise": ({"use_layerwise": True}, "use_layerwise: false"),
+    "blending": ({"enable_blending": True, "process": {"before": blend_without_a_tokenizer}}, "enable_blending: false"),
+    "left out of retrieval": ({"retrieve_locations": ["LocalCPUBackend"]}, "retrieve_locations"),
+    "an old version": ({"process": {"before": an_old_lmcache}}, "LMCache 0.4.7"),
+    "a changed version": ({"process": {"before": a_changed_lmcache}}, "StorageManager.allocate"),
+    "a wrong setting": ({"extra": {"vcache.pool.segment_byte": 5}}, "vcache.pool.segment_bytes"),
+    "no block size": ({"extra": {"vcache.block_size": 0}}, "vcache.block_size"),
+    "another block size": ({"extra": {"vcache.block_size": 12}}, "12"),
+    "an unknown layout": ({"arrangement": UNKNOWN}, "layout"),
+    "chunks of other sizes beside a host tier": (
+        {"process": {"layers_told": SMALL.layers - 1}, "max_local_cpu_size": 0.01},
+        "max_local_cpu_size: 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_where_it_must_not_work_it_says_so_once_and_caches_nothing(served: Pool, case: str) -> None:
+    options, says = CASES[case]
+    engine = served.engine(**options)
+    lines = engine.do("logged", STEPPED_ASIDE)
+    assert len(lines) == 1
+    assert says in lines[0]
+    assert "\n" not in lines[0]
+    assert "with a traceback" not in lines[0]
+    assert not engine.do("healthy")
+    assert engine.lookup(chunks(2), "r") == 0
+    engine.store(chunks(2))
+    assert nothing(engine.retrieve(chunks(2)))
+    assert (served.stats().chunks, served.leases()) == (0, 0)
+    assert engine.do("logged", STEPPED_ASIDE) == lines
+
+
+def test_a_load_ahead_where_it_stepped_aside_finds_nothing(served: Pool) -> None:
+    engine = served.engine(enable_async_loading=True, process={"before": an_old_lmcache, "service": "aside"})
+    assert not engine.do("healthy")
+    assert engine.do("ask", chunks(2), "r") == 0
+
+
+def test_the_server_is_told_who_stepped_aside_and_why(served: Pool) -> None:
+    served.engine(use_layerwise=True)
+    (report,) = served.stats().reports
+    assert "use_layerwise: false" in str(report)
+
+
+def test_a_backend_that_stepped_aside_answers_every_method(served: Pool) -> None:
+    engine = served.engine(use_layerwise=True, process={"bind": False})
+    quiet = SILENCE | {"allocate": False}
+    assert engine.do(every_method_for_stepped_aside) == quiet
+
+
+def every_method_for_stepped_aside(inside: Inside) -> dict[str, Any]:
+    inside.show_kv_caches()
+    return every_method(inside, inside.keys(chunks(2)), [])
+
+
+def spoil_the_slot() -> None:
+    """A planted bug: what is gathered is not what was there."""
+    from vcache_backend.vram_pool.copier import HostCopier
+
+    gather = HostCopier.gather
+
+    def spoiled(self: Any, kv: Any, plan: Any, slots: Any) -> Any:
+        finished = gather(self, kv, plan, slots)
+        slots[0].tensor[7] ^= 1
+        return finished
+
+    HostCopier.gather = spoiled  # type: ignore[method-assign]
+
+
+def test_one_wrong_byte_in_the_round_trip_at_start_and_nothing_is_cached(served: Pool) -> None:
+    engine = served.engine(process={"before": spoil_the_slot})
+    (line,) = engine.do("logged", STEPPED_ASIDE)
+    assert "gathered wrongly" in line
+    assert not engine.do("healthy")
+    assert served.settled()
+
+
+def test_instances_with_different_hash_seeds_do_not_share(served: Pool) -> None:
+    first, second = served.engine(), served.engine(process={"seed": "1"})
+    first.store(chunks(2))
+    found = second.lookup(chunks(2))
+    # Without vLLM LMCache roots its hashes in nothing, and the seeds do not count.
+    assert found == (2 * CHUNK if first.do(root) == second.do(root) else 0)
+
+
+def root(inside: Inside) -> int:
+    return int(inside.engine.token_database._get_init_hash())
+
+
+# ---- other processes
+
+
+def test_a_writer_killed_in_the_middle_of_a_store_is_not_believed(served: Pool) -> None:
+    writer, reader = served.engine(process={"plant": stop_half_way}), served.engine()
+    writer.tell("store", chunks(3))
+    eventually(lambda: served.stats().reservations)
+    writer.kill()
+    assert served.settled()
+    assert reader.lookup(chunks(3)) == 0
+    assert nothing(reader.retrieve(chunks(3)))
+
+
+def stop_half_way(inside: Inside) -> None:
+    import threading
+
+    inside.worker.io.copier = PausingCopier(threading.Event().wait)  # type: ignore[arg-type]
+    inside.worker.io.copier.armed = True
+
+
+def test_a_reader_killed_with_a_lease_leaves_none(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine()
+    writer.store(chunks(2))
+    assert reader.lookup(chunks(2), "r") == 2 * CHUNK
+    assert served.leases() == 1
+    reader.kill()
+    assert served.settled()
