@@ -115,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 failed.append(name)
                 traceback.print_exc()
                 print(f"{name}: FAILED after {clock.spent:.0f} s: {type(error).__name__}: {error}", flush=True)
+    signal.alarm(0)
+    print(report.table())
     print(f"{clock.spent:.0f} s; {len(report.rows)} rows{'; failed: ' + ', '.join(failed) if failed else ''}", flush=True)
     return 1 if failed or any(row.ok is False for row in report.rows.values()) else 0
 

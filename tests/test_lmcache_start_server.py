@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from processes import PATIENT, SECONDS, Child, Stage, eventually, stage
+from vllm_cases import CHUNK, Node, missing, new_tokens
 
 from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ServerUnavailable
@@ -210,3 +211,27 @@ def test_lmcache_runs_it_in_the_first_worker_only(path: Path, tmp_path: Path, ro
         child.expect(f"codes {codes}")
         assert child.wait()[0] == 0
     assert answers(path) is (codes == "[0]")
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
+@pytest.mark.timeout(240)
+def test_under_vllm_the_pool_outlives_the_instance_that_had_it_started(tmp_path: Path) -> None:
+    tokens, named = new_tokens(4 * CHUNK + 1), {"runtime_plugin_locations": [str(LAUNCHED)]}
+    environment: dict[str, str | None] = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    here = Node(tmp_path / "node")
+    with here.undo:
+        try:
+            first = here.start("first", named, environment)
+            first.forget()
+            # The instance may have been faster than the server it had started, and connects when it can.
+            eventually(lambda: answers(here.socket) and here.stats().segments)
+            before = first.one(tokens)
+            eventually(lambda: here.stats().chunks == 4)
+            first.close()
+            (pid,) = servers(here.socket)
+            second = here.start("second", named, environment).one(tokens)
+            assert (before.cached, second.cached, second.tokens) == (0, 4 * CHUNK, before.tokens)
+            assert servers(here.socket) == [pid]
+        finally:
+            for server in servers(here.socket):
+                os.kill(server, signal.SIGKILL)

@@ -31,8 +31,8 @@ from vcache_backend.integration.lmcache.scope import TAG, scope
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here"),
-    # An engine starts in 10 s when nothing else runs, and the first of a machine in 30: each is started by the first test to use it.
-    pytest.mark.timeout(240),
+    # An engine starts in 10 s when nothing else runs, two ranks in 30: each is started by the first test to use it.
+    pytest.mark.timeout(300),
 ]
 
 

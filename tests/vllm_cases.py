@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 CHUNK, BLOCK = 64, 32
 VOCABULARY = 1024
-START_SECONDS = 120.0
+START_SECONDS = 180.0
 """Until an instance serves: 10 s here, longer where vLLM inspects its models for the first time and others start beside it."""
 ANSWER_SECONDS = 40.0
 LEASE_SECONDS = 3.0

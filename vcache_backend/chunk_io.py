@@ -18,7 +18,7 @@ from vcache_backend.errors import LayoutError, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Location, Refusal
 from vcache_backend.stats import EngineStats
 from vcache_backend.vram_pool import devices, pool
-from vcache_backend.vram_pool.copier import Copier, HostCopier
+from vcache_backend.vram_pool.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan
 from vcache_backend.vram_pool.slots import SlotView
@@ -123,10 +123,13 @@ class ChunkIO:
 
     def load(self, kv: PagedKV, views: Sequence[SlotView], copy: CopyPlan, seconds: float) -> bool:
         """Scatter, in one launch, and wait: was every byte in place within `seconds`? Only then may the bytes be trusted."""
+        return self.complete(self.copier.scatter(kv, copy, views), seconds)
+
+    def complete(self, scattered: Completion, seconds: float) -> bool:
+        """Wait for a scatter of `copier`: was every byte in place within `seconds`?"""
         started = time.perf_counter()
-        completion = self.copier.scatter(kv, copy, views)
-        complete = completion.wait(seconds)
-        self.stats.add_time("retrieve_copy", completion.seconds or time.perf_counter() - started)
+        complete = scattered.wait(seconds)
+        self.stats.add_time("retrieve_copy", scattered.seconds or time.perf_counter() - started)
         return complete
 
     def end(self, lease: Lease) -> bool:

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from ..results import Row
 from .fleet import Fleet
 from .process import Child
@@ -111,7 +113,11 @@ def equal(
     )
     if wrong:
         what += f"; wrong: {dict(wrong)}"
-    return [fraction(case, good, what)]
+    row = fraction(case, good, what)
+    if len(good) < len(hits) and row.ok:
+        # Too few to say that all are equal.
+        row = msgspec.structs.replace(row, ok=None, what=f"{what}; the time was up after {len(good)} of {len(hits)} prompts")
+    return [row]
 
 
 def _difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
@@ -171,9 +177,10 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
         caught, after = again(mask), again(mask)
         if caught != "equal" or after != "equal":
             break
-    what = (
-        f"a byte of layer 0 in the pool exclusive or 0x{mask:02x}: {before} before, {caught} with it, {after} once it is undone"
-    )
+    seen = f"{before} before, {caught} with it, {after} once it is undone"
+    what = f"a byte of layer 0 in the pool exclusive or 0x{mask:02x}: {seen}"
+    unseen = [f"0x{earlier:02x}" for earlier in MASKS[: MASKS.index(mask)]]
+    what += f"; not seen: {', '.join(unseen)}" if unseen else ""
     return [fraction("lmcache_flipped_byte_caught", [(before, caught, after) == ("equal", "different", "equal")], what)]
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -79,7 +80,9 @@ class Fleet:
     ) -> None:
         self.scale, self.folder, self._cache, self._in_process = scale, folder, cache, in_process
         self._extra = settings or {}
-        self.socket = folder / "vcache.sock"
+        # Not among the logs: those may be another run's too, and a journal beside the socket would bring its pool back.
+        self._own = tempfile.TemporaryDirectory(prefix="vcache-vllm-")
+        self.socket = Path(self._own.name) / "vcache.sock"
         self._children: dict[str, Child] = {}
         self._failed: dict[str, str] = {}
         self._waiting: dict[str, float] = {}
@@ -96,6 +99,7 @@ class Fleet:
         for name in list(self._children):
             self.kill(name)
         self._undo.close()
+        self._own.cleanup()
 
     # ---- instances
 
@@ -121,6 +125,9 @@ class Fleet:
         if name not in self._children:
             self.start([name])
         child = self._children[name]
+        server = self._children.get("mp_server") if INSTANCES[name].variant == "mp" else None
+        if server is not None and not server.alive:
+            raise ChildFailed(f"LMCache's MP server has ended; {server.tail()}")
         started = self._waiting.pop(name, None)
         if started is not None:
             try:
@@ -203,6 +210,7 @@ class Fleet:
         self._mp_port = _free_port()
         command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--port", str(self._mp_port)]
         command += ["--l1-size-gb", str(MP_GB), "--eviction-policy", "LRU", "--chunk-size", str(self.scale.chunk)]
+        command += ["--supported-transfer-mode", "auto", "--disable-observability"] if self.scale.cpu else []
         self._children["mp_server"] = self._child("mp_server", command, {**os.environ, **ENVIRONMENT})
 
     # ---- settings
@@ -278,7 +286,7 @@ class Fleet:
         both = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
         if spec.variant != "mp":
             return {"kv_connector": "LMCacheConnectorV1", **both}
-        where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self._mp_port, "lmcache.mp.mq_timeout": 60}
+        where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self._mp_port, "lmcache.mp.mq_timeout": 30}
         return {
             "kv_connector": "LMCacheMPConnector",
             "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",

@@ -221,7 +221,9 @@ def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     beside = [MS * gap for result in results for gap in result["beside"]]
     done = [load for result in (results[1], results[3]) for load in result["loads"]]
     full = sum(cached == scale.hit(length) for _, cached in done)
-    return _gaps(scale.running, quiet, loaded, often, beside, f"{len(done)} loads of {length} tokens ({full} full hits)")
+    share = sum(len(results[index]["beside"]) for index in (1, 3)) / max(1, len(loaded))
+    loads_ = f"{len(done)} loads of {length} tokens ({full} full hits), {share:.2%} of the gaps hold one"
+    return _gaps(scale.running, quiet, loaded, often, beside, loads_)
 
 
 def _gaps(

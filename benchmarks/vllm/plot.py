@@ -35,7 +35,11 @@ def plot(result: Path, picture: Path) -> None:
             lengths, values = zip(*sorted(points[name]), strict=True)
             axes.plot(lengths, values, color=colour, marker=marker, label=label, linewidth=1.8, markersize=5)
             axes.annotate(
-                f"{values[-1]:.3g}", (lengths[-1], values[-1]), textcoords="offset points", xytext=(7, -3), color=colour
+                f"{values[-1]:,.0f}" if values[-1] >= 100 else f"{values[-1]:.3g}",
+                (lengths[-1], values[-1]),
+                textcoords="offset points",
+                xytext=(7, -3),
+                color=colour,
             )
     axes.set(xscale="log", yscale="log", xlabel="prompt length, tokens", ylabel="time to first token, ms")
     ticks = sorted({length for series in points.values() for length, _ in series})

@@ -49,11 +49,20 @@ class Report:
         """Print them and write the file."""
         for row in [msgspec.structs.replace(row, case=row.case + self._suffix) for row in rows]:
             self.rows[row.case] = row
-            verdict = {True: "ok", False: "MISSED", None: ""}[row.ok]
-            figures = f"{row.value:12.4f} {row.reference:12.4f} {row.unit:9}"
-            print(f"  {row.case:32} {figures} ratio {row.ratio:8.4f} {row.limit:8} {verdict:6} runs {row.runs}", flush=True)
+            print("  " + line(row), flush=True)
         if self._path is not None:
             write(self._path, document(list(self.rows.values()), self._commit))
+
+    def table(self) -> str:
+        """All rows, for people."""
+        return "\n".join(line(row) for row in self.rows.values())
+
+
+def line(row: Row) -> str:
+    """One row of a table."""
+    verdict = {True: "ok", False: "MISSED", None: ""}[row.ok]
+    figures = f"{row.value:12.4f} {row.reference:12.4f} {row.unit:9} ratio {row.ratio:8.4f}"
+    return f"{row.case:36} {figures} {row.limit:8} {verdict:6} runs {row.runs:5} spread {row.spread:.1%}"
 
 
 def read(path: Path) -> list[Row]:

@@ -16,7 +16,7 @@ from vcache_backend.arguments import as_slots
 from vcache_backend.errors import VCacheError
 
 from . import installation
-from .memory import DeferredObj, NoAllocator
+from .memory import DeferredObj, Form, NoAllocator
 from .startup import Starter, StepAside
 from .worker import PoolWorker
 
@@ -102,6 +102,11 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             self.note_failure("load", error)
             return starts[0] if starts else 0
 
+    @answers(set)
+    def settle(self, block_size: int) -> set[int]:
+        """See `PoolWorker.settle`."""
+        return self._worker.settle(block_size) if self._worker is not None else set()
+
     def shape(self, num_tokens: int) -> torch.Size:
         """What LMCache takes the KV of so many tokens for."""
         shapes: list[torch.Size] = self.metadata.get_shapes(num_tokens)
@@ -179,7 +184,8 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
         if self.reason or listed != self.metadata.get_shapes(self.config.chunk_size):
             return None
-        return [DeferredObj(listed, kinds, fmt) for _ in range(batch_size)]
+        form = Form.of(listed, kinds, fmt)
+        return [DeferredObj(form) for _ in range(batch_size)]
 
     @answers(None)
     def batched_submit_put_task(

@@ -123,6 +123,18 @@ def load_under_full_graphs(adapter: Any) -> None:
     adapter.start_load_kv = start_load_kv
 
 
+def report_blocks(adapter: Any, settle: Callable[[int], set[int]]) -> None:
+    """vLLM asks at the end of a step which blocks could not be loaded. Loads were launched at its beginning; now they must be done."""
+    theirs = getattr(adapter.get_block_ids_with_load_errors, "of_lmcache", adapter.get_block_ids_with_load_errors)
+
+    def get_block_ids_with_load_errors() -> set[int]:
+        blocks: set[int] = theirs()
+        return blocks | settle(adapter._block_size)
+
+    get_block_ids_with_load_errors.of_lmcache = theirs  # type: ignore[attr-defined]
+    adapter.get_block_ids_with_load_errors = get_block_ids_with_load_errors
+
+
 def keep_slot_mappings_on_host(adapter: Any) -> None:
     """LMCache's adapter moves every slot mapping to its `device`, which waits for the forward pass. Copies are planned on the host."""
     adapter.device = torch.device("cpu")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
@@ -12,18 +13,41 @@ from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat,
 from vcache_backend.chunk_io import Lease
 
 
+class Form(NamedTuple):
+    """What LMCache takes a chunk for, the same for all of an instance."""
+
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    fmt: MemoryFormat
+    nbytes: int
+
+    @classmethod
+    def of(cls, shapes: list[torch.Size], dtypes: list[torch.dtype], fmt: MemoryFormat | None) -> Form:
+        nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+        return cls(shapes, dtypes, fmt or MemoryFormat.KV_2LTD, nbytes)
+
+
+_counting = threading.Lock()
+"""For all objects: LMCache makes hundreds of them for one request."""
+
+
 class ChunkObj(MemoryObj):  # type: ignore[misc]
-    """One whole chunk, counted by references. Its bytes are opaque: `shape` and `dtype` only say how many there are.
+    """One whole chunk, counted by references. Its bytes are opaque: shape and dtype only say how many there are.
 
     `tensor` and `raw_tensor` copy the chunk into memory of their own for tiers that want bytes; LMCache's other users of memory
     objects never ask for them.
     """
 
-    def __init__(self, shapes: list[torch.Size], dtypes: list[torch.dtype], fmt: MemoryFormat | None) -> None:
-        meta = MemoryObjMetadata(shapes[0], dtypes[0], 0, 0, 1, fmt=fmt or MemoryFormat.KV_2LTD, shapes=shapes, dtypes=dtypes)
-        meta.phy_size = meta.get_size()
-        super().__init__(meta)
-        self._lock = threading.Lock()
+    _l1_manager_id = None
+
+    def __init__(self, form: Form) -> None:
+        # Without MemoryObj's constructor, which wants the metadata now: a large request makes hundreds of objects that need none.
+        self.form, self._references = form, 1
+
+    @cached_property
+    def meta(self) -> MemoryObjMetadata:
+        shapes, dtypes, fmt, nbytes = self.form
+        return MemoryObjMetadata(shapes[0], dtypes[0], 0, nbytes, 1, fmt=fmt, shapes=shapes, dtypes=dtypes)
 
     def bytes(self) -> torch.Tensor:
         """The chunk as a new contiguous uint8 tensor on the worker's device, complete for the current stream."""
@@ -40,7 +64,7 @@ class ChunkObj(MemoryObj):  # type: ignore[misc]
 
     @property
     def tensor(self) -> torch.Tensor:
-        return self.bytes().view(self.meta.dtype).view(self.meta.shape)
+        return self.bytes().view(self.form.dtypes[0]).view(self.form.shapes[0])
 
     def get_tensor(self, index: int) -> torch.Tensor:
         """Group `index` of the bytes: they lie one after the other."""
@@ -64,46 +88,44 @@ class ChunkObj(MemoryObj):  # type: ignore[misc]
         return self.meta
 
     def get_size(self) -> int:
-        return int(self.meta.phy_size)
+        return self.form.nbytes
 
     def get_physical_size(self) -> int:
-        return int(self.meta.phy_size)
+        return self.form.nbytes
 
     def get_shape(self) -> torch.Size:
-        shape: torch.Size = self.meta.shape
-        return shape
+        return self.form.shapes[0]
 
     def get_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.meta.dtype
-        return dtype
+        return self.form.dtypes[0]
 
     def get_shapes(self) -> list[torch.Size]:
-        return self.meta.shapes or [self.get_shape()]
+        return self.form.shapes
 
     def get_dtypes(self) -> list[torch.dtype]:
-        return self.meta.dtypes or [self.get_dtype()]
+        return self.form.dtypes
 
     def get_memory_format(self) -> MemoryFormat:
-        return self.meta.fmt
+        return self.form.fmt
 
     def get_num_tokens(self) -> int:
-        return int(self.meta.shape[self.meta.fmt.token_dim()])
+        return int(self.form.shapes[0][self.form.fmt.token_dim()])
 
     # ---- references
 
     def ref_count_up(self) -> None:
-        with self._lock:
-            self.meta.ref_count += 1
+        with _counting:
+            self._references += 1
 
     def ref_count_down(self) -> None:
-        with self._lock:
-            self.meta.ref_count -= 1
-            last = self.meta.ref_count == 0
+        with _counting:
+            self._references -= 1
+            last = self._references == 0
         if last:
             self.dropped()
 
     def get_ref_count(self) -> int:
-        return int(self.meta.ref_count)
+        return self._references
 
     def pin(self) -> bool:
         """Nothing of ours waits to be evicted under LMCache: leases do that."""
@@ -141,7 +163,7 @@ class DeferredObj(ChunkObj):
 
     def bytes(self) -> torch.Tensor:
         if self.copy_out is None:
-            return torch.zeros(self.meta.phy_size, dtype=torch.uint8)
+            return torch.zeros(self.form.nbytes, dtype=torch.uint8)
         return self.copy_out(self)
 
 
@@ -174,17 +196,10 @@ class LeasedObj(ChunkObj):
     """A chunk of the pool: the `index`-th of a lease."""
 
     def __init__(
-        self,
-        shapes: list[torch.Size],
-        dtypes: list[torch.dtype],
-        fmt: MemoryFormat | None,
-        shared: SharedLease,
-        index: int,
-        copy_out: Callable[[LeasedObj], torch.Tensor],
+        self, form: Form, shared: SharedLease, lease: Lease, index: int, copy_out: Callable[[LeasedObj], torch.Tensor]
     ) -> None:
-        super().__init__(shapes, dtypes, fmt)
-        assert shared.lease is not None
-        self.shared, self.key, self.location = shared, shared.lease.keys[index], shared.lease.locations[index]
+        super().__init__(form)
+        self.shared, self.key, self.location = shared, lease.keys[index], lease.locations[index]
         self._copy_out = copy_out
 
     def bytes(self) -> torch.Tensor:

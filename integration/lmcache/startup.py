@@ -17,7 +17,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
 from vcache_backend.vram_pool.paged import PagedKV
 
-from . import installation, selftest
+from . import installation, selftest, start_server
 from .gpu_connector import VCacheGPUConnector
 from .instance import Instance, discover, hash_probe, layout
 from .settings import Settings, read
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from .backend import VCacheBackend
 
 log = logging.getLogger(__name__)
+
+
+SERVER_SECONDS = 10.0
+"""How long to wait for a server that LMCache has been told to start."""
 
 
 class StepAside(Exception):
@@ -70,6 +74,8 @@ class Starter:
         self._refuse_other_sizes(kv.chunk_bytes(engine.chunk_size))
         probe = hash_probe(self._engine.token_database)
         agreed = layout(instance, kv, engine.chunk_size, probe, self._config.pre_caching_hash_algorithm)
+        if start_server.is_named_in(self._config.runtime_plugin_locations):
+            start_server.wait_for(config, SERVER_SECONDS)
         io = ChunkIO(_on_device_of(kv, config), agreed, unfit=self._over_budget)
         try:
             io.bind(kvcaches)
@@ -87,7 +93,9 @@ class Starter:
             if io.client.connected
             else f"not there yet; start one with `vcache serve` at {config.server.path}",
         )
-        return PoolWorker(io, kvcaches, agreed.namespace(), instance.rank, instance.ranks, instance.under_vllm, self._metadata)
+        worker = PoolWorker(io, kvcaches, agreed.namespace(), instance.rank, instance.ranks, instance.under_vllm, self._metadata)
+        worker.settles = instance.connector is not None
+        return worker
 
     def say_stepped_aside(self, reason: str, error: Exception | None) -> None:
         """One line in the log, one at the server; LMCache's engine is told that it does not work. Never raises."""
@@ -128,6 +136,7 @@ class Starter:
         adapter = self._instance.connector if self._instance is not None else None
         if adapter is not None:
             installation.load_under_full_graphs(adapter)
+            installation.report_blocks(adapter, self._backend.settle)
             installation.keep_slot_mappings_on_host(adapter)
 
     def _succeed(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -134,9 +135,41 @@ def _supply_connector() -> None:
 def _hook_scheduler(connector: Any) -> None:
     adapter = connector._lmcache_engine
     if connector.role.name == "SCHEDULER" and names_our_plugin(adapter.config):
+        _look_up_at_hand(adapter.lookup_client)
         scheduler = Scheduler(adapter)
         adapter.get_num_new_matched_tokens = scheduler.get_num_new_matched_tokens
         adapter.build_connector_meta = scheduler.build_connector_meta
+
+
+def _look_up_at_hand(client: Any) -> None:
+    """With one worker, in the scheduler's own process, a look-up need not go through a socket and another thread to reach it."""
+    transport: Any = getattr(client, "transport", None)
+    if type(client).__name__ != "LMCacheLookupClient" or client.enable_blending or getattr(transport, "world_size", 0) != 1:
+        return
+    builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
+    name = importlib.import_module("lmcache.integration.vllm.utils").ENGINE_NAME
+    theirs = transport.send_and_recv_all
+
+    def send_and_recv_all(message: list[Any]) -> list[bytes]:
+        engine = builder.get(name)
+        if engine is None or engine.storage_manager is None or engine.metadata.role != "worker":
+            answers: list[bytes] = theirs(message)
+            return answers
+        hashes, offsets, lookup_id, configs = message
+        try:
+            found = engine.lookup(
+                hashes=hashes,
+                offsets=offsets,
+                lookup_id=lookup_id,
+                pin=True,
+                request_configs=json.loads(configs) if configs else None,
+            )
+        except Exception as error:  # noqa: BLE001 - the door to vLLM
+            log.warning("vcache: a look-up failed, which counts as a miss (%s: %s)", type(error).__name__, error)
+            return []
+        return [found.to_bytes(4, "big")]
+
+    transport.send_and_recv_all = send_and_recv_all
 
 
 class Scheduler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -18,12 +19,13 @@ from vcache_backend.chunk import Namespace
 from vcache_backend.chunk_io import ChunkIO, KVCaches, Lease
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import Location
+from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan, plan_chunks
 from vcache_backend.vram_pool.slots import SlotView
 
 from .keys import KeyMaker, scoped
-from .memory import DeferredObj, LeasedObj, SharedLease
+from .memory import DeferredObj, Form, LeasedObj, SharedLease
 
 log = logging.getLogger(__name__)
 
@@ -34,20 +36,40 @@ FOREIGN_SECONDS = 10.0
 MAX_PINS = 1024
 
 
+@dataclass
+class _Loading:
+    """A load under way: `tokens` tokens from `start` on, at `slots`; those before `skip` are left alone."""
+
+    lease: Lease
+    views: list[SlotView]
+    tokens: int
+    slots: Slots
+    start: int
+    skip: int
+    scattered: Completion | None = None
+
+
 class PoolWorker:
-    """One rank's chunks in the pool. Look-ups in any thread; the rest in the worker's main thread."""
+    """One rank's chunks in the pool. Look-ups in any thread; the rest in the worker's main thread.
+
+    settles: `load` only launches, and the caller will ask `settle`, in the same step, which loads held. What is queued on the
+    current stream comes after the copy in any case; the host prepares it meanwhile.
+    """
 
     def __init__(
-        self, io: ChunkIO, kvcaches: KVCaches, namespace: Namespace, rank: int, ranks: int, needs_scope: bool, sample: Any
+        self, io: ChunkIO, kvcaches: KVCaches, namespace: Namespace, rank: int, ranks: int, needs_scope: bool, metadata: Any
     ) -> None:
         """`rank` of `ranks` that hold a shard of every chunk. needs_scope: leave alone keys that do not say whose they are (see
-        `vllm_hooks`). sample: LMCache's metadata, which knows the shapes it takes a chunk for."""
+        `vllm_hooks`). metadata: LMCache's, which knows the shapes it takes a chunk for."""
         self.io, self._kvcaches = io, kvcaches
         self._names, self._first_rank, self._ranks = KeyMaker(namespace, rank), KeyMaker(namespace, 0), ranks
-        self._needs_scope, self._metadata = needs_scope, sample
+        self._needs_scope = needs_scope
+        self._form = Form.of(metadata.get_shapes(io.chunk_size), metadata.get_dtypes(), None)
         self._pins: dict[CacheEngineKey, list[Lease]] = {}
         self._pinning = threading.Lock()
         self._cloned: list[SharedLease] = []
+        self._loading: list[_Loading] = []
+        self.settles = False
         self._unscoped = False
 
     # ---- reads
@@ -95,11 +117,10 @@ class PoolWorker:
             self.io.let_go(lease)
             return []
         shared = SharedLease(lease, self.io.let_go, readable)
-        shapes, dtypes = self._metadata.get_shapes(self.io.chunk_size), self._metadata.get_dtypes()
-        return [LeasedObj(shapes, dtypes, None, shared, index, self._clone) for index in range(readable)]
+        return [LeasedObj(self._form, shared, lease, index, self._clone) for index in range(readable)]
 
     def load(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots, skip: int) -> int | None:
-        """Bring chunks into the KV cache, in one launch for those of one lease, and wait.
+        """Bring chunks into the KV cache, in one launch for those of one lease, and wait unless the worker `settles`.
 
         The chunk of `objs[i]` begins with token `starts[i]`; no token before `skip` is written. Returns the index of the first
         token that is not valid now: its lease did not hold, its bytes were not there; None if all are.
@@ -119,6 +140,20 @@ class PoolWorker:
         if bad:
             self.io.stats.failed("lease_lost")
         return min(bad, default=None)
+
+    def settle(self, block_size: int) -> set[int]:
+        """Wait for the loads whose callers went on: the KV blocks, `block_size` tokens each, that are not valid. See `settles`."""
+        loads, self._loading = self._loading, []
+        bad: set[int] = set()
+        for loading in loads:
+            try:
+                good = self._settled(loading)
+            except Exception as error:  # noqa: BLE001 - what is not known to be right is reported to vLLM as wrong
+                good = bool(self.io.miss("load", error))
+            if not good:
+                self.io.stats.failed("lease_lost")
+                bad |= set((loading.slots[max(loading.start, loading.skip) :] // block_size).tolist())
+        return bad
 
     # ---- stores
 
@@ -159,10 +194,12 @@ class PoolWorker:
             return bool(keys)
         if not self._unscoped:
             self._unscoped = True
-            log.error(
+            text = (
                 "requests come without vcache's tag, so that LoRA and cache_salt cannot be told apart; nothing of them is cached. "
                 "vLLM did not load the plugin `vcache`: add it to VLLM_PLUGINS, or unset that variable"
             )
+            log.error(text)
+            self.io.client.report("error", text)
         return False
 
     def _load_leased(self, kv: PagedKV, shared: SharedLease, part: list[tuple[Any, int]], slots: Slots, skip: int) -> int | None:
@@ -170,19 +207,34 @@ class PoolWorker:
         if fresh is None:
             return part[0][1]
         lease, locations = fresh
-        starts = [start for _, start in part]
-        complete, views = False, []
-        try:
-            views = self.io.views(locations)
-            starts = starts[: len(views)]
-            copy = self._plan(kv, starts, slots, skip)
-            complete = bool(views) and self._whole(kv, copy, starts, skip) and self.io.load(kv, views, copy, lease.seconds_left)
-        finally:
-            held = self.io.end(lease)
-        if not (complete and held):
+        views = self.io.views(locations)
+        starts = [start for _, start in part][: len(views)]
+        copy = self._plan(kv, starts, slots, skip)
+        if not (views and self._whole(kv, copy, starts, skip)):
+            self.io.let_go(lease)
             return part[0][1]
-        self.io.note_retrieved(views, copy.nbytes // (kv.chunk_bytes(self.io.chunk_size) // self.io.chunk_size))
+        loading = _Loading(
+            lease, views, copy.nbytes // (kv.chunk_bytes(self.io.chunk_size) // self.io.chunk_size), slots, starts[0], skip
+        )
+        try:
+            loading.scattered = self.io.copier.scatter(kv, copy, views)
+        except VCacheError:
+            self.io.let_go(lease)
+            raise
+        if self.settles:
+            self._loading.append(loading)
+        elif not self._settled(loading):
+            return part[0][1]
         return part[len(views)][1] if len(views) < len(part) else None
+
+    def _settled(self, loading: _Loading) -> bool:
+        """Wait for a load under way, and end its lease: are its tokens valid?"""
+        complete = loading.scattered is not None and self.io.complete(loading.scattered, loading.lease.seconds_left)
+        held = self.io.end(loading.lease)
+        if not (complete and held):
+            return False
+        self.io.note_retrieved(loading.views, loading.tokens)
+        return True
 
     def _fresh(self, lease: Lease | None, objs: list[LeasedObj]) -> tuple[Lease, list[Location]] | None:
         """A lease with time for a copy, and where the chunks lie: the lease there is, renewed if past half its life, or a new one."""

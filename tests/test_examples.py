@@ -1,0 +1,244 @@
+"""What people copy: LMCache's configurations, the documentation's snippets, and the example with two real vLLM instances."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from processes import ROOT, Child, eventually
+from vllm_cases import missing
+
+from vcache_backend.config import ByteSize
+from vcache_backend.integration.lmcache import selftest, settings
+from vcache_backend.integration.lmcache.instance import Instance
+from vcache_backend.integration.lmcache.start_server import LAUNCHED
+
+PLAIN, HOST_TIER = "lmcache-vcache.yaml", "lmcache-vcache-with-host-tier.yaml"
+CONFIGS = [ROOT / "configs" / name for name in (PLAIN, HOST_TIER)]
+DOCS = ROOT / "docs" / "lmcache.md"
+EXAMPLE = ROOT / "examples" / "two_vllm_instances.py"
+NEEDS_VLLM = pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
+NEEDS_LMCACHE = pytest.mark.skipif(find_spec("lmcache") is None, reason="needs lmcache (requirements/vllm-cpu.txt)")
+EXAMPLE_SECONDS = 200.0
+
+each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+
+
+class Written:
+    """A configuration as LMCache has it, as far as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.chunk_size, self.max_local_cpu_size = 256, 5
+        self.__dict__.update(yaml.safe_load(path.read_text()))
+
+
+INSTANCE = Instance(
+    model="m",
+    dtype="bfloat16",
+    kv_cache_dtype="bfloat16",
+    layers=2,
+    kv_heads=2,
+    head_dim=64,
+    block_size=16,
+    under_vllm=True,
+    load_failure_policy="recompute",
+    use_mla=True,
+    tp_size=2,
+)
+
+
+# ---- the configurations
+
+
+@each_config
+def test_our_settings_are_read_from_it(path: Path) -> None:
+    values = yaml.safe_load(path.read_text())
+    read = settings.read(values["extra_config"], values["chunk_size"])
+    assert read.config.pool.segment_bytes == ByteSize(8 << 30)
+    assert read.config.engine.chunk_size == 256
+
+
+@each_config
+def test_every_key_has_a_line_that_explains_it(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    keys = [index for index, line in enumerate(lines) if re.match(r"\s*[a-z_.]+:", line) and line != "extra_config:"]
+    unexplained = [lines[index] for index in keys if not lines[index - 1].lstrip().startswith("#")]
+    # The two keys that load the plugin are explained together in the shorter file.
+    assert unexplained in ([], ["  storage_plugin.vcache.class_name: VCacheBackend"])
+
+
+def test_the_plugin_has_nothing_against_them_but_what_the_host_tier_costs() -> None:
+    plain, host = (Written(path) for path in CONFIGS)
+    assert [selftest.modes(written, INSTANCE) for written in (plain, host)] == [None, None]
+    assert selftest.remarks(plain, INSTANCE) == []
+    assert [line.partition(":")[0] for line in selftest.remarks(host, INSTANCE)] == [
+        "every store is copied to host memory too",
+        "local_cpu is true",
+    ]
+    # The check can fail.
+    assert selftest.remarks(plain, Instance(**{**vars(INSTANCE), "load_failure_policy": "fail"})) != []
+
+
+LOADED = """
+import json, sys
+from lmcache.v1.config import LMCacheEngineConfig
+
+config = LMCacheEngineConfig.from_file(sys.argv[1])
+config.validate()
+print(json.dumps(json.loads(config.to_json())))
+"""
+
+
+@NEEDS_LMCACHE
+@each_config
+def test_lmcache_reads_it_as_it_is_meant(path: Path) -> None:
+    with Child([sys.executable, "-W", "ignore", "-c", LOADED, str(path)], LMCACHE_TRACK_USAGE="false") as child:
+        status, said = child.wait()
+    assert status == 0, said
+    assert "Unknown configuration key" not in said
+    loaded = json.loads(said.strip().splitlines()[-1])
+    assert {key: loaded[key] for key in yaml.safe_load(path.read_text())} == yaml.safe_load(path.read_text())
+
+
+def test_the_five_lines_are_those_that_the_documentation_and_the_example_have() -> None:
+    lines = (ROOT / "configs" / PLAIN).read_text().splitlines()
+    marked = [lines[index + 1 : index + 3] for index, line in enumerate(lines) if "(*)" in line and "marked" not in line]
+    five = [next(line.strip() for line in after if not line.lstrip().startswith("#")) for after in marked]
+    assert len(five) == 5
+    snippet = next(block for block in snippets("yaml") if "storage_plugins" in block)
+    assert [line.strip() for line in snippet.splitlines() if line != "extra_config:"] == five
+    example = load_example()
+    written, plain = example.lmcache_settings(example.GPU, Path("/s"), "8 GiB"), yaml.safe_load(CONFIGS[0].read_text())
+    assert written.pop("extra_config") == plain.pop("extra_config") | {"vcache.server.socket": "/s"}
+    assert written == plain
+
+
+# ---- the documentation
+
+
+def snippets(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_every_key_of_ours_that_it_names_exists() -> None:
+    known = set(settings._known())
+    named = set(re.findall(r"`(vcache\.[a-z_.]+)[`:]", DOCS.read_text()))
+    assert len(named) > 8
+    assert named - known - {"vcache.log"} == set()
+
+
+def test_its_snippets_are_yaml_and_its_paths_exist() -> None:
+    for block in snippets("yaml"):
+        values = yaml.safe_load(block)
+        settings.read(values.get("extra_config", {}), 256)
+    for path in re.findall(r"\]\(\.\./([^)#]+)\)", DOCS.read_text()):
+        assert (ROOT / path).exists(), path
+    assert LAUNCHED.name in DOCS.read_text()
+
+
+def test_the_settings_it_refuses_are_those_that_the_plugin_refuses() -> None:
+    row = next(line for line in DOCS.read_text().splitlines() if "`use_layerwise`, `enable_blending`" in line)
+    for name in re.findall(r"`(\w+)`", row.split("|")[1]):
+        written = Written(CONFIGS[0])
+        setattr(written, name, True)
+        assert selftest.modes(written) is not None, name
+
+
+# ---- the example
+
+
+def load_example() -> Any:
+    spec = importlib.util.spec_from_file_location("two_vllm_instances", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    assert isinstance(module, ModuleType)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def example(folder: Path, *arguments: str) -> Child:
+    """The example as a person starts it, its files in `folder`."""
+    # Triton's interpreter is for our own kernels; vLLM would try to use it.
+    clean = {"TRITON_INTERPRET": "0"}
+    return Child([sys.executable, "-W", "ignore", str(EXAMPLE), "--cpu", "--logs", str(folder), *arguments], **clean)
+
+
+def left_over(folder: Path) -> list[int]:
+    """Processes that have the folder on their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if str(folder).encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@NEEDS_VLLM
+@pytest.mark.timeout(EXAMPLE_SECONDS + 20)
+def test_the_example_shows_that_the_second_instance_reads_what_the_first_computed(tmp_path: Path) -> None:
+    with example(tmp_path / "run", "--json", "--lengths", "130,513") as child:
+        status, said = child.wait(EXAMPLE_SECONDS)
+    assert status == 0, said
+    shown = json.loads(said[said.index("{\n") :])
+    assert (shown["ok"], shown["context_matters"]) == (True, True)
+    rows = [(row["prompt_tokens"], row["instance"], row["cached_tokens"], row["tokens_equal"]) for row in shown["rows"]]
+    assert [row for row in rows if row[1] == "B"] == [(136, "B", 128, True), (520, "B", 512, True)]
+    assert [row[2] for row in rows if row[1] == "A"] == [0, 128, 0, 512]
+    assert shown["status"]["chunks"] >= 10
+    assert shown["status"]["reports"] == []
+    assert left_over(tmp_path / "run") == []
+
+
+@NEEDS_VLLM
+def test_an_instance_that_does_not_start_is_one_error_with_its_log_and_nothing_is_left(tmp_path: Path) -> None:
+    with example(tmp_path / "run", "--model", str(tmp_path / "no model")) as child:
+        status, said = child.wait(50)
+    assert status == 1
+    assert re.search(rf"instance [AB] ended. Its log is {tmp_path}/run/[AB].log", said)
+    assert "Traceback" not in said.partition("two_vllm_instances:")[0]
+    assert left_over(tmp_path / "run") == []
+
+
+@NEEDS_VLLM
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_whatever_ends_it_ends_what_it_started(tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "run"
+    with example(folder) as child:
+        child.expect("instance B: starting")
+        assert len(left_over(folder)) >= 4
+        child.signal(number)
+        status, said = child.wait()
+        assert status == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number], said
+        eventually(lambda: not left_over(folder))
+
+
+def test_without_vllm_it_says_so(tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules['vllm'] = None; sys.argv = ['x', '--cpu']; import runpy; runpy.run_path(sys.argv[0])"
+    code = hidden.replace("sys.argv[0])", f"{str(EXAMPLE)!r}, run_name='__main__')")
+    with Child([sys.executable, "-c", code]) as child:
+        status, said = child.wait()
+    assert status == 1
+    assert "has no vllm" in said
+    assert said.count("\n") == 1
+
+
+def test_without_two_gpus_it_says_what_to_do(tmp_path: Path) -> None:
+    with Child([sys.executable, str(EXAMPLE), "--gpus", "0"]) as child:
+        status, said = child.wait()
+    assert status == 2
+    assert "--cpu" in said
