@@ -144,7 +144,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", dest="scale", action="store_const", const="quick", help="the same as --scale quick")
     parser.add_argument("--tiny", dest="scale", action="store_const", const="tiny", help="the same as --scale tiny")
     parser.add_argument("--prompts", type=int, default=0, help="how many prompts `equal` takes")
-    parser.add_argument("--rounds", type=int, default=7, help="prompts of each length in `ttft`")
+    parser.add_argument("--rounds", type=int, default=11, help="prompts of each length in `ttft`")
     parser.add_argument("--seconds", type=float, default=520.0, help="when to stop, whatever is left")
     parser.add_argument("--seed", type=int, default=0, help="other prompts")
     parser.add_argument("--commit", default="", help="the commit measured, where git cannot tell")

@@ -32,7 +32,8 @@ Slots = npt.NDArray[np.int64]
 class Lease(msgspec.Struct, eq=False):
     """A leading run of chunks that may be read.
 
-    `deadline`: until when (time.monotonic), counted from before it was asked for, `seconds` earlier.
+    `deadline`: until when (time.monotonic), counted from before it was asked for, `seconds` earlier. `connection`: which of the
+    client's it was given on; it ends with it.
     """
 
     id: int
@@ -40,6 +41,7 @@ class Lease(msgspec.Struct, eq=False):
     locations: list[Location]
     deadline: float
     seconds: float
+    connection: int
 
     @property
     def seconds_left(self) -> float:
@@ -99,12 +101,18 @@ class ChunkIO:
 
     def lease(self, keys: list[ChunkKey]) -> Lease | None:
         """Lease the leading run of chunks that are there; None if there are none."""
-        asked = time.monotonic()
+        asked, connection = time.monotonic(), self.client.connections_lost
         with self.stats.timed("acquire"):
             leased = self.client.acquire(keys)
         if not leased.lease:
             return None
-        return Lease(leased.lease, keys[: len(leased.locations)], leased.locations, asked + leased.seconds, leased.seconds)
+        there, until = keys[: len(leased.locations)], asked + leased.seconds
+        return Lease(leased.lease, there, leased.locations, until, leased.seconds, connection)
+
+    def good_for_a_copy(self, lease: Lease) -> bool:
+        """Has the lease more than half its time left, and is its connection the present one?"""
+        same = self.client.connected and lease.connection == self.client.connections_lost
+        return same and lease.seconds_left > lease.seconds / 2
 
     def renew(self, lease: Lease) -> bool:
         """Give a lease its full time again; False if it had ended, or nobody answered."""

@@ -34,6 +34,8 @@ STOCK_GB = 18
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONUNBUFFERED": "1",
+    # As vLLM sets it for workers in processes of their own; with many threads small host tensors take milliseconds at times.
+    "OMP_NUM_THREADS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",

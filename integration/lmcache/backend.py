@@ -102,6 +102,15 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             self.note_failure("load", error)
             return starts[0] if starts else 0
 
+    @answers(0)
+    def load_found(self, keys: list[CacheEngineKey], first: int, more: dict[str, Any]) -> int:
+        """See `PoolWorker.retrieve`."""
+        worker = self.bind(more["kvcaches"])
+        if worker is None:
+            return 0
+        slots = as_slots(more["slot_mapping"], len(more["slot_mapping"]), 0)
+        return worker.retrieve(keys, first, slots, int(more.get("vllm_cached_tokens") or 0))
+
     @answers(set)
     def settle(self, block_size: int) -> set[int]:
         """See `PoolWorker.settle`."""

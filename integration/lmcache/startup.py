@@ -129,7 +129,7 @@ class Starter:
                 installation.guard_hot_cache(engine.storage_manager.local_cpu_backend)
 
         installation.wrap_retrieve(self._engine, lambda: mine.failed_from, retrieving)
-        installation.hash_once(self._engine)
+        installation.retrieve_directly(self._engine, self._name, self._backend.load_found)
         if self._backend.local_cpu_backend is not None:
             installation.guard_hot_cache(self._backend.local_cpu_backend)
         self._succeed()
@@ -138,6 +138,11 @@ class Starter:
             installation.load_under_full_graphs(adapter)
             installation.report_blocks(adapter, self._backend.settle)
             installation.keep_slot_mappings_on_host(adapter)
+
+    def _name(self) -> str:
+        """What LMCache calls our tier."""
+        backends = self._engine.storage_manager.storage_backends.items()
+        return next((name for name, backend in backends if backend is self._backend), "")
 
     def _succeed(self) -> None:
         """Take the place of the plugin's backend before this one. `recreate_backend` of LMCache, and of any other tier, makes a new

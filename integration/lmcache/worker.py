@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -66,6 +67,7 @@ class PoolWorker:
         self._needs_scope = needs_scope
         self._form = Form.of(metadata.get_shapes(io.chunk_size), metadata.get_dtypes(), None)
         self._pins: dict[CacheEngineKey, list[Lease]] = {}
+        self._taken: Counter[CacheEngineKey] = Counter()
         self._pinning = threading.Lock()
         self._cloned: list[SharedLease] = []
         self._loading: list[_Loading] = []
@@ -89,7 +91,8 @@ class PoolWorker:
         readable = len(self.io.views(lease.locations))
         with self._pinning:
             if len(self._pins) >= MAX_PINS:
-                self._pins = {key: there for key, there in self._pins.items() if there[-1].seconds_left}
+                self._pins = {key: there for key, there in self._pins.items() if there and there[-1].seconds_left}
+                self._taken = +self._taken
             # Look-ups of requests that were never scheduled leave theirs behind.
             self._pins[keys[0]] = [there for there in self._pins.get(keys[0], ()) if there.seconds_left] + [lease]
         return readable
@@ -97,6 +100,9 @@ class PoolWorker:
     def unpin(self, key: CacheEngineKey) -> bool:
         """End the oldest lease of a look-up that began with `key`; nothing for the keys after it."""
         with self._pinning:
+            if self._taken[key]:
+                self._taken[key] -= 1
+                return True
             leases = [lease for lease in self._pins.pop(key, ()) if lease.seconds_left]
             lease = leases.pop(0) if leases else None
             if leases:
@@ -140,6 +146,38 @@ class PoolWorker:
         if bad:
             self.io.stats.failed("lease_lost")
         return min(bad, default=None)
+
+    def retrieve(self, keys: Sequence[CacheEngineKey], first: int, slots: Slots, skip: int) -> int:
+        """Load the chunks `keys[first:]` of a request that was looked up, as `load` does: how many of them there are.
+
+        Under the lease of the look-up, if it has time for a copy, which spares naming and leasing them again.
+        """
+        kv, size = self.io.bind(self._kvcaches), self.io.chunk_size
+        count = len(keys) - first
+        starts = [chunk * size for chunk in range(first, len(keys))]
+        lease = self._pinned(keys)
+        if lease is not None:
+            locations = lease.locations[first : len(keys)]
+        else:
+            lease = self.io.lease(self._names.keys(keys[first:])) if self._mine(keys) else None
+            locations = lease.locations if lease is not None else []
+        loaded = self._launch(kv, lease, locations, starts[: len(locations)], slots, skip) if lease is not None else 0
+        self.io.stats.count(chunks_missed=count - loaded)
+        return loaded
+
+    def _pinned(self, keys: Sequence[CacheEngineKey]) -> Lease | None:
+        """The lease of the look-up that found all of `keys`, taken from it; None if there is none with time for a copy."""
+        with self._pinning:
+            leases = self._pins.get(keys[0], [])
+            for lease in leases:
+                # The last key stands for all before it.
+                enough = len(lease.keys) >= len(keys) and self.io.good_for_a_copy(lease)
+                if enough and lease.keys[len(keys) - 1] == self._names.keys(keys[-1:])[0]:
+                    leases.remove(lease)
+                    # Its unpin is still to come, and must not end another request's lease.
+                    self._taken[keys[0]] += 1
+                    return lease
+        return None
 
     def settle(self, block_size: int) -> set[int]:
         """Wait for the loads whose callers went on: the KV blocks, `block_size` tokens each, that are not valid. See `settles`."""
@@ -204,18 +242,22 @@ class PoolWorker:
 
     def _load_leased(self, kv: PagedKV, shared: SharedLease, part: list[tuple[Any, int]], slots: Slots, skip: int) -> int | None:
         fresh = self._fresh(shared.take(), [obj for obj, _ in part])
-        if fresh is None:
-            return part[0][1]
-        lease, locations = fresh
+        starts = [start for _, start in part]
+        loaded = self._launch(kv, *fresh, starts, slots, skip) if fresh is not None else 0
+        return starts[loaded] if loaded < len(starts) else None
+
+    def _launch(
+        self, kv: PagedKV, lease: Lease, locations: Sequence[Location], starts: list[int], slots: Slots, skip: int
+    ) -> int:
+        """Load leased chunks, and settle unless the caller does: how many leading ones are valid, or will be. Ends the lease."""
         views = self.io.views(locations)
-        starts = [start for _, start in part][: len(views)]
+        starts = starts[: len(views)]
         copy = self._plan(kv, starts, slots, skip)
         if not (views and self._whole(kv, copy, starts, skip)):
             self.io.let_go(lease)
-            return part[0][1]
-        loading = _Loading(
-            lease, views, copy.nbytes // (kv.chunk_bytes(self.io.chunk_size) // self.io.chunk_size), slots, starts[0], skip
-        )
+            return 0
+        tokens = copy.nbytes // (kv.chunk_bytes(self.io.chunk_size) // self.io.chunk_size)
+        loading = _Loading(lease, views, tokens, slots, starts[0], skip)
         try:
             loading.scattered = self.io.copier.scatter(kv, copy, views)
         except VCacheError:
@@ -224,8 +266,9 @@ class PoolWorker:
         if self.settles:
             self._loading.append(loading)
         elif not self._settled(loading):
-            return part[0][1]
-        return part[len(views)][1] if len(views) < len(part) else None
+            self.io.stats.failed("lease_lost")
+            return 0
+        return len(views)
 
     def _settled(self, loading: _Loading) -> bool:
         """Wait for a load under way, and end its lease: are its tokens valid?"""
@@ -238,7 +281,7 @@ class PoolWorker:
 
     def _fresh(self, lease: Lease | None, objs: list[LeasedObj]) -> tuple[Lease, list[Location]] | None:
         """A lease with time for a copy, and where the chunks lie: the lease there is, renewed if past half its life, or a new one."""
-        if lease is not None and (lease.seconds_left > lease.seconds / 2 or self.io.renew(lease)):
+        if lease is not None and (self.io.good_for_a_copy(lease) or self.io.renew(lease)):
             return lease, [obj.location for obj in objs]
         lease = self.io.lease([obj.key for obj in objs])
         return None if lease is None else (lease, lease.locations)
