@@ -232,7 +232,7 @@ def lmcache_settings(shape: Shape, path: Path, pool_bytes: str) -> dict[str, Any
         "save_only_first_rank": False,
     }
     tiers = {"local_cpu": False, "max_local_cpu_size": 0, "storage_plugins": ["vcache"], "store_location": "vcache"}
-    return {"chunk_size": shape.chunk, "pre_caching_hash_algorithm": "sha256_cbor", **tiers, "extra_config": extra}
+    return {"chunk_size": shape.chunk, "pre_caching_hash_algorithm": "sha256", **tiers, "extra_config": extra}
 
 
 def connect(server: Process, path: Path) -> Client:

@@ -565,7 +565,7 @@ def test_an_instance_that_cannot_work_is_refused(changes: dict[str, Any], said: 
         ({"store_location": None, "max_local_cpu_size": 1}, {}, "copied to host memory too: set store_location: vcache"),
         ({"store_location": "LocalCPUBackend"}, {}, "nothing is stored in vcache"),
         ({"local_cpu": True}, {}, "set local_cpu: false"),
-        ({"pre_caching_hash_algorithm": "builtin"}, {}, "set pre_caching_hash_algorithm: sha256_cbor"),
+        ({"pre_caching_hash_algorithm": "builtin"}, {}, "set pre_caching_hash_algorithm: sha256"),
         ({}, {"load_failure_policy": "fail"}, '"kv_load_failure_policy":"recompute"'),
         ({"extra_config": {}}, {"use_mla": True}, "set save_only_first_rank: false"),
     ],
@@ -731,7 +731,7 @@ def test_a_copy_that_does_not_end_is_given_up() -> None:
 
 @pytest.mark.gpu
 def test_bytes_come_back_on_a_gpu() -> None:
-    from vcache_backend.vram_pool.copier import CudaCopier
+    from vcache_backend.vram_pool.cuda_copier import CudaCopier
 
     kv = PagedKV.describe([torch.randn((BLOCKS, BLOCK, 2, 16), device="cuda:0").bfloat16() for _ in range(3)], BLOCK)
     before = contents(kv)

@@ -404,11 +404,13 @@ def check_hash_seed(config: Config) -> Iterator[Finding]:
     try:
         metadata.version("lmcache")
     except metadata.PackageNotFoundError:
-        detail = "not set; it matters only to LMCache with pre_caching_hash_algorithm: builtin"
+        detail = "not set; it matters only with vLLM and LMCache"
         yield Finding("PYTHONHASHSEED", "ok", detail)
         return
-    detail = "not set: LMCache with pre_caching_hash_algorithm: builtin hashes differently in each process and finds nothing"
-    advice = "export PYTHONHASHSEED=0 for every instance, or set pre_caching_hash_algorithm: sha256_cbor"
+    detail = (
+        "not set: vLLM roots its hashes in it, so no two instances name a prefix alike, and vcache's LMCache plugin steps aside"
+    )
+    advice = "export PYTHONHASHSEED=0, or another number, the same for every instance"
     yield Finding("PYTHONHASHSEED", "warn", detail, advice)
 
 

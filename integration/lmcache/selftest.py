@@ -230,7 +230,7 @@ def _costly(lm_config: Any) -> Iterator[str]:
 def _surprising(lm_config: Any, instance: Instance) -> Iterator[str]:
     extra = getattr(lm_config, "extra_config", None) or {}
     if getattr(lm_config, "pre_caching_hash_algorithm", "builtin") == "builtin":
-        yield "Python's own hash can be made to collide on purpose: set pre_caching_hash_algorithm: sha256_cbor"
+        yield "Python's own hash can be made to collide on purpose: set pre_caching_hash_algorithm: sha256"
     if instance.load_failure_policy == "fail":
         yield (
             "kv_load_failure_policy is fail, so that a chunk lost between look-up and load fails its request: "

@@ -11,7 +11,7 @@ import torch
 
 from vcache_backend import budget
 from vcache_backend.chunk_io import ChunkIO, KVCaches
-from vcache_backend.config import Config, hash_seed
+from vcache_backend.config import Config, hash_seed, load
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
@@ -104,12 +104,12 @@ class Starter:
             engine = self._engine or installation.engine_of(self._metadata)
             if engine is not None:
                 engine.mark_init_failed(f"vcache stepped aside: {reason}")
-            if self._settings is not None:
-                server, client = self._settings.config.server, self._settings.config.client
-                with Client(server.path, client, reconnect=False) as there:
-                    there.report(
-                        "error", f"stepped aside in LMCache's worker {self._metadata.worker_id} (pid {os.getpid()}): {reason}"
-                    )
+            # Settings that could not be read name no socket: the default one is worth a try.
+            config = self._settings.config if self._settings is not None else load()
+            with Client(config.server.path, config.client, reconnect=False) as there:
+                there.report(
+                    "error", f"stepped aside in LMCache's worker {self._metadata.worker_id} (pid {os.getpid()}): {reason}"
+                )
         except Exception as failure:  # noqa: BLE001 nobody is left to tell
             log.debug("the server was not told: %s", failure)
 
