@@ -290,6 +290,32 @@ def test_tokens_read_under_a_lease_that_ended_are_not_marked(pool: Pool, trustin
     assert pool.settled()
 
 
+def settle_later(inside: Inside) -> None:
+    """As under vLLM, which asks at the end of a step what did not hold."""
+    inside.worker.settles = True
+
+
+def settle(inside: Inside) -> list[int]:
+    return sorted(inside.backend.settle(SMALL.block_size))
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["held", "server killed"])
+def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold(served: Pool, killed: bool) -> None:
+    engine = served.engine(client=SNAPPY)
+    engine.store(chunks(3))
+    engine.do(settle_later)
+    assert engine.lookup(chunks(3), "r") == 3 * CHUNK
+    # Nobody knows yet: LMCache is told yes, and vLLM asks before it lets a token out.
+    assert engine.retrieve(chunks(3), request="r").tokens == 3 * CHUNK
+    if killed:
+        served.node.server.kill()
+    blocks = engine.do(settle)
+    assert len(blocks) == (3 * CHUNK // SMALL.block_size if killed else 0)
+    assert engine.do(settle) == []
+    if not killed:
+        assert served.settled()
+
+
 def test_chunks_removed_after_the_look_up_are_there_for_its_request_and_for_no_other(served: Pool) -> None:
     engine, other = served.engine(), served.engine()
     engine.store(chunks(4))
