@@ -37,6 +37,8 @@ _ENGINE = "lmcache.v1.cache_engine"
 _MANAGER = "lmcache.v1.storage_backend.storage_manager"
 _BACKENDS = "lmcache.v1.storage_backend.abstract_backend"
 _CONNECTORS = "lmcache.v1.gpu_connector.gpu_connectors"
+_STATS = "lmcache.observability"
+_LOCAL_CPU = "lmcache.v1.storage_backend.local_cpu_backend"
 _ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 
 _CALLS = (
@@ -46,6 +48,9 @@ _CALLS = (
     (_ENGINE, "LMCacheEngine", "lookup", "tokens hashes offsets lookup_id pin request_configs"),
     (_ENGINE, "LMCacheEngine", "lookup_unpin", ""),
     (_ENGINE, "LMCacheEngine", "mark_init_failed", "reason"),
+    (_STATS, "LMCStatsMonitor", "on_retrieve_request", ""),
+    (_STATS, "LMCStatsMonitor", "on_retrieve_finished", ""),
+    (_LOCAL_CPU, "LocalCPUBackend", "submit_put_task", "key memory_obj"),
     (_MANAGER, "StorageManager", "_get_allocator_backend", "config"),
     (_MANAGER, "StorageManager", "allocate", "shapes dtypes"),
     (_MANAGER, "StorageManager", "batched_put", "keys memory_objs location"),
@@ -63,18 +68,25 @@ _CALLS = (
     (_CONNECTORS, "GPUConnectorInterface", "initialize_kvcaches_ptr", "kwargs"),
 )
 _VLLM_CALLS = (
+    (_ADAPTER, "LMCacheConnectorV1Impl", "get_block_ids_with_load_errors", ""),
     (_ADAPTER, "LMCacheConnectorV1Impl", "start_load_kv", "forward_context"),
     (_ADAPTER, "LMCacheConnectorV1Impl", "record_failed_blocks", "request_id expected_mask ret_mask slot_mapping"),
     (_ADAPTER, "LMCacheConnectorV1Impl", "register_kv_caches", "kv_caches"),
 )
 _ATTRIBUTES = (
     # (module, class, attributes that its constructor, or the method named, sets)
-    (_ENGINE, "LMCacheEngine", "__init__", "config metadata token_database gpu_connector lookup_pins storage_manager"),
+    (
+        _ENGINE,
+        "LMCacheEngine",
+        "__init__",
+        "config metadata token_database gpu_connector lookup_pins storage_manager async_loading "
+        "save_only_first_rank remove_after_retrieve stats_monitor",
+    ),
     (_MANAGER, "StorageManager", "__init__", "storage_backends allocator_backend"),
 )
 _VLLM_ATTRIBUTES = (
     (_ADAPTER, "LMCacheConnectorV1Impl", "__init__", "_parent _vllm_config _manager"),
-    (_ADAPTER, "LMCacheConnectorV1Impl", "_init_connector_state", "kv_caches _invalid_block_ids"),
+    (_ADAPTER, "LMCacheConnectorV1Impl", "_init_connector_state", "kv_caches _invalid_block_ids _block_size"),
 )
 
 
