@@ -50,7 +50,8 @@ class ChunkObj(MemoryObj):  # type: ignore[misc]
         return MemoryObjMetadata(shapes[0], dtypes[0], 0, nbytes, 1, fmt=fmt, shapes=shapes, dtypes=dtypes)
 
     def bytes(self) -> torch.Tensor:
-        """The chunk as a new contiguous uint8 tensor on the worker's device, complete for the current stream."""
+        """The chunk as a contiguous uint8 tensor on the worker's device, complete for the current stream, until the next one is asked
+        for on that stream."""
         raise NotImplementedError
 
     def dropped(self) -> None:

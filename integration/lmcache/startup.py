@@ -95,6 +95,8 @@ class Starter:
         )
         worker = PoolWorker(io, kvcaches, agreed.namespace(), instance.rank, instance.ranks, instance.under_vllm, self._metadata)
         worker.settles = instance.connector is not None
+        if self._backend.local_cpu_backend is not None:
+            worker.share()
         return worker
 
     def say_stepped_aside(self, reason: str, error: Exception | None) -> None:

@@ -69,6 +69,7 @@ class PoolWorker:
         self._pins: dict[CacheEngineKey, list[Lease]] = {}
         self._taken: Counter[CacheEngineKey] = Counter()
         self._pinning = threading.Lock()
+        self._scratch: torch.Tensor | None = None
         self._cloned: list[SharedLease] = []
         self._loading: list[_Loading] = []
         self.settles = False
@@ -195,6 +196,11 @@ class PoolWorker:
 
     # ---- stores
 
+    def share(self) -> None:
+        """Other tiers will want bytes: make the memory they are handed out in."""
+        kv = self.io.bind(self._kvcaches)
+        self._scratch = torch.empty(kv.chunk_bytes(self.io.chunk_size), dtype=torch.uint8, device=kv.device)
+
     def note(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots) -> None:
         """Remember where the chunks of a store lie, until `put`. Work queued on the current stream has written them by then."""
         written = torch.cuda.current_stream().record_event() if self._on_gpu else None
@@ -319,9 +325,13 @@ class PoolWorker:
         """The bytes of a leased chunk in memory of their own; `load`, which comes next, asks whether the lease held."""
         self._cloned.append(obj.shared)
         views = self.io.views([obj.location])
-        if not views:
-            raise VCacheError(f"segment {obj.location.segment} cannot be read here")
-        return views[0].tensor.clone()
+        if views:
+            return views[0].tensor.clone()
+        # LMCache dies of an exception here. Without its lease the chunk counts as lost.
+        lease = obj.shared.take()
+        if lease is not None:
+            self.io.let_go(lease)
+        return torch.zeros(obj.form.nbytes, dtype=torch.uint8, device=self.io.bind(self._kvcaches).device)
 
     def _clones_held(self) -> bool:
         cloned, self._cloned = self._cloned, []
@@ -342,8 +352,11 @@ class PoolWorker:
                 torch.cuda.current_stream().wait_event(written)
             assert obj.source is not None
             slots, start = obj.source
-            bytes_ = torch.empty(kv.chunk_bytes(size), dtype=torch.uint8, device=kv.device)
-            self.io.copier.gather(kv, plan_chunks(kv, size, slots, start, 1), [SlotView.over(bytes_, local=True)])
-            return bytes_
+            # Made once: there may be no memory left later, and LMCache dies of an exception here. It uses the bytes before it
+            # asks for the next, on one stream.
+            if self._scratch is None:
+                self._scratch = torch.empty(kv.chunk_bytes(size), dtype=torch.uint8, device=kv.device)
+            self.io.copier.gather(kv, plan_chunks(kv, size, slots, start, 1), [SlotView.over(self._scratch, local=True)])
+            return self._scratch
 
         return copy_out
