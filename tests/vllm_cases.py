@@ -12,12 +12,13 @@ import math
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,6 +176,7 @@ class Instance:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 preexec_fn=_die_with_parent,
+                start_new_session=True,
             )
 
     @property
@@ -210,9 +212,9 @@ class Instance:
         return self._line(seconds)
 
     def close(self) -> None:
-        """SIGKILL, and reaped. Idempotent."""
-        if self._process.poll() is None:
-            self._process.kill()
+        """SIGKILL for it and the processes vLLM started, and reaped. Idempotent."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
