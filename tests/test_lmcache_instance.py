@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from vllm_objects import BLOCK, BLOCKS, LAYERS, LLAMA, HFConfig, attention, caches, vllm_config
 
 from vcache_backend import doctor
 from vcache_backend.config import Config, hash_seed
@@ -25,6 +25,8 @@ from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.integration.lmcache import selftest
 from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe, layout
 from vcache_backend.integration.lmcache.settings import Settings
+from vcache_backend.integration.round_trip import round_trip
+from vcache_backend.integration.vllm import facts
 from vcache_backend.vram_pool import reference
 from vcache_backend.vram_pool.copier import Finished, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
@@ -34,7 +36,7 @@ from vcache_backend.vram_pool.slots import SlotView
 # LMCache's imports warn.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-BLOCK, CHUNK, BLOCKS = 4, 16, 12
+CHUNK = 16
 SETTINGS = Settings(config=Config())
 
 
@@ -90,66 +92,6 @@ def test_with_mla_all_ranks_hold_the_same_shard() -> None:
 
 
 # ---- under vLLM: its objects as far as they are read
-
-
-class HFConfig:
-    """A Hugging Face configuration as transformers has it: values, some private, and what is written about it."""
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update({"hidden_size": 256, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}} | values)
-
-    def to_dict(self) -> dict[str, Any]:
-        return copy.deepcopy(self.__dict__)
-
-
-def attention(name: str) -> Any:
-    return SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: name))
-
-
-LAYERS = ("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn")
-
-
-def vllm_config(**changes: Any) -> Any:
-    """`changes`: `section__name=value`."""
-    hf_config = HFConfig(_name_or_path="org/model", _commit_hash="abc123", transformers_version="5.0")
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(
-            model="org/model",
-            model_weights="",
-            revision=None,
-            dtype=torch.bfloat16,
-            quantization=None,
-            hf_config=hf_config,
-            hf_text_config=hf_config,
-            enable_prompt_embeds=False,
-            disable_sliding_window=False,
-        ),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=2, pipeline_parallel_size=2, prefill_context_parallel_size=1, decode_context_parallel_size=1
-        ),
-        cache_config=SimpleNamespace(
-            block_size=BLOCK,
-            cache_dtype="auto",
-            gpu_memory_utilization=0.9,
-            kv_cache_memory_bytes=None,
-            calculate_kv_scales=False,
-            kv_cache_dtype_skip_layers=[],
-        ),
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
-        device_config=SimpleNamespace(device_type="cuda"),
-        load_config=SimpleNamespace(load_format="auto"),
-        compilation_config=SimpleNamespace(static_forward_context={name: attention("FLASH_ATTN") for name in LAYERS}),
-        speculative_config=None,
-        lora_config=None,
-    )
-    for path, value in changes.items():
-        section, _, name = path.partition("__")
-        setattr(getattr(config, section) if name else config, name or section, value)
-    return config
-
-
-def caches(blocks: int = BLOCKS, block_size: int = BLOCK) -> dict[str, Tensor]:
-    return {name: torch.zeros((blocks, block_size, 2, 16), dtype=torch.bfloat16) for name in LAYERS}
 
 
 @pytest.fixture
@@ -424,10 +366,6 @@ print("FOUND", json.dumps([one.model, one.revision, one.rope, dict(one.facts), o
                            one.rope == other.rope]))
 """
 
-LLAMA = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
-"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 2048,
-"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "hidden_act": "silu"}"""
-
 
 @pytest.mark.timeout(180)
 def test_real_vllm_has_what_is_read_of_it(tmp_path: Path) -> None:
@@ -583,9 +521,9 @@ def test_the_plugin_goes_by_the_name_its_user_gave_it() -> None:
 
 def test_a_seed_that_is_not_set_or_random_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for unfit in (None, "", "random"):
-        assert "set PYTHONHASHSEED=0" in (selftest.seed(unfit) or "")
+        assert "set PYTHONHASHSEED=0" in (facts.seed(unfit) or "")
     monkeypatch.setenv("PYTHONHASHSEED", "42")
-    assert selftest.seed(hash_seed()) is None
+    assert facts.seed(hash_seed()) is None
     monkeypatch.delenv("PYTHONHASHSEED")
     assert hash_seed() is None
 
@@ -629,7 +567,7 @@ def slot(kv: PagedKV) -> SlotView:
 def test_bytes_come_back_and_the_kv_cache_is_as_before(name: str) -> None:
     kv = described(name)
     before = contents(kv)
-    assert selftest.round_trip(kv, HostCopier(), slot(kv), CHUNK) is None
+    assert round_trip(kv, HostCopier(), slot(kv), CHUNK) is None
     assert all(torch.equal(one, other) for one, other in zip(before, contents(kv), strict=True))
 
 
@@ -694,7 +632,7 @@ def refuse(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
 def test_a_copy_that_goes_wrong_is_seen_and_the_kv_cache_is_as_before(copier: Faulty, said: str) -> None:
     kv = described("K and V packed, tokens first")
     before = contents(kv)
-    answer = selftest.round_trip(kv, copier, slot(kv), CHUNK)
+    answer = round_trip(kv, copier, slot(kv), CHUNK)
     assert answer is not None
     assert said in answer
     assert all(torch.equal(one[:-1], other[:-1]) for one, other in zip(before, contents(kv), strict=True))
@@ -702,7 +640,7 @@ def test_a_copy_that_goes_wrong_is_seen_and_the_kv_cache_is_as_before(copier: Fa
 
 def test_parts_are_named_where_there_are_some() -> None:
     kv = described("K and V apart")
-    answer = selftest.round_trip(kv, Faulty(gather=flip_in_slot), slot(kv), CHUNK)
+    answer = round_trip(kv, Faulty(gather=flip_in_slot), slot(kv), CHUNK)
     assert answer is not None
     assert "layer 1, block 2, part 0, byte 5" in answer
 
@@ -710,7 +648,7 @@ def test_parts_are_named_where_there_are_some() -> None:
 def test_a_slot_that_is_too_small_is_a_reason() -> None:
     kv = described("K and V apart")
     small = SlotView.over(torch.zeros(64, dtype=torch.uint8), local=True)
-    assert "64 B" in (selftest.round_trip(kv, HostCopier(), small, CHUNK) or "")
+    assert "64 B" in (round_trip(kv, HostCopier(), small, CHUNK) or "")
 
 
 class Hung(Finished):
@@ -725,7 +663,7 @@ def test_a_copy_that_does_not_end_is_given_up() -> None:
 
     kv = described("one latent row")
     before = contents(kv)
-    assert selftest.round_trip(kv, Stuck(), slot(kv), CHUNK) == "gathering a chunk took longer than 10 s"
+    assert round_trip(kv, Stuck(), slot(kv), CHUNK) == "gathering a chunk took longer than 10 s"
     assert torch.equal(before[0], contents(kv)[0])
 
 
@@ -736,5 +674,5 @@ def test_bytes_come_back_on_a_gpu() -> None:
     kv = PagedKV.describe([torch.randn((BLOCKS, BLOCK, 2, 16), device="cuda:0").bfloat16() for _ in range(3)], BLOCK)
     before = contents(kv)
     there = SlotView.over(torch.zeros(kv.chunk_bytes(CHUNK), dtype=torch.uint8, device="cuda:0"), local=True)
-    assert selftest.round_trip(kv, CudaCopier(0), there, CHUNK) is None
+    assert round_trip(kv, CudaCopier(0), there, CHUNK) is None
     assert all(torch.equal(one, other) for one, other in zip(before, contents(kv), strict=True))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -18,15 +20,23 @@ from vcache_backend.errors import LayoutError, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Location, Refusal
 from vcache_backend.stats import EngineStats
 from vcache_backend.vram_pool import devices, pool
-from vcache_backend.vram_pool.copier import Completion, Copier, HostCopier
+from vcache_backend.vram_pool.copier import Completion, Copier, HostCopier, Mark
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan
+from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan, plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
+
+if TYPE_CHECKING:
+    from vcache_backend.vram_pool.checksum import Check, Sealer
 
 log = logging.getLogger(__name__)
 
 KVCaches = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 Slots = npt.NDArray[np.int64]
+
+CHECKSUM = "ml64x2-1"
+"""What `Layout.extra["checksum"]` is where engine.checksum is on: `checksum.NAME`, without what that module imports."""
+_STUCK_SECONDS = 10.0
+"""How long a scatter is waited for whose slots cannot be looked at."""
 
 
 class Lease(msgspec.Struct, eq=False):
@@ -48,6 +58,44 @@ class Lease(msgspec.Struct, eq=False):
         return max(self.deadline - time.monotonic(), 0.0)
 
 
+class ChecksumError(VCacheError):
+    """Chunks whose bytes changed after their commit. Counted, logged and on their way out of the pool already."""
+
+
+class CheckedScatter:
+    """A scatter and the look at its slots' checksums, over once both are. `tell`: is given the numbers of bad slots, once.
+
+    A Completion. `done` and `wait` raise ChecksumError, as soon as nothing of both runs any more, if a slot is bad: that the
+    bytes are in place is not to be had without that they are right.
+    """
+
+    def __init__(self, copy: Completion, look: Check, tell: Callable[[list[int]], None]) -> None:
+        self._copy, self._look, self._tell = copy, look, tell
+        self._lock, self._told = threading.Lock(), False
+
+    def done(self) -> bool:
+        return self._copy.done() and self._look.done() and self._right()
+
+    def wait(self, timeout_s: float) -> bool:
+        until = time.monotonic() + timeout_s
+        return self._copy.wait(timeout_s) and self._look.wait(max(until - time.monotonic(), 0.0)) and self._right()
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the scatter."""
+        return self._copy.seconds
+
+    def _right(self) -> bool:
+        bad = self._look.bad(0.0)
+        if not bad:
+            return True
+        with self._lock:
+            if not self._told:
+                self._told = True
+                self._tell(bad)
+        raise ChecksumError(f"{len(bad)} chunks do not fit their checksums; the first is number {bad[0]} of the load")
+
+
 class ChunkIO:
     """Lease, load and store chunks of one rank of one model instance.
 
@@ -61,19 +109,24 @@ class ChunkIO:
         layout: Layout,
         copier: Copier | None = None,
         unfit: Callable[[int, int], str | None] = lambda whole, new: None,
+        anonymous: bool = False,
     ) -> None:
         """Connect, and lend this worker's segment, unless `unfit` (see `Pool`) says why not. Raises ConfigError; an absent server
-        is no error: everything is a miss."""
+        is no error: everything is a miss. anonymous: another process of this instance tells the server its layout."""
         if layout.chunk_size != config.engine.chunk_size:
             raise ValueError(f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is {config.engine.chunk_size}")
+        if (layout.extra.get("checksum") == CHECKSUM) != config.engine.checksum:
+            there = layout.extra.get("checksum")
+            raise ValueError(f"engine.checksum is {config.engine.checksum}, the layout's is {there!r}; see `checked_layout`")
         self.layout, self.chunk_size = layout, layout.chunk_size
         self._config = config.engine
         self.stats = EngineStats()
         self.device = devices.resolve(config.pool.device)
-        fields = layout.fields() | {"namespace": str(layout.namespace())}
+        fields = {} if anonymous else layout.fields() | {"namespace": str(layout.namespace())}
         self.client = pool.connect(config, self.device, fields)
         self.pool = pool.Pool(self.client, self.device, config.pool.segment_bytes, unfit)
         self.copier = copier or make_copier(self.device, config)
+        self._sealer = make_sealer(self.device, config) if config.engine.checksum else None
         self.committer = Committer(self.client, self.stats, config.engine.max_inflight_stores)
         self._paged: PagedKV | None = None
         self._paged_for: tuple[int, ...] = ()
@@ -90,6 +143,8 @@ class ChunkIO:
             here = f"{kv.layers} layers of {kv.name}"
             raise LayoutError(f"kvcaches are {here}, but the layout says {self.layout.layers} of {self.layout.kv_layout}")
         self.copier.prepare(kv)
+        if self._sealer is not None:
+            self._sealer.prepare()
         self._paged, self._paged_for = kv, mark
         return kv
 
@@ -129,12 +184,47 @@ class ChunkIO:
         """Addresses of the leading locations this process can reach. Hold them until the copy is complete."""
         return self.pool.slots(locations)
 
-    def load(self, kv: PagedKV, views: Sequence[SlotView], copy: CopyPlan, seconds: float) -> bool:
-        """Scatter, in one launch, and wait: was every byte in place within `seconds`? Only then may the bytes be trusted."""
-        return self.complete(self.copier.scatter(kv, copy, views), seconds)
+    def load(
+        self, kv: PagedKV, views: Sequence[SlotView], copy: CopyPlan, seconds: float, keys: Sequence[ChunkKey] | None = None
+    ) -> bool:
+        """`scatter` and wait: was every byte in place within `seconds`? Only then may the bytes be trusted."""
+        return self.complete(self.scatter(kv, copy, views, keys), seconds)
+
+    def scatter(
+        self,
+        kv: PagedKV,
+        copy: CopyPlan,
+        views: Sequence[SlotView],
+        keys: Sequence[ChunkKey] | None,
+        after: Mark | None = None,
+    ) -> Completion:
+        """Scatter in one launch, as `Copier.scatter` does, and look at the slots' checksums behind it, if there are any.
+
+        keys: of the chunks in `views`, all of them or more. None: bytes that no pool ever had, which have no checksum. The answer's
+        `done` and `wait` raise ChecksumError where a slot does not fit; the chunk is then counted and on its way out of the pool.
+        """
+        scattered = self.copier.scatter(kv, copy, views, after)
+        if self._sealer is None or keys is None:
+            return scattered
+        named = list(keys[: len(views)])
+        try:
+            stream = self._sealer.after(scattered, storing=False)
+            look = self._sealer.verify(views, named, kv.chunk_bytes(self.chunk_size), stream)
+        except BaseException as error:
+            # The caller takes a VCacheError to mean that nothing writes into its blocks.
+            if not scattered.wait(_STUCK_SECONDS):
+                raise RuntimeError(f"a scatter goes on whose slots cannot be looked at: {error}") from error
+            raise
+        return CheckedScatter(scattered, look, lambda bad: self._drop_bad([named[i] for i in bad]))
+
+    def _drop_bad(self, keys: list[ChunkKey]) -> None:
+        self.committer.remove(keys)
+        for key in keys:
+            if self.stats.failed("checksum") == 1:
+                log.error("chunk %s changed after its commit: it does not fit its checksum, and leaves the pool", key.hex())
 
     def complete(self, scattered: Completion, seconds: float) -> bool:
-        """Wait for a scatter of `copier`: was every byte in place within `seconds`?"""
+        """Wait for a `scatter`: was every byte in place within `seconds`? Raises ChecksumError."""
         started = time.perf_counter()
         complete = scattered.wait(seconds)
         self.stats.add_time("retrieve_copy", scattered.seconds or time.perf_counter() - started)
@@ -161,49 +251,98 @@ class ChunkIO:
         The tokens of chunk `keys[i]` have their places at `slots[firsts[i] : firsts[i] + chunk_size]`. `prefix`: the chunks
         before the first of `keys`. Chunks that are there already are not copied.
         """
+        size = self.chunk_size
+
+        def planned(chosen: Sequence[int]) -> CopyPlan:
+            return plan(kv, size, slots, [Piece(slot, firsts[i], 0, size) for slot, i in enumerate(chosen)])
+
+        stored = self._store(kv, keys, prefix, planned, None)
+        return stored.tokens // size if stored is not None else 0
+
+    def store_blocks(self, kv: PagedKV, keys: Sequence[ChunkKey], blocks: Slots, prefix: list[ChunkKey]) -> PendingStore | None:
+        """`store` for chunks that lie in whole blocks, while the current stream goes on: the copy reads what that stream has
+        written by now. None if nothing is copied.
+
+        blocks: (chunks, blocks a chunk) block numbers. Until the answer's `completion` nothing may write into them, see
+        `Copier.fence`.
+        """
+
+        def planned(chosen: Sequence[int]) -> CopyPlan:
+            return plan_blocks(kv, self.chunk_size, blocks[list(chosen)].reshape(-1))
+
+        return self._store(kv, keys, prefix, planned, self.copier.mark())
+
+    def _store(
+        self,
+        kv: PagedKV,
+        keys: Sequence[ChunkKey],
+        prefix: list[ChunkKey],
+        planned: Callable[[Sequence[int]], CopyPlan],
+        after: Mark | None,
+    ) -> PendingStore | None:
+        """planned: the copy of some of `keys`, by their numbers, into slots 0, 1, ..."""
         if not keys:
-            return 0
+            return None
         if not self.committer.has_room():
             self.stats.count(not_stored_backlog=len(keys))
-            return 0
+            return None
         with self.stats.timed("reserve"):
-            reserved = self.client.reserve(list(keys), kv.chunk_bytes(self.chunk_size))
-        places = [(at, slot) for at, slot in zip(firsts, reserved.slots, strict=True) if isinstance(slot, Location)]
+            reserved = self.client.reserve(list(keys), self.slot_bytes(kv))
+        places = [(i, slot) for i, slot in enumerate(reserved.slots) if isinstance(slot, Location)]
         self._note_refusals(reserved.slots, reserved.reason)
-        return self._gather(kv, places, slots, reserved.reservation, prefix) if places else 0
+        if not places:
+            return None
+        named = [keys[i] for i, _ in places]
+        return self._gather(kv, places, named, planned, reserved.reservation, prefix, after)
+
+    def slot_bytes(self, kv: PagedKV) -> int:
+        """Bytes of a slot for one chunk. Raises LayoutError where such chunks have no checksum."""
+        need = kv.chunk_bytes(self.chunk_size)
+        return need if self._sealer is None else self._sealer.slot_bytes(need)
 
     def _gather(
-        self, kv: PagedKV, places: list[tuple[int, Location]], slots: Slots, reservation: int, prefix: list[ChunkKey]
-    ) -> int:
+        self,
+        kv: PagedKV,
+        places: list[tuple[int, Location]],
+        keys: list[ChunkKey],
+        planned: Callable[[Sequence[int]], CopyPlan],
+        reservation: int,
+        prefix: list[ChunkKey],
+        after: Mark | None,
+    ) -> PendingStore | None:
         """Gather into the reserved slots. All of them, or the reservation is given back: a commit publishes every slot.
 
-        After a RuntimeError (a launch that failed in torch) nobody knows whether something writes: the reservation is
-        neither committed nor given back, and its slots wait in quarantine.
+        After a RuntimeError (a launch that failed in torch), or whatever happens to the checksums of a copy that runs, nobody
+        knows whether something writes: the reservation is neither committed nor given back, and its slots wait in quarantine.
         """
-        size, count = self.chunk_size, len(places)
+        count = len(places)
         try:
             views = self.pool.slots([location for _, location in places])
             with self.stats.timed("plan"):
-                copy = plan(kv, size, slots, [Piece(slot, at, 0, size) for slot, (at, _) in enumerate(places)])
+                copy = planned([i for i, _ in places])
             if len(views) < count or not copy.complete(count).all():
                 self.stats.count(not_stored_no_slot=count)
                 self.committer.give_back(reservation)
-                return 0
-            completion = self.copier.gather(kv, copy, views)
+                return None
+            completion = self.copier.gather(kv, copy, views, after)
         except VCacheError:
             self.committer.give_back(reservation)
             raise
-        self.committer.submit(
-            PendingStore(
-                completion=completion,
-                reservation=reservation,
-                prefix=prefix,
-                tokens=count * size,
-                nbytes=copy.nbytes,
-                keepalive=views,
-            )
+        sealed = None
+        if self._sealer is not None:
+            stream = self._sealer.after(completion, storing=True)
+            sealed = self._sealer.seal(views, keys, kv.chunk_bytes(self.chunk_size), stream)
+        pending = PendingStore(
+            completion=completion,
+            reservation=reservation,
+            prefix=prefix,
+            tokens=count * self.chunk_size,
+            nbytes=copy.nbytes,
+            keepalive=views,
+            sealed=sealed,
         )
-        return count
+        self.committer.submit(pending)
+        return pending
 
     # ---- life
 
@@ -223,13 +362,16 @@ class ChunkIO:
 
     def note_retrieved(self, views: Sequence[SlotView], tokens: int) -> None:
         """`tokens` of the chunks in `views` are now in the KV cache; their bytes are counted by where they came from."""
-        each = tokens * views[0].nbytes // (self.chunk_size * len(views))
+        chunk_bytes = views[0].nbytes if self._paged is None else self._paged.chunk_bytes(self.chunk_size)
+        each = tokens * chunk_bytes // (self.chunk_size * len(views))
         own = sum(view.local for view in views)
         peer = len(views) - own
         self.stats.count(chunks_retrieved=len(views), tokens_retrieved=tokens, bytes_own=own * each, bytes_peer=peer * each)
 
     def miss(self, call: str, error: Exception) -> int:
         """Count a failure, and say each cause once. Always 0."""
+        if isinstance(error, ChecksumError):
+            return 0
         cause = f"{call}: {type(error).__name__}"
         if self.stats.failed(cause) == 1 and not isinstance(error, ServerUnavailable):
             log.warning("%s failed, which counts as a miss: %s", call, error)
@@ -242,6 +384,20 @@ class ChunkIO:
                 self.stats.count(**{f"not_stored_{names.get(Refusal(slot), 'no_slot')}": 1})
         if reason and self.stats.failed(f"not_stored: {reason}") == 1:
             log.warning("chunks are not stored: %s", reason)
+
+
+def checked_layout(config: Config, layout: Layout) -> Layout:
+    """The layout with what `engine.checksum` changes of it: slots with and without checksums are never shared."""
+    extra = {name: value for name, value in layout.extra.items() if name != "checksum"}
+    return msgspec.structs.replace(layout, extra=extra | ({"checksum": CHECKSUM} if config.engine.checksum else {}))
+
+
+def make_sealer(device: devices.Device, config: Config) -> Sealer:
+    """The sealer of a device."""
+    # Needs Triton and takes a while to import.
+    from vcache_backend.vram_pool import checksum
+
+    return checksum.make_sealer(device.ordinal, config.pool.max_ctas)
 
 
 def make_copier(device: devices.Device, config: Config) -> Copier:

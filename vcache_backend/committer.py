@@ -23,7 +23,8 @@ RETRY_SECONDS = 1.0
 
 
 class PendingStore(msgspec.Struct):
-    """Copies under way into reserved slots. `keepalive`: slot views, whose mapping must live until the copy is complete."""
+    """Copies under way into reserved slots. `keepalive`: slot views, whose mapping must live until the copy is complete.
+    `sealed`: the writing of their checksums, behind the copy; None where there are none."""
 
     completion: Completion
     reservation: int
@@ -31,12 +32,13 @@ class PendingStore(msgspec.Struct):
     tokens: int
     nbytes: int
     keepalive: Any
+    sealed: Completion | None = None
 
 
 class Committer:
     """One thread that commits the stores of one engine, in the order they were submitted.
 
-    A store is committed only after its copy's event.
+    A store is committed only after its copy's event, and its checksums'.
     """
 
     def __init__(self, client: Client, stats: EngineStats, max_inflight: int) -> None:
@@ -46,6 +48,7 @@ class Committer:
         self._unanswered: deque[int] = deque(maxlen=MAX_UNANSWERED)
         self._touches: deque[list[ChunkKey]] = deque(maxlen=max_inflight)
         self._leases: deque[int] = deque(maxlen=MAX_UNANSWERED)
+        self._removals: deque[list[ChunkKey]] = deque(maxlen=MAX_UNANSWERED)
         self._changed = threading.Condition()
         self._busy = False
         self._stopping = False
@@ -72,6 +75,12 @@ class Committer:
         """Make chunks recent, soon."""
         with self._changed:
             self._touches.append(keys)
+            self._changed.notify_all()
+
+    def remove(self, keys: list[ChunkKey]) -> None:
+        """Take chunks out of the pool, soon. Any thread."""
+        with self._changed:
+            self._removals.append(keys)
             self._changed.notify_all()
 
     def release(self, lease: int) -> None:
@@ -120,7 +129,7 @@ class Committer:
         return bool(self._queue or self._touches or self._stopping or self._has_letters())
 
     def _has_letters(self) -> bool:
-        return bool((self._unanswered or self._leases) and self._client.connected)
+        return bool((self._unanswered or self._leases or self._removals) and self._client.connected)
 
     def _work(self, store: PendingStore | None, keys: list[ChunkKey] | None) -> None:
         if store is not None:
@@ -131,6 +140,8 @@ class Committer:
                     self._client.release(self._leases.popleft())
                 if keys:
                     self._client.touch(keys)
+                while self._removals:
+                    self._client.remove(self._removals.popleft())
                 while self._unanswered:
                     self._client.abort(self._unanswered[0])
                     self._unanswered.popleft()
@@ -139,9 +150,10 @@ class Committer:
 
     def _finish(self, store: PendingStore) -> None:
         """Commit a store once nothing of it writes any more. Too late, the server says so and takes the slots back."""
-        while not store.completion.wait(RETRY_SECONDS):
-            if self._stopping:
-                return
+        for written in (store.completion, store.sealed):
+            while written is not None and not written.wait(RETRY_SECONDS):
+                if self._stopping:
+                    return
         if store.completion.seconds is not None:
             self._stats.add_time("store_copy", store.completion.seconds)
         try:

@@ -131,12 +131,33 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     committed; one more is skipped (and counted) rather than waited for.
     kv_axes: what each axis of the KV tensors is, such as `part block token head dim`, where shapes leave a doubt (the error
     says so). whole_blocks_only: the attention backend arranges a block in its own way (vLLM's CPU attention does), so that
-    single tokens of it must not be moved."""
+    single tokens of it must not be moved. checksum: keep a checksum with every chunk and look at it on every load; all who share
+    must have it alike."""
 
     chunk_size: PositiveInt = 256
     max_inflight_stores: PositiveInt = 64
     kv_axes: str = ""
     whole_blocks_only: bool = False
+    checksum: bool = False
+
+
+class ConnectorConfig(_Section, frozen=True, kw_only=True):
+    """Our connector in vLLM. Token counts are of what vLLM's own prefix cache does not have.
+
+    min_hit_tokens: a shorter hit is computed instead. sync_below_tokens: a shorter load holds its step up rather than take a step
+    of its own; heeded only where vLLM recomputes rightly after such a load failed (its first model runner, without asynchronous
+    scheduling). store: every chunk that is computed, or only those of prompts. wait_seconds: how long a request waits for a prefix
+    that was announced to it and is still being computed elsewhere. consume_once: chunks leave the pool when they are loaded, as in
+    disaggregated prefill. model: names the weights, for instances that see the same ones under different paths; empty: as vLLM
+    names them.
+    """
+
+    min_hit_tokens: PositiveInt = 256
+    sync_below_tokens: Annotated[int, msgspec.Meta(ge=0)] = 1024
+    store: Literal["all", "prompt"] = "all"
+    wait_seconds: Positive = 10.0
+    consume_once: bool = False
+    model: str = ""
 
 
 class Config(_Section, frozen=True, kw_only=True):
@@ -146,6 +167,7 @@ class Config(_Section, frozen=True, kw_only=True):
     client: ClientConfig = ClientConfig()
     pool: PoolConfig = PoolConfig()
     engine: EngineConfig = EngineConfig()
+    connector: ConnectorConfig = ConnectorConfig()
 
 
 def default_socket() -> Path:
@@ -196,7 +218,7 @@ def load(path: str | Path | None = None) -> Config:
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: Expected sections (server, client, pool, engine), got {type(values).__name__}")
+        raise ConfigError(f"{path}: Expected sections (server, client, pool, engine, connector), got {type(values).__name__}")
     return from_dict(values, str(path))
 
 

@@ -15,6 +15,7 @@ TIMES = ("lookup", "retrieve", "store", "acquire", "release", "reserve", "commit
 """Whole calls first, then their parts: `retrieve_copy` and `store_copy` are data, `plan` is neither, the rest is metadata."""
 METADATA = ("acquire", "release", "reserve", "commit")
 DATA = ("retrieve_copy", "store_copy")
+NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog")
 
 
 class EngineStats:
@@ -50,6 +51,11 @@ class EngineStats:
             self._failures[cause] += 1
             return self._failures[cause]
 
+    def not_stored(self) -> dict[str, int]:
+        """Chunks that were not stored so far, by cause."""
+        with self._lock:
+            return {name: self._counts[f"not_stored_{name}"] for name in NOT_STORED}
+
     def snapshot(self) -> dict[str, Any]:
         """Everything as plain values. Times in microseconds, bandwidth in GB/s (1e9 bytes) of data time."""
         with self._lock:
@@ -67,7 +73,7 @@ class EngineStats:
                 },
                 "metadata_us": sum(self._times[name].total_us for name in METADATA) + self._times["lookup"].total_us,
                 "data_us": sum(self._times[name].total_us for name in DATA),
-                "not_stored": {name: counts[f"not_stored_{name}"] for name in ("exists", "busy", "full", "no_slot", "backlog")},
+                "not_stored": {name: counts[f"not_stored_{name}"] for name in NOT_STORED},
                 "failures": dict(self._failures),
             }
 

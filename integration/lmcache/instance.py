@@ -4,36 +4,22 @@ Under vLLM its own configuration says it; without vLLM LMCache's metadata and ou
 a chunk, or what they mean, goes into the `Layout`; nothing else does. vLLM and LMCache are never imported here: whoever calls has
 loaded what there is.
 
-The weights have a name and a revision. From the Hugging Face hub: the repository and its commit, whether vLLM names it or a folder
-of the hub's cache. A folder or file of one's own: its real path, and a digest of the names, sizes and times of its files, since the
-pool outlives weights that are overwritten in place. So equal copies under two paths do not share, unless `vcache.model` in LMCache's
-extra_config names them alike.
+Under vLLM the weights go by what `..vllm.weights` finds out, unless `vcache.model` in LMCache's extra_config names them.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 from vcache_backend.chunk import Layout
 from vcache_backend.errors import ConfigError
 from vcache_backend.vram_pool.paged import PagedKV
 
+from ..vllm import facts
 from .settings import Settings
-
-_SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
-_VOLATILE = ("transformers_version",)
-"""Keys of a Hugging Face configuration, beside those that begin with `_`, that say nothing about the model."""
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
-_NO_DRAFT_KV = (None, "ngram", "ngram_gpu", "suffix")
-"""Speculative methods without a model of their own, and so without layers in the KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +67,13 @@ class Instance:
 
     @property
     def whole_blocks_only(self) -> bool:
-        """vLLM's CPU attention arranges a block in its own way: single tokens of it must not be moved."""
-        return self.under_vllm and self.device_type == "cpu"
+        """Single tokens of a block must not be moved (see `facts.whole_blocks_only`)."""
+        return self.under_vllm and facts.whole_blocks_only(self.device_type)
 
     @property
     def kv_axes(self) -> str | None:
-        """What the axes of vLLM's tensors are (see `PagedKV.describe`), where as many heads as tokens a block leave shapes in doubt."""
-        shape = tuple(next(iter(self.kvcaches.values())).shape) if self.under_vllm and self.kvcaches else ()
-        if len(shape) == 4 and shape[1] == shape[2] == self.block_size:
-            return "block head token dim"
-        if len(shape) == 5 and shape[2] == shape[3] == self.block_size:
-            return "part block token head dim" if shape[0] == 2 else "block part token head dim"
-        return None
+        """What the axes of vLLM's tensors are, where shapes leave a doubt (see `facts.axes`)."""
+        return facts.axes(self.kvcaches, self.block_size) if self.under_vllm and self.kvcaches else None
 
 
 def discover(metadata: Any, lm_config: Any, settings: Settings) -> Instance:
@@ -106,8 +87,8 @@ def discover(metadata: Any, lm_config: Any, settings: Settings) -> Instance:
     ranks = 1 if metadata.use_mla else metadata.world_size
     return Instance(
         model=settings.model or metadata.model_name,
-        dtype=_plain(metadata.kv_dtype),
-        kv_cache_dtype=_plain(metadata.kv_dtype),
+        dtype=facts.plain(metadata.kv_dtype),
+        kv_cache_dtype=facts.plain(metadata.kv_dtype),
         layers=metadata.kv_shape[0],
         kv_heads=metadata.kv_shape[3],
         head_dim=metadata.kv_shape[4],
@@ -178,162 +159,49 @@ def _adapter(group: Any) -> Any:
 
 def _under_vllm(metadata: Any, settings: Settings, group: Any, connector: Any) -> Instance:
     vllm = connector._vllm_config
-    model, parallel, cache, transfer = vllm.model_config, vllm.parallel_config, vllm.cache_config, vllm.kv_transfer_config
+    model = facts.read_model(vllm, settings.model)
+    transfer, parallel = vllm.kv_transfer_config, vllm.parallel_config
     kvcaches = getattr(connector, "kv_caches", None) or None
     kv_config = getattr(group, "_kv_cache_config", None)
-    device_type = str(getattr(getattr(vllm, "device_config", None), "device_type", ""))
-    stage = parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    if settings.block_size and settings.block_size != model.block_size:
+        raise ConfigError(
+            f"vcache.block_size is {settings.block_size} but vLLM's block size is {model.block_size}: leave ours out"
+        )
+    stage = model.tp_size * getattr(parallel, "prefill_context_parallel_size", 1)
     ranks = 1 if metadata.use_mla else stage
-    name, revision = (settings.model, "") if settings.model else _weights(model)
+    of_this_worker = {
+        "attention": facts.attention(vllm, kvcaches),
+        "layer_names": facts.layer_names(kvcaches),
+    }
     return Instance(
-        model=name,
-        revision=revision,
-        dtype=_plain(model.dtype),
-        kv_cache_dtype=_cache_dtype(cache.cache_dtype, model.dtype),
+        model=model.model,
+        revision=model.revision,
+        dtype=model.dtype,
+        kv_cache_dtype=model.kv_cache_dtype,
         layers=metadata.kv_shape[0],
         kv_heads=metadata.kv_shape[3],
         head_dim=metadata.kv_shape[4],
-        block_size=_block_size(settings, cache.block_size, kvcaches, getattr(kv_config, "num_blocks", 0)),
-        tp_size=parallel.tensor_parallel_size,
-        pp_size=parallel.pipeline_parallel_size,
-        pp_rank=metadata.worker_id // stage % parallel.pipeline_parallel_size,
+        block_size=facts.tensor_block_size(model.block_size, kvcaches, getattr(kv_config, "num_blocks", 0)),
+        tp_size=model.tp_size,
+        pp_size=model.pp_size,
+        pp_rank=metadata.worker_id // stage % model.pp_size,
         worker_id=metadata.worker_id,
         rank=metadata.worker_id % ranks,
         ranks=ranks,
         use_mla=metadata.use_mla,
-        rope=_rope(model),
-        quantization=str(model.quantization or ""),
-        facts=_facts(vllm, kvcaches),
-        lora_enabled=vllm.lora_config is not None,
-        prompt_embeds=bool(getattr(model, "enable_prompt_embeds", False)),
-        dynamic_kv_scales=bool(getattr(cache, "calculate_kv_scales", False)),
-        context_parallel=getattr(parallel, "decode_context_parallel_size", 1)
-        * getattr(parallel, "prefill_context_parallel_size", 1),
+        rope=model.rope,
+        quantization=model.quantization,
+        facts=model.extra | {name: value for name, value in of_this_worker.items() if value},
+        lora_enabled=model.lora_enabled,
+        prompt_embeds=model.prompt_embeds,
+        dynamic_kv_scales=model.dynamic_kv_scales,
+        context_parallel=model.context_parallel,
         kv_groups=max(1, len(getattr(kv_config, "kv_cache_groups", ()))),
-        gpu_memory_utilization=_utilization(cache, device_type),
-        device_type=device_type,
+        gpu_memory_utilization=model.gpu_memory_utilization,
+        device_type=model.device_type,
         under_vllm=True,
         load_failure_policy=str(getattr(transfer, "kv_load_failure_policy", "")),
         kv_role=str(getattr(transfer, "kv_role", "") or ""),
         kvcaches=kvcaches,
         connector=connector,
     )
-
-
-def _block_size(settings: Settings, configured: int, kvcaches: Mapping[str, Any] | None, num_blocks: int) -> int:
-    """Tokens a block of the tensors: the attention kernel may want smaller blocks than vLLM hands out, and slots count alike in both."""
-    if settings.block_size and settings.block_size != configured:
-        raise ConfigError(f"vcache.block_size is {settings.block_size} but vLLM's block size is {configured}: leave ours out")
-    tensor: Any = next(iter(kvcaches.values()), None) if kvcaches else None
-    # Blocks are the first axis, or the second behind a pair of K and V.
-    axes = list(tensor.shape[:2]) if num_blocks and hasattr(tensor, "shape") else []
-    if num_blocks in axes:
-        return configured
-    parts = [size // num_blocks for size in axes if size > num_blocks and size % num_blocks == 0]
-    return next((configured // part for part in parts if configured % part == 0), configured)
-
-
-def _facts(vllm: Any, kvcaches: Mapping[str, Any] | None) -> dict[str, str]:
-    """What changes the bytes of a block, or what is computed into it, and has no field of its own."""
-    cache, model = vllm.cache_config, vllm.model_config
-    found = {
-        "engine": f"vllm {'.'.join(str(getattr(sys.modules.get('vllm'), '__version__', '')).split('.')[:2])}",
-        "attention": _attention(vllm, kvcaches),
-        "layer_names": _digest(list(kvcaches)) if kvcaches else "",
-        "model_config": _digest(_model_config(model)),
-        "weights": "dummy" if _load_format(vllm) == "dummy" else "",
-        "kv_skip_layers": ",".join(map(str, getattr(cache, "kv_cache_dtype_skip_layers", ()) or ())),
-        "sliding_window": "off" if getattr(model, "disable_sliding_window", False) else "",
-        "draft": _draft(getattr(vllm, "speculative_config", None)),
-    }
-    return {name: value for name, value in found.items() if value}
-
-
-def _load_format(vllm: Any) -> str:
-    named = getattr(getattr(vllm, "load_config", None), "load_format", "")
-    return str(getattr(named, "value", named))
-
-
-def _attention(vllm: Any, kvcaches: Mapping[str, Any] | None) -> str:
-    """The attention backends of the layers that cache, which arrange K, V and heads inside of a block."""
-    layers = getattr(getattr(vllm, "compilation_config", None), "static_forward_context", None) or {}
-    used: list[Any] = [getattr(layer, "attn_backend", None) for name, layer in layers.items() if not kvcaches or name in kvcaches]
-    return ",".join(sorted({str(backend.get_name()) for backend in used if hasattr(backend, "get_name")}))
-
-
-def _draft(speculative: Any) -> str:
-    method = getattr(speculative, "method", None)
-    if method in _NO_DRAFT_KV:
-        return ""
-    draft = getattr(speculative, "draft_model_config", None)
-    return f"{method} {'@'.join(_weights(draft)) if draft is not None else ''}".strip()
-
-
-def _rope(model: Any) -> str:
-    text = getattr(model, "hf_text_config", None)
-    found = {name: getattr(text, name, None) for name in _ROPE}
-    return _canonical({name: value for name, value in found.items() if value is not None}) if any(found.values()) else ""
-
-
-def _model_config(model: Any) -> Any:
-    """The Hugging Face configuration without what differs between equal instances: where it was read from, and by which version."""
-    hf_config: Any = getattr(model, "hf_config", None)
-    return _without_volatile(hf_config.to_dict()) if hasattr(hf_config, "to_dict") else None
-
-
-def _without_volatile(values: Any) -> Any:
-    if isinstance(values, Mapping):
-        kept = {str(name): value for name, value in values.items() if not str(name).startswith("_") and name not in _VOLATILE}
-        return {name: _without_volatile(value) for name, value in kept.items()}
-    return [_without_volatile(value) for value in values] if isinstance(values, list | tuple) else values
-
-
-def _canonical(values: Any) -> str:
-    # An object's own text may hold its address, which is another one in every process.
-    return json.dumps(values, sort_keys=True, separators=(",", ":"), default=lambda value: type(value).__qualname__)
-
-
-def _digest(values: Any) -> str:
-    return blake2b(_canonical(values).encode(), digest_size=8, person=b"vcache-facts-1").hexdigest() if values else ""
-
-
-def _cache_dtype(name: object, model_dtype: object) -> str:
-    """vLLM's `cache_dtype`: `auto` is the model's own, and `fp8` another word for `fp8_e4m3`."""
-    text = str(name)
-    return {"auto": _plain(model_dtype), "fp8": "fp8_e4m3"}.get(text, text)
-
-
-def _plain(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _utilization(cache: Any, device_type: str) -> float | None:
-    """None on a CPU, and where `kv_cache_memory_bytes` decides instead."""
-    if device_type == "cpu" or getattr(cache, "kv_cache_memory_bytes", None):
-        return None
-    share = getattr(cache, "gpu_memory_utilization", None)
-    return float(share) if share is not None else None
-
-
-def _weights(model: Any) -> tuple[str, str]:
-    """(name, revision) of what vLLM's `ModelConfig` loads; see the module's text."""
-    # Weights in object storage: vLLM pulls the small files into a folder of its own and keeps the address here.
-    name = str(getattr(model, "model_weights", "") or model.model)
-    snapshot = _SNAPSHOT.search(name)
-    if snapshot:
-        return snapshot["repository"].replace("--", "/", 1), snapshot["commit"]
-    path = Path(name)
-    if path.exists():
-        return str(path.resolve()), _files_digest(path.resolve())
-    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
-    return name, str(commit or getattr(model, "revision", None) or "")
-
-
-def _files_digest(path: Path) -> str:
-    """What the files at `path` are, as far as one can tell without reading them."""
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
-    digest = blake2b(digest_size=8, person=b"vcache-facts-1")
-    for file in files:
-        there = file.stat()
-        digest.update(os.fsencode(file.name) + f"/{there.st_size} {there.st_mtime_ns}\n".encode())
-    return f"files-{digest.hexdigest()}"

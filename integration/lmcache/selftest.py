@@ -9,28 +9,15 @@ import importlib
 import inspect
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-import torch
-
-from vcache_backend.errors import VCacheError
-from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import Piece, plan
-from vcache_backend.vram_pool.slots import SlotView
-
+from ..vllm import facts
 from .instance import Instance
-
-if TYPE_CHECKING:
-    from vcache_backend.vram_pool.copier import Completion, Copier
 
 LOWEST, BELOW = (0, 5, 3), (0, 6)
 """The versions of LMCache whose private points were read: at least, and below."""
-COPY_SECONDS = 10.0
-"""How long one copy of the round trip may take."""
 CLASS_NAME = "VCacheBackend"
 
 _ENGINE = "lmcache.v1.cache_engine"
@@ -119,37 +106,6 @@ def remarks(lm_config: Any, instance: Instance) -> list[str]:
     return [*_costly(lm_config), *_surprising(lm_config, instance)]
 
 
-def seed(hash_seed: str | None) -> str | None:
-    """Why instances cannot agree on hashes, given `PYTHONHASHSEED` (see `config.hash_seed`); None if they can."""
-    if hash_seed and hash_seed != "random":
-        return None
-    return (
-        f"PYTHONHASHSEED is {hash_seed or 'not set'}, so that each process may hash the same tokens differently: "
-        "set PYTHONHASHSEED=0 in the environment of every instance before it starts"
-    )
-
-
-def round_trip(kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int) -> str | None:
-    """Send the first blocks of `kv`, a chunk of them, through the slot `view` and back, and compare every byte.
-
-    None if all are right, else which layer and block are not. Before anything is cached, in the worker's thread: nothing else may
-    use the KV cache meanwhile. Its bytes are put back whatever happens, in the order of the current stream. The slot's bytes are
-    overwritten.
-    """
-    count = min(chunk_size // kv.block_size, kv.num_blocks)
-    try:
-        saved = [page[: count + 1].clone() for page in kv.pages]
-        try:
-            wrong = _there_and_back(kv, copier, view, chunk_size, saved, count)
-        finally:
-            for page, bytes_ in zip(kv.pages, saved, strict=True):
-                page[: count + 1].copy_(bytes_)
-        late = f"the device did not finish the byte round trip's work in {COPY_SECONDS:g} s"
-        return wrong or (None if _settled(kv.device) else late)
-    except (VCacheError, RuntimeError) as error:
-        return f"the byte round trip through the pool failed: {str(error) or type(error).__name__}"
-
-
 # ---- versions
 
 
@@ -209,18 +165,9 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
 
 
 def _unfit(lm_config: Any, instance: Instance) -> Iterator[str]:
-    chunk_size, block_size = lm_config.chunk_size, instance.block_size
-    if block_size <= 0 or chunk_size % block_size:
-        fitting = -(-chunk_size // max(block_size, 1)) * block_size
-        yield f"chunk_size {chunk_size} is no multiple of the KV block size {block_size}: set chunk_size: {fitting}"
-    if instance.context_parallel > 1:
-        yield "context parallelism deals the tokens of a block out to several workers: set both context parallel sizes to 1"
-    if instance.kv_groups > 1:
-        yield f"{instance.kv_groups} groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-manager"
-    if instance.dynamic_kv_scales:
-        yield "calculate_kv_scales gives each instance FP8 scales of its own: start vLLM without --calculate-kv-scales"
-    if instance.prompt_embeds:
-        yield "prompts given as embeddings have no tokens to tell them apart: start vLLM without --enable-prompt-embeds"
+    odd = facts.chunk_misfit(lm_config.chunk_size, instance.block_size, "chunk_size")
+    yield from (odd,) if odd else ()
+    yield from facts.misfits(instance, instance.kv_groups)
 
 
 def _costly(lm_config: Any) -> Iterator[str]:
@@ -260,66 +207,3 @@ def _our_names(lm_config: Any) -> list[str]:
     extra = getattr(lm_config, "extra_config", None) or {}
     named = getattr(lm_config, "storage_plugins", None) or []
     return [name for name in named if extra.get(f"storage_plugin.{name}.class_name") == CLASS_NAME] or ["vcache"]
-
-
-# ---- the round trip
-
-
-def _there_and_back(
-    kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int, saved: list[torch.Tensor], count: int
-) -> str | None:
-    generator = torch.Generator(kv.device).manual_seed(20)
-    shape = (count, kv.page_bytes)
-    patterns = [torch.randint(256, shape, dtype=torch.uint8, generator=generator, device=kv.device) for _ in kv.pages]
-    for page, pattern in zip(kv.pages, patterns, strict=True):
-        page[:count] = pattern
-    # Last block first, so that a copy that ignores block ids is seen.
-    ids = np.arange(count - 1, -1, -1)
-    slots = (ids[:, None] * kv.block_size + np.arange(kv.block_size)).reshape(-1)
-    copy = plan(kv, chunk_size, slots, [Piece(0, 0, 0, len(slots))])
-    if not _over(copier.gather(kv, copy, [view])):
-        return f"gathering a chunk took longer than {COPY_SECONDS:g} s"
-    blocks = chunk_size // kv.block_size
-    there = view.tensor[: kv.chunk_bytes(chunk_size)].view(kv.layers, blocks, kv.parts, kv.page_bytes)
-    for plane, pattern in enumerate(patterns):
-        layer, part = divmod(plane, kv.parts)
-        wrong = _difference(kv, plane, pattern, there[layer, :count, part].flip(0).to(kv.device))
-        if wrong:
-            return f"gathered wrongly into the pool: {wrong}"
-    for page, pattern in zip(kv.pages, patterns, strict=True):
-        page[:count] = ~pattern
-    if not _over(copier.scatter(kv, copy, [view])):
-        return f"scattering a chunk took longer than {COPY_SECONDS:g} s"
-    for plane, (page, pattern, before) in enumerate(zip(kv.pages, patterns, saved, strict=True)):
-        expected = torch.cat([pattern, before[count:]])
-        wrong = _difference(kv, plane, expected, page[: count + 1])
-        if wrong:
-            return f"scattered wrongly from the pool: {wrong}"
-    return None
-
-
-def _difference(kv: PagedKV, plane: int, expected: torch.Tensor, found: torch.Tensor) -> str:
-    """Where two runs of blocks of one plane begin to differ; empty if they do not."""
-    if torch.equal(expected, found):
-        return ""
-    block, byte = torch.nonzero(expected != found)[0].tolist()
-    layer, part = divmod(plane, kv.parts)
-    where = f"layer {layer}, block {block}" + (f", part {part}" if kv.parts > 1 else "") + f", byte {byte}"
-    return f"{where} is {int(found[block, byte])} instead of {int(expected[block, byte])}"
-
-
-def _over(completion: Completion) -> bool:
-    return completion.wait(COPY_SECONDS)
-
-
-def _settled(device: torch.device) -> bool:
-    """Wait for the current stream's work so far; False if it is not done in time."""
-    if device.type != "cuda":
-        return True
-    event = torch.cuda.current_stream(device).record_event()
-    deadline = time.monotonic() + COPY_SECONDS
-    while not event.query():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True

@@ -7,16 +7,15 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
-from vcache_backend import budget
 from vcache_backend.chunk_io import ChunkIO, KVCaches
 from vcache_backend.config import Config, hash_seed, load
-from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
 from vcache_backend.vram_pool.paged import PagedKV
 
+from ..room import beside_vllm
+from ..round_trip import through_pool
+from ..vllm import facts
 from . import installation, selftest, start_server
 from .gpu_connector import VCacheGPUConnector
 from .instance import Instance, discover, hash_probe, layout
@@ -56,7 +55,7 @@ class Starter:
             raise StepAside("no LMCache engine has this plugin's metadata; is this LMCache's in-process engine?")
         self._instance = discover(self._metadata, self._config, self._settings)
         _refuse(selftest.modes(self._config, self._instance))
-        _refuse(selftest.seed(hash_seed()) if self._instance.under_vllm else None)
+        _refuse(facts.seed(hash_seed()) if self._instance.under_vllm else None)
         for line in selftest.remarks(self._config, self._instance):
             log.warning("%s", line)
         self._install()
@@ -76,10 +75,11 @@ class Starter:
         agreed = layout(instance, kv, engine.chunk_size, probe, self._config.pre_caching_hash_algorithm)
         if start_server.is_named_in(self._config.runtime_plugin_locations):
             start_server.wait_for(config, SERVER_SECONDS)
-        io = ChunkIO(_on_device_of(kv, config), agreed, unfit=self._over_budget)
+        unfit = beside_vllm(instance.device_type, instance.gpu_memory_utilization)
+        io = ChunkIO(_on_device_of(kv, config), agreed, unfit=unfit)
         try:
             io.bind(kvcaches)
-            _refuse(_round_trip(io, kv))
+            _refuse(through_pool(io, kv))
         except BaseException:
             io.close()
             raise
@@ -167,14 +167,6 @@ class Starter:
                 "vcache; set max_local_cpu_size: 0 and remove remote tiers"
             )
 
-    def _over_budget(self, whole: int, new: int) -> str | None:
-        """Why this GPU has no room for `whole` bytes of pool beside vLLM, `new` of which are yet to be made; None if it has."""
-        if not torch.cuda.is_available() or self._instance is None or self._instance.device_type == "cpu":
-            return None
-        free, total = torch.cuda.mem_get_info()
-        share = self._instance.gpu_memory_utilization
-        return budget.shortfall(total, free, whole, share, adds=False) or budget.shortfall(total, free, new, None)
-
 
 def _refuse(reason: str | None) -> None:
     if reason:
@@ -193,19 +185,3 @@ def _on_device_of(kv: PagedKV, config: Config) -> Config:
         return config
     device = "host" if kv.device.type == "cpu" else str(kv.device)
     return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, device=device))
-
-
-def _round_trip(io: ChunkIO, kv: PagedKV) -> str | None:
-    """Bytes through a slot of the pool and back, or None where there is no slot to try: no server yet, or nothing can be evicted."""
-    key = ChunkKey(io.layout.namespace().prefix + os.urandom(KEY_BYTES - NAMESPACE_BYTES))
-    try:
-        reserved = io.client.reserve([key], kv.chunk_bytes(io.chunk_size))
-    except VCacheError as error:
-        log.debug("no round trip: %s", error)
-        return None
-    views = io.views([slot for slot in reserved.slots if not isinstance(slot, int)])
-    wrong = selftest.round_trip(kv, io.copier, views[0], io.chunk_size) if views else None
-    # After one that failed something may still write: the slot then waits in quarantine.
-    if reserved.reservation and wrong is None:
-        io.committer.give_back(reserved.reservation)
-    return wrong

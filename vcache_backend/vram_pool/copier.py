@@ -39,24 +39,39 @@ class Completion(Protocol):
         ...
 
 
+class Mark(Protocol):
+    """A point in the work of a stream: what was queued when it was made."""
+
+
 class Copier(Protocol):
     """Moves bytes between one KV cache and slots. Used by one worker; may be called from several of its threads.
 
     `slots` are the request's, in the order of the plan's slot indices. Both calls raise LayoutError, and move nothing, where a
     slot is missing or smaller than a chunk, or the plan or the device is not the KV cache's. After any VCacheError nothing of
     the copy runs. Whatever else they raise (torch's RuntimeError, a Triton error) leaves that open: the slots are not to be reused.
+
+    `after`: let the caller's stream go on beside the copy, which starts once the work before this mark is done. The caller then
+    sees to it that nothing else touches the blocks until the copy is complete, or queues a `fence`.
     """
 
     def prepare(self, kv: PagedKV) -> None:
         """Make ready for copies of `kv`, so that no request waits for it. Optional, before the first copy."""
         ...
 
-    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Completion:
+    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
         """Copy KV blocks into slots. Work queued before this call is read; work queued after it may overwrite the blocks."""
         ...
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Completion:
+    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
         """Copy slots into KV blocks. Work queued before this call reads the old bytes, work queued after it the new ones."""
+        ...
+
+    def mark(self) -> Mark:
+        """Now, in the work of the current stream."""
+        ...
+
+    def fence(self, copy: Completion) -> None:
+        """Let what is queued on the current stream from now on come after `copy`, one of this copier's. The host never waits."""
         ...
 
     def close(self) -> None:
@@ -83,11 +98,17 @@ class HostCopier:
     def prepare(self, kv: PagedKV) -> None:
         """Nothing is compiled."""
 
-    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Finished:
+    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Finished:
         return self._run(reference.gather, kv, plan, slots)
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Finished:
+    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Finished:
         return self._run(reference.scatter, kv, plan, slots)
+
+    def mark(self) -> Mark:
+        return Finished(0.0)
+
+    def fence(self, copy: Completion) -> None:
+        """Every copy ended before its call returned."""
 
     def close(self) -> None:
         """Nothing is ever under way."""

@@ -9,13 +9,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vcache_backend.errors import LayoutError, VCacheError, raising_as
 from vcache_backend.vram_pool import cuda_driver, kernels
-from vcache_backend.vram_pool.copier import Completion, Finished, check
+from vcache_backend.vram_pool.copier import Completion, Finished, Mark, check
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.planner import plan as make_plan
@@ -29,8 +30,17 @@ _SPIN_SECONDS = 0.005
 _SLEEP_SECONDS = 0.0001
 
 
+class CudaMark(NamedTuple):
+    """The work a stream of this process's held when `event` was recorded on it."""
+
+    event: torch.cuda.Event
+
+
 class CudaCompletion:
-    """A copy on a stream of `device`. Holds what the copy uses until it is over, then gives `table` back to `free`."""
+    """A copy on a stream of `device`, over once `end` is reached.
+
+    Holds what the copy uses until then, and gives `table` back to `free`.
+    """
 
     def __init__(
         self,
@@ -41,14 +51,14 @@ class CudaCompletion:
         table: kernels.Table,
         free: list[kernels.Table],
     ) -> None:
-        self._device, self._start, self._end, self._free = device, start, end, free
+        self._device, self._start, self.end, self._free = device, start, end, free
         self._held = [(held, table)]
 
     def done(self) -> bool:
         if not self._held:
             return True
         with raising_as({RuntimeError: VCacheError}, f"copy on {self._device}"):
-            if not self._end.query():
+            if not self.end.query():
                 return False
         with suppress(IndexError):  # another thread was first
             self._free.append(self._held.pop()[1])
@@ -56,19 +66,20 @@ class CudaCompletion:
 
     def wait(self, timeout_s: float) -> bool:
         with raising_as({RuntimeError: VCacheError}, f"copy on {self._device}"):
-            reached = _poll(self._end.query, timeout_s)
+            reached = _poll(self.end.query, timeout_s)
         return reached and self.done()
 
     @property
     def seconds(self) -> float | None:
-        return float(self._start.elapsed_time(self._end)) / 1000 if self.done() else None
+        return float(self._start.elapsed_time(self.end)) / 1000 if self.done() else None
 
 
 class CudaCopier:
     """Copies with the Triton kernel, on two streams of GPU `ordinal`: one for gathers, one for scatters.
 
-    Each copy starts after the work that the caller's current stream holds, and that stream then waits for the copy's end: on
-    the device, the host never waits. max_ctas: most thread blocks of a copy to or from another GPU; 0 for the tuned number.
+    Each copy starts after the work that the caller's current stream holds, and that stream then waits for the copy's end, unless
+    the caller gave a mark: on the device, the host never waits. max_ctas: most thread blocks of a copy to or from another GPU; 0
+    for the tuned number.
     """
 
     def __init__(self, ordinal: int, max_ctas: int = 0) -> None:
@@ -88,18 +99,32 @@ class CudaCopier:
                 for to_slot in (True, False):
                     kernels.launch(kv, nothing, table, to_slot=to_slot, tuning=tuning)
 
-    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Completion:
-        return self._run(self._gathers, kv, plan, slots, to_slot=True)
+    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
+        return self._run(self._gathers, kv, plan, slots, after, to_slot=True)
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Completion:
-        return self._run(self._scatters, kv, plan, slots, to_slot=False)
+    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
+        return self._run(self._scatters, kv, plan, slots, after, to_slot=False)
+
+    def mark(self) -> CudaMark:
+        return CudaMark(torch.cuda.current_stream(self.device).record_event())
+
+    def fence(self, copy: Completion) -> None:
+        if isinstance(copy, CudaCompletion):
+            torch.cuda.current_stream(self.device).wait_event(copy.end)
 
     def close(self) -> None:
         for stream in (self._gathers, self._scatters):
             _poll(stream.query, CLOSE_SECONDS)
 
     def _run(
-        self, side: torch.cuda.Stream, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], *, to_slot: bool
+        self,
+        side: torch.cuda.Stream,
+        kv: PagedKV,
+        plan: CopyPlan,
+        slots: Sequence[SlotView],
+        after: Mark | None,
+        *,
+        to_slot: bool,
     ) -> Completion:
         check(kv, plan, slots)
         if kv.device != self.device:
@@ -122,11 +147,15 @@ class CudaCopier:
             try:
                 # Before the wait, so that the table travels while earlier work still computes.
                 table.upload(rows, self._driver, side.cuda_stream)
-                self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
+                if isinstance(after, CudaMark):
+                    side.wait_event(after.event)
+                else:
+                    self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
                 start.record(side)
                 kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned, stream=side.cuda_stream)
                 end.record(side)
-                current.wait_event(end)
+                if after is None:
+                    current.wait_event(end)
             except BaseException:
                 # The current stream may not be waiting for the kernel: nothing may run behind the caller's back.
                 side.synchronize()

@@ -117,6 +117,27 @@ def plan_chunks(kv: Geometry, chunk_size: int, slot_mapping: Int64s, begin: int,
     return plan(kv, chunk_size, slot_mapping, pieces)
 
 
+def plan_blocks(kv: Geometry, chunk_size: int, ids: Int64s, first: int = 0, stop: int | None = None) -> CopyPlan:
+    """Plan whole blocks: block `i` of consecutive chunks in slots 0, 1, ... has its place at block `ids[i]` of the KV cache.
+
+    Only the blocks [first, stop) are moved, all from `first` on by default; the places of others do not matter. Raises LayoutError
+    like `plan`, and where `ids` has no place for a block that is wanted.
+    """
+    if chunk_size <= 0 or chunk_size % kv.block_size:
+        raise LayoutError(f"chunk_size {chunk_size} is no multiple of the KV block size {kv.block_size}; set engine.chunk_size")
+    stop = len(ids) if stop is None else stop
+    if not 0 <= first <= stop <= len(ids):
+        raise LayoutError(f"blocks {first} to {stop} are wanted of {len(ids)}")
+    wanted, index = ids[first:stop], np.arange(first, stop)
+    _check_ids(kv, wanted)
+    rows = np.empty((len(wanted), 3), dtype=np.int64)
+    rows[:, 0], virtual = np.divmod(index, chunk_size // kv.block_size)
+    rows[:, 1] = virtual * (kv.parts * kv.page_bytes)
+    rows[:, 2] = wanted
+    nbytes = kv.layers * kv.parts * len(wanted) * kv.page_bytes
+    return CopyPlan(chunk_size, kv.block_size, rows, _NO_TOKENS[1], index * kv.block_size, _NO_TOKENS[0], nbytes)
+
+
 def plan(kv: Geometry, chunk_size: int, slot_mapping: Int64s, pieces: Sequence[Piece]) -> CopyPlan:
     """Plan the copies of `pieces`. `slot_mapping`: (tokens,) int64, `block id * block_size + token in block`, -1 for no place.
 

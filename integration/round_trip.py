@@ -1,0 +1,125 @@
+"""Bytes through a slot of the pool and back, compared, before a door caches anything: what a layout that is not understood, a copier
+that is broken or a GPU that cannot be reached looks like.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import numpy as np
+import torch
+
+from vcache_backend.chunk_io import ChunkIO
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
+from vcache_backend.vram_pool.copier import Completion, Copier
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.planner import Piece, plan
+from vcache_backend.vram_pool.slots import SlotView
+
+log = logging.getLogger(__name__)
+
+COPY_SECONDS = 10.0
+"""How long one copy of the round trip may take."""
+
+
+def through_pool(io: ChunkIO, kv: PagedKV) -> str | None:
+    """`round_trip` through a slot that the server reserves under a key of nobody's.
+
+    None too where there is no slot to try: no server yet, or nothing can be evicted. In the worker's thread, after `io.bind`.
+    """
+    key = ChunkKey(io.layout.namespace().prefix + os.urandom(KEY_BYTES - NAMESPACE_BYTES))
+    try:
+        reserved = io.client.reserve([key], kv.chunk_bytes(io.chunk_size))
+    except VCacheError as error:
+        log.debug("no round trip: %s", error)
+        return None
+    views = io.views([slot for slot in reserved.slots if not isinstance(slot, int)])
+    wrong = round_trip(kv, io.copier, views[0], io.chunk_size) if views else None
+    # After one that failed something may still write: the slot then waits in quarantine.
+    if reserved.reservation and wrong is None:
+        io.committer.give_back(reserved.reservation)
+    return wrong
+
+
+def round_trip(kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int) -> str | None:
+    """Send the first blocks of `kv`, a chunk of them, through the slot `view` and back, and compare every byte.
+
+    None if all are right, else which layer and block are not. Before anything is cached, in the worker's thread: nothing else may
+    use the KV cache meanwhile. Its bytes are put back whatever happens, in the order of the current stream. The slot's bytes are
+    overwritten.
+    """
+    count = min(chunk_size // kv.block_size, kv.num_blocks)
+    try:
+        saved = [page[: count + 1].clone() for page in kv.pages]
+        try:
+            wrong = _there_and_back(kv, copier, view, chunk_size, saved, count)
+        finally:
+            for page, bytes_ in zip(kv.pages, saved, strict=True):
+                page[: count + 1].copy_(bytes_)
+        late = f"the device did not finish the byte round trip's work in {COPY_SECONDS:g} s"
+        return wrong or (None if _settled(kv.device) else late)
+    except (VCacheError, RuntimeError) as error:
+        return f"the byte round trip through the pool failed: {str(error) or type(error).__name__}"
+
+
+def _there_and_back(
+    kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int, saved: list[torch.Tensor], count: int
+) -> str | None:
+    generator = torch.Generator(kv.device).manual_seed(20)
+    shape = (count, kv.page_bytes)
+    patterns = [torch.randint(256, shape, dtype=torch.uint8, generator=generator, device=kv.device) for _ in kv.pages]
+    for page, pattern in zip(kv.pages, patterns, strict=True):
+        page[:count] = pattern
+    # Last block first, so that a copy that ignores block ids is seen.
+    ids = np.arange(count - 1, -1, -1)
+    slots = (ids[:, None] * kv.block_size + np.arange(kv.block_size)).reshape(-1)
+    copy = plan(kv, chunk_size, slots, [Piece(0, 0, 0, len(slots))])
+    if not _over(copier.gather(kv, copy, [view])):
+        return f"gathering a chunk took longer than {COPY_SECONDS:g} s"
+    blocks = chunk_size // kv.block_size
+    there = view.tensor[: kv.chunk_bytes(chunk_size)].view(kv.layers, blocks, kv.parts, kv.page_bytes)
+    for plane, pattern in enumerate(patterns):
+        layer, part = divmod(plane, kv.parts)
+        wrong = _difference(kv, plane, pattern, there[layer, :count, part].flip(0).to(kv.device))
+        if wrong:
+            return f"gathered wrongly into the pool: {wrong}"
+    for page, pattern in zip(kv.pages, patterns, strict=True):
+        page[:count] = ~pattern
+    if not _over(copier.scatter(kv, copy, [view])):
+        return f"scattering a chunk took longer than {COPY_SECONDS:g} s"
+    for plane, (page, pattern, before) in enumerate(zip(kv.pages, patterns, saved, strict=True)):
+        expected = torch.cat([pattern, before[count:]])
+        wrong = _difference(kv, plane, expected, page[: count + 1])
+        if wrong:
+            return f"scattered wrongly from the pool: {wrong}"
+    return None
+
+
+def _difference(kv: PagedKV, plane: int, expected: torch.Tensor, found: torch.Tensor) -> str:
+    """Where two runs of blocks of one plane begin to differ; empty if they do not."""
+    if torch.equal(expected, found):
+        return ""
+    block, byte = torch.nonzero(expected != found)[0].tolist()
+    layer, part = divmod(plane, kv.parts)
+    where = f"layer {layer}, block {block}" + (f", part {part}" if kv.parts > 1 else "") + f", byte {byte}"
+    return f"{where} is {int(found[block, byte])} instead of {int(expected[block, byte])}"
+
+
+def _over(completion: Completion) -> bool:
+    return completion.wait(COPY_SECONDS)
+
+
+def _settled(device: torch.device) -> bool:
+    """Wait for the current stream's work so far; False if it is not done in time."""
+    if device.type != "cuda":
+        return True
+    event = torch.cuda.current_stream(device).record_event()
+    deadline = time.monotonic() + COPY_SECONDS
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True

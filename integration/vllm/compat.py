@@ -1,0 +1,55 @@
+"""Where vLLM's releases 0.26 to 0.33 differ, as far as the connector looks at them. Everything else uses what all of them have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core import kv_cache_utils
+
+from vcache_backend import config
+
+
+def hash_root() -> bytes:
+    """What vLLM's block hashes start from; known once the engine runs."""
+    return bytes(kv_cache_utils.NONE_HASH)
+
+
+def hash_seed(vllm_config: Any) -> str | None:
+    """The seed of `hash_root`, None if another process would have another one. From 0.31 on some algorithms have a fixed seed."""
+    resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
+    if resolve is None:
+        return config.hash_seed()
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    seed, again = resolve(function), resolve(function)
+    return str(seed) if seed == again else None
+
+
+def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens that one of a request's `block_hashes` stands for."""
+    return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def may_load_in_step(vllm_config: Any) -> bool:
+    """Does vLLM recompute rightly after a load failed that its step had counted on?
+
+    Its second model runner does not take the failed tokens back, and asynchronous scheduling has the next step under way
+    already: both give wrong tokens, silently (vLLM issue #49250).
+    """
+    second = bool(getattr(vllm_config, "use_v2_model_runner", True))
+    return not second and not vllm_config.scheduler_config.async_scheduling
+
+
+def unfit_group(kv_cache_config: Any) -> str | None:
+    """Why the blocks of a model cannot be shared, None if they can; several groups of them are another question.
+
+    Blocks of layers that look at a window only, or keep a state, are given back while their request runs.
+    """
+    kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
+    if len(kv_cache_config.kv_cache_groups) > 1 or kinds <= _WHOLE_PREFIX:
+        return None
+    return f"the KV cache is {', '.join(sorted(kinds))}, whose blocks do not hold the whole prefix"
+
+
+_WHOLE_PREFIX = {"FullAttentionSpec", "MLAAttentionSpec"}

@@ -1,0 +1,200 @@
+"""The connector that vLLM loads: which of its two halves a call is for, and that none of ours raises into vLLM.
+
+Bad settings do raise, ConfigError, while vLLM starts. After that what fails is logged, and counts as a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from . import settings, stats
+from .metadata import Shard, StepMetadata
+from .scheduler import SchedulerSide
+from .worker import WorkerSide
+
+log = logging.getLogger("vllm.vcache")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _guarded(otherwise: Any) -> Callable[[Method], Method]:
+    """Answer `otherwise` where the method fails, and say each kind of failure once."""
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                kind = f"{method.__name__}: {type(error).__name__}"
+                if kind not in self.failures:
+                    self.failures.add(kind)
+                    log.exception("vcache: %s failed, which counts as a miss", method.__name__)
+                return otherwise
+
+        return cast(Method, guarded)
+
+    return decorate
+
+
+class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler.py and worker.py."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """ConfigError for settings in `kv_connector_extra_config` that are unknown or impossible."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        config = settings.read(transfer.kv_connector_extra_config)
+        self.failures: set[str] = set()
+        self._meter = stats.Meter()
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            if transfer.kv_load_failure_policy == "fail":
+                # Ours: a chunk that was lost is computed. It is read again by the scheduler, which is made after this.
+                log.info("vcache: kv_load_failure_policy is recompute with this connector")
+                transfer.kv_load_failure_policy = "recompute"
+            loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config, loads, stores, self._meter)
+        else:
+            from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+            ranks = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+            self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A chunk that is not stored is a miss later, nothing worse."""
+        return False
+
+    # ---- in the scheduler
+
+    @_guarded(None)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+        if self._scheduler is not None:
+            self._scheduler.meet(metadata)
+
+    @_guarded((0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.matched(request, num_computed_tokens) if self._scheduler is not None else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        # Not guarded: vLLM counts on the load from here on, and without it the request would wait for ever.
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        meta = self._scheduler.begin(scheduler_output) if self._scheduler is not None else StepMetadata()
+        self._add_stores(scheduler_output, meta)
+        return meta
+
+    @_guarded(None)
+    def _add_stores(self, scheduler_output: Any, meta: StepMetadata) -> None:
+        if self._scheduler is not None:
+            self._scheduler.add_stores(scheduler_output, meta)
+
+    @_guarded(None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.update(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @_guarded((False, None))
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        # Blocks need not wait for stores: who gets one next waits, on the device.
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    @_guarded(False)
+    def reset_cache(self) -> bool:
+        return self._scheduler.reset() if self._scheduler is not None else True
+
+    # ---- in a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker is None:
+            return
+        try:
+            self._worker.register(kv_caches)
+        except Exception as error:
+            log.exception("vcache caches nothing here")
+            self._worker.refuse(f"{type(error).__name__}: {error}")
+
+    def get_handshake_metadata(self) -> Shard | None:
+        return self._worker.shard if self._worker is not None else None
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+            self._begin(self._worker, connector_metadata)
+
+    @_guarded(None)
+    def _begin(self, worker: WorkerSide, meta: StepMetadata) -> None:
+        worker.begin(meta)
+
+    @_guarded(None)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.load_in_step()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: what a model run needs is there before it starts."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: all layers go in one launch, after the model run."""
+
+    @_guarded(None)
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.store()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, (self._worker.finished() if self._worker is not None else None) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.invalid() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.said() if self._worker is not None else None
+
+    # ---- in both
+
+    @_guarded(None)
+    def get_kv_connector_stats(self) -> Any:
+        if self._worker is not None:
+            self._worker.measured()
+        return self._meter.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        return stats.build_stats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> Any:
+        return stats.build_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    @_guarded(None)
+    def shutdown(self) -> None:
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.close()

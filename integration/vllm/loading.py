@@ -1,0 +1,222 @@
+"""One request's load: chunk by chunk as they come, each part under a lease, and what did not hold is said."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from vcache_backend.chunk_io import ChunkIO, Lease
+from vcache_backend.errors import VCacheError
+from vcache_backend.vram_pool.copier import Completion, Mark
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.planner import plan_blocks
+from vcache_backend.vram_pool.slots import SlotView
+
+from .keys import of_rank
+from .metadata import Load
+from .stats import Meter
+
+log = logging.getLogger("vllm.vcache")
+
+POLL_SECONDS = 0.0005
+"""How often a load asks for chunks that another instance is still computing."""
+Blocks = npt.NDArray[np.int64]
+
+
+class Context:
+    """What all loads of a worker share. block_size: tokens of vLLM's blocks, which may be several of the tensors'."""
+
+    def __init__(self, io: ChunkIO, kv: PagedKV, chunk_size: int, block_size: int, rank: int, meter: Meter) -> None:
+        self.io, self.kv, self.chunk_size, self.rank, self.meter = io, kv, chunk_size, rank, meter
+        self.per_chunk = chunk_size // block_size
+        self._parts = block_size // kv.block_size
+
+    def kernel_blocks(self, blocks: Blocks) -> Blocks:
+        """The tensors' blocks that vLLM's are."""
+        if self._parts == 1:
+            return blocks
+        ids: Blocks = (blocks[:, None] * self._parts + np.arange(self._parts)).reshape(-1)
+        return ids
+
+    def kernel_count(self, blocks: int) -> int:
+        return blocks * self._parts
+
+
+@dataclass
+class _Part:
+    """Chunks under one lease on their way: as many as it has views."""
+
+    lease: Lease
+    views: list[SlotView]
+    scattered: Completion
+    tokens: int
+
+
+class Loading:
+    """Brings the chunks of `load` into the KV cache. In the worker's main thread.
+
+    `advance` does what can be done without waiting and says whether the load is over; `invalid` then has the blocks that are not
+    filled, vLLM's numbers. A load is never over while something may still write into its blocks.
+    """
+
+    def __init__(self, context: Context, load: Load, mark: Mark | None) -> None:
+        """mark: a point in the model's stream; who owned these blocks before has no work queued after it."""
+        self.load, self.invalid, self.cancelled = load, list[int](), False
+        self._context, self._mark = context, mark
+        self._keys = of_rank(load.keys, context.rank)
+        self._ids = context.kernel_blocks(np.array(load.blocks, dtype=np.int64))
+        self._done = 0
+        self._part: _Part | None = None
+        self._deadline = time.monotonic() + load.wait_seconds
+        self._next_look = 0.0
+        self._metadata_seconds = self._data_seconds = 0.0
+        self._tokens_by_tier: dict[str, int] = {}
+        self._cause = ""
+
+    def advance(self) -> bool:
+        """Go on as far as possible; is it over?"""
+        try:
+            while self._done < len(self._keys):
+                if self._part is None and not self._launch():
+                    return self._given_up()
+                if self._part is not None and not self._settle():
+                    return bool(self._cause) and self._part is None
+            self._tell()
+        except Exception as error:  # noqa: BLE001 - what is not known to be right is computed
+            self._context.io.miss("load", error)
+            self._fail("copy")
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Wait, at most so long, until `advance` may have something to do."""
+        if self._part is None:
+            time.sleep(min(seconds, POLL_SECONDS))
+            return
+        try:
+            self._part.scattered.wait(seconds)
+        except VCacheError:
+            log.debug("a copy failed; `advance` will say so", exc_info=True)
+
+    # ---- inside
+
+    def _launch(self) -> bool:
+        """Lease the next chunks that are there, and start their copy; False if there are none."""
+        context, load, now = self._context, self.load, time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + POLL_SECONDS
+        if not context.io.client.connected:
+            self._cause = "server"
+            return False
+        started = perf_counter()
+        try:
+            lease = context.io.lease(self._keys[self._done :])
+        except VCacheError as error:
+            context.io.miss("lease", error)
+            self._cause = "server"
+            return False
+        self._metadata_seconds += perf_counter() - started
+        if lease is None:
+            return False
+        views = context.io.views(lease.locations)
+        if not views:
+            context.io.let_go(lease)
+            self._cause = "segment"
+            return False
+        self._cause = ""
+        start, stop = self._done * context.per_chunk, (self._done + len(views)) * context.per_chunk
+        first, last = max(load.skip - start, 0), max(min(load.stop, stop) - start, 0)
+        count = context.kernel_count
+        ids = self._ids[count(start) : count(start + last)]
+        copy = plan_blocks(context.kv, context.chunk_size, ids, min(count(first), len(ids)))
+        try:
+            scattered = context.io.copier.scatter(context.kv, copy, views, None if load.sync else self._mark)
+        except VCacheError:
+            context.io.let_go(lease)
+            raise
+        tokens = max(last - first, 0) * (context.chunk_size // context.per_chunk)
+        self._part = _Part(lease, views, scattered, tokens)
+        return True
+
+    def _settle(self) -> bool:
+        """Is the copy over, and did its lease hold? False if it is not over, or if the load has failed."""
+        part, context = self._part, self._context
+        assert part is not None
+        if not part.scattered.done():
+            if not context.io.good_for_a_copy(part.lease):
+                context.io.renew(part.lease)
+            return False
+        self._part = None
+        self._data_seconds += part.scattered.seconds or 0.0
+        started = perf_counter()
+        held = context.io.end(part.lease)
+        self._metadata_seconds += perf_counter() - started
+        if not held:
+            self._fail("lease_lost")
+            return False
+        context.io.note_retrieved(part.views, part.tokens)
+        own = self._count(part)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "hit %s: chunks %d to %d of %d, %d of them on this device, copy %.2f ms, the lease held",
+                self.load.request_id,
+                self._done,
+                self._done + len(part.views),
+                len(self._keys),
+                own,
+                1e3 * (part.scattered.seconds or 0.0),
+            )
+        if self.load.consume:
+            self._consume(len(part.views))
+        self._done += len(part.views)
+        return True
+
+    def _count(self, part: _Part) -> int:
+        """Add a part that held to what is told at the end; how many of its chunks lay on this device."""
+        each = part.tokens // len(part.views)
+        own = sum(view.local for view in part.views)
+        here = "host" if self._context.io.device.ordinal is None else "own"
+        for tier, chunks in ((here, own), ("peer", len(part.views) - own)):
+            if chunks:
+                self._tokens_by_tier[tier] = self._tokens_by_tier.get(tier, 0) + each * chunks
+        return own
+
+    def _consume(self, count: int) -> None:
+        try:
+            self._context.io.client.remove(self._keys[self._done : self._done + count])
+        except VCacheError as error:
+            self._context.io.miss("consume", error)
+
+    def _given_up(self) -> bool:
+        """Nothing is under way, and nothing could be started: is that the end?"""
+        if not self._cause and not self.cancelled and time.monotonic() < self._deadline:
+            return False
+        self._fail(self._cause or ("timeout" if self.load.wait_seconds else "lease_lost"))
+        return True
+
+    def _fail(self, cause: str) -> None:
+        """What is not loaded by now is not valid."""
+        self._cause = cause
+        start = max(self._done * self._context.per_chunk, self.load.skip)
+        self.invalid = self.load.blocks[start : self.load.stop]
+        if self._tokens_by_tier:
+            self._tell()
+        self._context.meter.failed(cause)
+        self._context.io.stats.failed(cause)
+        log.warning(
+            "%d tokens of request %s are computed, not loaded: %s", self._tokens(len(self.invalid)), self.load.request_id, cause
+        )
+
+    def _tokens(self, blocks: int) -> int:
+        return blocks * self._context.chunk_size // self._context.per_chunk
+
+    def _tell(self) -> None:
+        context = self._context
+        each = context.kv.chunk_bytes(context.chunk_size) // context.chunk_size
+        nbytes = {tier: tokens * each for tier, tokens in self._tokens_by_tier.items()}
+        context.meter.loaded(self._tokens_by_tier, nbytes, self._metadata_seconds, self._data_seconds)

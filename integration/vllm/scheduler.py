@@ -1,0 +1,295 @@
+"""The half of the connector in vLLM's scheduler: what is there, what each step loads and stores. It never touches KV."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+from typing import Any
+
+from vcache_backend.config import Config
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import ChunkKey
+
+from . import compat, facts, wants
+from .keys import KeyMaker
+from .metadata import Failures, Load, Shard, StepMetadata, Store
+from .stats import Meter
+
+log = logging.getLogger("vllm.vcache")
+
+FRESH_SECONDS = 0.5
+"""How long the answer of a look-up counts for a request that vLLM could not schedule at once."""
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One request. stored: chunks from its start that are in the pool or on their way. hits: how many leading chunks there were at
+    the time `looked_at`. local: its tokens in vLLM's own cache when it was matched. spent: seconds this module took for it."""
+
+    request: Any
+    wants: wants.Wants
+    keys: list[ChunkKey] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    stored: int = 0
+    hits: int = 0
+    looked_at: float = -1.0
+    local: int = 0
+    failed: bool = False
+    loading: bool = False
+    spent: float = 0.0
+
+
+class SchedulerSide:
+    """Answers vLLM's scheduler, in the one thread it has. Nothing here waits longer than one call of the client may."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, loads: bool, stores: bool, meter: Meter) -> None:
+        """loads, stores: what the instance's role allows."""
+        self._vllm, self._config, self._meter = vllm_config, config, meter
+        self._settings, self._size = config.connector, config.engine.chunk_size
+        self._loads_allowed, self._stores_allowed = loads, stores
+        self._model = facts.read_model(vllm_config, config.connector.model)
+        self._block = self._model.block_size
+        self._per_chunk = self._size // self._block
+        self._in_step = config.connector.sync_below_tokens if compat.may_load_in_step(vllm_config) else 0
+        self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
+        self._shards: dict[tuple[int, int], facts.ShardFacts] = {}
+        self._client: Client | None = None
+        self._namer: KeyMaker | None = None
+        self._prefix = b""
+        self._ranks = self._model.pp_size * (1 if self._model.use_mla else self._model.tp_size)
+        self._requests: dict[str, _Tracked] = {}
+        self._loads: list[Load] = []
+        self._cancelled: set[str] = set()
+        self._clearing = self._clear = False
+        groups = len(kv_cache_config.kv_cache_groups)
+        seed = compat.hash_seed(vllm_config)
+        self._refused = compat.unfit_group(kv_cache_config) or facts.refusal(self._model, self._size, groups, seed)
+        if self._refused:
+            log.error("vcache caches nothing: %s. vLLM serves all the same", self._refused)
+
+    def meet(self, shards: Mapping[tuple[int, int], Any]) -> None:
+        """What every worker holds, by (pipeline rank, tensor rank)."""
+        self._shards = {rank: shard.facts for rank, shard in shards.items() if isinstance(shard, Shard)}
+        wanted = self._model.pp_size * self._model.tp_size
+        problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
+        if len(self._shards) != wanted:
+            problems.append(f"{len(self._shards)} of {wanted} workers said what they hold")
+        if problems and not self._refused:
+            self._refused = "; ".join(problems)
+            log.error("vcache caches nothing: %s. vLLM serves all the same", self._refused)
+
+    # ---- vLLM's questions
+
+    def matched(self, request: Any, local: int) -> tuple[int, bool]:
+        """How many tokens after the first `local`, which vLLM has itself, the pool has; and whether they come between steps."""
+        started = perf_counter()
+        tracked = self._track(request)
+        tracked.local = local
+        answer = self._matched(tracked, local) if self._may_load(tracked) else (0, False)
+        tracked.spent += perf_counter() - started
+        return answer
+
+    def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        """vLLM has reserved `blocks` for the request: load `external` tokens into them."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or external <= 0 or self._namer is None:
+            return
+        started = perf_counter()
+        size, first = self._size, tracked.local // self._size
+        end = tracked.local + external
+        stop = -(-end // size)
+        chosen: list[int] = blocks.get_block_ids()[0]
+        asked = tracked.wants
+        wait = asked.wait_seconds if asked.wait_seconds is not None else self._settings.wait_seconds
+        consume = asked.consume_once if asked.consume_once is not None else self._settings.consume_once
+        load = Load(
+            request_id=request.request_id,
+            keys=tracked.keys[first:stop],
+            blocks=chosen[first * self._per_chunk : end // self._block],
+            skip=tracked.local // self._block - first * self._per_chunk,
+            stop=end // self._block - first * self._per_chunk,
+            wait_seconds=wait if asked.announced else 0.0,
+            consume=consume,
+            sync=not asked.announced and external < self._in_step,
+        )
+        self._loads.append(load)
+        tracked.loading = not load.sync
+        # What comes from the pool is there already, unless it was meant for one reader.
+        tracked.stored = max(tracked.stored, stop)
+        tracked.spent += perf_counter() - started
+
+    def begin(self, output: Any) -> StepMetadata:
+        """What the workers load in the step that `output` describes."""
+        meta = StepMetadata(self._loads, cancelled=self._cancelled, clear=self._clear, idle=not output.total_num_scheduled_tokens)
+        self._loads, self._cancelled, self._clear = [], set(), False
+        meta.fresh += [load.blocks for load in meta.loads]
+        meta.fresh += [new.block_ids[0] for new in output.scheduled_new_reqs]
+        meta.fresh += [added[0] for added in output.scheduled_cached_reqs.new_block_ids if added is not None]
+        return meta
+
+    def add_stores(self, output: Any, meta: StepMetadata) -> None:
+        """What they store in it."""
+        scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            tracked = self._requests.get(new.req_id)
+            if tracked is not None:
+                tracked.blocks = list(new.block_ids[0])
+                self._complete(tracked, new.num_computed_tokens + scheduled[new.req_id], meta)
+        cached = output.scheduled_cached_reqs
+        for request_id, computed, added in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                tracked.blocks = list(added[0]) if added is not None else []
+            elif added is not None:
+                tracked.blocks += added[0]
+            self._complete(tracked, computed + scheduled[request_id], meta)
+
+    def update(self, output: Any) -> None:
+        """What the workers said after a step."""
+        said = getattr(output, "kv_connector_worker_meta", None)
+        if isinstance(said, Failures):
+            self._clearing = self._clearing and not said.cleared
+            for request_id in said.requests & self._requests.keys():
+                tracked = self._requests[request_id]
+                tracked.failed = True
+                tracked.stored = tracked.local // self._size
+        for request_id in output.finished_recving or ():
+            if request_id in self._requests:
+                self._requests[request_id].loading = False
+
+    def finished(self, request: Any) -> None:
+        """The request has ended, one way or another."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return
+        if tracked.loading:
+            self._cancelled.add(request.request_id)
+        self._meter.scheduler_time(tracked.spent)
+
+    def reset(self) -> bool:
+        """Forget every chunk of the namespace, those on their way included; False if the server did not answer."""
+        if self._client is None:
+            return True
+        # What a step under way still stores is removed by the worker of the next one.
+        self._clear = self._clearing = True
+        try:
+            self._client.clear(self._prefix)
+        except VCacheError as error:
+            log.warning("the pool was not cleared: %s", error)
+            return False
+        return True
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    # ---- inside
+
+    def _track(self, request: Any) -> _Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            try:
+                asked = wants.read(request.kv_transfer_params)
+            except ValueError as error:
+                log.warning("request %s is served uncached: %s", request.request_id, error)
+                asked = wants.NOTHING
+            tracked = self._requests[request.request_id] = _Tracked(request, asked)
+        return tracked
+
+    def _may_load(self, tracked: _Tracked) -> bool:
+        request = tracked.request
+        wanted = self._loads_allowed and tracked.wants.load and not (tracked.failed or self._clearing)
+        if not wanted or getattr(request, "skip_reading_prefix_cache", False):
+            return False
+        # vLLM gives no log probabilities for prompt tokens it did not compute, but lets a connector hit.
+        return getattr(request.sampling_params, "prompt_logprobs", None) is None
+
+    def _matched(self, tracked: _Tracked, local: int) -> tuple[int, bool]:
+        namer = self._open()
+        if namer is None or local % self._block:
+            return 0, False
+        request, size = tracked.request, self._size
+        # The last token is computed in any case, and vLLM computes whole blocks.
+        most = (request.num_tokens - 1) // self._block * self._block
+        first, whole = local // size, namer.whole(request.block_hashes)
+        if min(whole * size, most) - local < self._settings.min_hit_tokens:
+            return 0, False
+        self._name(tracked, whole)
+        found = whole if tracked.wants.announced else self._look_up(tracked, first, whole)
+        external = min(found * size, most) - local
+        if external < self._settings.min_hit_tokens:
+            return 0, False
+        return external, tracked.wants.announced or external >= self._in_step
+
+    def _look_up(self, tracked: _Tracked, first: int, whole: int) -> int:
+        """How many leading chunks all workers can load, given that the first `first` are not needed."""
+        now = monotonic()
+        if tracked.looked_at + FRESH_SECONDS > now and tracked.hits >= first:
+            return min(tracked.hits, whole)
+        client = self._client
+        if client is None or not client.connected:
+            return first
+        started = perf_counter()
+        try:
+            found = client.lookup(tracked.keys[first:whole], self._ranks)
+        except VCacheError as error:
+            log.debug("look-up: %s", error)
+            self._meter.failed("server")
+            return first
+        self._meter.looked_up((whole - first) * self._size, found * self._size, perf_counter() - started)
+        tracked.hits, tracked.looked_at = first + found, now
+        return first + found
+
+    def _name(self, tracked: _Tracked, whole: int) -> None:
+        """Make the keys of the first `whole` chunks known."""
+        assert self._namer is not None
+        if len(tracked.keys) < whole:
+            tracked.keys += self._namer.keys(tracked.request.block_hashes, len(tracked.keys), whole)
+
+    def _complete(self, tracked: _Tracked, computed: int, meta: StepMetadata) -> None:
+        """Store the chunks that are complete once the step has computed the first `computed` tokens.
+
+        Of those only what is known: tokens guessed ahead may be taken back, and so may what was computed from them.
+        """
+        if computed < (tracked.stored + 1) * self._size or self._namer is None:
+            return
+        if not (self._stores_allowed and tracked.wants.store):
+            return
+        request = tracked.request
+        known = request.num_prompt_tokens if self._settings.store == "prompt" else request.num_tokens
+        ready = min(
+            min(computed, known) // self._size, self._namer.whole(request.block_hashes), len(tracked.blocks) // self._per_chunk
+        )
+        first = tracked.stored
+        if ready <= first:
+            return
+        self._name(tracked, ready)
+        blocks = tracked.blocks[first * self._per_chunk : ready * self._per_chunk]
+        meta.stores.append(Store(tracked.keys[first:ready], blocks, tracked.keys[:first]))
+        tracked.stored = ready
+
+    def _open(self) -> KeyMaker | None:
+        """Names of chunks, once everything they depend on is known: the engine runs, and every worker has said what it holds."""
+        if self._namer is not None or self._refused:
+            return self._namer
+        if not self._shards:
+            self._refused = "no worker said what it holds: this vLLM does not pass a connector's handshake on"
+            log.error("vcache caches nothing: %s", self._refused)
+            return None
+        shards = [self._shards[rank] for rank in sorted(self._shards)]
+        layout = facts.layout(self._model, shards, self._size, compat.hash_root())
+        namespace = layout.namespace()
+        self._client = Client(
+            self._config.server.path, self._config.client, layout=layout.fields() | {"namespace": str(namespace)}
+        )
+        self._prefix = namespace.prefix
+        self._namer = KeyMaker(namespace, self._size // self._hash_block)
+        if not self._client.connected:
+            log.warning("no metadata server at %s: everything is computed until there is one", self._config.server.path)
+        log.info("vcache: namespace %s, chunks of %d tokens, %d shards", namespace, self._size, self._ranks)
+        return self._namer

@@ -1,0 +1,33 @@
+"""Our settings in `kv_connector_extra_config`: a file of them by its path, single sections in place, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vcache_backend import config as configuration
+from vcache_backend.config import Config
+from vcache_backend.errors import ConfigError
+
+SOURCE = "kv_connector_extra_config"
+
+
+def read(extra_config: Mapping[str, Any]) -> Config:
+    """The configuration: sections such as `server` or `pool`, each over the one of the file that `config` names.
+
+    Without `config` the file is `VCACHE_CONFIG`'s, as everywhere. Raises ConfigError, which names the key: unknown, or impossible.
+    """
+    path = extra_config.get("config")
+    if path is not None and not isinstance(path, str):
+        raise ConfigError(f"{SOURCE}: config: Expected the path of a YAML file, got {path!r}")
+    base = configuration.load(path)
+    values = configuration.dump(base)
+    # `dump` writes the default socket out, which is no setting of anybody's.
+    values["server"]["socket"] = base.server.socket
+    for name, section in extra_config.items():
+        if name == "config":
+            continue
+        if name in values and not isinstance(section, Mapping):
+            raise ConfigError(f"{SOURCE}: {name}: Expected a section of settings, got {section!r}")
+        values[name] = {**values[name], **section} if name in values else section
+    return configuration.from_dict(values, SOURCE)

@@ -1,0 +1,116 @@
+"""Which weights vLLM loads, and what changes what they compute, as plain text that is the same in every process.
+
+The weights have a name and a revision. From the Hugging Face hub: the repository and its commit, whether vLLM names it or a folder
+of the hub's cache. A folder or file of one's own: its real path, and a digest of the names, sizes and times of its files, since the
+pool outlives weights that are overwritten in place. So equal copies under two paths do not share, unless the user names them alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+_SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
+_VOLATILE = ("transformers_version",)
+"""Keys of a Hugging Face configuration, beside those that begin with `_`, that say nothing about the model."""
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+_NO_DRAFT_KV = (None, "ngram", "ngram_gpu", "suffix")
+"""Speculative methods without a model of their own, and so without layers in the KV cache."""
+
+
+def weights(model: Any) -> tuple[str, str]:
+    """(name, revision) of what vLLM's `ModelConfig` loads; see the module's text. OSError if its folder cannot be read."""
+    # Weights in object storage: vLLM pulls the small files into a folder of its own and keeps the address here.
+    name = str(getattr(model, "model_weights", "") or model.model)
+    snapshot = _SNAPSHOT.search(name)
+    if snapshot:
+        return snapshot["repository"].replace("--", "/", 1), snapshot["commit"]
+    path = Path(name)
+    if path.exists():
+        return str(path.resolve()), _files_digest(path.resolve())
+    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    return name, str(commit or getattr(model, "revision", None) or "")
+
+
+def _files_digest(path: Path) -> str:
+    """What the files at `path` are, as far as one can tell without reading them."""
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
+    found = blake2b(digest_size=8, person=b"vcache-facts-1")
+    for file in files:
+        there = file.stat()
+        found.update(os.fsencode(file.name) + f"/{there.st_size} {there.st_mtime_ns}\n".encode())
+    return f"files-{found.hexdigest()}"
+
+
+def extra(vllm_config: Any) -> dict[str, str]:
+    """What changes the bytes of a block, or what is computed into it, and has no field of its own."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    found = {
+        "engine": f"vllm {'.'.join(str(getattr(sys.modules.get('vllm'), '__version__', '')).split('.')[:2])}",
+        "model_config": digest(_model_config(model)),
+        "quantization_config": digest(_plain(getattr(model, "quantization_config", None))),
+        "weights": "dummy" if _load_format(vllm_config) == "dummy" else "",
+        "kv_skip_layers": ",".join(map(str, getattr(cache, "kv_cache_dtype_skip_layers", ()) or ())),
+        "sliding_window": "off" if getattr(model, "disable_sliding_window", False) else "",
+        "draft": _draft(getattr(vllm_config, "speculative_config", None)),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _load_format(vllm_config: Any) -> str:
+    return text(getattr(getattr(vllm_config, "load_config", None), "load_format", ""))
+
+
+def _draft(speculative: Any) -> str:
+    method = getattr(speculative, "method", None)
+    if method in _NO_DRAFT_KV:
+        return ""
+    model = getattr(speculative, "draft_model_config", None)
+    return f"{method} {'@'.join(weights(model)) if model is not None else ''}".strip()
+
+
+def rope(model: Any) -> str:
+    """The rotary embedding of a `ModelConfig`, as canonical JSON; empty for a model without."""
+    config = getattr(model, "hf_text_config", None)
+    found = {name: getattr(config, name, None) for name in _ROPE}
+    return _canonical({name: value for name, value in found.items() if value is not None}) if any(found.values()) else ""
+
+
+def _model_config(model: Any) -> Any:
+    """The Hugging Face configuration without what differs between equal instances: where it was read from, and by which version."""
+    hf_config: Any = getattr(model, "hf_config", None)
+    return _plain(hf_config.to_dict()) if hasattr(hf_config, "to_dict") else None
+
+
+def _plain(values: Any) -> Any:
+    """Configuration as mappings and lists, without what differs between equal instances."""
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        values = dataclasses.asdict(values)
+    if isinstance(values, Mapping):
+        kept = {str(name): value for name, value in values.items() if not str(name).startswith("_") and name not in _VOLATILE}
+        return {name: _plain(value) for name, value in kept.items()}
+    if isinstance(values, set | frozenset):
+        return sorted(str(value) for value in values)
+    return [_plain(value) for value in values] if isinstance(values, list | tuple) else values
+
+
+def _canonical(values: Any) -> str:
+    # An object's own text may hold its address, which is another one in every process.
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), default=lambda value: type(value).__qualname__)
+
+
+def digest(values: Any) -> str:
+    """16 hexadecimal digits that are equal for equal plain values, in every process; empty for nothing."""
+    return blake2b(_canonical(values).encode(), digest_size=8, person=b"vcache-facts-1").hexdigest() if values else ""
+
+
+def text(named: Any) -> str:
+    """A value of an enumeration, or of a `Literal`, as text."""
+    return str(getattr(named, "value", named))

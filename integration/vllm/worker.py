@@ -1,0 +1,249 @@
+"""The half of the connector in a worker of vLLM: it moves chunks between the pool and vLLM's KV cache.
+
+Loads run beside the model, on a stream of their own: the scheduler runs their request when they are over. Stores read what a step
+has computed, on another stream; only a step that gives such a block to somebody else waits for them, on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vcache_backend.chunk_io import ChunkIO
+from vcache_backend.config import Config
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.vram_pool.copier import Completion
+from vcache_backend.vram_pool.paged import PagedKV
+
+from .. import room, round_trip
+from . import facts
+from .keys import of_rank
+from .loading import Context, Loading
+from .metadata import Failures, Shard, StepMetadata
+from .stats import Meter
+
+log = logging.getLogger("vllm.vcache")
+
+IDLE_SECONDS = 0.002
+"""How long a step without a model run waits for a load: as long as one may keep a request that arrives meanwhile waiting."""
+FLUSH_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
+
+
+class _Gather(NamedTuple):
+    """A store under way: which of vLLM's blocks it reads. seconds: what launching it took."""
+
+    copy: Completion
+    blocks: npt.NDArray[np.int64]
+    tokens: int
+    nbytes: int
+    seconds: float
+
+
+class WorkerSide:
+    """One worker's shard of every chunk. All methods in the worker's main thread, in the order of vLLM's steps; none raises."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, pp_rank: int, tp_rank: int, meter: Meter) -> None:
+        self._vllm, self._kv_config, self._config, self._meter = vllm_config, kv_cache_config, config, meter
+        self._pp_rank, self._tp_rank = pp_rank, tp_rank
+        self._model = facts.read_model(vllm_config, config.connector.model)
+        shards = 1 if self._model.use_mla else self._model.tp_size
+        self._rank = pp_rank * shards + tp_rank % shards
+        self._context: Context | None = None
+        self._kv: PagedKV | None = None
+        self._meta = StepMetadata()
+        self._loads: list[Loading] = []
+        self._gathers: list[_Gather] = []
+        self._not_stored: dict[str, int] = {}
+        self._invalid: set[int] = set()
+        self._failed: set[str] = set()
+        self._cleared = False
+        self.shard: Shard | None = None
+        self.refused = ""
+
+    # ---- start
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """vLLM has made its KV cache: describe it, join the pool, and send bytes there and back."""
+        size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
+        kv = facts.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine)
+        shard = facts.read_shard(self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank)
+        self.shard = Shard(shard)
+        io = ChunkIO(
+            _on_device_of(kv, self._config),
+            facts.layout(self._model, [shard], size, b""),
+            unfit=room.beside_vllm(self._model.device_type, self._model.gpu_memory_utilization),
+            anonymous=True,
+        )
+        try:
+            io.bind(dict(kv_caches))
+            wrong = round_trip.through_pool(io, kv)
+            if wrong:
+                raise VCacheError(wrong)
+        except BaseException:
+            io.close()
+            raise
+        self._kv = kv
+        self._context = Context(io, kv, size, self._model.block_size, self._rank, self._meter)
+        log.info("vcache: worker %d lends to and reads from %s, %s B a chunk", self._rank, io.device, f"{shard.chunk_bytes:,}")
+
+    def refuse(self, reason: str) -> None:
+        """Cache nothing, and let the scheduler know."""
+        self.refused = reason
+        if self.shard is None:
+            self.shard = Shard(facts.ShardFacts(pp_rank=self._pp_rank, tp_rank=self._tp_rank, problem=reason))
+        else:
+            self.shard = replace(self.shard, facts=msgspec.structs.replace(self.shard.facts, problem=reason))
+        try:
+            with Client(self._config.server.path, self._config.client, reconnect=False) as server:
+                server.report("error", f"vLLM's worker {self._rank} (pid {os.getpid()}) caches nothing: {reason}")
+        except VCacheError as error:
+            log.debug("the server was not told: %s", error)
+
+    # ---- a step
+
+    def begin(self, meta: StepMetadata) -> None:
+        """A step begins: nothing of its model run is queued yet."""
+        self._meta = meta
+        context = self._context
+        if context is None:
+            # The scheduler was told, and asks for nothing; should it do so all the same, its requests must not wait for ever.
+            self._failed |= {load.request_id for load in meta.loads}
+            self._invalid |= {block for load in meta.loads for block in load.blocks[load.skip : load.stop]}
+            return
+        self._fence(context, meta.fresh)
+        mark = context.io.copier.mark() if meta.loads else None
+        self._loads += [Loading(context, load, mark) for load in meta.loads]
+        for loading in self._loads:
+            loading.cancelled |= loading.load.request_id in meta.cancelled
+
+    def load_in_step(self) -> None:
+        """Fill the blocks that this step's model run needs, before it."""
+        for loading in [loading for loading in self._loads if loading.load.sync]:
+            self._loads.remove(loading)
+            while not loading.advance():
+                loading.wait(IDLE_SECONDS)
+            self._note(loading)
+
+    def store(self) -> None:
+        """Copy out what the step's model run, all of it queued, completes."""
+        context, stores = self._context, self._meta.stores
+        if context is None:
+            return
+        for store in stores:
+            started = perf_counter()
+            try:
+                blocks = np.array(store.blocks, dtype=np.int64)
+                ids = context.kernel_blocks(blocks).reshape(len(store.keys), -1)
+                keys, prefix = of_rank(store.keys, self._rank), of_rank(store.prefix, self._rank)
+                pending = context.io.store_blocks(context.kv, keys, ids, prefix)
+            except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
+                context.io.miss("store", error)
+                self._meter.failed("store")
+                continue
+            if pending is not None:
+                self._gathers.append(
+                    _Gather(pending.completion, blocks, pending.tokens, pending.nbytes, perf_counter() - started)
+                )
+        if self._meta.clear:
+            # Stores of steps before this one may be published after the scheduler cleared the pool.
+            context.io.flush(FLUSH_SECONDS)
+            self._cleared = True
+
+    def finished(self) -> set[str]:
+        """Requests whose load is over, held or not. Launches what can be launched."""
+        if self._context is None:
+            return {load.request_id for load in self._meta.loads if not load.sync}
+        done = self._advance()
+        if self._meta.idle and not done and self._loads:
+            self._loads[0].wait(IDLE_SECONDS)
+            done = self._advance()
+        return done
+
+    def invalid(self) -> set[int]:
+        """Blocks that a load should have filled and did not, since the last call. vLLM's numbers."""
+        found, self._invalid = self._invalid, set()
+        return found
+
+    def said(self) -> Failures | None:
+        """What the scheduler must know of this step."""
+        if not (self._failed or self._cleared):
+            return None
+        said = Failures(self._failed, self._cleared)
+        self._failed, self._cleared = set(), False
+        return said
+
+    def measured(self) -> None:
+        """Tell the meter what was not stored since the last call."""
+        if self._context is None:
+            return
+        counts = self._context.io.stats.not_stored()
+        if counts != self._not_stored:
+            for cause, count in counts.items():
+                self._meter.not_stored(cause, count - self._not_stored.get(cause, 0))
+            self._not_stored = counts
+
+    def close(self) -> None:
+        """Let copies end, and leave the pool; the chunks stay there."""
+        if self._context is None:
+            return
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._loads and time.monotonic() < deadline:
+            for loading in self._loads:
+                loading.cancelled = True
+            self._advance()
+        self._context.io.close()
+        self._context = None
+
+    # ---- inside
+
+    def _advance(self) -> set[str]:
+        over = [loading for loading in self._loads if not loading.load.sync and loading.advance()]
+        for loading in over:
+            self._loads.remove(loading)
+            self._note(loading)
+        return {loading.load.request_id for loading in over}
+
+    def _note(self, loading: Loading) -> None:
+        if not loading.invalid:
+            return
+        self._failed.add(loading.load.request_id)
+        self._invalid |= set(loading.invalid)
+        self._meter.recomputed(len(loading.invalid) * self._model.block_size)
+
+    def _fence(self, context: Context, fresh: list[list[int]]) -> None:
+        """Let this step's work come after the stores that still read a block which somebody gets now."""
+        if not self._gathers:
+            return
+        under_way = []
+        for gather in self._gathers:
+            if gather.copy.done():
+                self._meter.stored(gather.tokens, gather.nbytes, gather.seconds, gather.copy.seconds or 0.0)
+            else:
+                under_way.append(gather)
+        self._gathers = under_way
+        if not (under_way and fresh):
+            return
+        given = np.concatenate([np.array(blocks, dtype=np.int64) for blocks in fresh])
+        for gather in under_way:
+            if np.isin(given, gather.blocks).any():
+                context.io.copier.fence(gather.copy)
+
+
+def _on_device_of(kv: PagedKV, config: Config) -> Config:
+    """`auto` is the device of the KV cache."""
+    if config.pool.device != "auto":
+        return config
+    device = "host" if kv.device.type == "cpu" else str(kv.device)
+    return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, device=device))

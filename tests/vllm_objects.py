@@ -1,0 +1,79 @@
+"""vLLM's configuration as far as vcache reads it, a worker's KV caches, and a model small enough for the real thing."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK, BLOCKS = 4, 12
+
+LLAMA = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 2048,
+"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "hidden_act": "silu"}"""
+
+
+class HFConfig:
+    """A Hugging Face configuration as transformers has it: values, some private, and what is written about it."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update({"hidden_size": 256, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}} | values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(self.__dict__)
+
+
+def attention(name: str) -> Any:
+    return SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: name))
+
+
+LAYERS = ("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn")
+
+
+def vllm_config(**changes: Any) -> Any:
+    """`changes`: `section__name=value`."""
+    hf_config = HFConfig(_name_or_path="org/model", _commit_hash="abc123", transformers_version="5.0")
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="org/model",
+            model_weights="",
+            revision=None,
+            dtype=torch.bfloat16,
+            quantization=None,
+            hf_config=hf_config,
+            hf_text_config=hf_config,
+            enable_prompt_embeds=False,
+            disable_sliding_window=False,
+            get_total_num_hidden_layers=lambda: 6,
+            get_total_num_kv_heads=lambda: 4,
+            get_head_size=lambda: 8,
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=2, pipeline_parallel_size=2, prefill_context_parallel_size=1, decode_context_parallel_size=1
+        ),
+        cache_config=SimpleNamespace(
+            block_size=BLOCK,
+            cache_dtype="auto",
+            gpu_memory_utilization=0.9,
+            kv_cache_memory_bytes=None,
+            calculate_kv_scales=False,
+            kv_cache_dtype_skip_layers=[],
+        ),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
+        device_config=SimpleNamespace(device_type="cuda"),
+        load_config=SimpleNamespace(load_format="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={name: attention("FLASH_ATTN") for name in LAYERS}),
+        speculative_config=None,
+        lora_config=None,
+    )
+    for path, value in changes.items():
+        section, _, name = path.partition("__")
+        setattr(getattr(config, section) if name else config, name or section, value)
+    return config
+
+
+def caches(blocks: int = BLOCKS, block_size: int = BLOCK) -> dict[str, Tensor]:
+    return {name: torch.zeros((blocks, block_size, 2, 16), dtype=torch.bfloat16) for name in LAYERS}
