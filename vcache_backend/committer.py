@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ RETRY_SECONDS = 1.0
 
 class PendingStore(msgspec.Struct):
     """Copies under way into reserved slots. `keepalive`: slot views, whose mapping must live until the copy is complete.
-    `sealed`: the writing of their checksums, behind the copy; None where there are none."""
+    `sealed`: the writing of their checksums, behind the copy; None where there are none. `keys`: of the chunks."""
 
     completion: Completion
     reservation: int
@@ -33,6 +34,7 @@ class PendingStore(msgspec.Struct):
     nbytes: int
     keepalive: Any
     sealed: Completion | None = None
+    keys: list[ChunkKey] = []
 
 
 class Committer:
@@ -42,6 +44,8 @@ class Committer:
     """
 
     def __init__(self, client: Client, stats: EngineStats, max_inflight: int) -> None:
+        self.on_visible: Callable[[list[ChunkKey]], None] | None = None
+        """Told, in the committer's thread, which chunks others can see from now on."""
         self._client, self._stats = client, stats
         self._max_inflight = max_inflight
         self._queue: deque[PendingStore] = deque()
@@ -168,3 +172,5 @@ class Committer:
             self._stats.failed("reservation_void")
             return
         self._stats.count(chunks_stored=visible, tokens_stored=store.tokens, bytes_stored=store.nbytes)
+        if self.on_visible is not None:
+            self.on_visible(store.keys)

@@ -11,7 +11,7 @@ import torch
 
 from vcache_backend.arguments import SlotMapping, as_slots, first_wanted
 from vcache_backend.chunk import Layout
-from vcache_backend.chunk_io import ChunkIO, KVCaches, Lease
+from vcache_backend.chunk_io import ChunkIO, KVCaches, Lease, checked_layout
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.hashing import TokenHasher
@@ -37,6 +37,7 @@ class VCacheEngine:
         `copier`: how bytes move; by default the one of the configured device. Raises ConfigError for an impossible
         configuration; an absent metadata server is no error: everything is a miss until it is there.
         """
+        layout = checked_layout(config, layout)
         self._io = ChunkIO(config, layout, copier)
         self._layout, self._ranks = layout, ranks
         self._namespace = layout.namespace()
@@ -203,7 +204,7 @@ class VCacheEngine:
             if views:
                 with self._stats.timed("plan"):
                     copy = plan_chunks(kv, size, slots, begin, len(views), first - begin)
-                complete = self._io.load(kv, views, copy, lease.seconds_left)
+                complete = self._io.load(kv, views, copy, lease.seconds_left, lease.keys)
                 covered = copy.covered(len(slots))
         finally:
             held = self._io.end(lease)

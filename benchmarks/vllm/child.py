@@ -50,9 +50,14 @@ class Serving:
             "model_len": config.model_config.max_model_len,
         }
 
-    def generate(self, tokens: list[int], count: int, logprobs: int | None = None, chunk: int = 0) -> dict[str, Any]:
-        """One request, alone. tokens: what came out; logprobs: of each step, sorted pairs of token and value; times in seconds."""
-        name, started = self._add(tokens, count, logprobs, chunk)
+    def generate(
+        self, tokens: list[int], count: int, logprobs: int | None = None, extra: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """One request, alone. tokens: what came out; logprobs: of each step, sorted pairs of token and value; times in seconds.
+
+        extra: the request's `extra_args`, see `scheduler` and `probe`.
+        """
+        name, started = self._add(tokens, count, logprobs, extra)
         times: list[float] = []
         while True:
             outputs = self._engine.step()
@@ -66,6 +71,50 @@ class Serving:
                 self._engine.abort_request([name])
                 raise TimeoutError(f"no answer to a request of {len(tokens)} tokens in {SECONDS:g} s")
 
+    def beside(
+        self, others: list[list[int]], length: int, tokens: list[list[int]], count: int, extra: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """`others` decode, and once all of them do, each of `tokens` is handed in, the next when the one before is done.
+
+        Others get `length` tokens each and are waited for; 0: they are ended once the last of `tokens` is done.
+        one: the answers to `tokens`; others: theirs, none with `length` 0.
+        """
+        room = self._engine.vllm_config.model_config.max_model_len
+        names = [self._add(prompt, length or room - len(prompt) - 1, None, None)[0] for prompt in others]
+        said: dict[str, dict[str, Any]] = {}
+        begun: set[str] = set()
+        while len(begun) < len(names):
+            begun |= {output.request_id for output in self._step(said)}
+        answers = []
+        for prompt in tokens:
+            name, _ = self._add(prompt, count, None, extra)
+            self._until({name}, said)
+            answers.append(said[name])
+        if length:
+            self._until(set(names), said)
+        else:
+            self._engine.abort_request(names)
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
+        return {"one": answers, "others": [said[name] for name in names if length]}
+
+    def _until(self, names: set[str], said: dict[str, dict[str, Any]]) -> None:
+        deadline = time.perf_counter() + SECONDS
+        while not names <= set(said):
+            self._step(said)
+            if time.perf_counter() > deadline:
+                self._engine.abort_request(list(names - set(said)))
+                raise TimeoutError(f"{len(names - set(said))} of {len(names)} requests have no answer in {SECONDS:g} s")
+
+    def _step(self, said: dict[str, dict[str, Any]]) -> list[Any]:
+        """One step; requests that ended in it are noted in `said`."""
+        outputs: list[Any] = self._engine.step()
+        for output in outputs:
+            if output.finished:
+                tokens = list(output.outputs[0].token_ids)
+                said[output.request_id] = {"tokens": tokens, "cached": output.num_cached_tokens or 0}
+        return outputs
+
     def reset(self) -> bool:
         """Empty vLLM's own prefix cache."""
         return bool(self._llm.reset_prefix_cache())
@@ -77,7 +126,7 @@ class Serving:
         gaps between tokens of one request in seconds, all requests' together, those of steps in which a load's token came apart,
         and of each load its seconds to first token and its cached tokens.
         """
-        running = {self._add(prompt, count, None, 0)[0] for prompt in prompts}
+        running = {self._add(prompt, count, None, None)[0] for prompt in prompts}
         last: dict[str, float] = {}
         while len(last) < len(running):
             last |= {output.request_id: time.perf_counter() for output in self._engine.step()}
@@ -98,7 +147,7 @@ class Serving:
         done: list[tuple[float, int]] = []
         while (now := time.perf_counter()) < until:
             if now >= due and not loading:
-                name, handed = self._add(loads[self._count % len(loads)], 1, None, 0)
+                name, handed = self._add(loads[self._count % len(loads)], 1, None, None)
                 loading[name], due = handed, due + window["every"]
             outputs = self._engine.step()
             now = time.perf_counter()
@@ -111,7 +160,7 @@ class Serving:
                     done.append((now - loading.pop(output.request_id), output.num_cached_tokens or 0))
         return {"gaps": gaps, "beside": beside, "loads": done}
 
-    def _add(self, tokens: list[int], count: int, logprobs: int | None, chunk: int) -> tuple[str, float]:
+    def _add(self, tokens: list[int], count: int, logprobs: int | None, extra: dict[str, Any] | None) -> tuple[str, float]:
         from vllm import SamplingParams
 
         self._count += 1
@@ -122,7 +171,7 @@ class Serving:
             ignore_eos=True,
             detokenize=False,
             logprobs=logprobs,
-            extra_args={"chunk": chunk} if chunk else None,
+            extra_args=extra,
         )
         started = time.perf_counter()
         self._engine.add_request(name, {"prompt_token_ids": tokens}, sampling)

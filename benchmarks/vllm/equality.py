@@ -2,7 +2,7 @@
 
 For each prompt, `first` is computed by instance A (which stores it) and, in a step of the same shape, by a vLLM without LMCache, the
 reference. Then `then` is asked of both the reference, whose own prefix cache has it, and of instance B on the other GPU, which has
-never computed it: what B says can only come from the pool. The reference's hit is as long as LMCache's (see `scheduler`), so both
+never computed it: what B says can only come from the pool. The reference's hit is as long as the pool's (see `scheduler`), so both
 compute the same tokens in steps of the same shapes, 64 greedy tokens follow, one request at a time. B's KV blocks hold other
 prompts' bytes before. A prompt counts as equal only if B's hit was as long as it should be and every token and logprob is the same.
 """
@@ -42,8 +42,10 @@ def soil(child: Child, fleet: Fleet, prompts: Prompts) -> None:
 
 def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
     """What vLLM's own prefix cache makes of it, `first` having been computed."""
-    settings = {"count": fleet.scale.answer, "logprobs": LOGPROBS, "chunk": fleet.scale.chunk}
-    answer: dict[str, Any] = child.ask("generate", SECONDS, tokens=hit.then, **settings)
+    extra = {"chunk": fleet.scale.chunk, "whole_blocks": fleet.scale.whole_blocks}
+    answer: dict[str, Any] = child.ask(
+        "generate", SECONDS, tokens=hit.then, count=fleet.scale.answer, logprobs=LOGPROBS, extra=extra
+    )
     if answer["cached"] != hit.cached:
         raise RuntimeError(f"the reference's hit has {answer['cached']} tokens where {hit.cached} were due ({hit.kind})")
     return answer
@@ -83,10 +85,10 @@ class Pair:
         return expected, got
 
 
-def equal(
-    fleet: Fleet, clock: Clock, hits: Sequence[Hit], prompts: Prompts, case: str = "lmcache_equal", prefix: str = ""
-) -> list[Row]:
-    """The row over all `hits`, or over those before the time was up."""
+def equal(fleet: Fleet, clock: Clock, hits: Sequence[Hit], prompts: Prompts, kind: str = "") -> list[Row]:
+    """The row over all `hits`, or over those before the time was up. kind: of the instances, by their names' prefix."""
+    suffix = f"_{kind}" if kind else ""
+    case, prefix = f"{fleet.door}_equal{suffix}", f"{kind}_" if kind else ""
     pair = Pair(fleet, prefix)
     soil(pair.b, fleet, prompts)
     wrong: Counter[str] = Counter()
@@ -128,15 +130,37 @@ def _difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
     return f"differs from step {first} on; tokens {'equal' if expected['tokens'] == got['tokens'] else 'differ'}"
 
 
-def sensitive(fleet: Fleet, prompts: Prompts) -> list[Row]:
+def agreeing(fleet: Fleet, prompts: Prompts) -> list[Row]:
+    """What `equal` rests on: A, B and the reference, each with kernels of its own making, compute the same bits from the same prompt.
+
+    They do not where the compiler tried kernels and kept the faster, as it does unless told otherwise (`TORCHINDUCTOR_DETERMINISTIC`).
+    """
+    pair, scale, same = Pair(fleet), fleet.scale, []
+    for length in scale.few:
+        tokens = prompts.new(length)
+        for child in (pair.a, pair.b, pair.alone):
+            child.ask("reset")
+        fleet.pool.clear()
+        answers = [
+            child.ask("generate", SECONDS, tokens=tokens, count=scale.answer, logprobs=LOGPROBS) for child in (pair.alone, pair.b)
+        ]
+        fleet.pool.clear()
+        answers.append(pair.a.ask("generate", SECONDS, tokens=tokens, count=scale.answer, logprobs=LOGPROBS))
+        same.append(len({said(answer) for answer in answers}) == 1 and not any(answer["cached"] for answer in answers))
+    what = f"prompts that three instances compute alike without any cache, bit for bit; lengths {scale.few}"
+    return [fraction(f"{fleet.door}_instances_agree", same, what)]
+
+
+def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) -> list[Row]:
     """What the other comparisons rest on: an early token changes the output, and the reference repeats itself."""
-    alone, scale = fleet.instance("alone"), fleet.scale
+    suffix = f"_{kind}" if kind else ""
+    alone, scale = fleet.instance(f"{kind}_alone" if kind else "alone"), fleet.scale
     changed, repeated, tokens = [], [], 0
-    for length in scale.few * 2:
+    for length in scale.few * times:
         hit = prompts.whole(length)
         alone.ask("generate", SECONDS, tokens=hit.first, count=1)
         one, again = reference(alone, fleet, hit), reference(alone, fleet, hit)
-        altered = [hit.first[0] % (scale.vocabulary - 4) + 3, *hit.first[1:]]
+        altered = [hit.first[0] % (prompts.vocabulary - 4) + 3, *hit.first[1:]]
         alone.ask("generate", SECONDS, tokens=altered, count=1)
         other = reference(alone, fleet, Hit(hit.kind, altered, altered, hit.cached))
         changed.append(said(one) != said(other))
@@ -145,8 +169,10 @@ def sensitive(fleet: Fleet, prompts: Prompts) -> list[Row]:
     lengths = f"lengths {scale.few}"
     what = f"prompts whose logprobs after a prefix-cache hit change with token 0 ({tokens}: the greedy tokens too); {lengths}"
     return [
-        fraction("lmcache_first_token_matters", changed, what),
-        fraction("lmcache_reference_repeats", repeated, f"vLLM's own prefix-cache hit twice, bit for bit; {lengths}"),
+        fraction(f"{fleet.door}_first_token_matters{suffix}", changed, what),
+        fraction(
+            f"{fleet.door}_reference_repeats{suffix}", repeated, f"vLLM's own prefix-cache hit twice, bit for bit; {lengths}"
+        ),
     ]
 
 
@@ -181,7 +207,7 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
     what = f"a byte of layer 0 in the pool exclusive or 0x{mask:02x}: {seen}"
     unseen = [f"0x{earlier:02x}" for earlier in MASKS[: MASKS.index(mask)]]
     what += f"; not seen: {', '.join(unseen)}" if unseen else ""
-    return [fraction("lmcache_flipped_byte_caught", [(before, caught, after) == ("equal", "different", "equal")], what)]
+    return [fraction(f"{fleet.door}_flipped_byte_caught", [(before, caught, after) == ("equal", "different", "equal")], what)]
 
 
 def stock(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
@@ -234,7 +260,7 @@ def restart(fleet: Fleet, prompts: Prompts) -> list[Row]:
         f"vLLM killed with SIGKILL, ready again after {seconds:.0f} s, pool kept: the first request hits what the other instance stored, "
         f"the second what it stored itself; cached {cached} of {[theirs.cached, own.cached]} tokens, equal to the own prefix cache"
     )
-    return [fraction("lmcache_restart_hits", good, what)]
+    return [fraction(f"{fleet.door}_restart_hits", good, what)]
 
 
 def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
@@ -261,4 +287,4 @@ def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
     what = (
         f"tensor parallel 2 on two GPUs, hits from the pool on overwritten blocks against the own prefix cache; {full} full hits"
     )
-    return [fraction("lmcache_tp2_equal", good, what)]
+    return [fraction(f"{fleet.door}_tp2_equal", good, what)]

@@ -1,4 +1,4 @@
-"""The processes of a run: the metadata server, LMCache's MP server, and vLLM instances, each variant with what users would set.
+"""The processes of a run: the metadata server, LMCache's MP server, and vLLM instances (`instances`, `settings`).
 
 Both GPUs stay visible to every instance, for peer mappings; the one it computes on is first in CUDA_VISIBLE_DEVICES.
 """
@@ -20,22 +20,26 @@ from typing import Any
 import msgspec
 
 from vcache_backend.config import ClientConfig
+from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import ServerStats
 
+from .instances import INSTANCES, KINDS, Spec
 from .process import Child, ChildFailed
 from .scale import Scale
+from .settings import Door, arguments, lmcache_file
 from .weights import write_model
 
 PATIENT = ClientConfig(request_seconds=10.0, control_seconds=30.0, connect_seconds=5.0)
 START_SECONDS = 240.0
 MP_GB = 24
-STOCK_GB = 18
-"""Room for what `stock` asks again and for the prompts between."""
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONUNBUFFERED": "1",
     # As vLLM sets it for workers in processes of their own; with many threads small host tensors take milliseconds at times.
     "OMP_NUM_THREADS": "1",
+    # Kernels chosen by rule, not by trial: instances that compile for themselves then compute the same bits.
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -47,52 +51,38 @@ ENVIRONMENT = {
 CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance. variant: alone, vcache, mp (LMCache's server in host memory), stock (LMCache in the process, host memory)."""
-
-    variant: str
-    gpu: int
-    eager: bool = False
-    tensor_parallel: int = 1
-
-
-INSTANCES = {
-    "alone": Spec(variant="alone", gpu=0),
-    "a": Spec(variant="vcache", gpu=0),
-    "b": Spec(variant="vcache", gpu=1),
-    "mp_a": Spec(variant="mp", gpu=0),
-    "mp_b": Spec(variant="mp", gpu=1),
-    "stock": Spec(variant="stock", gpu=1),
-    "eager_alone": Spec(variant="alone", gpu=0, eager=True),
-    "eager_a": Spec(variant="vcache", gpu=0, eager=True),
-    "eager_b": Spec(variant="vcache", gpu=1, eager=True),
-    "tp2": Spec(variant="vcache", gpu=0, tensor_parallel=2),
-}
-
-
 class Fleet:
     """Starts what is asked for, all at once; everything ends with it.
 
     folder: logs and settings. cache: vLLM's compiled code, one folder an instance, kept for the next run. in_process: the engine
-    core in the instance's own process rather than beside it, as always on the CPU. settings: more of LMCache's `extra_config`.
+    core in the instance's own process rather than beside it, as always on the CPU. settings: of vcache, `vcache.SECTION.KEY` by
+    value. door: `lmcache`, vcache as a plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin with it.
     """
 
     def __init__(
-        self, scale: Scale, folder: Path, cache: Path, in_process: bool = False, settings: dict[str, str] | None = None
+        self,
+        scale: Scale,
+        folder: Path,
+        cache: Path,
+        in_process: bool = False,
+        settings: dict[str, str] | None = None,
+        door: str = "lmcache",
     ) -> None:
-        self.scale, self.folder, self._cache, self._in_process = scale, folder, cache, in_process
-        self._extra = settings or {}
+        self.scale = msgspec.structs.replace(scale, whole_blocks=door == "vllm")
+        self.folder, self._cache, self._in_process = folder, cache, in_process
+        self.door = door
         # Not among the logs: those may be another run's too, and a journal beside the socket would bring its pool back.
         self._own = tempfile.TemporaryDirectory(prefix="vcache-vllm-")
         self.socket = Path(self._own.name) / "vcache.sock"
+        self._door = Door(name=door, socket=self.socket, more=settings or {})
         self._children: dict[str, Child] = {}
         self._failed: dict[str, str] = {}
         self._waiting: dict[str, float] = {}
+        self._models: dict[str, Path] = {}
         self._starts = 0
         self._undo = ExitStack()
         self._client: Client | None = None
         folder.mkdir(parents=True, exist_ok=True)
-        self._model = write_model(folder / "model", scale)
 
     def __enter__(self) -> Fleet:
         return self
@@ -111,12 +101,12 @@ class Fleet:
             if name in self._children or name in self._failed:
                 continue
             spec = INSTANCES[name]
-            if spec.variant == "vcache" and self._client is None:
+            if self._door.of(spec) and self._client is None:
                 self._serve()
             if spec.variant == "mp" and "mp_server" not in self._children:
                 self._serve_mp()
             self._starts += 1
-            command = [sys.executable, "-m", f"{__package__}.child", json.dumps(self._settings(name, spec))]
+            command = [sys.executable, "-m", f"{__package__}.child", json.dumps(self._settings(spec))]
             self._children[name] = self._child(name, command, self._environment(name, spec))
             self._waiting[name] = time.monotonic()
 
@@ -194,23 +184,47 @@ class Fleet:
         return self._children["memory"]
 
     def _serve(self) -> None:
+        self._start_server()
+        self._client = self._undo.enter_context(Client(self.socket, PATIENT))
+        self._client.require()
+
+    def _start_server(self) -> None:
         command = [sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(self.socket)]
-        server = self._child("server", command, {**os.environ, **ENVIRONMENT})
+        self.socket.unlink(missing_ok=True)
+        self._server = server = self._child("server", command, {**os.environ, **ENVIRONMENT})
         self._undo.callback(server.kill)
         deadline = time.monotonic() + 20
         while not self.socket.exists():
             if not server.alive or time.monotonic() > deadline:
                 raise ChildFailed(f"no metadata server; {server.tail()}")
             time.sleep(0.02)
-        self._client = self._undo.enter_context(Client(self.socket, PATIENT))
-        self._client.require()
+
+    @property
+    def server_pid(self) -> int:
+        """Of the metadata server, which is started if there is none."""
+        assert self.pool is not None
+        return self._server.pid
+
+    def revive(self, before: ServerStats, seconds: float = 20.0) -> None:
+        """Start the metadata server again after its end; wait until all who were connected `before` are, and their segments too."""
+        self._server.kill()
+        self._start_server()
+        deadline = time.monotonic() + seconds
+        while True:
+            with suppress(VCacheError):
+                now = self.pool.stats()
+                if now.clients >= before.clients and len(now.segments) >= len(before.segments):
+                    return
+            if time.monotonic() > deadline:
+                raise ChildFailed(f"not all of the server's {before.clients} clients are back; {self._server.tail()}")
+            time.sleep(0.05)
 
     # ---- LMCache's server
 
     def _serve_mp(self) -> None:
         """Instances wait for its answer, so nobody waits for it here; it is up long before they ask."""
-        self._mp_port = _free_port()
-        command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--port", str(self._mp_port)]
+        self._door = msgspec.structs.replace(self._door, mp_port=_free_port())
+        command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--port", str(self._door.mp_port)]
         command += ["--l1-size-gb", str(MP_GB), "--eviction-policy", "LRU", "--chunk-size", str(self.scale.chunk)]
         command += ["--supported-transfer-mode", "auto", "--disable-observability"] if self.scale.cpu else []
         self._children["mp_server"] = self._child("mp_server", command, {**os.environ, **ENVIRONMENT})
@@ -225,80 +239,40 @@ class Fleet:
             **os.environ,
             **ENVIRONMENT,
             "VLLM_CACHE_ROOT": str(self._cache / name),
-            "VLLM_PORT": str(40000 + 200 * self._starts),
+            "VLLM_PORT": str(port() + 200 * self._starts),
         }
         if self.scale.cpu:
             given |= CPU_ENVIRONMENT
         else:
-            given["CUDA_VISIBLE_DEVICES"] = "0,1" if spec.gpu == 0 else "1,0"
+            given["CUDA_VISIBLE_DEVICES"] = visible(spec.gpu)
             given["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self._in_process else "1"
-        if spec.variant in ("vcache", "stock"):
+        if spec.variant == "stock" or self._door.of(spec) == "lmcache":
             file = self.folder / f"{name}.yaml"
-            file.write_text(json.dumps(self._lmcache(spec), indent=1))
+            file.write_text(json.dumps(lmcache_file(self.scale, spec, self._door), indent=1))
             given["LMCACHE_CONFIG_FILE"] = str(file)
-        return given
+        return given if self.scale.cpu else given | KINDS[spec.kind].environment
 
-    def _lmcache(self, spec: Spec) -> dict[str, Any]:
-        """LMCache's YAML (JSON is YAML)."""
-        common = {"chunk_size": self.scale.chunk, "pre_caching_hash_algorithm": "sha256"}
-        if spec.variant == "stock":
-            return {**common, "local_cpu": True, "max_local_cpu_size": STOCK_GB}
-        return {
-            **common,
-            "local_cpu": False,
-            "max_local_cpu_size": 0,
-            "storage_plugins": ["vcache"],
-            "store_location": "vcache",
-            "extra_config": {
-                "save_only_first_rank": False,
-                "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
-                "storage_plugin.vcache.class_name": "VCacheBackend",
-                "vcache.server.socket": str(self.socket),
-                "vcache.pool.segment_bytes": self.scale.pool_bytes,
-                **self._extra,
-            },
-        }
-
-    def _settings(self, name: str, spec: Spec) -> dict[str, Any]:
-        """What the child is started with: the arguments of vLLM's `LLM`."""
-        scale = self.scale
-        arguments: dict[str, Any] = {
-            "model": str(self._model),
-            "skip_tokenizer_init": True,
-            "dtype": "bfloat16",
-            "max_model_len": scale.max_model_len,
-            "max_num_seqs": 32,
-            "max_num_batched_tokens": scale.batched_tokens,
-            "kv_cache_memory_bytes": scale.kv_bytes // spec.tensor_parallel,
-            "block_size": scale.block,
-            "enable_prefix_caching": True,
-            "enforce_eager": spec.eager or scale.cpu,
-            "tensor_parallel_size": spec.tensor_parallel,
-        }
-        if not scale.cpu:
-            arguments |= {"load_format": "dummy", "gpu_memory_utilization": 0.15}
-        if name in REFERENCES:
-            scheduler = "ChunkScheduler" if scale.cpu else "AsyncChunkScheduler"
-            arguments["scheduler_cls"] = f"{__package__}.scheduler.{scheduler}"
-        if spec.variant != "alone":
-            arguments["kv_transfer_config"] = self._transfer(spec)
-        return {"arguments": arguments, "dummy": not scale.cpu}
-
-    def _transfer(self, spec: Spec) -> dict[str, Any]:
-        both = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-        if spec.variant != "mp":
-            return {"kv_connector": "LMCacheConnectorV1", **both}
-        where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self._mp_port, "lmcache.mp.mq_timeout": 30}
-        return {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-            "kv_connector_extra_config": where,
-            **both,
-        }
+    def _settings(self, spec: Spec) -> dict[str, Any]:
+        """What the child is started with."""
+        scale = KINDS[spec.kind].of(self.scale)
+        if spec.kind not in self._models:
+            self._models[spec.kind] = write_model(self.folder / f"model{spec.kind and '_' + spec.kind}", scale)
+        given = arguments(scale, spec, self._models[spec.kind], self._door)
+        return {"arguments": given, "dummy": given.get("load_format") == "dummy"}
 
 
-REFERENCES = ("alone", "eager_alone", "tp2")
-"""Instances whose own prefix cache others are compared with, see `scheduler`."""
+def visible(gpu: int) -> str:
+    """CUDA_VISIBLE_DEVICES for an instance on the first or second GPU of this run: both, its own first.
+
+    The run's are the two in its own CUDA_VISIBLE_DEVICES, so that a host of four may do two runs at a time.
+    """
+    pair = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    return ",".join((pair[gpu], pair[1 - gpu]))
+
+
+def port() -> int:
+    """Where this run's ports begin."""
+    return 40000 + 3000 * int(visible(0).split(",")[0])
 
 
 def _free_port() -> int:

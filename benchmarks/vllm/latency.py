@@ -25,12 +25,13 @@ VS_RECOMPUTE = {"4k": 4.0, "16k": 15.0, "32k": 30.0}
 VS_MP = {"4k": 1.5, "16k": 2.5, "32k": 3.0}
 MP_SETTLES = 0.4
 """LMCache's MP server stores in the background and says nothing when it is done; 32k tokens take it 0.1 s."""
+TPOT = {"lmcache": 1.10, "vllm": 1.05}
 LOAD = "16k"
 EVERY = 1.0
 OFTEN = 0.1
 
-SIDES = {"vcache": ("a", "b"), "mp": ("mp_a", "mp_b")}
-"""Who stores and who hits."""
+SIDES = {"vcache": ("a", "b"), "lmcache": ("lm_a", "lm_b"), "mp": ("mp_a", "mp_b")}
+"""Who stores and who hits. lmcache: through LMCache, beside our own connector."""
 
 Samples = dict[tuple[str, str], list[float]]
 
@@ -44,7 +45,7 @@ def copy_engine(fleet: Fleet) -> float:
 
 
 def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, variants: Sequence[str]) -> list[Row]:
-    """TTFT by length of: recomputing, vLLM's own prefix cache, and `variants` (`vcache`, `mp`). One warm-up round is left out.
+    """TTFT by length of: recomputing, vLLM's own prefix cache, and `variants` (of `SIDES`). One warm-up round is left out.
 
     A variant whose instances do not start is left out; when time runs short, what there is by then is taken.
     """
@@ -81,7 +82,7 @@ def _round(fleet: Fleet, prompt: list[int], name: str, samples: Samples, variant
     samples["prefix", name].append(_ttft(alone, prompt)[0])
     for variant in variants:
         writer, reader = SIDES[variant]
-        if variant == "vcache":
+        if variant in ("vcache", "lmcache"):
             _make_room(fleet, len(prompt))
             chunks = fleet.chunks() + len(prompt) // fleet.scale.chunk
             _ttft(fleet.instance(writer), prompt)
@@ -112,18 +113,22 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str]) ->
     rows = []
     if not fleet.scale.cpu:
         rows.append(
-            Row("lmcache_copy_engine", speed, "GB/s", speed, 1.0, 1, 0.0, "the copy engine between the two GPUs in this run")
+            Row(
+                f"{fleet.door}_copy_engine", speed, "GB/s", speed, 1.0, 1, 0.0, "the copy engine between the two GPUs in this run"
+            )
         )
     missed = f"; not full hits, left out: {', '.join(short)}" if short else ""
     for name, length in fleet.scale.lengths.items():
-        held = {variant: [1e3 * value for value in samples[variant, name]] for variant in ("recompute", "prefix", "vcache", "mp")}
+        held = {
+            variant: [1e3 * value for value in samples.get((variant, name), [])] for variant in ("recompute", "prefix", *SIDES)
+        }
         if not held["prefix"]:
             continue
         floor = statistics.median(held["prefix"])
         for variant, values in held.items():
             if values:
                 what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
-                rows.append(recorded(f"lmcache_{variant}_ms_{name}", "ms", values, floor, what))
+                rows.append(recorded(f"{fleet.door}_{variant}_ms_{name}", "ms", values, floor, what))
         if name in VS_RECOMPUTE and held["vcache"]:
             rows += _judged(fleet, name, held, floor, speed, missed)
     return rows
@@ -136,11 +141,11 @@ def _judged(fleet: Fleet, name: str, held: dict[str, list[float]], floor: float,
     ours = held["vcache"]
     sum_ = f"own prefix-cache hit {floor:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms"
     what = f"TTFT of a hit on the peer GPU; reference: {sum_}"
-    rows = [row(f"lmcache_ttft_{name}", "ms", ours, allowed, what=what + missed, at_most=1.0)]
+    rows = [row(f"{fleet.door}_ttft_{name}", "ms", ours, allowed, what=what + missed, at_most=1.0)]
     against = "reference: a hit on the peer GPU through the pool"
     rows.append(
         row(
-            f"lmcache_vs_recompute_{name}",
+            f"{fleet.door}_vs_recompute_{name}",
             "ms",
             held["recompute"],
             ours,
@@ -150,7 +155,12 @@ def _judged(fleet: Fleet, name: str, held: dict[str, list[float]], floor: float,
     )
     if held["mp"]:
         what = f"TTFT of a hit through LMCache's MP server (host memory); {against}{missed}"
-        rows.append(row(f"lmcache_vs_mp_{name}", "ms", held["mp"], ours, what=what, at_least=VS_MP[name]))
+        rows.append(row(f"{fleet.door}_vs_mp_{name}", "ms", held["mp"], ours, what=what, at_least=VS_MP[name]))
+    if held["lmcache"]:
+        what = (
+            f"TTFT of a hit on the peer GPU through our connector; reference: through LMCache and the plugin, same pool{missed}"
+        )
+        rows.append(row(f"{fleet.door}_ttft_vs_lmcache_{name}", "ms", ours, held["lmcache"], what=what, at_most=1.0))
     return rows
 
 
@@ -170,14 +180,16 @@ def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -
                     samples[which].append(seconds * MS)
         what = f"TTFT of a miss of {fleet.scale.lengths[name]} tokens with the pool on, stored as it goes; reference: vLLM alone"
         limit = 1.01 if name in VS_RECOMPUTE else None
-        rows.append(row(f"lmcache_miss_overhead_{name}", "ms", samples["with"], samples["without"], what=what, at_most=limit))
+        rows.append(
+            row(f"{fleet.door}_miss_overhead_{name}", "ms", samples["with"], samples["without"], what=what, at_most=limit)
+        )
     judged = [each for each in rows if each.ok is not None]
     if judged:
         worst = max(judged, key=lambda each: each.ratio)
         what = f"the worst of the lengths {[each.case.rpartition('_')[2] for each in judged]}: {worst.what}"
         rows.append(
             Row(
-                "lmcache_miss_overhead",
+                f"{fleet.door}_miss_overhead",
                 worst.value,
                 "ms",
                 worst.reference,
@@ -195,7 +207,8 @@ def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -
 def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     """Gaps between the tokens of running requests on B while requests load 16k tokens from A's GPU, one a second.
 
-    LMCache loads before the step, on the worker's main thread, so every running request waits for the copy, in one step a load.
+    LMCache loads before the step, on the worker's main thread, so every running request waits for the copy, in one step a load;
+    our connector loads beside the steps, and the step a load's token comes out of computes that request's last tokens too.
     Windows with and without loads alternate. The loads take turns among as many prompts as B's own prefix cache cannot keep.
     """
     fleet.settle()
@@ -223,11 +236,11 @@ def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     full = sum(cached == scale.hit(length) for _, cached in done)
     share = sum(len(results[index]["beside"]) for index in (1, 3)) / max(1, len(loaded))
     loads_ = f"{len(done)} loads of {length} tokens ({full} full hits), {share:.2%} of the gaps hold one"
-    return _gaps(scale.running, quiet, loaded, often, beside, loads_)
+    return _gaps(fleet, quiet, loaded, often, beside, loads_)
 
 
 def _gaps(
-    running: int, quiet: list[float], loaded: list[float], often: list[float], beside: list[float], loads: str
+    fleet: Fleet, quiet: list[float], loaded: list[float], often: list[float], beside: list[float], loads: str
 ) -> list[Row]:
     def percentile(values: list[float], which: int) -> float:
         return statistics.quantiles(values, n=100, method="inclusive")[which - 1] if len(values) > 1 else 0.0
@@ -237,23 +250,27 @@ def _gaps(
         stated, ok = (f"<= {limit:g}", ratio <= limit) if limit else ("", None)
         return Row(case, value, "ms", reference, ratio, runs, 0.0, what, stated, ok)
 
-    who = f"gaps between tokens of {running} running requests"
+    who = f"gaps between tokens of {fleet.scale.running} running requests"
     once = f"p99 of {who} while another loads from the peer GPU once a second: {loads}; reference: none loads"
     rows = [
         gap(
-            "lmcache_tpot_p99",
+            f"{fleet.door}_tpot_p99",
             percentile(loaded, 99),
             percentile(quiet, 99),
             len(loaded),
             once,
-            1.10,
+            TPOT[fleet.door],
         ),
-        gap("lmcache_tpot_mean", statistics.fmean(loaded), statistics.fmean(quiet), len(loaded), f"mean of the same {who}"),
+        gap(f"{fleet.door}_tpot_mean", statistics.fmean(loaded), statistics.fmean(quiet), len(loaded), f"mean of the same {who}"),
     ]
     if often:
         what = f"p99 of {who}, a load of the same size every {OFTEN:g} s; reference: none"
-        rows.append(gap("lmcache_tpot_p99_10_loads_a_second", percentile(often, 99), percentile(quiet, 99), len(often), what))
+        rows.append(
+            gap(f"{fleet.door}_tpot_p99_10_loads_a_second", percentile(often, 99), percentile(quiet, 99), len(often), what)
+        )
     if beside:
         what = f"median of {who} in the steps a load came in; reference: median with none"
-        rows.append(gap("lmcache_tpot_step_with_load", statistics.median(beside), statistics.median(quiet), len(beside), what))
+        rows.append(
+            gap(f"{fleet.door}_tpot_step_with_load", statistics.median(beside), statistics.median(quiet), len(beside), what)
+        )
     return rows

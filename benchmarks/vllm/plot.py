@@ -10,25 +10,31 @@ from .report import read
 SERIES = {
     "recompute": ("recomputed", "#8a8a8a", "o"),
     "mp": ("LMCache MP server, host memory", "#c1762b", "s"),
+    "lmcache": ("vcache through LMCache, hit on the other GPU", "#7f5fb0", "v"),
     "vcache": ("vcache, hit on the other GPU", "#1f6fb4", "D"),
     "prefix": ("vLLM's own prefix cache", "#3a8f4d", "^"),
 }
 
 
 def plot(result: Path, picture: Path) -> None:
-    """A log-log chart into `picture` (`.svg` or `.png`). Raises ValueError if the file has no such rows."""
+    """A log-log chart into `picture` (`.svg` or `.png`), of our own connector's rows where the file has them, else of LMCache's.
+
+    Raises ValueError if the file has no such rows.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     points: dict[str, list[tuple[int, float]]] = {}
-    for row in read(result):
-        match = re.fullmatch(r"lmcache_(\w+?)_ms_\w+", row.case)
+    rows = read(result)
+    door = "vllm" if any(row.case.startswith("vllm_prefix_ms_") for row in rows) else "lmcache"
+    for row in rows:
+        match = re.fullmatch(door + r"_(\w+?)_ms_\w+", row.case)
         if match and match[1] in SERIES and (length := re.search(r"TTFT of (\d+) tokens", row.what)):
             points.setdefault(match[1], []).append((int(length[1]), row.value))
     if not points:
-        raise ValueError(f"{result}: no rows lmcache_VARIANT_ms_LENGTH; run the part `ttft` first")
+        raise ValueError(f"{result}: no rows DOOR_VARIANT_ms_LENGTH; run the part `ttft` first")
     figure, axes = pyplot.subplots(figsize=(7, 4.3))
     for name, (label, colour, marker) in SERIES.items():
         if name in points:

@@ -21,7 +21,12 @@ class Prompts:
     """A source of them. Two runs have the same; within one no two share a chunk unless they are meant to."""
 
     def __init__(self, scale: Scale, seed: int = 0) -> None:
+        self.seed = seed
         self._scale, self._random = scale, random.Random(seed)
+
+    @property
+    def vocabulary(self) -> int:
+        return self._scale.vocabulary
 
     def new(self, length: int) -> list[int]:
         return [self._random.randrange(3, self._scale.vocabulary) for _ in range(length)]

@@ -14,7 +14,8 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     """lengths: tokens by the name rows give them. equal: prompts by length, whole and partial hits (see `prompts.hits`).
 
     kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool. dirt: lengths of prompts that
-    fill the KV cache of an instance once over. decode_*: see `decoding`.
+    fill the KV cache of an instance once over. decode_*: see `decoding`. beside: requests that decode while a load fails.
+    whole_blocks: hits end with a whole block of vLLM's, as those of our own connector do, not with the last token but one.
     """
 
     name: str
@@ -35,21 +36,30 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     decode_seconds: float
     answer: int = 64
     running: int = 16
+    beside: int = 4
+    whole_blocks: bool = False
     cpu: bool = False
 
     @property
     def token_bytes(self) -> int:
         """Bytes of KV a token, in bfloat16."""
-        head = self.model["head_dim"] * self.model["num_key_value_heads"]
-        return int(2 * 2 * head * self.model["num_hidden_layers"])
+        if "kv_lora_rank" in self.model:
+            row = self.model["kv_lora_rank"] + self.model["qk_rope_head_dim"]
+        else:
+            row = 2 * self.model["head_dim"] * self.model["num_key_value_heads"]
+        return int(2 * row * self.model["num_hidden_layers"])
 
     @property
     def vocabulary(self) -> int:
         return int(self.model["vocab_size"])
 
     def hit(self, length: int) -> int:
-        """Tokens that LMCache can give for a prompt of so many: whole chunks, and the last token is computed in any case."""
-        return min(length - length % self.chunk, length - 1)
+        """Tokens that can be known of a prompt of so many: whole chunks, and the last token is computed in any case.
+
+        By LMCache it alone, by our connector the block it is in, as after a hit in vLLM's own prefix cache.
+        """
+        most = (length - 1) // self.block * self.block if self.whole_blocks else length - 1
+        return min(length - length % self.chunk, most)
 
 
 def _llama(**sizes: Any) -> dict[str, Any]:
@@ -134,6 +144,7 @@ TINY = Scale(
     decode_seconds=0.5,
     answer=8,
     running=2,
+    beside=2,
     cpu=True,
 )
 SCALES = {scale.name: scale for scale in (FULL, QUICK, TINY)}

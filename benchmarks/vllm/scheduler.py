@@ -1,10 +1,14 @@
-"""vLLM's scheduler with one addition: a request may ask that its hit in vLLM's own prefix cache end where LMCache's would.
+"""vLLM's schedulers with additions for requests that ask for them. All else, and every request that does not ask, is vLLM's own.
 
-LMCache's hits are whole chunks (256 tokens), and of a prompt that is whole chunks it computes the last token alone. vLLM's own
-hits are whole blocks (16 tokens), and of such a prompt it computes the last block. A step over 1 token and one over 16 run other
-kernels and may differ in the last bit, so a comparison bit for bit needs the same shapes. `extra_args={"chunk": 256}` makes a hit
-as long as LMCache's; for the last case vLLM copies the block that the hit ends in, as it does for any partial hit. Everything
-else, and every request without it, is vLLM's own.
+`in_chunks`: a request may ask that its hit in vLLM's own prefix cache end where the pool's would, for bit-for-bit comparisons
+need steps of the same shapes: other shapes run other kernels and may differ in the last bit. vLLM's own hits are whole blocks (16
+tokens). `extra_args={"chunk": 256}`: as LMCache's, whole chunks, and of a prompt that is whole chunks all but the last token; for
+that vLLM copies the block the hit ends in, as it does for any partial hit. With `"whole_blocks": True` too: as our connector's,
+whole chunks, and of such a prompt all but the last block, as vLLM itself.
+
+`probed`: a request may ask what the KV connector costs the scheduler, or that the chunks it has been promised get lost (`probe`).
+
+Both are functions that vLLM calls as it would the class; they take the scheduler that vLLM would have taken.
 """
 
 from __future__ import annotations
@@ -13,6 +17,13 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+
+from .probe import Probe
+
+
+def _asked(request: Any) -> dict[str, Any]:
+    """A request's `extra_args`."""
+    return getattr(request.sampling_params, "extra_args", None) or {}
 
 
 class _InChunks:
@@ -27,20 +38,63 @@ class _InChunks:
 
     def _computed(self, request: Any) -> Any:
         """As `KVCacheManager.get_computed_blocks`: blocks, their tokens, and the boundary only hybrid models have."""
-        chunk = (getattr(request.sampling_params, "extra_args", None) or {}).get("chunk")
+        asked = _asked(request)
+        chunk = asked.get("chunk")
         if not chunk:
             return self._plain(request)
         manager = self.kv_cache_manager
         blocks, tokens = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens)[:2]
         tokens -= tokens % chunk
         size = manager.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        most = request.num_tokens - 1
+        if asked.get("whole_blocks"):
+            tokens = min(tokens, most // size * size)
         cut = manager.create_kv_cache_blocks(tuple(group[: tokens // size] for group in blocks))
-        return cut, min(tokens, request.num_tokens - 1), 0
+        return cut, min(tokens, most), 0
+
+
+class _Probed:
+    """Mixed into a scheduler."""
+
+    connector: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._probe = Probe(self.connector)
+
+    def add_request(self, request: Any) -> None:
+        self._probe.take(request.request_id, _asked(request))
+        super().add_request(request)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._probe.scheduled()
+        return output
 
 
 class ChunkScheduler(_InChunks, Scheduler):  # type: ignore[misc]
-    """For platforms without asynchronous scheduling (the CPU)."""
+    """`in_chunks` without asynchronous scheduling."""
 
 
 class AsyncChunkScheduler(_InChunks, AsyncScheduler):  # type: ignore[misc]
-    """For GPUs."""
+    """`in_chunks` with it."""
+
+
+class ProbedScheduler(_Probed, Scheduler):  # type: ignore[misc]
+    """`probed` without asynchronous scheduling."""
+
+
+class AsyncProbedScheduler(_Probed, AsyncScheduler):  # type: ignore[misc]
+    """`probed` with it."""
+
+
+def in_chunks(vllm_config: Any, **given: Any) -> Any:
+    """For instances that others are compared with."""
+    kind = AsyncChunkScheduler if vllm_config.scheduler_config.async_scheduling else ChunkScheduler
+    return kind(vllm_config=vllm_config, **given)
+
+
+def probed(vllm_config: Any, **given: Any) -> Any:
+    """For instances whose connector is timed or tried."""
+    kind = AsyncProbedScheduler if vllm_config.scheduler_config.async_scheduling else ProbedScheduler
+    return kind(vllm_config=vllm_config, **given)

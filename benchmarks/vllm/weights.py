@@ -24,10 +24,10 @@ def scale_weights(model: Any) -> int:
 
 
 def write_model(folder: Path, scale: Scale) -> Path:
-    """A folder that vLLM takes for the model: `config.json` alone for dummy weights; the tiny one brings its own."""
+    """A folder that vLLM takes for the model: `config.json` alone for dummy weights; the tiny Llama brings its own."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(scale.model))
-    if scale.cpu:
+    if scale.cpu and scale.model["model_type"] == "llama":
         _write_weights(folder / "model.safetensors", scale.model)
     return folder
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vcache_backend.chunk_io import ChunkIO, KVCaches
+from vcache_backend.chunk_io import ChunkIO, KVCaches, checked_layout
 from vcache_backend.config import Config, hash_seed, load
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.vram_pool.paged import PagedKV
@@ -72,7 +72,7 @@ class Starter:
         kv = PagedKV.describe(kvcaches, instance.block_size, axes=axes, whole_blocks_only=engine.whole_blocks_only)
         self._refuse_other_sizes(kv.chunk_bytes(engine.chunk_size))
         probe = hash_probe(self._engine.token_database)
-        agreed = layout(instance, kv, engine.chunk_size, probe, self._config.pre_caching_hash_algorithm)
+        agreed = checked_layout(config, layout(instance, kv, engine.chunk_size, probe, self._config.pre_caching_hash_algorithm))
         if start_server.is_named_in(self._config.runtime_plugin_locations):
             start_server.wait_for(config, SERVER_SECONDS)
         unfit = beside_vllm(instance.device_type, instance.gpu_memory_utilization)

@@ -17,9 +17,9 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
 from vcache_backend.chunk import Namespace
-from vcache_backend.chunk_io import ChunkIO, KVCaches, Lease
+from vcache_backend.chunk_io import ChecksumError, ChunkIO, KVCaches, Lease
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import Location
+from vcache_backend.metadata_server.messages import ChunkKey, Location
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan, plan_chunks
@@ -31,6 +31,8 @@ from .memory import DeferredObj, Form, LeasedObj, SharedLease
 log = logging.getLogger(__name__)
 
 Slots = npt.NDArray[np.int64]
+Placed = tuple[ChunkKey, Location]
+"""A chunk and where it lies."""
 FOREIGN_AT_ONCE = 8
 """Chunks of another tier that are staged on the device for one launch: 256 MiB for an 8B model."""
 FOREIGN_SECONDS = 10.0
@@ -130,7 +132,7 @@ class PoolWorker:
         """Bring chunks into the KV cache, in one launch for those of one lease, and wait unless the worker `settles`.
 
         The chunk of `objs[i]` begins with token `starts[i]`; no token before `skip` is written. Returns the index of the first
-        token that is not valid now: its lease did not hold, its bytes were not there; None if all are.
+        token that is not valid now: its lease did not hold, its bytes were not there or not right; None if all are.
         """
         kv, failed = self.io.bind(self._kvcaches), []
         pairs = list(zip(objs, starts, strict=True))
@@ -142,11 +144,9 @@ class PoolWorker:
                 step = FOREIGN_AT_ONCE
                 failed += [self._load_foreign(kv, part[i : i + step], slots, skip) for i in range(0, len(part), step)]
         if not self._clones_held():
-            failed.append(starts[0])
-        bad = [start for start in failed if start is not None]
-        if bad:
             self.io.stats.failed("lease_lost")
-        return min(bad, default=None)
+            failed.append(starts[0])
+        return min((start for start in failed if start is not None), default=None)
 
     def retrieve(self, keys: Sequence[CacheEngineKey], first: int, slots: Slots, skip: int) -> int:
         """Load the chunks `keys[first:]` of a request that was looked up, as `load` does: how many of them there are.
@@ -157,12 +157,13 @@ class PoolWorker:
         count = len(keys) - first
         starts = [chunk * size for chunk in range(first, len(keys))]
         lease = self._pinned(keys)
+        placed: list[Placed] = []
         if lease is not None:
-            locations = lease.locations[first : len(keys)]
-        else:
-            lease = self.io.lease(self._names.keys(keys[first:])) if self._mine(keys) else None
-            locations = lease.locations if lease is not None else []
-        loaded = self._launch(kv, lease, locations, starts[: len(locations)], slots, skip) if lease is not None else 0
+            placed = _placed(lease, first, len(keys))
+        elif self._mine(keys):
+            lease = self.io.lease(self._names.keys(keys[first:]))
+            placed = _placed(lease) if lease is not None else []
+        loaded = self._launch(kv, lease, placed, starts[: len(placed)], slots, skip) if lease is not None else 0
         self.io.stats.count(chunks_missed=count - loaded)
         return loaded
 
@@ -190,7 +191,6 @@ class PoolWorker:
             except Exception as error:  # noqa: BLE001 - what is not known to be right is reported to vLLM as wrong
                 good = bool(self.io.miss("load", error))
             if not good:
-                self.io.stats.failed("lease_lost")
                 bad |= set((loading.slots[max(loading.start, loading.skip) :] // block_size).tolist())
         return bad
 
@@ -249,14 +249,17 @@ class PoolWorker:
     def _load_leased(self, kv: PagedKV, shared: SharedLease, part: list[tuple[Any, int]], slots: Slots, skip: int) -> int | None:
         fresh = self._fresh(shared.take(), [obj for obj, _ in part])
         starts = [start for _, start in part]
-        loaded = self._launch(kv, *fresh, starts, slots, skip) if fresh is not None else 0
+        if fresh is None:
+            self.io.stats.failed("lease_lost")
+            return starts[0]
+        loaded = self._launch(kv, *fresh, starts, slots, skip)
         return starts[loaded] if loaded < len(starts) else None
 
-    def _launch(
-        self, kv: PagedKV, lease: Lease, locations: Sequence[Location], starts: list[int], slots: Slots, skip: int
-    ) -> int:
+    def _launch(self, kv: PagedKV, lease: Lease, placed: Sequence[Placed], starts: list[int], slots: Slots, skip: int) -> int:
         """Load leased chunks, and settle unless the caller does: how many leading ones are valid, or will be. Ends the lease."""
-        views = self.io.views(locations)
+        views = self.io.views([location for _, location in placed])
+        if len(views) < len(placed):
+            self.io.stats.failed("segment")
         starts = starts[: len(views)]
         copy = self._plan(kv, starts, slots, skip)
         if not (views and self._whole(kv, copy, starts, skip)):
@@ -265,32 +268,37 @@ class PoolWorker:
         tokens = copy.nbytes // (kv.chunk_bytes(self.io.chunk_size) // self.io.chunk_size)
         loading = _Loading(lease, views, tokens, slots, starts[0], skip)
         try:
-            loading.scattered = self.io.copier.scatter(kv, copy, views)
+            loading.scattered = self.io.scatter(kv, copy, views, [key for key, _ in placed])
         except VCacheError:
             self.io.let_go(lease)
             raise
         if self.settles:
             self._loading.append(loading)
         elif not self._settled(loading):
-            self.io.stats.failed("lease_lost")
             return 0
         return len(views)
 
     def _settled(self, loading: _Loading) -> bool:
-        """Wait for a load under way, and end its lease: are its tokens valid?"""
-        complete = loading.scattered is not None and self.io.complete(loading.scattered, loading.lease.seconds_left)
-        held = self.io.end(loading.lease)
+        """Wait for a load under way, and end its lease: are its tokens valid? What failed is counted."""
+        lease = loading.lease
+        try:
+            complete = loading.scattered is not None and self.io.complete(loading.scattered, lease.seconds_left)
+        except ChecksumError:  # counted, as `checksum`
+            self.io.let_go(lease)
+            return False
+        held = self.io.conclude(lease) if complete else self.io.end(lease)
         if not (complete and held):
+            self.io.stats.failed("lease_lost")
             return False
         self.io.note_retrieved(loading.views, loading.tokens)
         return True
 
-    def _fresh(self, lease: Lease | None, objs: list[LeasedObj]) -> tuple[Lease, list[Location]] | None:
+    def _fresh(self, lease: Lease | None, objs: list[LeasedObj]) -> tuple[Lease, list[Placed]] | None:
         """A lease with time for a copy, and where the chunks lie: the lease there is, renewed if past half its life, or a new one."""
         if lease is not None and (self.io.good_for_a_copy(lease) or self.io.renew(lease)):
-            return lease, [obj.location for obj in objs]
+            return lease, [(obj.key, obj.location) for obj in objs]
         lease = self.io.lease([obj.key for obj in objs])
-        return None if lease is None else (lease, lease.locations)
+        return None if lease is None else (lease, _placed(lease))
 
     def _plan(self, kv: PagedKV, starts: list[int], slots: Slots, skip: int) -> CopyPlan:
         size = self.io.chunk_size
@@ -317,7 +325,10 @@ class PoolWorker:
             views.append(SlotView.over(flat[:need].to(kv.device, non_blocking=True), local=True))
         starts = [start for _, start in part[: len(views)]]
         copy = self._plan(kv, starts, slots, skip)
-        if not (views and self._whole(kv, copy, starts, skip) and self.io.load(kv, views, copy, FOREIGN_SECONDS)):
+        loaded = bool(views) and self._whole(kv, copy, starts, skip) and self.io.load(kv, views, copy, FOREIGN_SECONDS)
+        if not loaded or len(views) < len(part):
+            self.io.stats.failed("foreign")
+        if not loaded:
             return part[0][1]
         return part[len(views)][1] if len(views) < len(part) else None
 
@@ -326,7 +337,7 @@ class PoolWorker:
         self._cloned.append(obj.shared)
         views = self.io.views([obj.location])
         if views:
-            return views[0].tensor.clone()
+            return views[0].tensor[: self.io.bind(self._kvcaches).chunk_bytes(self.io.chunk_size)].clone()
         # LMCache dies of an exception here. Without its lease the chunk counts as lost.
         lease = obj.shared.take()
         if lease is not None:
@@ -360,3 +371,8 @@ class PoolWorker:
             return self._scratch
 
         return copy_out
+
+
+def _placed(lease: Lease, first: int = 0, stop: int | None = None) -> list[Placed]:
+    """Chunks `first` to `stop` of a lease."""
+    return list(zip(lease.keys[first:stop], lease.locations[first:stop], strict=True))

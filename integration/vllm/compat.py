@@ -8,6 +8,8 @@ from vllm.v1.core import kv_cache_utils
 
 from vcache_backend import config
 
+from . import facts
+
 
 def hash_root() -> bytes:
     """What vLLM's block hashes start from; known once the engine runs."""
@@ -31,7 +33,12 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def may_load_in_step(vllm_config: Any) -> bool:
+def publishes_events(vllm_config: Any) -> bool:
+    """Does anybody want to know which blocks are where?"""
+    return bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
+
+
+def recomputes_in_step(vllm_config: Any) -> bool:
     """Does vLLM recompute rightly after a load failed that its step had counted on?
 
     Its second model runner does not take the failed tokens back, and asynchronous scheduling has the next step under way
@@ -41,15 +48,15 @@ def may_load_in_step(vllm_config: Any) -> bool:
     return not second and not vllm_config.scheduler_config.async_scheduling
 
 
-def unfit_group(kv_cache_config: Any) -> str | None:
-    """Why the blocks of a model cannot be shared, None if they can; several groups of them are another question.
-
-    Blocks of layers that look at a window only, or keep a state, are given back while their request runs.
-    """
-    kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
-    if len(kv_cache_config.kv_cache_groups) > 1 or kinds <= _WHOLE_PREFIX:
-        return None
-    return f"the KV cache is {', '.join(sorted(kinds))}, whose blocks do not hold the whole prefix"
+def refusal(vllm_config: Any, kv_cache_config: Any, model: facts.ModelFacts, chunk_size: int) -> str | None:
+    """Why nothing of this instance may be cached, None if it may. All of its processes find the same."""
+    groups = kv_cache_config.kv_cache_groups
+    reason = facts.refusal(model, chunk_size, len(groups), hash_seed(vllm_config))
+    kinds = {type(group.kv_cache_spec).__name__ for group in groups}
+    if reason is None and not kinds <= _WHOLE_PREFIX:
+        # Blocks of layers that look at a window only, or keep a state, are given back while their request runs.
+        return f"the KV cache is {', '.join(sorted(kinds))}, whose blocks do not hold the whole prefix"
+    return reason
 
 
 _WHOLE_PREFIX = {"FullAttentionSpec", "MLAAttentionSpec"}

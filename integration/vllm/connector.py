@@ -20,6 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vcache_backend.errors import VCacheError
+
 from . import settings, stats
 from .metadata import Shard, StepMetadata
 from .scheduler import SchedulerSide
@@ -58,10 +60,10 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         config = settings.read(transfer.kv_connector_extra_config)
         self.failures: set[str] = set()
-        self._meter = stats.Meter()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
+            self._meter = stats.Meter()
             if transfer.kv_load_failure_policy == "fail":
                 # Ours: a chunk that was lost is computed. It is read again by the scheduler, which is made after this.
                 log.info("vcache: kv_load_failure_policy is recompute with this connector")
@@ -72,6 +74,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
             ranks = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+            # All of them move the same tokens.
+            self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
             self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
 
     @property
@@ -91,9 +95,13 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.matched(request, num_computed_tokens) if self._scheduler is not None else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        # Not guarded: vLLM counts on the load from here on, and without it the request would wait for ever.
-        if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks, num_external_tokens)
+        if self._scheduler is not None and not self._allocated(self._scheduler, request, blocks, num_external_tokens):
+            self._scheduler.lost(request, blocks, num_external_tokens)
+
+    @_guarded(False)
+    def _allocated(self, scheduler: SchedulerSide, request: Any, blocks: Any, external: int) -> bool:
+        scheduler.allocated(request, blocks, external)
+        return True
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = self._scheduler.begin(scheduler_output) if self._scheduler is not None else StepMetadata()
@@ -131,6 +139,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         try:
             self._worker.register(kv_caches)
+        except VCacheError as error:
+            self._worker.refuse(str(error))
         except Exception as error:
             log.exception("vcache caches nothing here")
             self._worker.refuse(f"{type(error).__name__}: {error}")
@@ -167,7 +177,13 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None, (self._worker.finished() if self._worker is not None else None) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.invalid() if self._worker is not None else set()
+        """RuntimeError, which ends the engine, where tokens may be wrong that vLLM would take for right; see docs/adr/0004."""
+        if self._worker is None:
+            return set()
+        invalid = self._worker.invalid()
+        if self._worker.unsafe:
+            raise RuntimeError(f"vcache: {self._worker.unsafe}, and this vLLM cannot recompute such a step")
+        return invalid
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.said() if self._worker is not None else None
@@ -190,8 +206,13 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> Any:
         return stats.build_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @_guarded(())
     def take_events(self) -> Iterable[Any]:
-        return ()
+        return self._scheduler.events.take() if self._scheduler is not None else ()
+
+    @_guarded(None)
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        return self._worker.events.take() if self._worker is not None else None
 
     @_guarded(None)
     def shutdown(self) -> None:

@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.chunk_io import ChunkIO, Lease
+from vcache_backend.chunk_io import ChecksumError, ChunkIO, Lease
 from vcache_backend.errors import VCacheError
 from vcache_backend.vram_pool.copier import Completion, Mark
 from vcache_backend.vram_pool.paged import PagedKV
@@ -18,7 +18,7 @@ from vcache_backend.vram_pool.planner import plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
 from .keys import of_rank
-from .metadata import Load
+from .metadata import Granted, Load
 from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
@@ -70,7 +70,7 @@ class Loading:
         self._context, self._mark = context, mark
         self._keys = of_rank(load.keys, context.rank)
         self._ids = context.kernel_blocks(np.array(load.blocks, dtype=np.int64))
-        self._done = 0
+        self._done, self._over = 0, False
         self._part: _Part | None = None
         self._deadline = time.monotonic() + load.wait_seconds
         self._next_look = 0.0
@@ -79,18 +79,31 @@ class Loading:
         self._cause = ""
 
     def advance(self) -> bool:
-        """Go on as far as possible; is it over?"""
+        """Go on as far as possible; is it over? Once it is, it stays so."""
+        self._over = self._over or self._advance()
+        return self._over
+
+    def _advance(self) -> bool:
         try:
             while self._done < len(self._keys):
+                if self._part is None and self.cancelled:
+                    return True
                 if self._part is None and not self._launch():
                     return self._given_up()
                 if self._part is not None and not self._settle():
-                    return bool(self._cause) and self._part is None
+                    return bool(self._cause)
             self._tell()
+        except ChecksumError:
+            self._fail("checksum")
         except Exception as error:  # noqa: BLE001 - what is not known to be right is computed
-            self._context.io.miss("load", error)
             self._fail("copy")
+            self._context.io.miss("load", error)
         return True
+
+    def abandon(self) -> None:
+        """Its copy does not end: whatever it had to bring is not there."""
+        self._over = True
+        self._fail("copy")
 
     def wait(self, seconds: float) -> None:
         """Wait, at most so long, until `advance` may have something to do."""
@@ -106,21 +119,8 @@ class Loading:
 
     def _launch(self) -> bool:
         """Lease the next chunks that are there, and start their copy; False if there are none."""
-        context, load, now = self._context, self.load, time.monotonic()
-        if now < self._next_look:
-            return False
-        self._next_look = now + POLL_SECONDS
-        if not context.io.client.connected:
-            self._cause = "server"
-            return False
-        started = perf_counter()
-        try:
-            lease = context.io.lease(self._keys[self._done :])
-        except VCacheError as error:
-            context.io.miss("lease", error)
-            self._cause = "server"
-            return False
-        self._metadata_seconds += perf_counter() - started
+        context, load = self._context, self.load
+        lease = self._lease() if load.granted is None else self._granted(load.granted)
         if lease is None:
             return False
         views = context.io.views(lease.locations)
@@ -135,7 +135,8 @@ class Loading:
         ids = self._ids[count(start) : count(start + last)]
         copy = plan_blocks(context.kv, context.chunk_size, ids, min(count(first), len(ids)))
         try:
-            scattered = context.io.copier.scatter(context.kv, copy, views, None if load.sync else self._mark)
+            after = self._mark if load.granted is None else None
+            scattered = context.io.scatter(context.kv, copy, views, self._keys[self._done :], after)
         except VCacheError:
             context.io.let_go(lease)
             raise
@@ -143,18 +144,46 @@ class Loading:
         self._part = _Part(lease, views, scattered, tokens)
         return True
 
+    def _lease(self) -> Lease | None:
+        """On the chunks that are not loaded yet, as far as they are there."""
+        io, now = self._context.io, time.monotonic()
+        if now < self._next_look:
+            return None
+        self._next_look = now + POLL_SECONDS
+        if not io.client.connected:
+            self._cause = "server"
+            return None
+        started = perf_counter()
+        try:
+            return io.lease(self._keys[self._done :])
+        except VCacheError as error:
+            io.miss("lease", error)
+            self._cause = "server"
+            return None
+        finally:
+            self._metadata_seconds += perf_counter() - started
+
+    def _granted(self, granted: Granted) -> Lease:
+        """The scheduler's lease, on all chunks."""
+        return Lease(granted.lease, self._keys, granted.locations, granted.deadline, granted.seconds, -1)
+
     def _settle(self) -> bool:
         """Is the copy over, and did its lease hold? False if it is not over, or if the load has failed."""
         part, context = self._part, self._context
         assert part is not None
-        if not part.scattered.done():
-            if not context.io.good_for_a_copy(part.lease):
-                context.io.renew(part.lease)
-            return False
+        try:
+            if not part.scattered.done():
+                if part.lease.seconds_left < part.lease.seconds / 2:
+                    context.io.renew(part.lease)
+                return False
+        except VCacheError:
+            self._part = None
+            context.io.let_go(part.lease)
+            raise
         self._part = None
         self._data_seconds += part.scattered.seconds or 0.0
         started = perf_counter()
-        held = context.io.end(part.lease)
+        held = context.io.conclude(part.lease, ours=self.load.granted is None)
         self._metadata_seconds += perf_counter() - started
         if not held:
             self._fail("lease_lost")
@@ -194,7 +223,7 @@ class Loading:
 
     def _given_up(self) -> bool:
         """Nothing is under way, and nothing could be started: is that the end?"""
-        if not self._cause and not self.cancelled and time.monotonic() < self._deadline:
+        if not self._cause and time.monotonic() < self._deadline:
             return False
         self._fail(self._cause or ("timeout" if self.load.wait_seconds else "lease_lost"))
         return True
@@ -204,6 +233,8 @@ class Loading:
         self._cause = cause
         start = max(self._done * self._context.per_chunk, self.load.skip)
         self.invalid = self.load.blocks[start : self.load.stop]
+        if self.cancelled:
+            return
         if self._tokens_by_tier:
             self._tell()
         self._context.meter.failed(cause)

@@ -10,9 +10,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
 
+from .events import StoredBlocks
 from .facts import ShardFacts
+
+
+@dataclass(frozen=True)
+class Granted:
+    """A lease of the scheduler's for the one worker there is. deadline: of time.monotonic, the same clock in all processes of a
+    node; `seconds` after it was asked for."""
+
+    lease: int
+    locations: list[Location]
+    deadline: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -21,7 +33,8 @@ class Load:
 
     keys: of rank 0. blocks: vLLM's numbers, from the first block of the first chunk on. skip, stop: the blocks wanted are
     `blocks[skip:stop]`, what is before is in vLLM's own cache. wait_seconds: how long chunks that are not there yet may take to
-    come; 0: they are all there. consume: remove the chunks once they are loaded. sync: the step that brings this needs them.
+    come; 0: they are all there. consume: remove the chunks once they are loaded. granted: the step that brings this needs them,
+    and the scheduler holds this lease on them. lost: the scheduler could not say more; nothing is to be loaded.
     """
 
     request_id: str
@@ -31,19 +44,21 @@ class Load:
     stop: int
     wait_seconds: float = 0.0
     consume: bool = False
-    sync: bool = False
+    granted: Granted | None = None
+    lost: bool = False
 
 
 @dataclass(frozen=True)
 class Store:
     """Consecutive chunks that this step completes. keys: of rank 0. blocks: vLLM's numbers, those of all chunks in order.
 
-    prefix: the keys of all chunks before them.
+    prefix: the keys of all chunks before them. said: what to tell routers of each chunk, where anybody listens.
     """
 
     keys: list[ChunkKey]
     blocks: list[int]
     prefix: list[ChunkKey]
+    said: list[StoredBlocks] = field(default_factory=list)
 
 
 @dataclass
@@ -51,31 +66,38 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to workers, one a step.
 
     fresh: blocks that get a new owner in this step, in lists. cancelled: requests that ended while their load was under way.
-    clear: see to it that nothing stored before this step is in the pool after it. idle: no model runs in this step.
+    flush: wait for the stores of earlier steps, and say so. idle: no model runs in this step. opaque: nobody knows which blocks get
+    a new owner.
     """
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     fresh: list[list[int]] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
-    clear: bool = False
+    flush: bool = False
     idle: bool = False
+    opaque: bool = False
 
 
 @dataclass
-class Failures(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler: requests whose loads did not hold. cleared: the pool was cleared behind the stores under way."""
+class Said(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Workers to scheduler, after a step. failed: requests whose loads did not hold. flushed: all that was stored in earlier steps is
+    in the pool or never will be. segments: those this worker can read, where that changed."""
 
-    requests: set[str]
-    cleared: bool = False
+    failed: set[str]
+    flushed: bool = False
+    segments: frozenset[SegmentId] | None = None
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Failures:
-        """Of several workers: one that failed is enough."""
-        return Failures(self.requests | other.requests, self.cleared or other.cleared) if isinstance(other, Failures) else self
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Said:
+        """Of several workers: a load that one of them lost is lost. What one can read is of interest only where there is one."""
+        if not isinstance(other, Said):
+            return self
+        return Said(self.failed | other.failed, self.flushed or other.flushed, None)
 
 
 @dataclass(frozen=True)
 class Shard(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Workers to scheduler, once: what each of them holds of a chunk."""
+    """Workers to scheduler, once: what each of them holds of a chunk, and which segments it can read."""
 
     facts: ShardFacts
+    segments: frozenset[SegmentId] = frozenset()

@@ -8,14 +8,20 @@ from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import Any
 
+import msgspec
+
+from vcache_backend.chunk_io import checked_layout
+from vcache_backend.committer import Committer
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
+from vcache_backend.stats import EngineStats
 
 from . import compat, facts, wants
+from .events import CommonEvents, stored_blocks
 from .keys import KeyMaker
-from .metadata import Failures, Load, Shard, StepMetadata, Store
+from .metadata import Granted, Load, Said, Shard, StepMetadata, Store
 from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
@@ -27,7 +33,8 @@ FRESH_SECONDS = 0.5
 @dataclass(slots=True)
 class _Tracked:
     """One request. stored: chunks from its start that are in the pool or on their way. hits: how many leading chunks there were at
-    the time `looked_at`. local: its tokens in vLLM's own cache when it was matched. spent: seconds this module took for it."""
+    the time `looked_at`. granted: the lease on those after the first `granted_from`. local: its tokens in vLLM's own cache when it
+    was matched. spent: seconds this module took for it."""
 
     request: Any
     wants: wants.Wants
@@ -36,6 +43,8 @@ class _Tracked:
     stored: int = 0
     hits: int = 0
     looked_at: float = -1.0
+    granted: Granted | None = None
+    granted_from: int = 0
     local: int = 0
     failed: bool = False
     loading: bool = False
@@ -53,26 +62,32 @@ class SchedulerSide:
         self._model = facts.read_model(vllm_config, config.connector.model)
         self._block = self._model.block_size
         self._per_chunk = self._size // self._block
-        self._in_step = config.connector.sync_below_tokens if compat.may_load_in_step(vllm_config) else 0
+        alone = self._model.pp_size * self._model.tp_size == 1
+        sure = compat.recomputes_in_step(vllm_config) or not config.engine.checksum
+        self._in_step = config.connector.sync_below_tokens if alone and sure else 0
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._shards: dict[tuple[int, int], facts.ShardFacts] = {}
         self._client: Client | None = None
         self._namer: KeyMaker | None = None
         self._prefix = b""
         self._ranks = self._model.pp_size * (1 if self._model.use_mla else self._model.tp_size)
+        self._publishes = compat.publishes_events(vllm_config)
+        self.events = CommonEvents(self._ranks)
         self._requests: dict[str, _Tracked] = {}
+        self._running: set[str] = set()
+        self._readable: frozenset[SegmentId] = frozenset()
+        self._releaser: Committer | None = None
         self._loads: list[Load] = []
         self._cancelled: set[str] = set()
-        self._clearing = self._clear = False
-        groups = len(kv_cache_config.kv_cache_groups)
-        seed = compat.hash_seed(vllm_config)
-        self._refused = compat.unfit_group(kv_cache_config) or facts.refusal(self._model, self._size, groups, seed)
+        self._clearing = self._flush = False
+        self._refused = compat.refusal(vllm_config, kv_cache_config, self._model, self._size)
         if self._refused:
             log.error("vcache caches nothing: %s. vLLM serves all the same", self._refused)
 
     def meet(self, shards: Mapping[tuple[int, int], Any]) -> None:
         """What every worker holds, by (pipeline rank, tensor rank)."""
         self._shards = {rank: shard.facts for rank, shard in shards.items() if isinstance(shard, Shard)}
+        self._readable = frozenset().union(*(shard.segments for shard in shards.values() if isinstance(shard, Shard)))
         wanted = self._model.pp_size * self._model.tp_size
         problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
         if len(self._shards) != wanted:
@@ -113,25 +128,38 @@ class SchedulerSide:
             stop=end // self._block - first * self._per_chunk,
             wait_seconds=wait if asked.announced else 0.0,
             consume=consume,
-            sync=not asked.announced and external < self._in_step,
+            granted=tracked.granted,
         )
         self._loads.append(load)
-        tracked.loading = not load.sync
+        tracked.loading, tracked.granted = load.granted is None, None
         # What comes from the pool is there already, unless it was meant for one reader.
         tracked.stored = max(tracked.stored, stop)
         tracked.spent += perf_counter() - started
 
     def begin(self, output: Any) -> StepMetadata:
         """What the workers load in the step that `output` describes."""
-        meta = StepMetadata(self._loads, cancelled=self._cancelled, clear=self._clear, idle=not output.total_num_scheduled_tokens)
-        self._loads, self._cancelled, self._clear = [], set(), False
-        meta.fresh += [load.blocks for load in meta.loads]
-        meta.fresh += [new.block_ids[0] for new in output.scheduled_new_reqs]
-        meta.fresh += [added[0] for added in output.scheduled_cached_reqs.new_block_ids if added is not None]
+        meta = StepMetadata(self._loads, cancelled=self._cancelled, flush=self._flush, idle=not output.total_num_scheduled_tokens)
+        self._loads, self._cancelled, self._flush = [], set(), False
+        self._running = set(output.num_scheduled_tokens)
         return meta
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
-        """What they store in it."""
+        """What they store in it, and which blocks get a new owner. After an exception nothing of the requests there are is stored
+        any more: nobody knows their blocks."""
+        try:
+            self._add_stores(output, meta)
+        except BaseException:
+            meta.stores, meta.opaque = [], True
+            for tracked in self._requests.values():
+                tracked.wants = msgspec.structs.replace(tracked.wants, store=False)
+            raise
+
+    def _add_stores(self, output: Any, meta: StepMetadata) -> None:
+        meta.fresh += [load.blocks for load in meta.loads]
+        meta.fresh += [new.block_ids[0] for new in output.scheduled_new_reqs]
+        meta.fresh += [added[0] for added in output.scheduled_cached_reqs.new_block_ids if added is not None]
+        if not self._stores_allowed or self._open() is None:
+            return
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             tracked = self._requests.get(new.req_id)
@@ -141,7 +169,7 @@ class SchedulerSide:
         cached = output.scheduled_cached_reqs
         for request_id, computed, added in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             tracked = self._requests.get(request_id)
-            if tracked is None:
+            if tracked is None or (added is None and computed + scheduled[request_id] < (tracked.stored + 1) * self._size):
                 continue
             if request_id in cached.resumed_req_ids:
                 tracked.blocks = list(added[0]) if added is not None else []
@@ -152,12 +180,17 @@ class SchedulerSide:
     def update(self, output: Any) -> None:
         """What the workers said after a step."""
         said = getattr(output, "kv_connector_worker_meta", None)
-        if isinstance(said, Failures):
-            self._clearing = self._clearing and not said.cleared
-            for request_id in said.requests & self._requests.keys():
+        if isinstance(said, Said):
+            for request_id in said.failed & self._requests.keys():
                 tracked = self._requests[request_id]
                 tracked.failed = True
                 tracked.stored = tracked.local // self._size
+            if said.segments is not None:
+                self._readable = said.segments
+            if said.flushed and self._clearing:
+                # What steps before the reset had still under way is in the pool by now.
+                self._clearing = not self._cleared()
+        self.events.collect(getattr(output, "kv_cache_events", None))
         for request_id in output.finished_recving or ():
             if request_id in self._requests:
                 self._requests[request_id].loading = False
@@ -169,22 +202,31 @@ class SchedulerSide:
             return
         if tracked.loading:
             self._cancelled.add(request.request_id)
+        self._let_go(tracked)
+        self._running.discard(request.request_id)
         self._meter.scheduler_time(tracked.spent)
 
     def reset(self) -> bool:
         """Forget every chunk of the namespace, those on their way included; False if the server did not answer."""
         if self._client is None:
             return True
-        # What a step under way still stores is removed by the worker of the next one.
-        self._clear = self._clearing = True
-        try:
-            self._client.clear(self._prefix)
-        except VCacheError as error:
-            log.warning("the pool was not cleared: %s", error)
-            return False
-        return True
+        # Until the stores under way are over, and cleared too, nothing is looked up.
+        self._flush = self._clearing = True
+        return self._cleared()
+
+    def lost(self, request: Any, blocks: Any, external: int) -> None:
+        """vLLM counts on a load that `allocated` could not describe: let the workers say that it failed."""
+        tracked = self._requests.get(request.request_id)
+        granted = tracked.granted if tracked is not None else None
+        chosen: list[int] = blocks.get_block_ids()[0]
+        count = external // self._block
+        self._loads.append(
+            Load(request.request_id, [], chosen, max(len(chosen) - count, 0), len(chosen), granted=granted, lost=True)
+        )
 
     def close(self) -> None:
+        if self._releaser is not None:
+            self._releaser.close()
         if self._client is not None:
             self._client.close()
 
@@ -220,11 +262,65 @@ class SchedulerSide:
         if min(whole * size, most) - local < self._settings.min_hit_tokens:
             return 0, False
         self._name(tracked, whole)
-        found = whole if tracked.wants.announced else self._look_up(tracked, first, whole)
+        if tracked.wants.announced:
+            return min(whole * size, most) - local, True
+        in_step = self._fits_step(tracked, min(whole * size, most) - local)
+        found = self._lease(tracked, first, whole) if in_step else self._look_up(tracked, first, whole)
         external = min(found * size, most) - local
         if external < self._settings.min_hit_tokens:
+            self._let_go(tracked)
             return 0, False
-        return external, tracked.wants.announced or external >= self._in_step
+        return external, tracked.granted is None
+
+    def _fits_step(self, tracked: _Tracked, tokens: int) -> bool:
+        """May the step that runs the request wait for so many of its tokens? Others would wait too."""
+        if not self._in_step or tracked.wants.consume_once or self._settings.consume_once:
+            return False
+        return tokens < self._in_step or self._running <= {tracked.request.request_id}
+
+    def _lease(self, tracked: _Tracked, first: int, whole: int) -> int:
+        """`_look_up` for a load that is part of the step: under a lease from here on, since vLLM counts on it.
+
+        Without one, where the worker cannot read all of it.
+        """
+        client, now = self._client, monotonic()
+        granted = tracked.granted
+        if granted is not None:
+            if tracked.granted_from == first and granted.deadline - now > granted.seconds / 2:
+                return min(first + len(granted.locations), whole)
+            self._let_go(tracked)
+        if client is None or not client.connected:
+            return first
+        started = perf_counter()
+        try:
+            leased = client.acquire(tracked.keys[first:whole])
+        except VCacheError as error:
+            log.debug("look-up: %s", error)
+            self._meter.failed("server")
+            return first
+        found = len(leased.locations)
+        self._meter.looked_up((whole - first) * self._size, found * self._size, perf_counter() - started)
+        if leased.lease:
+            tracked.granted = Granted(leased.lease, leased.locations, now + leased.seconds, leased.seconds)
+            tracked.granted_from = first
+            if not {location.segment for location in leased.locations} <= self._readable:
+                self._let_go(tracked)
+        return first + found
+
+    def _let_go(self, tracked: _Tracked) -> None:
+        """End a lease that nobody reads under, in the background."""
+        if tracked.granted is not None and self._releaser is not None:
+            self._releaser.release(tracked.granted.lease)
+        tracked.granted = None
+
+    def _cleared(self) -> bool:
+        try:
+            if self._client is not None:
+                self._client.clear(self._prefix)
+        except VCacheError as error:
+            log.warning("the pool was not cleared, so nothing is read from it: %s", error)
+            return False
+        return True
 
     def _look_up(self, tracked: _Tracked, first: int, whole: int) -> int:
         """How many leading chunks all workers can load, given that the first `first` are not needed."""
@@ -256,9 +352,7 @@ class SchedulerSide:
 
         Of those only what is known: tokens guessed ahead may be taken back, and so may what was computed from them.
         """
-        if computed < (tracked.stored + 1) * self._size or self._namer is None:
-            return
-        if not (self._stores_allowed and tracked.wants.store):
+        if computed < (tracked.stored + 1) * self._size or self._namer is None or not tracked.wants.store:
             return
         request = tracked.request
         known = request.num_prompt_tokens if self._settings.store == "prompt" else request.num_tokens
@@ -270,7 +364,11 @@ class SchedulerSide:
             return
         self._name(tracked, ready)
         blocks = tracked.blocks[first * self._per_chunk : ready * self._per_chunk]
-        meta.stores.append(Store(tracked.keys[first:ready], blocks, tracked.keys[:first]))
+        said = []
+        if self._publishes:
+            bounds = [(chunk * self._size, (chunk + 1) * self._size) for chunk in range(first, ready)]
+            said = [stored_blocks(request, start, end, self._hash_block) for start, end in bounds]
+        meta.stores.append(Store(tracked.keys[first:ready], blocks, tracked.keys[:first], said))
         tracked.stored = ready
 
     def _open(self) -> KeyMaker | None:
@@ -282,12 +380,13 @@ class SchedulerSide:
             log.error("vcache caches nothing: %s", self._refused)
             return None
         shards = [self._shards[rank] for rank in sorted(self._shards)]
-        layout = facts.layout(self._model, shards, self._size, compat.hash_root())
+        layout = checked_layout(self._config, facts.layout(self._model, shards, self._size, compat.hash_root()))
         namespace = layout.namespace()
         self._client = Client(
             self._config.server.path, self._config.client, layout=layout.fields() | {"namespace": str(namespace)}
         )
         self._prefix = namespace.prefix
+        self._releaser = Committer(self._client, EngineStats(), 1)
         self._namer = KeyMaker(namespace, self._size // self._hash_block)
         if not self._client.connected:
             log.warning("no metadata server at %s: everything is computed until there is one", self._config.server.path)

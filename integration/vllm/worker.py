@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -19,24 +18,31 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vcache_backend.chunk_io import ChunkIO
+from vcache_backend.chunk_io import ChunkIO, checked_layout
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .. import room, round_trip
-from . import facts
+from . import compat, facts
+from .compat import refusal
+from .events import Events, StoredBlocks
 from .keys import of_rank
 from .loading import Context, Loading
-from .metadata import Failures, Shard, StepMetadata
+from .metadata import Load, Said, Shard, StepMetadata
 from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
 
 IDLE_SECONDS = 0.002
 """How long a step without a model run waits for a load: as long as one may keep a request that arrives meanwhile waiting."""
+IN_STEP_SECONDS = 30.0
+"""How long a step waits for a load that it needs; a copy takes a thousandth of that."""
+MAX_TO_SAY = 4096
+"""Chunks whose store routers are to be told of; some of them are never stored."""
 FLUSH_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
 
@@ -61,28 +67,39 @@ class WorkerSide:
         shards = 1 if self._model.use_mla else self._model.tp_size
         self._rank = pp_rank * shards + tp_rank % shards
         self._context: Context | None = None
-        self._kv: PagedKV | None = None
         self._meta = StepMetadata()
         self._loads: list[Loading] = []
+        self._in_step: list[Loading] = []
+        self._lost: list[Load] = []
+        self._recomputes_in_step = compat.recomputes_in_step(vllm_config)
+        self._readable: frozenset[SegmentId] = frozenset()
         self._gathers: list[_Gather] = []
         self._not_stored: dict[str, int] = {}
+        self.events = Events(compat.publishes_events(vllm_config))
+        self._to_say: dict[ChunkKey, StoredBlocks] = {}
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
-        self._cleared = False
+        self._flushed = False
         self.shard: Shard | None = None
-        self.refused = ""
+        self._refused = refusal(vllm_config, kv_cache_config, self._model, config.engine.chunk_size)
+        self.unsafe = ""
+        """Why the tokens of the step that just ran may be wrong, in a way vLLM would not mend."""
 
     # ---- start
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """vLLM has made its KV cache: describe it, join the pool, and send bytes there and back."""
+        """vLLM has made its KV cache: describe it, join the pool, and send bytes there and back.
+
+        Raises VCacheError, LayoutError among them, where nothing can be cached, which is not a fault of ours.
+        """
+        if self._refused:
+            return
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
         kv = facts.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine)
         shard = facts.read_shard(self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank)
-        self.shard = Shard(shard)
         io = ChunkIO(
             _on_device_of(kv, self._config),
-            facts.layout(self._model, [shard], size, b""),
+            checked_layout(self._config, facts.layout(self._model, [shard], size, b"")),
             unfit=room.beside_vllm(self._model.device_type, self._model.gpu_memory_utilization),
             anonymous=True,
         )
@@ -94,17 +111,15 @@ class WorkerSide:
         except BaseException:
             io.close()
             raise
-        self._kv = kv
+        io.committer.on_visible = self._published
         self._context = Context(io, kv, size, self._model.block_size, self._rank, self._meter)
+        self._readable = self._segments(io)
+        self.shard = Shard(shard, self._readable)
         log.info("vcache: worker %d lends to and reads from %s, %s B a chunk", self._rank, io.device, f"{shard.chunk_bytes:,}")
 
     def refuse(self, reason: str) -> None:
         """Cache nothing, and let the scheduler know."""
-        self.refused = reason
-        if self.shard is None:
-            self.shard = Shard(facts.ShardFacts(pp_rank=self._pp_rank, tp_rank=self._tp_rank, problem=reason))
-        else:
-            self.shard = replace(self.shard, facts=msgspec.structs.replace(self.shard.facts, problem=reason))
+        self.shard = Shard(facts.ShardFacts(pp_rank=self._pp_rank, tp_rank=self._tp_rank, problem=reason))
         try:
             with Client(self._config.server.path, self._config.client, reconnect=False) as server:
                 server.report("error", f"vLLM's worker {self._rank} (pid {os.getpid()}) caches nothing: {reason}")
@@ -116,25 +131,24 @@ class WorkerSide:
     def begin(self, meta: StepMetadata) -> None:
         """A step begins: nothing of its model run is queued yet."""
         self._meta = meta
+        # None of them must get lost, whatever happens here: vLLM waits for its end, or counts on its bytes.
+        self._lost += meta.loads
         context = self._context
         if context is None:
-            # The scheduler was told, and asks for nothing; should it do so all the same, its requests must not wait for ever.
-            self._failed |= {load.request_id for load in meta.loads}
-            self._invalid |= {block for load in meta.loads for block in load.blocks[load.skip : load.stop]}
             return
-        self._fence(context, meta.fresh)
+        self._fence(context, meta)
         mark = context.io.copier.mark() if meta.loads else None
-        self._loads += [Loading(context, load, mark) for load in meta.loads]
+        for load in [load for load in meta.loads if not load.lost]:
+            loading = Loading(context, load, mark)
+            (self._loads if load.granted is None else self._in_step).append(loading)
+            self._lost.remove(load)
         for loading in self._loads:
             loading.cancelled |= loading.load.request_id in meta.cancelled
 
     def load_in_step(self) -> None:
-        """Fill the blocks that this step's model run needs, before it."""
-        for loading in [loading for loading in self._loads if loading.load.sync]:
-            self._loads.remove(loading)
-            while not loading.advance():
-                loading.wait(IDLE_SECONDS)
-            self._note(loading)
+        """Fill the blocks that this step's model run needs: what is queued from now on comes after it."""
+        for loading in self._in_step:
+            loading.advance()
 
     def store(self) -> None:
         """Copy out what the step's model run, all of it queued, completes."""
@@ -147,6 +161,9 @@ class WorkerSide:
                 blocks = np.array(store.blocks, dtype=np.int64)
                 ids = context.kernel_blocks(blocks).reshape(len(store.keys), -1)
                 keys, prefix = of_rank(store.keys, self._rank), of_rank(store.prefix, self._rank)
+                if store.said:
+                    self._to_say = {} if len(self._to_say) > MAX_TO_SAY else self._to_say
+                    self._to_say |= dict(zip(keys, store.said, strict=True))
                 pending = context.io.store_blocks(context.kv, keys, ids, prefix)
             except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
                 context.io.miss("store", error)
@@ -156,32 +173,32 @@ class WorkerSide:
                 self._gathers.append(
                     _Gather(pending.completion, blocks, pending.tokens, pending.nbytes, perf_counter() - started)
                 )
-        if self._meta.clear:
-            # Stores of steps before this one may be published after the scheduler cleared the pool.
+        if self._meta.flush:
             context.io.flush(FLUSH_SECONDS)
-            self._cleared = True
+            self._flushed = True
 
     def finished(self) -> set[str]:
         """Requests whose load is over, held or not. Launches what can be launched."""
-        if self._context is None:
-            return {load.request_id for load in self._meta.loads if not load.sync}
-        done = self._advance()
+        done = self._advance() | self._give_up()
         if self._meta.idle and not done and self._loads:
             self._loads[0].wait(IDLE_SECONDS)
             done = self._advance()
         return done
 
     def invalid(self) -> set[int]:
-        """Blocks that a load should have filled and did not, since the last call. vLLM's numbers."""
+        """Blocks that a load should have filled and did not, since the last call. vLLM's numbers. Waits for the step's own loads."""
+        self._settle_step()
         found, self._invalid = self._invalid, set()
         return found
 
-    def said(self) -> Failures | None:
+    def said(self) -> Said | None:
         """What the scheduler must know of this step."""
-        if not (self._failed or self._cleared):
+        readable = self._segments(self._context.io) if self._context is not None else frozenset()
+        changed = readable != self._readable
+        if not (self._failed or self._flushed or changed):
             return None
-        said = Failures(self._failed, self._cleared)
-        self._failed, self._cleared = set(), False
+        said = Said(self._failed, self._flushed, readable if changed else None)
+        self._failed, self._flushed, self._readable = set(), False, readable
         return said
 
     def measured(self) -> None:
@@ -209,11 +226,49 @@ class WorkerSide:
     # ---- inside
 
     def _advance(self) -> set[str]:
-        over = [loading for loading in self._loads if not loading.load.sync and loading.advance()]
+        over = [loading for loading in self._loads if loading.advance()]
         for loading in over:
             self._loads.remove(loading)
             self._note(loading)
         return {loading.load.request_id for loading in over}
+
+    def _give_up(self) -> set[str]:
+        """Loads that never began."""
+        lost, self._lost = self._lost, []
+        for load in lost:
+            self._failed.add(load.request_id)
+            self._invalid |= set(load.blocks[load.skip : load.stop])
+            if load.granted is not None:
+                self._step_failed(load)
+        return {load.request_id for load in lost if load.granted is None}
+
+    def _settle_step(self) -> None:
+        """Wait for the loads that the step which just ran needed."""
+        loads, self._in_step = self._in_step, []
+        deadline = time.monotonic() + IN_STEP_SECONDS
+        for loading in loads:
+            while not loading.advance():
+                if time.monotonic() > deadline:
+                    loading.abandon()
+                    break
+                loading.wait(IDLE_SECONDS)
+            self._note(loading)
+            if loading.invalid:
+                self._step_failed(loading.load)
+
+    def _step_failed(self, load: Load) -> None:
+        if not self._recomputes_in_step:
+            self.unsafe = f"a load of request {load.request_id} failed that its step had counted on"
+
+    def _published(self, keys: list[ChunkKey]) -> None:
+        """In the committer's thread."""
+        for key in keys:
+            blocks = self._to_say.pop(key, None)
+            if blocks is not None:
+                self.events.stored(blocks)
+
+    def _segments(self, io: ChunkIO) -> frozenset[SegmentId]:
+        return frozenset(info.id for info in io.pool.mapped())
 
     def _note(self, loading: Loading) -> None:
         if not loading.invalid:
@@ -222,7 +277,7 @@ class WorkerSide:
         self._invalid |= set(loading.invalid)
         self._meter.recomputed(len(loading.invalid) * self._model.block_size)
 
-    def _fence(self, context: Context, fresh: list[list[int]]) -> None:
+    def _fence(self, context: Context, meta: StepMetadata) -> None:
         """Let this step's work come after the stores that still read a block which somebody gets now."""
         if not self._gathers:
             return
@@ -233,11 +288,11 @@ class WorkerSide:
             else:
                 under_way.append(gather)
         self._gathers = under_way
-        if not (under_way and fresh):
+        if not under_way or not (meta.fresh or meta.opaque):
             return
-        given = np.concatenate([np.array(blocks, dtype=np.int64) for blocks in fresh])
+        given = np.concatenate([np.array(blocks, dtype=np.int64) for blocks in meta.fresh or [[]]])
         for gather in under_way:
-            if np.isin(given, gather.blocks).any():
+            if meta.opaque or np.isin(given, gather.blocks).any():
                 context.io.copier.fence(gather.copy)
 
 

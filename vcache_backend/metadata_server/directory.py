@@ -19,6 +19,7 @@ from vcache_backend.metadata_server.eviction import EvictionPolicy
 from vcache_backend.metadata_server.journal import ProcessId
 from vcache_backend.metadata_server.leases import Leases
 from vcache_backend.metadata_server.messages import (
+    GRACE_SECONDS,
     RANK_BYTES,
     ChunkKey,
     Leased,
@@ -76,6 +77,7 @@ class Directory:
         self.leases = Leases(limits.lease_seconds, self._unheld)
         self.reservations = Reservations(limits.reservation_seconds, limits.quarantine_seconds)
         self.counters: Counter[str] = Counter()
+        self._reserves_from = 0.0
         self.records: list[journal.Record] = []
 
     def __len__(self) -> int:
@@ -128,11 +130,11 @@ class Directory:
 
     def renew(self, client: Client, lease: int) -> bool:
         """Full time again for a lease that still holds."""
-        return self.leases.renew(lease, client.id, self._now())
+        return self.leases.renew(lease, self._now())
 
     def release(self, client: Client, lease: int) -> bool:
         """End a lease; did it hold until now?"""
-        return self.leases.release(lease, client.id, self._now())
+        return self.leases.release(lease, self._now())
 
     def touch(self, keys: list[ChunkKey]) -> int:
         """Make chunks recent, the first one most; how many are there."""
@@ -148,6 +150,8 @@ class Directory:
         if self.reservations.full(client.id):
             reason = f"{MAX_RESERVATIONS_PER_CLIENT} reservations of this client are open; commit or abort some"
             return Reserved(0, 0.0, [int(Refusal.FULL)] * len(keys), reason)
+        if self._now() < self._reserves_from:
+            return Reserved(0, 0.0, [int(Refusal.FULL)] * len(keys), "the server has just started again; try later")
         slots: list[Location | int] = []
         entries: list[Entry] = []
         reservation = next(self._ids)
@@ -234,8 +238,8 @@ class Directory:
     # ---- clients and time
 
     def disconnect(self, client: Client) -> None:
-        """The connection is gone: its leases end now; its reservations are void, their slots quarantined."""
-        self.leases.drop_client(client.id)
+        """The connection is gone: its leases end, see `GRACE_SECONDS`; its reservations are void, their slots quarantined."""
+        self.leases.drop_client(client.id, self._now())
         for id_, reservation in self.reservations.items():
             if reservation.client == client.id:
                 self.reservations.void(id_, self._now())
@@ -314,9 +318,15 @@ class Directory:
 
     # ---- journal
 
-    def restore(self, state: journal.State) -> None:
-        """Take over what an earlier server knew. Segments are absent until offered again; reservations are void."""
+    def restore(self, state: journal.State, earlier: bool = True) -> None:
+        """Take over what an earlier server knew. Segments are absent until offered again; reservations are void.
+
+        earlier: there may have been one, whatever of it `state` tells, and its readers.
+        """
         written = self._awaited.restore(state)
+        if earlier or state.segments:
+            # Who got a lease from the earlier server may count on it.
+            self._reserves_from = self._now() + GRACE_SECONDS
         for id_, held in state.held.items():
             self.reservations.restore(id_, held.process, written[id_], self._now())
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from vcache_backend.metadata_server.messages import GRACE_SECONDS
 from vcache_backend.metadata_server.placement import Entry
 
 MAX_LEASES_PER_CLIENT = 65_536
@@ -49,20 +50,19 @@ class Leases:
         self._of_client.setdefault(client, set()).add(lease)
         heapq.heappush(self._deadlines, (now + self.seconds, lease))
 
-    def renew(self, lease: int, client: int, now: float) -> bool:
-        """Full time again for a lease of this client that still holds."""
+    def renew(self, lease: int, now: float) -> bool:
+        """Full time again for a lease that still holds, whoever asks: one process may read under another's lease."""
         self.expire(now)
         held = self._leases.get(lease)
-        if held is None or held.client != client:
+        if held is None:
             return False
         held.deadline = now + self.seconds
         return True
 
-    def release(self, lease: int, client: int, now: float) -> bool:
-        """End a lease; did it hold until now?"""
+    def release(self, lease: int, now: float) -> bool:
+        """End a lease, whoever asks; did it hold until now?"""
         self.expire(now)
-        held = self._leases.get(lease)
-        if held is None or held.client != client:
+        if lease not in self._leases:
             return False
         self._end(lease)
         return True
@@ -80,10 +80,15 @@ class Leases:
                 self._end(lease)
                 self.expired += 1
 
-    def drop_client(self, client: int) -> None:
-        """End all leases of a client that is gone."""
+    def drop_client(self, client: int, now: float) -> None:
+        """End all leases of a client that is gone, those granted within the last `GRACE_SECONDS` when that time is over."""
         for lease in list(self._of_client.get(client, ())):
-            self._end(lease)
+            held = self._leases[lease]
+            held.deadline = min(held.deadline, held.deadline - self.seconds + GRACE_SECONDS)
+            if held.deadline > now:
+                heapq.heappush(self._deadlines, (held.deadline, lease))
+            else:
+                self._end(lease)
 
     def _end(self, lease: int) -> None:
         held = self._leases.pop(lease)

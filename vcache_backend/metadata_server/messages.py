@@ -31,6 +31,9 @@ Keys = Annotated[
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 MAX_REPORT_CHARS = 1024
+GRACE_SECONDS = 0.25
+"""So long after it was granted or renewed (unless it was given for less) a lease holds whatever happens: its holder's connection
+may be lost, its server may die and start again. A copy that is over by then needs nobody's word for it."""
 Level = Literal["info", "warn", "error"]
 
 

@@ -52,11 +52,12 @@ class Server:
         self._stopping = False
         self._spin_until = 0.0
         self._spin_seconds = processes.spin(config.spin_seconds)
+        earlier = config.path.with_suffix(".lock").exists()
         with ExitStack() as undo:
             self._listener = undo.enter_context(listening(config.path))
             self._epoll = undo.enter_context(select.epoll())
             self._epoll.register(self._listener, select.EPOLLIN)
-            self._service = self._start_service(config.path.with_suffix(".journal"))
+            self._service = self._start_service(config.path.with_suffix(".journal"), earlier)
             undo.callback(self._service.close)
             self._recover_until = time.monotonic() + config.recover_seconds
             self._undo = undo.pop_all()
@@ -90,7 +91,8 @@ class Server:
         """End `run` within a tick. May be called from a signal handler."""
         self._stopping = True
 
-    def _start_service(self, path: Path) -> Service:
+    def _start_service(self, path: Path, earlier: bool) -> Service:
+        """path: of the journal. earlier: another server was here before."""
         config, eviction = self._config, self._config.eviction
         with raising_as({OSError: ConfigError}, f"server.journal: cannot use {path}"):
             state = journals.read(path) if config.journal else journals.State()
@@ -104,7 +106,7 @@ class Server:
             high_water=eviction.high_water,
         )
         directory = Directory(POLICIES[eviction.policy](), limits, time.monotonic, first_id)
-        directory.restore(state)
+        directory.restore(state, earlier)
         with raising_as({OSError: ConfigError}, f"server.journal: cannot use {path}"):
             if config.journal:
                 self._journal = Journal(path)

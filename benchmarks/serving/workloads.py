@@ -1,0 +1,171 @@
+"""The requests of the two workloads, from a seed: who asks what, when, of which server; and how much of it a cache could know."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from .sizes import Plan
+
+Tokens = npt.NDArray[np.uint32]
+TRACED = 512
+"""Tokens that one of the trace's hash ids stands for."""
+SERVERS = 2
+FIRST = 3
+"""Token ids below are the model's own."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """at: seconds after the workload's start, None: as soon as another one is done."""
+
+    tokens: Tokens
+    server: int
+    at: float | None = None
+
+
+class Ceilings(msgspec.Struct, frozen=True):
+    """Shares of all prompt tokens that caches without bounds know when each request comes after the one before it has ended.
+
+    shared: one cache for all servers. single: one for each. unique: tokens that such a shared cache holds in the end.
+    """
+
+    shared: float
+    single: float
+    unique: int
+    prompt_tokens: int
+
+
+def prefix_repetition(plan: Plan) -> list[Request]:
+    """Random prefixes, each with `repeats` random suffixes, shuffled: what vLLM's `prefix_repetition` sends, as token ids."""
+    dice = np.random.default_rng([plan.seed, 1])
+    prompts: list[Tokens] = []
+    for _ in range(plan.prefixes):
+        prefix = _random(dice, plan.prefix, plan)
+        prompts += [np.concatenate([prefix, _random(dice, plan.suffix, plan)]) for _ in range(plan.repeats)]
+    random.Random(plan.seed).shuffle(prompts)
+    return [Request(tokens, index % SERVERS) for index, tokens in enumerate(prompts)]
+
+
+def conversations(plan: Plan) -> list[Request]:
+    """A replay of whole conversations drawn from the trace, as they came, in `trace_seconds`.
+
+    A block of the trace is a block of random tokens given by its id, so prompts share what they share in the trace. Raises
+    ValueError for a trace that is missing or no such trace.
+    """
+    lines = _drawn(_trace(plan), plan)
+    blocks: dict[int, Tokens] = {}
+    first, last = lines[0]["timestamp"], lines[-1]["timestamp"]
+    pace = plan.trace_seconds / max(1, last - first)
+    return [
+        Request(_prompt(line, plan, blocks), index % SERVERS, (line["timestamp"] - first) * pace)
+        for index, line in enumerate(lines)
+    ]
+
+
+WORKLOADS = {"prefix": prefix_repetition, "trace": conversations}
+
+
+def warm_up(plan: Plan) -> list[Tokens]:
+    """Prompts that share nothing with the workloads nor with each other."""
+    dice = np.random.default_rng([plan.seed, 2])
+    return [_random(dice, min(plan.longest, plan.prefix + plan.suffix), plan) for _ in range(plan.warm)]
+
+
+def describe(name: str, plan: Plan, requests: Sequence[Request]) -> str:
+    """The workload in one line; two results with the same line may be compared."""
+    if name == "prefix":
+        return (
+            f"prefix repetition: {plan.prefixes} prefixes of {plan.prefix} tokens x {plan.repeats} suffixes of {plan.suffix}, "
+            f"answers of {plan.output}, {plan.concurrency} requests at a time, seed {plan.seed}"
+        )
+    turns = f"conversations of {plan.trace_turns} or more requests" if plan.trace_turns > 1 else "conversations"
+    return (
+        f"conversation trace: {len(requests)} requests of whole {turns}, {plan.trace_block} tokens for {TRACED}, prompts cut at "
+        f"{plan.longest}, answers of {plan.output}, arrivals within {plan.trace_seconds:g} s, seed {plan.seed}"
+    )
+
+
+def ceilings(requests: Iterable[Request], block: int) -> Ceilings:
+    """What caches of whole blocks could know; the last token of a prompt is computed in any case, as vLLM does."""
+    shared: set[int] = set()
+    single: list[set[int]] = [set() for _ in range(SERVERS)]
+    known, own, total = 0, 0, 0
+    for request in requests:
+        chain = _chain(request.tokens, block)
+        most = (len(request.tokens) - 1) // block
+        total += len(request.tokens)
+        known += block * min(most, _leading(chain, shared))
+        own += block * min(most, _leading(chain, single[request.server]))
+        shared.update(chain)
+        single[request.server].update(chain)
+    return Ceilings(known / max(1, total), own / max(1, total), len(shared) * block, total)
+
+
+def _leading(chain: Sequence[int], known: set[int]) -> int:
+    return next((index for index, key in enumerate(chain) if key not in known), len(chain))
+
+
+def _chain(tokens: Tokens, block: int) -> list[int]:
+    """A key for each whole block, which stands for all tokens up to its end."""
+    keys: list[int] = []
+    for start in range(0, len(tokens) - block + 1, block):
+        keys.append(hash((keys[-1] if keys else 0, tokens[start : start + block].tobytes())))
+    return keys
+
+
+def _random(dice: np.random.Generator, count: int, plan: Plan) -> Tokens:
+    return dice.integers(FIRST, plan.vocabulary, count, dtype=np.uint32)
+
+
+def _trace(plan: Plan) -> list[dict[str, Any]]:
+    path = Path(plan.trace)
+    if not path.is_file():
+        raise ValueError(f"no trace at {plan.trace!r}; name Mooncake's conversation trace with --trace FILE")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    if not lines or not {"timestamp", "input_length", "hash_ids"} <= lines[0].keys():
+        raise ValueError(f"{path} is no trace of timestamp, input_length and hash_ids")
+    return lines
+
+
+def _drawn(lines: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
+    """Requests of as many conversations, drawn by the seed, as make up `trace_tokens`, in the order of the trace.
+
+    All prompts begin with the same block; who shares the second one is taken for the same conversation.
+    """
+    of: dict[int, list[int]] = {}
+    for index, line in enumerate(lines):
+        ids = line["hash_ids"]
+        of.setdefault(ids[1] if len(ids) > 1 else -1 - index, []).append(index)
+    candidates = [indices for indices in of.values() if len(indices) >= plan.trace_turns]
+    random.Random(plan.seed).shuffle(candidates)
+    chosen: list[int] = []
+    tokens = 0
+    for indices in candidates:
+        if tokens >= plan.trace_tokens:
+            break
+        chosen += indices
+        tokens += sum(_length(lines[index], plan) for index in indices)
+    if not chosen:
+        raise ValueError(f"no conversation of {plan.trace_turns} requests in {plan.trace}; lower --trace-turns")
+    return [lines[index] for index in sorted(chosen)]
+
+
+def _length(line: dict[str, Any], plan: Plan) -> int:
+    scaled: int = line["input_length"] * plan.trace_block // TRACED
+    return max(1, min(plan.longest, scaled))
+
+
+def _prompt(line: dict[str, Any], plan: Plan, blocks: dict[int, Tokens]) -> Tokens:
+    length = _length(line, plan)
+    ids = line["hash_ids"][: -(-length // plan.trace_block)]
+    for each in ids:
+        if each not in blocks:
+            blocks[each] = _random(np.random.default_rng([plan.seed, 3, each]), plan.trace_block, plan)
+    return np.concatenate([blocks[each] for each in ids])[:length]

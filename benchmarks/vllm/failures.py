@@ -1,0 +1,134 @@
+"""Loads that fail after they were promised: does the request say what it would have, and do those beside it?
+
+B's connector promises a prompt's chunks, the step is scheduled, and before it is executed the chunks are removed from the pool
+or the metadata server is killed (`probe`), while other requests of B decode. What B says must be what a vLLM without a pool says of
+the same prompts. Instances run batch-invariant kernels on GPUs, so that the moment at which a request joins a step, which no
+two runs share, changes nothing; tokens are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..results import Row
+from .equality import Pair, soil
+from .fleet import Fleet
+from .process import ChildFailed
+from .prompts import Prompts
+from .report import Clock, OutOfTime, fraction
+
+SECONDS = 90.0
+TIMES = 4
+# Under LMCache the look-up's lease holds the chunks through their removal, so that such a load does not fail.
+WAYS = {"lmcache": ("kill",), "vllm": ("clear", "kill")}
+HOW = {"clear": "its chunks removed from the pool", "kill": "the metadata server killed"}
+MOST_DEATHS = 2
+"""Of B: after that many there are no more trials of the kind."""
+BESIDE_ANSWER = 2
+"""How many times as many tokens as the request whose load fails the others get, so that they outlive it."""
+
+
+class _Tally:
+    """What came of the trials of one kind."""
+
+    def __init__(self) -> None:
+        self.good: list[bool] = []
+        self.others: list[bool] = []
+        self.unbroken = 0
+        self.deaths = 0
+
+    def add(self, expected: dict[str, Any], got: dict[str, Any]) -> None:
+        self.good.append(got["one"][0]["tokens"] == expected["one"][0]["tokens"])
+        pairs = zip(got["others"], expected["others"], strict=True)
+        self.others += [one["tokens"] == other["tokens"] for one, other in pairs]
+
+
+def failures(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+    """Rows for each way to fail; a trial in which no load was promised counts as wrong. Of LMCache's connector only recorded:
+    vLLM's V2 model runner with asynchronous scheduling does not recompute a synchronous load rightly (vLLM issue 49250)."""
+    pair = Pair(fleet, "failing_")
+    soil(pair.b, fleet, prompts)
+    tallies = {how: _Tally() for how in ("none", *WAYS[fleet.door])}
+    for how, tally in tallies.items():
+        for length in fleet.scale.few * (1 if how == "none" else TIMES):
+            try:
+                clock.check(15)
+            except OutOfTime:
+                break
+            if tally.deaths == MOST_DEATHS:
+                break
+            _trial(fleet, pair, prompts, length, how, tally)
+        print(f"  {how}: {sum(tally.good)} of {len(tally.good)}, others {sum(tally.others)} of {len(tally.others)}", flush=True)
+    return _rows(fleet, tallies)
+
+
+def _trial(fleet: Fleet, pair: Pair, prompts: Prompts, length: int, how: str, tally: _Tally) -> None:
+    """One prompt. B may die of it (LMCache): then the trial is wrong, and B is started again."""
+    scale, note = fleet.scale, fleet.folder / f"lost.{len(tally.good)}.{how}.json"
+    note.unlink(missing_ok=True)
+    prompt, others = prompts.new(length), [prompts.new(scale.decode_prompt) for _ in range(scale.beside)]
+    due = fleet.chunks() + length // scale.chunk
+    pair.a.ask("generate", SECONDS, tokens=prompt, count=1)
+    fleet.stored(due)
+    asked = {"others": others, "length": BESIDE_ANSWER * scale.answer, "tokens": [prompt], "count": scale.answer}
+    before = fleet.pool.stats()
+    lose = {"how": how, "socket": str(fleet.socket), "pid": fleet.server_pid, "note": str(note)}
+    pair.b.send("beside", **asked, extra=None if how == "none" else {"lose": lose})
+    try:
+        expected = pair.alone.ask("beside", SECONDS, **asked)
+    finally:
+        got = _answer(fleet, pair)
+    if how == "kill" and note.exists():
+        fleet.revive(before)
+    if got is None:
+        tally.deaths += 1
+        tally.good.append(False)
+        return
+    tally.add(expected, got)
+    if not tally.good[-1] or not all(tally.others):
+        print(
+            f"  {how}, {length} tokens: {'right' if tally.good[-1] else 'WRONG'}; others {tally.others[-len(others) :]}",
+            flush=True,
+        )
+    if how != "none" and not _promised(note):
+        tally.unbroken += 1
+        tally.good[-1] = False
+
+
+def _answer(fleet: Fleet, pair: Pair) -> dict[str, Any] | None:
+    try:
+        answer: dict[str, Any] = pair.b.answer(SECONDS)
+    except ChildFailed as error:
+        print(f"  B has failed: {error}", flush=True)
+        fleet.kill("failing_b")
+        pair.b = fleet.instance("failing_b")
+        return None
+    return answer
+
+
+def _promised(note: Path) -> int:
+    """Tokens promised before what was done; 0: nothing was promised, so nothing done."""
+    return int(json.loads(note.read_text())["promised"]) if note.exists() else 0
+
+
+def _rows(fleet: Fleet, tallies: dict[str, _Tally]) -> list[Row]:
+    limited = fleet.door == "vllm"
+    calm = tallies["none"].others
+    quiet = f"beside loads that held {sum(calm)} of {len(calm)} were"
+    broken = {how: tally for how, tally in tallies.items() if how in HOW}
+    rows = []
+    for how, tally in broken.items():
+        what = f"requests whose load failed after it was promised, {HOW[how]}: tokens as of a vLLM without a pool"
+        what += f"; in {tally.unbroken} no load was promised" if tally.unbroken else ""
+        what += f"; {tally.deaths} times the instance ended" if tally.deaths else ""
+        rows.append(fraction(f"{fleet.door}_failed_load_equal_{how}", tally.good, what, limited))
+    good = [each for tally in broken.values() for each in tally.good]
+    ways = " or ".join(HOW[how] for how in broken)
+    what = f"requests whose load failed after it was promised ({ways}): tokens as of a vLLM without a pool"
+    rows.append(fraction(f"{fleet.door}_failed_load_equal", good, what, limited))
+    others = [each for tally in broken.values() for each in tally.others]
+    what = f"requests decoding beside a load that failed: tokens as of a vLLM without a pool; {quiet}"
+    rows.append(fraction(f"{fleet.door}_failed_load_others_equal", others, what, limited))
+    return rows

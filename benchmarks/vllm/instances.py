@@ -1,0 +1,121 @@
+"""The vLLM instances a run may start: each a variant of what users would set, on one GPU, of one kind of model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .scale import Scale
+
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    # All layers are dense: experts have no part in the KV cache.
+    "first_k_dense_replace": 4,
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """What differs from the plain instance. model: its config, or with `over` what to change of the plain one. block: tokens a
+    KV block, 0: the scale's. value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. environment: for its processes.
+    """
+
+    model: dict[str, Any] = {}
+    over: bool = False
+    block: int = 0
+    value_bytes: int = 2
+    arguments: dict[str, Any] = {}
+    environment: dict[str, str] = {}
+
+    def of(self, scale: Scale) -> Scale:
+        """The scale as instances of this kind have it: as many tokens fit into their KV cache as into the plain one's."""
+        model = {**(scale.model if self.over else {}), **self.model} if self.model else scale.model
+        own = msgspec.structs.replace(scale, model=model, block=self.block or scale.block)
+        kv_bytes = scale.kv_bytes // scale.token_bytes * own.token_bytes * self.value_bytes // 2
+        return msgspec.structs.replace(own, kv_bytes=kv_bytes)
+
+
+KINDS = {
+    "": Kind(),
+    "eager": Kind(arguments={"enforce_eager": True}),
+    "fp8": Kind(value_bytes=1, arguments={"kv_cache_dtype": "fp8"}),
+    # 64 tokens a block is what the MLA kernels of Hopper take.
+    "mla": Kind(model=DEEPSEEK, block=64),
+    # So few words that what comes out has been there before, and drafts are made and sometimes right.
+    "ngram": Kind(
+        model={"vocab_size": 64},
+        over=True,
+        arguments={
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 2,
+            }
+        },
+    ),
+    # What comes out of a request does not depend on which others share its steps: who runs beside a failure can be compared.
+    "steady": Kind(environment={"VLLM_BATCH_INVARIANT": "1"}),
+}
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance. variant: alone, vcache (through the run's door), lmcache (vcache through LMCache, whatever the door), mp
+    (LMCache's server in host memory), stock (LMCache in the process, host memory). scheduler: a function of `scheduler`."""
+
+    variant: str
+    gpu: int
+    kind: str = ""
+    tensor_parallel: int = 1
+    scheduler: str = ""
+
+
+def _trio(prefix: str, kind: str, reader: str = "") -> dict[str, Spec]:
+    """The reference, who stores and who hits, of one kind. reader: the scheduler of who hits."""
+    return {
+        f"{prefix}alone": Spec(variant="alone", gpu=0, kind=kind, scheduler="in_chunks"),
+        f"{prefix}a": Spec(variant="vcache", gpu=0, kind=kind),
+        f"{prefix}b": Spec(variant="vcache", gpu=1, kind=kind, scheduler=reader),
+    }
+
+
+INSTANCES = {
+    **_trio("", ""),
+    "lm_a": Spec(variant="lmcache", gpu=0),
+    "lm_b": Spec(variant="lmcache", gpu=1),
+    "mp_a": Spec(variant="mp", gpu=0),
+    "mp_b": Spec(variant="mp", gpu=1),
+    "stock": Spec(variant="stock", gpu=1),
+    "timed": Spec(variant="vcache", gpu=1, scheduler="probed"),
+    "tp2": Spec(variant="vcache", gpu=0, tensor_parallel=2, scheduler="in_chunks"),
+    **_trio("eager_", "eager"),
+    **_trio("fp8_", "fp8"),
+    **_trio("mla_", "mla"),
+    **_trio("ngram_", "ngram"),
+    **_trio("failing_", "steady", "probed"),
+}
+"""Those with the scheduler `in_chunks` are what others are compared with."""

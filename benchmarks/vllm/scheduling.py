@@ -1,0 +1,79 @@
+"""What our connector costs vLLM's scheduler for each request: the time of its scheduler side's methods, in the engine core."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from pathlib import Path
+
+from ..results import Row, row
+from .fleet import Fleet
+from .prompts import Prompts
+from .report import Clock
+
+SECONDS = 120.0
+ALLOWED_US = 150.0
+COUNTS = {"4k": 10, "16k": 5}
+"""Prompts of each length, each for hits and for misses, on an idle engine and beside running requests."""
+US = 1e6
+
+
+def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+    """A row for each length, hits and misses, idle and beside running requests; the row with the limit is the worst of them.
+
+    A request's time is that of all calls from its arrival to its end: those about it, and those made once a step, in full, also
+    where other requests share the step. The first request of each row is left out.
+    """
+    a, timed, scale = fleet.instance("a"), fleet.instance("timed"), fleet.scale
+    file = fleet.folder / "timed.jsonl"
+    rows = []
+    for beside in (0, scale.running):
+        running = [prompts.new(scale.decode_prompt) for _ in range(beside)]
+        for name, count in COUNTS.items():
+            for kind in ("hit", "miss"):
+                clock.check(15)
+                fleet.pool.clear()
+                asked = [prompts.new(scale.lengths[name]) for _ in range(count + 1)]
+                for prompt in asked if kind == "hit" else ():
+                    due = fleet.chunks() + len(prompt) // scale.chunk
+                    a.ask("generate", SECONDS, tokens=prompt, count=1)
+                    fleet.stored(due)
+                file.unlink(missing_ok=True)
+                answers = timed.ask(
+                    "beside", SECONDS, others=running, length=0, tokens=asked, count=1, extra={"timed": str(file)}
+                )["one"]
+                due_tokens = scale.hit(scale.lengths[name]) if kind == "hit" else 0
+                right = sum(answer["cached"] == due_tokens for answer in answers)
+                what = f"{kind} of {scale.lengths[name]} tokens beside {beside} running requests ({right} of {len(answers)} were)"
+                rows.append(_row(f"vllm_scheduler_us_{name}_{kind}_{beside}_running", file, what))
+    worst = max(rows, key=lambda each: each.value)
+    what = f"scheduler's time in our connector a request, the worst median of all lengths, hits and misses; {worst.what}"
+    limit, ratio = f"<= {ALLOWED_US:g} us", worst.value / ALLOWED_US
+    judged = Row(
+        "vllm_scheduler_us",
+        worst.value,
+        "us",
+        ALLOWED_US,
+        ratio,
+        worst.runs,
+        worst.spread,
+        what,
+        limit,
+        worst.value <= ALLOWED_US,
+    )
+    return [*rows, judged]
+
+
+def _row(case: str, file: Path, what: str) -> Row:
+    """The median of the requests' sums, with the 99th percentile and each method's median in its text."""
+    spent = [json.loads(line) for line in file.read_text().splitlines()][1:]
+    steps = [int(each.pop("steps", 0)) for each in spent]
+    sums = [US * sum(each.values()) for each in spent]
+    methods: Counter[str] = Counter()
+    for name in sorted({name for each in spent for name in each}):
+        methods[name] = round(10 * US * statistics.median(each.get(name, 0.0) for each in spent))
+    split = ", ".join(f"{name} {tenths / 10:g}" for name, tenths in methods.most_common())
+    p99 = statistics.quantiles(sums, n=100, method="inclusive")[98]
+    text = f"{what}; p99 {p99:.0f} us; {statistics.median(steps):g} steps; medians by method in us: {split}"
+    return row(case, "us", sums, ALLOWED_US, what=text)

@@ -1,0 +1,156 @@
+"""A proxy in front of two vLLM servers, one for prefill and one for decode, whose KV meets in vcache's pool.
+
+    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 [--port 8000]
+
+A completions request goes to both at the same time. The prefill server (`kv_role` kv_producer) computes the prompt, for one token that
+nobody reads, and stores the KV chunk by chunk. The decode server (kv_consumer) is told that another computes this prompt: it loads the
+chunks as they come, and its answer is streamed to the client. Neither server knows the other, and requests may reach them in any
+order, since the pool finds KV by the prompt's tokens. `consume_once` takes the chunks out of the pool when they are loaded.
+
+Without the prefill server the decode server computes the prompt itself, once the deadline (--wait-seconds) has passed; the proxy says
+so, and announces nothing for a while, so that the next requests need not wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
+
+ORDERS = ("together", "decode-first", "prefill-first")
+LEAD_SECONDS = 0.5
+"""How much later the prefill server is asked with `decode-first`."""
+PAUSE_SECONDS = 10.0
+"""For how long a prefill server that failed is not asked."""
+NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens", "n", "logprobs", "prompt_logprobs", "echo")
+MAX_BODY = 64 << 20
+
+
+class Proxy:
+    """The handlers. One event loop; nothing is kept of a request once it is answered."""
+
+    def __init__(self, prefill: str, decode: str, order: str, wait_seconds: float) -> None:
+        self.prefill, self.decode, self.order = prefill.rstrip("/"), decode.rstrip("/"), order
+        self.announcement = {"announced": True, "wait_seconds": wait_seconds, "consume_once": True}
+        self._numbers = itertools.count(1)
+        self._paused_until = 0.0
+        self._session: ClientSession
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY)
+        app.add_routes([web.post("/v1/completions", self.answer), web.post("/v1/chat/completions", self.answer)])
+        app.add_routes([web.get("/{path:.*}", self.forward)])
+        app.cleanup_ctx.append(self._connected)
+        return app
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """What the decode server says, as it says it. If the client goes away, both servers' requests end."""
+        try:
+            body = json.loads(await request.read())
+            assert isinstance(body, dict)
+        except (ValueError, AssertionError):
+            raise web.HTTPBadRequest(text="the body must be a JSON object") from None
+        number, first = next(self._numbers), None
+        announced = time.monotonic() >= self._paused_until
+        if announced:
+            delay = LEAD_SECONDS if self.order == "decode-first" else 0.0
+            first = asyncio.create_task(self._prefill(number, request.path, body, delay))
+            if self.order == "prefill-first":
+                announced = await first
+        else:
+            say(f"request {number}: not announced, the prefill server failed a moment ago; the decode server computes the prompt")
+        try:
+            return await self._stream(request, with_announcement(body, self.announcement) if announced else body)
+        except ClientError as error:
+            say(f"request {number}: the decode server failed: {type(error).__name__}: {error}")
+            raise web.HTTPBadGateway(text=f"the decode server at {self.decode} failed: {error}") from error
+        finally:
+            if first is not None:
+                first.cancel()
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        """GET, such as /v1/models, /health and /metrics: the decode server's."""
+        try:
+            async with self._session.get(self.decode + request.path_qs) as reply:
+                return web.Response(body=await reply.read(), status=reply.status, headers=content_type(reply))
+        except ClientError as error:
+            raise web.HTTPBadGateway(text=f"the decode server at {self.decode} failed: {error}") from error
+
+    async def _prefill(self, number: int, path: str, body: dict[str, Any], delay: float) -> bool:
+        """Let the prompt be computed and stored. False, having said so, if that failed."""
+        asked = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
+        await asyncio.sleep(delay)
+        try:
+            async with self._session.post(self.prefill + path, json={**asked, "max_tokens": 1, "stream": False}) as reply:
+                text = await reply.text()
+                if reply.ok:
+                    return True
+                what, broken = f"HTTP {reply.status}: {text[:200]}", reply.status >= 500
+        except (ClientError, TimeoutError) as error:
+            what, broken = f"{type(error).__name__}: {error}", True
+        if broken:
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
+        after = "" if self.order == "prefill-first" else f" after {self.announcement['wait_seconds']:g} s"
+        say(f"request {number}: the prefill server failed ({what}); the decode server computes the prompt itself{after}")
+        return False
+
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async with self._session.post(self.decode + request.path, json=body) as reply:
+            response = web.StreamResponse(status=reply.status, headers=content_type(reply))
+            await response.prepare(request)
+            async for piece in reply.content.iter_any():
+                await response.write(piece)
+            with suppress(ConnectionError):
+                await response.write_eof()
+            return response
+
+    async def _connected(self, app: web.Application) -> AsyncIterator[None]:
+        async with ClientSession(timeout=ClientTimeout(total=None, sock_connect=5)) as self._session:
+            yield
+
+
+def with_announcement(body: dict[str, Any], announcement: dict[str, Any]) -> dict[str, Any]:
+    """The request with `kv_transfer_params` that announce its KV. What the client itself says there stands."""
+    given = body.get("kv_transfer_params") or {}
+    return {**body, "kv_transfer_params": {**given, "vcache": {**announcement, **(given.get("vcache") or {})}}}
+
+
+def content_type(reply: Any) -> dict[str, str]:
+    return {"Content-Type": reply.headers.get("Content-Type", "application/json")}
+
+
+def say(text: str) -> None:
+    print(f"proxy: {text}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefill", required=True, metavar="URL", help="the server with kv_role kv_producer")
+    parser.add_argument("--decode", required=True, metavar="URL", help="the server with kv_role kv_consumer")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--wait-seconds", type=float, default=5.0, metavar="S", help="how long the decode server waits for KV (5)"
+    )
+    parser.add_argument("--order", choices=ORDERS, default="together", help="who is asked first; to see that it does not matter")
+    options = parser.parse_args()
+    proxy = Proxy(options.prefill, options.decode, options.order, options.wait_seconds)
+    web.run_app(
+        proxy.application(),
+        host=options.host,
+        port=options.port,
+        print=lambda *_: say(f"serves on http://{options.host}:{options.port}"),
+        access_log=None,
+        handler_cancellation=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
