@@ -66,6 +66,7 @@ def _few(run: Run, kind: str) -> list[Row]:
     source = Prompts(scale, seed=run.source.seed)
     hits = source.hits(dict.fromkeys(scale.few, 3), 4)
     rows = equality.equal(run.fleet, run.clock, hits, source, kind)
+    rows += equality.agreeing(run.fleet, source, kind)
     return rows if kind == "eager" else [*rows, *equality.sensitive(run.fleet, source, kind, 1)]
 
 

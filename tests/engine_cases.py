@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from multiprocessing.connection import Connection
@@ -32,7 +32,7 @@ from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, 
 from vcache_backend.demo.content import mix
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.vram_pool.copier import Copier, Finished, HostCopier
+from vcache_backend.vram_pool.copier import Copier, Finished, HostCopier, Mark
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
@@ -227,9 +227,9 @@ class PausingCopier(HostCopier):
         self._wait = wait
         self.armed = False
 
-    def gather(self, kv: PagedKV, plan: CopyPlan, slots: list[SlotView]) -> Finished:  # type: ignore[override]
+    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Finished:
         whole = [torch.empty_like(slot.tensor) for slot in slots]
-        finished = super().gather(kv, plan, [SlotView.over(tensor, local=True) for tensor in whole])
+        finished = super().gather(kv, plan, [SlotView.over(tensor, local=True) for tensor in whole], after)
         for slot, tensor in zip(slots, whole, strict=True):
             slot.tensor[: slot.nbytes // 2] = tensor[: slot.nbytes // 2]
         self._pause()
@@ -237,9 +237,9 @@ class PausingCopier(HostCopier):
             slot.tensor[slot.nbytes // 2 :] = tensor[slot.nbytes // 2 :]
         return finished
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: list[SlotView]) -> Finished:  # type: ignore[override]
+    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Finished:
         self._pause()
-        return super().scatter(kv, plan, slots)
+        return super().scatter(kv, plan, slots, after)
 
     def _pause(self) -> None:
         if self.armed:
@@ -253,8 +253,10 @@ class UnfinishedCopier(HostCopier):
     def __init__(self) -> None:
         self.finished = threading.Event()
 
-    def gather(self, kv: PagedKV, plan: CopyPlan, slots: list[SlotView]) -> Copied:  # type: ignore[override]
-        super().gather(kv, plan, slots)
+    def gather(  # type: ignore[override]
+        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
+    ) -> Copied:
+        super().gather(kv, plan, slots, after)
         return Copied(self.finished)
 
 
@@ -276,8 +278,8 @@ class Copied:
 class WrongCopier(HostCopier):
     """A planted bug: one byte of what it loads is wrong."""
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: list[SlotView]) -> Finished:  # type: ignore[override]
-        finished = super().scatter(kv, plan, slots)
+    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Finished:
+        finished = super().scatter(kv, plan, slots, after)
         kv.pages[-1][int(plan.blocks[-1, 2]), -1] ^= 1
         return finished
 

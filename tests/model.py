@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from vcache_backend.metadata_server.directory import Client
 from vcache_backend.metadata_server.journal import ProcessId
-from vcache_backend.metadata_server.messages import ChunkKey, Location, Pin, SegmentId
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Pin, SegmentId
 
 ALIGNMENT = 256
 
@@ -77,9 +77,13 @@ class Slot:
 
 @dataclass(eq=False)
 class Held:
-    """A lease, as the directory's table has it: it may be overdue until the table is looked at."""
+    """A lease, as the directory's table has it: it may be overdue until the table is looked at.
+
+    `granted`: when, or when it was last renewed.
+    """
 
     client: int
+    granted: float
     deadline: float
     slots: list[Slot]
 
@@ -116,6 +120,9 @@ class Model:
     writes: dict[int, Written] = field(default_factory=dict)
     order: list[ChunkKey] = field(default_factory=list)
     """Live chunks, coldest first."""
+    before: list[tuple[float, Slot]] = field(default_factory=list)
+    """What was leased from servers of before, and until when its readers count on it."""
+    reserves_from: float = 0.0
 
     # ---- what is true
 
@@ -231,6 +238,9 @@ class Model:
             if held.deadline <= now:
                 self.end_lease(id_)
 
+    def renewed(self, id_: int, now: float) -> None:
+        self.leases[id_].granted, self.leases[id_].deadline = now, now + self.lease_seconds
+
     def end_lease(self, id_: int) -> None:
         held = self.leases.pop(id_)
         for slot in held.slots:
@@ -250,7 +260,9 @@ class Model:
     def disconnect(self, client: Client, now: float) -> None:
         for id_, held in list(self.leases.items()):
             if held.client == client.id:
-                self.end_lease(id_)
+                held.deadline = min(held.deadline, held.granted + GRACE_SECONDS)
+                if held.deadline <= now:
+                    self.end_lease(id_)
         for id_, write in self.writes.items():
             if write.client == client.id:
                 self.void(id_, now)
@@ -261,11 +273,14 @@ class Model:
                 self.given_back(id_)
 
     def restart(self, now: float) -> None:
-        """Leases are gone, reservations void, segments awaited, chunks rest in them."""
-        for id_ in list(self.leases):
+        """Leases are gone but for their grace, reservations void, segments awaited, chunks rest in them."""
+        for id_, held in list(self.leases.items()):
+            until = min(held.deadline, held.granted + GRACE_SECONDS)
+            self.before += [(until, slot) for slot in held.slots]
             self.end_lease(id_)
         for id_ in self.writes:
             self.void(id_, now)
+        self.reserves_from = now + GRACE_SECONDS
         self.absent |= {name: Place(place.device, place.nbytes) for name, place in self.segments.items()}
         self.segments = {}
         self.order = []

@@ -10,7 +10,17 @@ from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server.directory import Client, Directory, Limits
 from vcache_backend.metadata_server.eviction import LRU
 from vcache_backend.metadata_server.journal import ProcessId
-from vcache_backend.metadata_server.messages import ChunkKey, Leased, Location, Pin, Refusal, Reserved, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.messages import (
+    GRACE_SECONDS,
+    ChunkKey,
+    Leased,
+    Location,
+    Pin,
+    Refusal,
+    Reserved,
+    SegmentId,
+    SegmentInfo,
+)
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
@@ -293,19 +303,88 @@ def test_a_renewed_lease_holds_its_full_time_again(directory: Directory, clock: 
     assert directory.renew(READER, leased.lease) is False
 
 
-def test_nobody_else_renews_or_releases_a_lease(directory: Directory) -> None:
-    put(directory, A)
-    leased = directory.acquire(READER, [A])
-    assert directory.renew(WRITER, leased.lease) is directory.release(WRITER, leased.lease) is False
-    assert directory.release(READER, leased.lease) is True
+def test_whoever_knows_a_lease_renews_it_and_releases_it_for_all(directory: Directory, clock: FakeClock) -> None:
+    """A worker reads under the lease that its scheduler got."""
+    put(directory, A, B, C, D)
+    leased = directory.acquire(READER, [A, B, C, D])
+    clock.advance(9)
+    assert directory.renew(OTHER, leased.lease) is True
+    clock.advance(9)
+    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
+    assert directory.release(OTHER, leased.lease) is True
+    assert directory.release(READER, leased.lease) is directory.renew(READER, leased.lease) is False
+    assert len(places(directory.reserve(WRITER, [E], KIB))) == 1
 
 
-def test_a_lost_connection_ends_its_leases_at_once(directory: Directory) -> None:
+def test_a_lease_outlives_its_lost_connection_by_what_is_left_of_its_grace(directory: Directory, clock: FakeClock) -> None:
+    put(directory, A, B)
+    put(directory, C, D)
+    early = directory.acquire(READER, [A, B])
+    clock.advance(GRACE_SECONDS / 2)
+    late = directory.acquire(READER, [C, D])
+    directory.disconnect(READER)
+    directory.remove([A, B, C, D])
+    clock.advance(GRACE_SECONDS / 2 - 0.001)
+    directory.tick()
+    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
+    clock.advance(0.001)
+    directory.tick()
+    first = directory.reserve(WRITER, [A, B, C], KIB)
+    assert places(first) == places(early)
+    assert first.slots[2] == Refusal.FULL
+    clock.advance(GRACE_SECONDS / 2)
+    directory.tick()
+    assert places(directory.reserve(WRITER, [C, D], KIB)) == places(late)
+
+
+def test_a_lost_connection_ends_leases_past_their_grace_at_once(directory: Directory, clock: FakeClock) -> None:
     put(directory, A, B, C, D)
     directory.acquire(READER, [A, B])
     directory.acquire(READER, [C, D])
+    clock.advance(GRACE_SECONDS)
     directory.disconnect(READER)
     assert len(directory.leases) == 0
+    assert len(places(directory.reserve(WRITER, [E], KIB))) == 1
+
+
+def test_a_renewal_is_followed_by_grace_too(directory: Directory, clock: FakeClock) -> None:
+    put(directory, A, B, C, D)
+    leased = directory.acquire(READER, [A, B, C, D])
+    clock.advance(9)
+    assert directory.renew(READER, leased.lease)
+    clock.advance(GRACE_SECONDS - 0.001)
+    directory.disconnect(READER)
+    directory.tick()
+    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
+    clock.advance(0.001)
+    directory.tick()
+    assert len(places(directory.reserve(WRITER, [E], KIB))) == 1
+
+
+def test_a_lease_whose_holder_is_gone_may_be_renewed_while_it_holds_and_ends_in_its_time(
+    directory: Directory, clock: FakeClock
+) -> None:
+    put(directory, A, B, C, D)
+    leased = directory.acquire(READER, [A, B, C, D])
+    directory.disconnect(READER)
+    assert directory.renew(OTHER, leased.lease) is True
+    clock.advance(9.999)
+    directory.tick()
+    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
+    clock.advance(0.001)
+    directory.tick()
+    assert len(directory.leases) == 0
+    assert len(places(directory.reserve(WRITER, [E], KIB))) == 1
+
+
+def test_a_lease_shorter_than_the_grace_gets_no_longer_by_losing_its_connection(clock: FakeClock) -> None:
+    directory = make(clock, lease_seconds=GRACE_SECONDS / 2)
+    lend(directory)
+    put(directory, A, B, C, D)
+    directory.acquire(READER, [A, B, C, D])
+    directory.disconnect(READER)
+    clock.advance(GRACE_SECONDS / 2)
+    directory.tick()
     assert len(places(directory.reserve(WRITER, [E], KIB))) == 1
 
 
@@ -655,10 +734,12 @@ def replayed(directory: Directory) -> journal.State:
     return state
 
 
-def restarted(directory: Directory, clock: FakeClock) -> Directory:
+def restarted(directory: Directory, clock: FakeClock, after: float = GRACE_SECONDS) -> Directory:
+    """`after` seconds after its start."""
     state = replayed(directory)
     successor = Directory(LRU(), Limits(), clock, first_id=1_000_000)
-    successor.restore(state)
+    successor.restore(state, earlier=False)
+    clock.advance(after)
     return successor
 
 
@@ -691,11 +772,42 @@ def test_after_a_restart_no_lease_holds_and_no_reservation_can_be_committed(dire
     reserved = directory.reserve(WRITER, [B], KIB)
     again = restarted(directory, clock)
     again.add_segment(S0)
-    assert again.release(READER, lease) is False
+    assert again.renew(READER, lease) is again.release(READER, lease) is False
     assert used(again) == 2 * KIB
     assert again.commit(WRITER, reserved.reservation, []) == 0
     assert used(again) == KIB
     assert there(again, A, B) == [A]
+
+
+def test_nothing_is_written_before_the_leases_of_the_earlier_server_are_past_their_grace(
+    directory: Directory, clock: FakeClock
+) -> None:
+    """Its readers may have a copy under way, for whose lease they ask nobody."""
+    put(directory, A, B, C, D)
+    directory.acquire(READER, [A])
+    directory.remove([A])
+    again = restarted(directory, clock, after=0)
+    again.add_segment(S0)
+    lend(again, "s1", device="gpu-1")
+    clock.advance(GRACE_SECONDS - 0.001)
+    refused = again.reserve(WRITER, [E, B], KIB)
+    assert (refused.reservation, refused.slots) == (0, [Refusal.FULL] * 2)
+    assert "just started again" in refused.reason
+    assert there(again, B, C, D) == [B, C, D]
+    clock.advance(0.001)
+    assert places(put(again, E)) == [("s0", 0)]
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_server_that_remembers_nothing_refuses_only_if_there_may_have_been_an_earlier_one(
+    clock: FakeClock, earlier: bool
+) -> None:
+    directory = make(clock)
+    directory.restore(journal.State(), earlier)
+    lend(directory)
+    assert (directory.reserve(WRITER, [A], KIB).slots == [Refusal.FULL]) is earlier
+    clock.advance(GRACE_SECONDS)
+    assert len(places(put(directory, B))) == 1
 
 
 def test_slots_being_written_at_the_restart_wait_for_their_writer(directory: Directory, clock: FakeClock) -> None:

@@ -2,7 +2,7 @@
 
 Several processes with several connections each store, read, die and linger; leases and reservations run out; segments come
 and go; the server restarts from its journal, whole or compacted. After every step: every leased location holds the bytes last
-committed under its key, no two occupied places overlap, no chunk is lost or counted twice, and the journal tells the truth.
+committed under its key (those of leases that ended with their connection or server, for their grace), no two occupied places overlap, no chunk is lost or counted twice, and the journal tells the truth.
 `HYPOTHESIS_PROFILE=thorough` runs many more, and longer ones.
 """
 
@@ -23,7 +23,7 @@ from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server.directory import Client, Directory, Limits
 from vcache_backend.metadata_server.eviction import LRU
 from vcache_backend.metadata_server.journal import ProcessId
-from vcache_backend.metadata_server.messages import ChunkKey, Location, Pin, Refusal, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Pin, Refusal, SegmentId, SegmentInfo
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 LIMITS = Limits(lease_seconds=10, reservation_seconds=30, quarantine_seconds=100, max_chunks=14)
@@ -49,7 +49,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.clients: list[Client] = []
         self.processes: list[ProcessId] = []
         self.writers: dict[int, ProcessId] = {}
-        self.old_leases: list[tuple[Client, int]] = []
+        self.old_leases: list[int] = []
         self.tokens = self.numbers = 0
         self.highest_id = 0
         self.restarted = False
@@ -119,7 +119,6 @@ class DirectoryMachine(RuleBasedStateMachine):
         client = self.clients.pop(pick % len(self.clients))
         self.directory.disconnect(client)
         self.model.disconnect(client, self.clock.now)
-        self.old_leases = [(holder, lease) for holder, lease in self.old_leases if holder != client]
 
     @rule(pick=one_of)
     @precondition(lambda self: self.processes)
@@ -139,6 +138,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         for_sure = {key: self.model.live(key) is not None for key in wanted}
         before = self.model.live_keys()
         client = self.clients[pick % len(self.clients)]
+        if self.refused_after_a_restart(client, wanted, nbytes):
+            return
         self.model.touch(wanted)
         reply = self.directory.reserve(client, wanted, nbytes)
         gone = before - {key for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True) if there}
@@ -154,6 +155,8 @@ class DirectoryMachine(RuleBasedStateMachine):
     def reserve_one(self, pick: int, key: ChunkKey, nbytes: int) -> None:
         """With one key the model knows what may happen."""
         client, model, size = self.clients[pick % len(self.clients)], self.model, room_of(nbytes)
+        if self.refused_after_a_restart(client, [key], nbytes):
+            return
         before = model.live_keys()
         self.model.touch([key])
         reply = self.directory.reserve(client, [key], nbytes)
@@ -193,6 +196,14 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert not victims or isinstance(slot, Location), "evicted for nothing"
         model.evicted(victims)
         self.open_reservation(client, reply.reservation, self.new_slots(reply.slots, [key]))
+
+    def refused_after_a_restart(self, client: Client, wanted: list[ChunkKey], nbytes: int) -> bool:
+        """Is it too early to reserve? That changes nothing, as the invariants see."""
+        if self.clock.now >= self.model.reserves_from:
+            return False
+        reply = self.directory.reserve(client, wanted, nbytes)
+        assert (reply.reservation, reply.slots) == (0, [Refusal.FULL] * len(wanted))
+        return True
 
     def check_victims(self, victims: list[Slot], size: int) -> None:
         """The coldest chunk goes, alone if it has the right size; otherwise a run within one segment."""
@@ -293,22 +304,22 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert (leased.lease != 0) == bool(slots)
         if slots:
             self.highest_id = max(self.highest_id, leased.lease)
-            self.model.leases[leased.lease] = Held(client.id, self.clock.now + LIMITS.lease_seconds, slots)
+            self.model.leases[leased.lease] = Held(client.id, self.clock.now, self.clock.now + LIMITS.lease_seconds, slots)
             self.model.touch(wanted[: len(slots)])
-            self.old_leases.append((client, leased.lease))
+            self.old_leases.append(leased.lease)
 
     @rule(pick=one_of, who=one_of, renew=st.booleans())
     @precondition(lambda self: self.old_leases and self.clients)
     def renew_or_release(self, pick: int, who: int, renew: bool) -> None:
-        holder, lease = self.old_leases[pick % len(self.old_leases)]
-        client = self.clients[who % len(self.clients)] if who % 4 == 0 else holder
+        """By anybody, whoever got the lease, also after its holder hung up; those of an earlier server are unknown."""
+        lease = self.old_leases[pick % len(self.old_leases)]
+        client = self.clients[who % len(self.clients)]
         self.model.expire_leases(self.clock.now)
-        held = self.model.leases.get(lease)
-        holds = held is not None and held.client == client.id
+        holds = lease in self.model.leases
         if renew:
             assert self.directory.renew(client, lease) is holds
-            if held is not None and holds:
-                held.deadline = self.clock.now + LIMITS.lease_seconds
+            if holds:
+                self.model.renewed(lease, self.clock.now)
         else:
             assert self.directory.release(client, lease) is holds
             if holds:
@@ -323,9 +334,18 @@ class DirectoryMachine(RuleBasedStateMachine):
         for _ in range(2):
             self.time_passes(6, True)
             for lease in set(self.model.leases) - before:
-                held = self.model.leases[lease]
                 assert self.directory.renew(self.clients[pick % len(self.clients)], lease) is True
-                held.deadline = self.clock.now + LIMITS.lease_seconds
+                self.model.renewed(lease, self.clock.now)
+
+    @rule(pick=one_of, wanted=keys, before=st.sampled_from([0, GRACE_SECONDS / 2]), after=st.sampled_from([0.5, 1, 2]))
+    @precondition(lambda self: self.clients)
+    def hang_up_while_reading(self, pick: int, wanted: list[ChunkKey], before: float, after: float) -> None:
+        """A lease outlives its connection by what is left of its grace. after: a multiple of that."""
+        self.acquire(pick, wanted)
+        self.clock.advance(before)
+        self.disconnect(pick)
+        self.remove(wanted)
+        self.time_passes((GRACE_SECONDS - before) * after, True)
 
     @rule(wanted=keys)
     def touch(self, wanted: list[ChunkKey]) -> None:
@@ -359,7 +379,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     # ---- time
 
-    @rule(seconds=st.sampled_from([0.5, 5, 10, 30.5, 101]), look=st.booleans())
+    @rule(seconds=st.sampled_from([GRACE_SECONDS / 2, GRACE_SECONDS, 0.5, 5, 10, 30.5, 101]), look=st.booleans())
     def time_passes(self, seconds: float, look: bool) -> None:
         self.clock.advance(seconds)
         if look:
@@ -391,6 +411,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert gone is not any(slot.location.segment == name for slot in self.model.slots)
         if gone:
             del self.model.segments[name], self.memory.bytes_of[name]
+            # Readers of before hold the memory by their mappings; another segment of that name is other memory.
+            self.model.before = [(until, slot) for until, slot in self.model.before if slot.location.segment != name]
 
     @rule(pick=one_of)
     @precondition(lambda self: self.model.absent)
@@ -416,9 +438,9 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     # ---- the server's life
 
-    @rule(offered=st.integers(0, 3))
-    def restart(self, offered: int) -> None:
-        """The server dies and another one starts from the journal; the workers and their kernels go on."""
+    @rule(offered=st.integers(0, 3), wait=st.booleans())
+    def restart(self, offered: int, wait: bool) -> None:
+        """The server dies and another one starts from the journal; the workers and their kernels go on. wait: until it reserves."""
         self.restarted = True
         self.keep_journal()
         assert journal.newest_id(self.journal) <= self.highest_id
@@ -430,10 +452,12 @@ class DirectoryMachine(RuleBasedStateMachine):
             compacted.apply(_decoder.decode(msgspec.msgpack.encode(record)))
         self.journal, self.compacting = compacted, None
         self.clients = [Client(10_000 + client.id, client.process, client.device, "cuda") for client in self.clients]
-        self.old_leases = [(client, lease) for client in self.clients for _, lease in self.old_leases[-2:]]
+        self.old_leases = self.old_leases[-2:]
         while offered and self.model.absent:
             self.offer_again(0)
             offered -= 1
+        if wait:
+            self.clock.advance(GRACE_SECONDS)
 
     @rule()
     @precondition(lambda self: self.compacting is None)
@@ -457,7 +481,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(slices=st.integers(0, 3), key=st.sampled_from(ALL_KEYS))
     def restart_and_compact_at_once(self, slices: int, key: ChunkKey) -> None:
         """Segments come back, and chunks are stored, while the snapshot that still awaits those segments is being copied."""
-        self.restart(1)
+        self.restart(1, True)
         self.start_compaction()
         for _ in range(slices):
             if self.compacting is not None:
@@ -496,6 +520,9 @@ class DirectoryMachine(RuleBasedStateMachine):
             if held.deadline > self.clock.now:
                 for slot in held.slots:
                     assert self.memory.read(slot.location) == pattern(slot.token, slot.location.length)
+        for until, slot in self.model.before:
+            if until > self.clock.now:
+                assert self.memory.read(slot.location) == pattern(slot.token, slot.location.length)
 
     @invariant()
     def every_byte_is_used_once_or_free(self) -> None:

@@ -205,6 +205,7 @@ def test_a_restarted_server_has_the_contents_of_before(here: Node) -> None:
     eventually(lambda: reader.lookup(prompt(3 * CHUNK)) == 3 * CHUNK)
     assert get(reader, theirs, prompt(3 * CHUNK), seed=5) == 3 * CHUNK
     eventually(lambda: writer.get_stats()["connected"])
+    time.sleep(m.GRACE_SECONDS)  # before that a server that started again reserves nothing
     put(writer, mine, prompt(3 * CHUNK, 2))
     assert get(reader, theirs, prompt(3 * CHUNK, 2)) == 3 * CHUNK
     assert len(writer.get_stats()["server"]["segments"]) == 1

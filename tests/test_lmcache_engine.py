@@ -92,9 +92,9 @@ def touch_another_block(inside: Inside) -> None:
     copier = inside.worker.io.copier
     scatter = copier.scatter
 
-    def and_one_more(kv: Any, plan: Any, slots: Any) -> Any:
+    def and_one_more(kv: Any, plan: Any, slots: Any, after: Any) -> Any:
         kv.pages[0][0 if (kv.pages[0][0] == 0xA5).all() else 1, 0] = 0
-        return scatter(kv, plan, slots)
+        return scatter(kv, plan, slots, after)
 
     copier.scatter = and_one_more
 
@@ -453,9 +453,11 @@ def latent_rows(prompt: list[int]) -> list[torch.Tensor]:
     return rows
 
 
-def test_the_first_rank_broadcasts_mla_chunks_as_lmcache_lays_them_out(served: Pool) -> None:
+@pytest.mark.parametrize("checksum", [False, True], ids=["", "checksum"])
+def test_the_first_rank_broadcasts_mla_chunks_as_lmcache_lays_them_out(served: Pool, checksum: bool) -> None:
     """The rank that receives may have LMCache's own GPU connector, or ours: it has ours where it runs a look-up server too."""
-    first, second = ranks(served, MLA, lookup_server_worker_ids=[0, 1], extra={"save_only_first_rank": True})
+    extra = {"save_only_first_rank": True, "vcache.engine.checksum": checksum}
+    first, second = ranks(served, MLA, lookup_server_worker_ids=[0, 1], extra=extra)
     first.store(chunks(3))
     second.store(chunks(3, family=2))
     assert served.stats().chunks == 3

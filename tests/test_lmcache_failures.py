@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ import torch
 from engine_cases import CHUNK, SMALL, SNAPPY, Arrangement, PausingCopier
 from lmcache_cases import Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
 from processes import eventually
+
+from vcache_backend.metadata_server.messages import GRACE_SECONDS
 
 if TYPE_CHECKING:
     from lmcache_worker import Inside
@@ -68,6 +71,7 @@ def test_a_server_killed_between_look_up_and_retrieval_is_a_miss(served: Pool) -
     engine.store(chunks(3))
     assert engine.lookup(chunks(3), "r") == 3 * CHUNK
     served.node.server.kill()
+    time.sleep(GRACE_SECONDS)
     # The copy may run, under the look-up's lease; nobody says that it held, so that no token counts.
     assert engine.retrieve(chunks(3)).tokens == 0
     assert engine.lookup(chunks(3), "again") == 0
@@ -84,6 +88,7 @@ def test_a_server_killed_and_started_again_has_the_chunks_still(served: Pool) ->
     eventually(lambda: engine.lookup(chunks(3)) == 3 * CHUNK)
     # The pin is one of the server's earlier life.
     assert all_of(engine.retrieve(chunks(3), request="old"), 3 * CHUNK)
+    time.sleep(GRACE_SECONDS)  # before that a server that started again reserves nothing
     engine.store(chunks(2, family=2))
     assert all_of(engine.retrieve(chunks(2, family=2)), 2 * CHUNK)
     assert served.settled()
@@ -97,6 +102,7 @@ def kill_server_after_get(inside: Inside, pid: int) -> None:
 
         objs = get(keys)
         os.kill(pid, signal.SIGKILL)
+        time.sleep(GRACE_SECONDS)
         return objs
 
     inside.worker.get = get_and_kill
@@ -260,7 +266,6 @@ def test_slots_that_make_no_sense_store_nothing_wrong(served: Pool) -> None:
 
 def outlive_the_lease(inside: Inside) -> None:
     """A copy that starts when its lease is over and its chunks are gone."""
-    import time
 
     def wait() -> None:
         client, deadline = inside.worker.io.client, time.monotonic() + 10
@@ -299,8 +304,23 @@ def settle(inside: Inside) -> list[int]:
     return sorted(inside.backend.settle(SMALL.block_size))
 
 
+def grant_again(inside: Inside, seconds_ago: float) -> None:
+    """The leases of loads under way were given so long ago, as far as this process knows."""
+    for loading in inside.worker._loading:
+        loading.lease.deadline = time.monotonic() - seconds_ago + loading.lease.seconds
+
+
+def failures(inside: Inside) -> dict[str, int]:
+    found: dict[str, int] = inside.worker.io.stats.snapshot()["failures"]
+    return found
+
+
+@pytest.mark.parametrize("age", [0.0, GRACE_SECONDS], ids=["within the grace", "after it"])
 @pytest.mark.parametrize("killed", [False, True], ids=["held", "server killed"])
-def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold(served: Pool, killed: bool) -> None:
+def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold(
+    served: Pool, killed: bool, age: float
+) -> None:
+    """Within the grace of its lease it held, whatever happens to the server: what was leased stays where it is."""
     engine = served.engine(client=SNAPPY)
     engine.store(chunks(3))
     engine.do(settle_later)
@@ -309,11 +329,52 @@ def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold
     assert engine.retrieve(chunks(3), request="r").tokens == 3 * CHUNK
     if killed:
         served.node.server.kill()
+    engine.do(grant_again, age)
     blocks = engine.do(settle)
-    assert len(blocks) == (3 * CHUNK // SMALL.block_size if killed else 0)
+    lost = killed and age > 0
+    assert len(blocks) == (3 * CHUNK // SMALL.block_size if lost else 0)
+    assert engine.do(failures).get("lease_lost", 0) == lost
     assert engine.do(settle) == []
     if not killed:
         assert served.settled()
+
+
+def flip_in_pool(inside: Inside, prompt: list[int], chunk: int) -> None:
+    io, names = inside.worker.io, inside.worker._names.keys(inside.keys(prompt))
+    lease = io.lease(names)
+    io.views(lease.locations)[chunk].tensor[77] ^= 2
+    assert io.end(lease)
+
+
+@pytest.mark.parametrize("settles", [False, True], ids=["at once", "settled later"])
+def test_a_chunk_that_changed_in_the_pool_is_a_miss_where_there_are_checksums(pool: Pool, settles: bool) -> None:
+    pool.node.serve(lease_seconds=60)
+    checked = {"vcache.engine.checksum": True}
+    writer, reader = pool.engine(extra=checked), pool.engine(lent=0, extra=checked)
+    writer.store(chunks(3))
+    assert all_of(reader.retrieve(chunks(3)), 3 * CHUNK)
+    writer.do(flip_in_pool, chunks(3), 1)
+    assert reader.lookup(chunks(3), "r") == 3 * CHUNK
+    if settles:
+        reader.do(settle_later)
+    assert reader.retrieve(chunks(3), request="r").tokens == (3 * CHUNK if settles else 0)
+    assert len(reader.do(settle)) == (3 * CHUNK // SMALL.block_size if settles else 0)
+    assert reader.do(failures) == {"checksum": 1}
+    # Its lease is over, and the chunk has left the pool.
+    assert pool.settled()
+    eventually(lambda: reader.lookup(chunks(3)) == CHUNK)
+    writer.store(chunks(3))
+    assert reader.retrieve(chunks(3), request="again").tokens == 3 * CHUNK
+    assert reader.do(settle) == []
+
+
+def test_engines_with_checksums_and_without_do_not_share(served: Pool) -> None:
+    with_them, without = served.engine(extra={"vcache.engine.checksum": True}), served.engine()
+    with_them.store(chunks(2))
+    assert without.lookup(chunks(2)) == 0
+    without.store(chunks(2))
+    assert all_of(with_them.retrieve(chunks(2)), 2 * CHUNK)
+    assert all_of(without.retrieve(chunks(2)), 2 * CHUNK)
 
 
 def test_chunks_removed_after_the_look_up_are_there_for_its_request_and_for_no_other(served: Pool) -> None:

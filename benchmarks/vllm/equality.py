@@ -130,12 +130,13 @@ def _difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
     return f"differs from step {first} on; tokens {'equal' if expected['tokens'] == got['tokens'] else 'differ'}"
 
 
-def agreeing(fleet: Fleet, prompts: Prompts) -> list[Row]:
+def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
     """What `equal` rests on: A, B and the reference, each with kernels of its own making, compute the same bits from the same prompt.
 
     They do not where the compiler tried kernels and kept the faster, as it does unless told otherwise (`TORCHINDUCTOR_DETERMINISTIC`).
     """
-    pair, scale, same = Pair(fleet), fleet.scale, []
+    suffix, prefix = (f"_{kind}", f"{kind}_") if kind else ("", "")
+    pair, scale, same = Pair(fleet, prefix), fleet.scale, []
     for length in scale.few:
         tokens = prompts.new(length)
         for child in (pair.a, pair.b, pair.alone):
@@ -148,7 +149,7 @@ def agreeing(fleet: Fleet, prompts: Prompts) -> list[Row]:
         answers.append(pair.a.ask("generate", SECONDS, tokens=tokens, count=scale.answer, logprobs=LOGPROBS))
         same.append(len({said(answer) for answer in answers}) == 1 and not any(answer["cached"] for answer in answers))
     what = f"prompts that three instances compute alike without any cache, bit for bit; lengths {scale.few}"
-    return [fraction(f"{fleet.door}_instances_agree", same, what)]
+    return [fraction(f"{fleet.door}_instances_agree{suffix}", same, what)]
 
 
 def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) -> list[Row]:

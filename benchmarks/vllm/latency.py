@@ -223,18 +223,20 @@ def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
         a.ask("generate", SECONDS, tokens=prompt, count=1)
         fleet.stored(due)
     seconds = scale.decode_seconds
-    order = [0.0, EVERY, 0.0, EVERY, OFTEN]
-    windows = [{"seconds": seconds * (2 if every == EVERY else 1), "every": min(every, seconds / 2)} for every in order]
+    # Contexts grow and steps with them, by a tenth in the time this takes: each kind has the same share of every part of it.
+    order = [0.0, EVERY, OFTEN, OFTEN, EVERY, 0.0] * 2
+    windows = [{"seconds": seconds, "every": min(every, seconds / 2)} for every in order]
     running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
     room = scale.max_model_len - scale.decode_prompt - 1
-    results = b.ask("decode", 60 + 10 * seconds, prompts=running, count=room, windows=windows, loads=loads)
-    quiet = [MS * gap for result in (results[0], results[2]) for gap in result["gaps"]]
-    loaded = [MS * gap for result in (results[1], results[3]) for gap in (*result["gaps"], *result["beside"])]
-    often = [MS * gap for gap in (*results[4]["gaps"], *results[4]["beside"])]
+    results = b.ask("decode", 60 + 20 * seconds, prompts=running, count=room, windows=windows, loads=loads)
+    of = {every: [result for result, kind in zip(results, order, strict=True) if kind == every] for every in (0.0, EVERY, OFTEN)}
+    quiet = [MS * gap for result in of[0.0] for gap in result["gaps"]]
+    loaded = [MS * gap for result in of[EVERY] for gap in (*result["gaps"], *result["beside"])]
+    often = [MS * gap for result in of[OFTEN] for gap in (*result["gaps"], *result["beside"])]
     beside = [MS * gap for result in results for gap in result["beside"]]
-    done = [load for result in (results[1], results[3]) for load in result["loads"]]
+    done = [load for result in of[EVERY] for load in result["loads"]]
     full = sum(cached == scale.hit(length) for _, cached in done)
-    share = sum(len(results[index]["beside"]) for index in (1, 3)) / max(1, len(loaded))
+    share = sum(len(result["beside"]) for result in of[EVERY]) / max(1, len(loaded))
     loads_ = f"{len(done)} loads of {length} tokens ({full} full hits), {share:.2%} of the gaps hold one"
     return _gaps(fleet, quiet, loaded, often, beside, loads_)
 

@@ -78,7 +78,9 @@ def retrieve_directly(engine: Any, name: Callable[[], str], load: Callable[[list
         loaded = load(keys[:chunks], skipped, kwargs) if chunks > skipped else 0
         retrieved = torch.zeros(len(tokens), dtype=torch.bool)
         retrieved[first : first + loaded * size] = True
-        engine.stats_monitor.on_retrieve_finished(started, loaded * size)
+        # LMCache's own retrievals leave tensors of that mode in its counters, to which this adds.
+        with torch.inference_mode():
+            engine.stats_monitor.on_retrieve_finished(started, loaded * size)
         log.info("[req_id=%s] retrieved %d of %d tokens from the pool", request, loaded * size, len(tokens) - first)
         return retrieved
 

@@ -173,6 +173,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.store()
 
+    @_guarded((None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, (self._worker.finished() if self._worker is not None else None) or None
 
@@ -185,6 +186,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise RuntimeError(f"vcache: {self._worker.unsafe}, and this vLLM cannot recompute such a step")
         return invalid
 
+    @_guarded(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.said() if self._worker is not None else None
 

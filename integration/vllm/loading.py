@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -23,7 +24,7 @@ from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
 
-POLL_SECONDS = 0.0005
+POLL_SECONDS = 0.0002
 """How often a load asks for chunks that another instance is still computing."""
 Blocks = npt.NDArray[np.int64]
 
@@ -92,16 +93,23 @@ class Loading:
                     return self._given_up()
                 if self._part is not None and not self._settle():
                     return bool(self._cause)
-            self._tell()
+            with suppress(Exception):
+                self._tell()
         except ChecksumError:
             self._fail("checksum")
         except Exception as error:  # noqa: BLE001 - what is not known to be right is computed
             self._fail("copy")
-            self._context.io.miss("load", error)
+            with suppress(Exception):
+                self._context.io.miss("load", error)
         return True
 
+    @property
+    def launched(self) -> bool:
+        """Is a copy under way, or the load over?"""
+        return self._over or self._part is not None
+
     def abandon(self) -> None:
-        """Its copy does not end: whatever it had to bring is not there."""
+        """Nothing is to be waited for any more: what it had to bring is not there."""
         self._over = True
         self._fail("copy")
 
@@ -235,13 +243,13 @@ class Loading:
         self.invalid = self.load.blocks[start : self.load.stop]
         if self.cancelled:
             return
-        if self._tokens_by_tier:
-            self._tell()
-        self._context.meter.failed(cause)
-        self._context.io.stats.failed(cause)
-        log.warning(
-            "%d tokens of request %s are computed, not loaded: %s", self._tokens(len(self.invalid)), self.load.request_id, cause
-        )
+        tokens, request = self._tokens(len(self.invalid)), self.load.request_id
+        log.warning("%d tokens of request %s are computed, not loaded: %s", tokens, request, cause)
+        with suppress(Exception):  # a number too few
+            if self._tokens_by_tier:
+                self._tell()
+            self._context.meter.failed(cause)
+            self._context.io.stats.failed(cause)
 
     def _tokens(self, blocks: int) -> int:
         return blocks * self._context.chunk_size // self._context.per_chunk

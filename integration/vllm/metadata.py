@@ -50,11 +50,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Store:
-    """Consecutive chunks that this step completes. keys: of rank 0. blocks: vLLM's numbers, those of all chunks in order.
+    """Consecutive chunks of a request that this step completes. keys: of rank 0. blocks: vLLM's numbers, those of all chunks in order.
 
     prefix: the keys of all chunks before them. said: what to tell routers of each chunk, where anybody listens.
     """
 
+    request_id: str
     keys: list[ChunkKey]
     blocks: list[int]
     prefix: list[ChunkKey]

@@ -219,10 +219,9 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         granted = tracked.granted if tracked is not None else None
         chosen: list[int] = blocks.get_block_ids()[0]
-        count = external // self._block
-        self._loads.append(
-            Load(request.request_id, [], chosen, max(len(chosen) - count, 0), len(chosen), granted=granted, lost=True)
-        )
+        first = tracked.local // self._block if tracked is not None else 0
+        stop = min(first + external // self._block, len(chosen))
+        self._loads.append(Load(request.request_id, [], chosen, first, stop, granted=granted, lost=True))
 
     def close(self) -> None:
         if self._releaser is not None:
@@ -368,7 +367,7 @@ class SchedulerSide:
         if self._publishes:
             bounds = [(chunk * self._size, (chunk + 1) * self._size) for chunk in range(first, ready)]
             said = [stored_blocks(request, start, end, self._hash_block) for start, end in bounds]
-        meta.stores.append(Store(tracked.keys[first:ready], blocks, tracked.keys[:first], said))
+        meta.stores.append(Store(request.request_id, tracked.keys[first:ready], blocks, tracked.keys[:first], said))
         tracked.stored = ready
 
     def _open(self) -> KeyMaker | None:

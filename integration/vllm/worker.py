@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -155,7 +156,9 @@ class WorkerSide:
         context, stores = self._context, self._meta.stores
         if context is None:
             return
-        for store in stores:
+        # What was computed from bytes that are not right must not get into the pool.
+        self._settle_step()
+        for store in [store for store in stores if store.request_id not in self._failed]:
             started = perf_counter()
             try:
                 blocks = np.array(store.blocks, dtype=np.int64)
@@ -180,7 +183,8 @@ class WorkerSide:
     def finished(self) -> set[str]:
         """Requests whose load is over, held or not. Launches what can be launched."""
         done = self._advance() | self._give_up()
-        if self._meta.idle and not done and self._loads:
+        until = time.monotonic() + IDLE_SECONDS
+        while self._meta.idle and self._loads and not done and time.monotonic() < until:
             self._loads[0].wait(IDLE_SECONDS)
             done = self._advance()
         return done
@@ -193,7 +197,7 @@ class WorkerSide:
 
     def said(self) -> Said | None:
         """What the scheduler must know of this step."""
-        readable = self._segments(self._context.io) if self._context is not None else frozenset()
+        readable = self._segments(self._context.io) if self._context is not None else self._readable
         changed = readable != self._readable
         if not (self._failed or self._flushed or changed):
             return None
@@ -226,11 +230,17 @@ class WorkerSide:
     # ---- inside
 
     def _advance(self) -> set[str]:
-        over = [loading for loading in self._loads if loading.advance()]
-        for loading in over:
-            self._loads.remove(loading)
-            self._note(loading)
-        return {loading.load.request_id for loading in over}
+        over = set()
+        for loading in list(self._loads):
+            if loading.advance():
+                self._loads.remove(loading)
+                try:
+                    self._note(loading)
+                    over.add(loading.load.request_id)
+                except Exception:  # vLLM waits for the end of this one too
+                    log.exception("vcache: a load's end could not be noted, so it counts as failed")
+                    self._lost.append(loading.load)
+        return over
 
     def _give_up(self) -> set[str]:
         """Loads that never began."""
@@ -243,15 +253,17 @@ class WorkerSide:
         return {load.request_id for load in lost if load.granted is None}
 
     def _settle_step(self) -> None:
-        """Wait for the loads that the step which just ran needed."""
+        """Wait for the loads that the step which just ran needed. None is launched any more: the model has read the blocks."""
         loads, self._in_step = self._in_step, []
         deadline = time.monotonic() + IN_STEP_SECONDS
         for loading in loads:
-            while not loading.advance():
+            while loading.launched and not loading.advance():
                 if time.monotonic() > deadline:
                     loading.abandon()
                     break
                 loading.wait(IDLE_SECONDS)
+            if not loading.launched:
+                loading.abandon()
             self._note(loading)
             if loading.invalid:
                 self._step_failed(loading.load)
@@ -268,32 +280,43 @@ class WorkerSide:
                 self.events.stored(blocks)
 
     def _segments(self, io: ChunkIO) -> frozenset[SegmentId]:
-        return frozenset(info.id for info in io.pool.mapped())
+        try:
+            return frozenset(info.id for info in io.pool.mapped())
+        except Exception as error:  # noqa: BLE001 - the rest of what a step has to say must get through
+            io.miss("segments", error)
+            return self._readable
 
     def _note(self, loading: Loading) -> None:
         if not loading.invalid:
             return
         self._failed.add(loading.load.request_id)
         self._invalid |= set(loading.invalid)
-        self._meter.recomputed(len(loading.invalid) * self._model.block_size)
+        with suppress(Exception):  # a number too few
+            self._meter.recomputed(len(loading.invalid) * self._model.block_size)
 
     def _fence(self, context: Context, meta: StepMetadata) -> None:
         """Let this step's work come after the stores that still read a block which somebody gets now."""
         if not self._gathers:
             return
-        under_way = []
-        for gather in self._gathers:
-            if gather.copy.done():
-                self._meter.stored(gather.tokens, gather.nbytes, gather.seconds, gather.copy.seconds or 0.0)
-            else:
-                under_way.append(gather)
-        self._gathers = under_way
+        self._gathers = under_way = [gather for gather in self._gathers if not self._over(gather)]
         if not under_way or not (meta.fresh or meta.opaque):
             return
         given = np.concatenate([np.array(blocks, dtype=np.int64) for blocks in meta.fresh or [[]]])
         for gather in under_way:
             if meta.opaque or np.isin(given, gather.blocks).any():
                 context.io.copier.fence(gather.copy)
+
+    def _over(self, gather: _Gather) -> bool:
+        """Has the store read its blocks? One that failed reads nothing, and is not committed."""
+        try:
+            if not gather.copy.done():
+                return False
+        except VCacheError as error:
+            log.debug("a store failed: %s", error)
+            return True
+        with suppress(Exception):  # a number too few
+            self._meter.stored(gather.tokens, gather.nbytes, gather.seconds, gather.copy.seconds or 0.0)
+        return True
 
 
 def _on_device_of(kv: PagedKV, config: Config) -> Config:

@@ -1,0 +1,218 @@
+"""Disaggregated prefill with real vLLM servers on the CPU: the example, its proxy, a prefill server that is gone; the benchmark's rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from processes import PATIENT, ROOT, Child, eventually
+from vllm_cases import new_tokens
+
+from vcache_backend.benchmarks.results import Row
+from vcache_backend.benchmarks.vllm_pd import Samples, rows
+from vcache_backend.metadata_server.client import Client
+
+EXAMPLE, PROXY = ROOT / "examples" / "disaggregated_prefill.py", ROOT / "examples" / "prefill_proxy.py"
+WANTED = (
+    "vllm",
+    "safetensors",
+    "aiohttp",
+    "watchfiles",
+    "prometheus_fastapi_instrumentator",
+    "model_hosting_container_standards",
+)
+ABSENT = [name for name in WANTED if find_spec(name) is None]
+START_SECONDS = 300.0
+"""Until both servers serve: 40 s on two idle cores."""
+WHOLE, TAIL = 512, 8
+CHUNKS = WHOLE // 64
+
+pytestmark = pytest.mark.timeout(START_SECONDS + 60)
+
+
+class Said(NamedTuple):
+    tokens: list[int]
+    cached: int
+
+
+class Site:
+    """The example, serving. Ports: of its proxy, of the prefill and of the decode server."""
+
+    def __init__(self, child: Child, folder: Path, ports: list[int]) -> None:
+        self.child, self.folder = child, folder
+        self.proxy, self.prefill, self.decode = (f"http://127.0.0.1:{port}" for port in ports)
+        self._prefill_port = ports[1]
+
+    def ask(self, url: str, prompt: list[int], **params: Any) -> Said:
+        """A completions request, greedy. params: its `kv_transfer_params` of ours."""
+        body = {"model": str(self.folder / "model"), "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body |= {"return_token_ids": True, "kv_transfer_params": {"vcache": params}}
+        request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=40) as reply:
+            said = json.load(reply)
+        return Said(said["choices"][0]["token_ids"], said["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    def right(self, prompt: list[int]) -> list[int]:
+        """What the prefill server makes of it, if it answers itself."""
+        return self.ask(self.prefill, prompt, store=False).tokens
+
+    def chunks(self) -> int:
+        with Client(self.folder / "vcache.sock", PATIENT, reconnect=False) as client:
+            client.require()
+            return client.stats().chunks
+
+    @contextmanager
+    def another_proxy(self, *arguments: str) -> Iterator[tuple[str, Child]]:
+        """A proxy before the same servers; its URL."""
+        (port,) = free_ports(1)
+        command = [sys.executable, str(PROXY), "--prefill", self.prefill, "--decode", self.decode, "--port", str(port)]
+        with Child([*command, *arguments]) as child:
+            child.expect("serves on")
+            yield f"http://127.0.0.1:{port}", child
+
+    def prefill_pid(self) -> int:
+        """Of the prefill server, which leads the group of all its processes."""
+        (pid,) = [pid for pid in left_over(self.folder) if f"--port={self._prefill_port}" in command_line(pid)]
+        return pid
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as undo:
+        probes = [undo.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def left_over(folder: Path) -> list[int]:
+    """Processes that have the folder on their command line."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid()]
+    return [pid for pid in pids if str(folder) in command_line(pid)]
+
+
+def example(folder: Path, *arguments: str) -> tuple[Child, list[int]]:
+    """As a person starts it, its files in `folder`."""
+    if ABSENT:
+        pytest.skip(f"vLLM's OpenAI server needs {', '.join(ABSENT)} (requirements/vllm-cpu.txt)")
+    ports = free_ports(3)
+    command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--cpu", "--logs", str(folder)]
+    command += ["--ports", ",".join(map(str, ports)), *arguments]
+    # Triton's interpreter is for our own kernels; vLLM would try to use it.
+    return Child(command, TRITON_INTERPRET="0", PYTHONPATH=os.environ.get("PYTHONPATH", "")), ports
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("pd") / "run"
+    child, ports = example(folder, "--json", "--stay", "--lengths", "128,512")
+    with child:
+        child.expect("warming up", START_SECONDS)
+        yield Site(child, folder, ports)
+        child.signal(signal.SIGTERM)
+        child.wait()
+
+
+def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens(site: Site) -> None:
+    for line in ('"context_matters": true', '"ok": true', "send completions to"):
+        site.child.expect(line, 60)
+    assert site.chunks() == 0
+
+
+@pytest.mark.parametrize("order", ["decode-first", "prefill-first"])
+def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(site: Site, order: str) -> None:
+    prompt = new_tokens(WHOLE + TAIL)
+    with site.another_proxy("--order", order, "--wait-seconds", "30") as (url, _):
+        said = site.ask(url, prompt)
+    assert said == Said(site.right(prompt), WHOLE)
+
+
+def test_chunks_meant_for_one_reader_are_gone_and_others_stay(site: Site) -> None:
+    once, kept = new_tokens(WHOLE + TAIL), new_tokens(WHOLE + TAIL)
+    before = site.chunks()
+    assert site.ask(site.proxy, kept, consume_once=False).cached == WHOLE
+    assert site.chunks() == before + CHUNKS
+    assert site.ask(site.proxy, once).cached == WHOLE
+    assert site.chunks() == before + CHUNKS
+
+
+def test_a_prefill_server_that_hangs_costs_the_deadline_and_no_more(site: Site) -> None:
+    prompt = new_tokens(WHOLE + TAIL)
+    right, pid = site.right(prompt), site.prefill_pid()
+    with site.another_proxy("--wait-seconds", "1") as (url, _):
+        os.killpg(pid, signal.SIGSTOP)
+        try:
+            said = site.ask(url, prompt)
+        finally:
+            os.killpg(pid, signal.SIGCONT)
+    assert said == Said(right, 0)
+
+
+def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_says_so(site: Site) -> None:
+    first, second = new_tokens(WHOLE + TAIL), new_tokens(WHOLE + TAIL)
+    right = [site.right(first), site.right(second)]
+    os.killpg(site.prefill_pid(), signal.SIGKILL)
+    with site.another_proxy("--wait-seconds", "1") as (url, child):
+        assert site.ask(url, first) == Said(right[0], 0)
+        assert "computes the prompt itself after 1 s" in child.expect("request 1: the prefill server failed")
+        assert site.ask(url, second) == Said(right[1], 0)
+        child.expect("request 2: not announced")
+
+
+def test_ctrl_c_ends_whatever_was_started(site: Site) -> None:
+    assert len(left_over(site.folder)) >= 3
+    site.child.signal(signal.SIGINT)
+    status, said = site.child.wait()
+    assert status == 130, said
+    eventually(lambda: not left_over(site.folder))
+
+
+def test_a_sigterm_during_the_start_too(tmp_path: Path) -> None:
+    child, _ = example(tmp_path / "run")
+    with child:
+        child.expect("the decode server: starting")
+        assert len(left_over(tmp_path / "run")) >= 4
+        child.signal(signal.SIGTERM)
+        status, said = child.wait()
+    assert status == 143, said
+    eventually(lambda: not left_over(tmp_path / "run"))
+
+
+# ---- the benchmark's rows
+
+
+def judged(together: float, **more: list[bool]) -> dict[str, Row]:
+    """Rows of three rounds: prefill 0.3 s, 2 GiB at 350 GB/s, and the first token after `together` seconds."""
+    samples = Samples()
+    samples.seconds |= {"prefill": [0.2, 0.3, 0.9], "alone": [0.3] * 3, "in_turn": [0.4] * 3, "together": [together] * 3}
+    samples.full, samples.equal, samples.left = more.get("full", [True]), more.get("equal", [True]), [0, 0]
+    return {row.case: row for row in rows(samples, 16384, 2 << 30, 350.0)}
+
+
+def test_the_first_token_is_allowed_the_prefill_the_copy_with_a_reserve_and_5_ms() -> None:
+    allowed = 300 + (2 << 30) / 350e6 * 1.15 + 5
+    found = judged(0.312)["pd_ttft_16k"]
+    assert (found.value, found.reference, found.ok) == (312.0, pytest.approx(allowed), True)
+    assert judged(0.3125)["pd_ttft_16k"].ok is False
+
+
+def test_one_answer_that_is_wrong_or_was_computed_misses_its_row() -> None:
+    found = judged(0.3, full=[True, False], equal=[False, True])
+    assert (found["pd_full_hits"].ok, found["pd_equal"].ok, found["pd_consumed"].ok) == (False, False, True)

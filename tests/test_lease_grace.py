@@ -1,0 +1,113 @@
+"""What a reader may conclude by itself: a copy that is over within the grace of its lease held; after it the server is asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_cases import CHUNK, SNAPPY, Cache, Node, layout_of, node, prompt, put
+from processes import eventually
+
+from vcache_backend.chunk_io import Lease
+from vcache_backend.metadata_server.messages import GRACE_SECONDS
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Node]:
+    """A node on which everything is noticed quickly. No server yet."""
+    with node(tmp_path, SNAPPY) as made:
+        yield made
+
+
+class Reading:
+    """A ChunkIO, and a lease on two chunks: its own, or one that the client `holder` of another process got."""
+
+    def __init__(self, here: Node, foreign: bool = False, lease_seconds: float = 60.0) -> None:
+        self.server, cache = here.serve(lease_seconds=lease_seconds), Cache()
+        put(here.engine("host:a", 2 * cache.chunk_bytes, layout_of(cache)), cache, prompt(2 * CHUNK))
+        reader = here.engine("host:b", 0, layout_of(cache))
+        self.io, self.holder, self.bystander = reader._io, here.client(), here.client()
+        keys = reader.keys(prompt(2 * CHUNK))
+        if foreign:
+            leased = self.holder.acquire(keys)
+            self.lease = Lease(leased.lease, keys, leased.locations, 0.0, leased.seconds, -1)
+        else:
+            lease = self.io.lease(keys)
+            assert lease is not None
+            self.lease = lease
+        assert len(self.lease.locations) == 2
+        self.foreign = foreign
+
+    def concluded(self, age: float) -> bool:
+        """What is concluded `age` seconds after the lease was given, as far as the reader knows."""
+        self.lease.deadline = time.monotonic() - age + self.lease.seconds
+        return self.io.conclude(self.lease, ours=not self.foreign)
+
+    def answered(self) -> tuple[int, int]:
+        """Renewals and releases of the reader."""
+        renewals, releases = (self.io.client.latency.get(name) for name in ("Renew", "Release"))
+        return renewals.count if renewals else 0, releases.count if releases else 0
+
+    def leases(self) -> int:
+        return self.bystander.stats().leases
+
+
+@pytest.fixture(params=[False, True], ids=["own", "another's"])
+def reading(here: Node, request: pytest.FixtureRequest) -> Reading:
+    return Reading(here, foreign=request.param)
+
+
+# ---- within the grace
+
+
+def test_the_lease_held_though_the_server_hangs(reading: Reading) -> None:
+    with reading.server.stopped():
+        assert reading.concluded(0.0)
+
+
+def test_the_lease_held_though_the_server_is_gone(reading: Reading) -> None:
+    reading.server.kill()
+    eventually(lambda: not reading.io.client.connected)
+    assert reading.concluded(0.0)
+
+
+def test_the_lease_is_ended_behind_the_reader_s_back(reading: Reading) -> None:
+    assert reading.leases() == 1
+    assert reading.concluded(0.0)
+    eventually(lambda: reading.leases() == 0)
+    assert reading.answered() == (0, 1)
+
+
+def test_a_lease_for_less_than_the_grace_holds_for_its_time_only(here: Node) -> None:
+    seconds = GRACE_SECONDS / 5
+    reading = Reading(here, lease_seconds=seconds)
+    eventually(lambda: reading.leases() == 0)
+    assert not reading.concluded(seconds)
+
+
+# ---- after it
+
+
+def test_the_server_s_word_counts_if_it_says_yes(reading: Reading) -> None:
+    assert reading.concluded(GRACE_SECONDS)
+    assert reading.leases() == 0
+    assert reading.answered() == (int(reading.foreign), 1)
+
+
+def test_the_server_s_word_counts_if_it_says_no(reading: Reading) -> None:
+    assert reading.bystander.release(reading.lease.id)
+    assert not reading.concluded(GRACE_SECONDS)
+
+
+def test_the_server_s_silence_is_a_no(reading: Reading) -> None:
+    with reading.server.stopped():
+        assert not reading.concluded(GRACE_SECONDS)
+
+
+def test_a_lease_that_ended_with_its_holder_did_not_hold(here: Node) -> None:
+    reading = Reading(here, foreign=True)
+    reading.holder.close()
+    eventually(lambda: reading.leases() == 0)
+    assert not reading.concluded(GRACE_SECONDS)

@@ -1,0 +1,190 @@
+"""The connector's settings, a request's wishes and the names of chunks: what is understood, and what is refused. No vLLM is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm_objects import LAYERS, caches, vllm_config
+
+from vcache_backend import config
+from vcache_backend.chunk import Namespace
+from vcache_backend.config import EngineConfig
+from vcache_backend.errors import ConfigError
+from vcache_backend.integration.vllm import facts, settings, wants
+from vcache_backend.integration.vllm.keys import HASH_BYTES, KeyMaker, of_rank
+from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES
+
+# ---- settings
+
+
+def yaml(folder: Path, text: str) -> str:
+    file = folder / "vcache.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_nothing_set_is_the_defaults() -> None:
+    assert settings.read({}) == config.load()
+
+
+def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
+    text = "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, wait_seconds: 3.0}\npool: {segment_bytes: 4 GiB}"
+    file = yaml(tmp_path, text)
+    found = settings.read({"config": file, "connector": {"wait_seconds": 1.5}, "engine": {"chunk_size": 128}})
+    assert found.server.path == Path("/of/the/file")
+    assert (found.connector.min_hit_tokens, found.connector.wait_seconds) == (512, 1.5)
+    assert (found.engine.chunk_size, found.pool.segment_bytes) == (128, 4 << 30)
+
+
+def test_without_a_file_of_its_own_the_environments_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VCACHE_CONFIG", yaml(tmp_path, "connector: {store: prompt}"))
+    assert settings.read({}).connector.store == "prompt"
+    assert settings.read({"connector": {"store": "all"}}).connector.store == "all"
+
+
+def test_the_environments_socket_goes_over_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VCACHE_SOCKET", "/of/the/environment")
+    assert settings.read({"server": {"socket": "/in/place"}}).server.path == Path("/of/the/environment")
+
+
+def test_a_default_socket_is_found_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where the settings were read."""
+    found = settings.read({"connector": {"min_hit_tokens": 1}})
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/another")
+    assert found.server.path == Path("/another/vcache/vcache.sock")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"conector": {}}, "kv_connector_extra_config: Object contains unknown field `conector`"),
+        ({"connector": {"min_hit": 1}}, "kv_connector_extra_config: Object contains unknown field `min_hit` - at `$.connector`"),
+        ({"connector": {"min_hit_tokens": 0}}, "Expected `int` >= 1 - at `$.connector.min_hit_tokens`"),
+        ({"connector": {"min_hit_tokens": "64"}}, "Expected `int`, got `str` - at `$.connector.min_hit_tokens`"),
+        ({"connector": {"sync_below_tokens": -1}}, "Expected `int` >= 0 - at `$.connector.sync_below_tokens`"),
+        ({"connector": {"store": "some"}}, "Invalid enum value 'some' - at `$.connector.store`"),
+        ({"connector": {"wait_seconds": 0}}, "- at `$.connector.wait_seconds`"),
+        ({"pool": {"segment_bytes": "many"}}, "Expected bytes such as 1073741824, '8 GiB' or '512MiB', got 'many'"),
+        ({"connector": 3}, "kv_connector_extra_config: connector: Expected a section of settings, got 3"),
+        ({"server": "/a/socket"}, "kv_connector_extra_config: server: Expected a section of settings, got '/a/socket'"),
+        ({"config": {"connector": {}}}, "kv_connector_extra_config: config: Expected the path of a YAML file, got {"),
+        ({"config": "/no/such/file"}, "/no/such/file: "),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_exist_are_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        settings.read(given)
+    assert said in str(raised.value)
+
+
+def test_a_wrong_key_of_the_file_is_the_files(tmp_path: Path) -> None:
+    file = yaml(tmp_path, "connector: {min_hit: 1}")
+    with pytest.raises(ConfigError, match=r"vcache\.yaml: Object contains unknown field `min_hit` - at `\$\.connector`"):
+        settings.read({"config": file, "connector": {"min_hit_tokens": 1}})
+
+
+# ---- wishes
+
+
+@pytest.mark.parametrize("params", [None, {}, {"vcache": None}, {"vcache": {}}, {"do_remote_decode": True}], ids=str)
+def test_a_request_that_wishes_nothing_loads_and_stores(params: dict[str, Any] | None) -> None:
+    asked = wants.read(params)
+    assert (asked.load, asked.store, asked.announced, asked.consume_once, asked.wait_seconds) == (True, True, False, None, None)
+
+
+def test_wishes_are_read() -> None:
+    given = {"announced": True, "wait_seconds": 5, "consume_once": True, "store": False}
+    assert wants.read({"vcache": given, "other": 1}) == wants.Wants(
+        announced=True, wait_seconds=5.0, consume_once=True, store=False, load=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"anounced": True}, "Object contains unknown field `anounced`"),
+        ({"announced": 1}, "Expected `bool`, got `int` - at `$.announced`"),
+        ({"wait_seconds": -0.1}, "Expected `float` >= 0.0 - at `$.wait_seconds`"),
+        ({"wait_seconds": 601}, "Expected `float` <= 600.0 - at `$.wait_seconds`"),
+        ({"wait_seconds": float("nan")}, "- at `$.wait_seconds`"),
+        ({"store": "no"}, "Expected `bool`, got `str` - at `$.store`"),
+        ("announced", "Expected `object`, got `str`"),
+        ([], "Expected `object`, got `array`"),
+    ],
+    ids=str,
+)
+def test_wishes_that_are_not_understood_are_named(given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match="kv_transfer_params: vcache: ") as raised:
+        wants.read({"vcache": given})
+    assert said in str(raised.value)
+
+
+# ---- keys
+
+NAMESPACE, OTHER = Namespace(bytes(range(32))), Namespace(bytes(range(1, 33)))
+hashes = st.lists(st.binary(min_size=32, max_size=32), max_size=40, unique=True)
+in_turn = pytest.mark.parametrize("each", [1, 2, 8], ids="{} blocks a chunk".format)
+
+
+@in_turn
+@given(blocks=hashes)
+def test_a_chunk_is_named_after_its_last_block(each: int, blocks: list[bytes]) -> None:
+    maker = KeyMaker(NAMESPACE, each)
+    keys = maker.keys(blocks, 0, maker.whole(blocks))
+    assert len(keys) == len(blocks) // each
+    for number, key in enumerate(keys):
+        last = blocks[(number + 1) * each - 1]
+        assert key == NAMESPACE.prefix + last[:HASH_BYTES] + bytes(RANK_BYTES)
+        assert len(key) == KEY_BYTES
+
+
+@in_turn
+@given(blocks=hashes, data=st.data())
+def test_keys_of_a_part_are_a_part_of_the_keys(each: int, blocks: list[bytes], data: st.DataObject) -> None:
+    maker = KeyMaker(NAMESPACE, each)
+    whole = maker.whole(blocks)
+    first = data.draw(st.integers(0, whole))
+    stop = data.draw(st.integers(first, whole))
+    assert maker.keys(blocks, first, stop) == maker.keys(blocks, 0, whole)[first:stop]
+
+
+@given(blocks=hashes, rank=st.integers(0, 2 ** (8 * RANK_BYTES) - 1))
+def test_ranks_and_namespaces_never_share_a_key(blocks: list[bytes], rank: int) -> None:
+    maker = KeyMaker(NAMESPACE, 1)
+    keys = maker.keys(blocks, 0, len(blocks))
+    of_one = of_rank(keys, rank)
+    assert of_rank(of_one, 0) == keys
+    assert [key[:-RANK_BYTES] for key in of_one] == [key[:-RANK_BYTES] for key in keys]
+    assert all(int.from_bytes(key[-RANK_BYTES:], "big") == rank for key in of_one)
+    assert not set(keys) & set(KeyMaker(OTHER, 1).keys(blocks, 0, len(blocks)))
+    assert len(NAMESPACE.prefix) == NAMESPACE_BYTES
+
+
+@pytest.mark.parametrize("size", [0, 8, HASH_BYTES - 1])
+def test_hashes_too_short_to_stand_for_a_prefix_are_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match=f"a block hash has {size} B, {HASH_BYTES} are needed: set --prefix-caching-hash-algo"):
+        KeyMaker(NAMESPACE, 2).keys([bytes(size)] * 4, 0, 2)
+
+
+# ---- another number of workers
+
+
+def namespace(tp_size: int, pp_size: int) -> Namespace:
+    """Of an instance each of whose workers holds the same bytes."""
+    made = vllm_config(parallel_config__tensor_parallel_size=tp_size, parallel_config__pipeline_parallel_size=pp_size)
+    kv_caches = caches()
+    kv = facts.describe(made, kv_caches, 0, 8, EngineConfig())
+    shards = [facts.read_shard(made, kv_caches, kv, 8, pp, tp) for pp in range(pp_size) for tp in range(tp_size)]
+    return facts.layout(facts.read_model(made), shards, 8, b"root").namespace()
+
+
+def test_instances_of_other_sizes_never_share() -> None:
+    sizes = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)]
+    assert len(LAYERS) == 3
+    assert len({namespace(*size) for size in sizes}) == len(sizes)
+    assert namespace(2, 2) == namespace(2, 2)
