@@ -2,7 +2,8 @@
 
 Several processes with several connections each store, read, die and linger; leases and reservations run out; segments come
 and go; the server restarts from its journal, whole or compacted. After every step: every leased location holds the bytes last
-committed under its key (those of leases that ended with their connection or server, for their grace), no two occupied places overlap, no chunk is lost or counted twice, and the journal tells the truth.
+committed under its key, for its grace also where the connection or the server is gone; no two occupied places overlap, no chunk
+is lost or counted twice, and the journal tells the truth.
 `HYPOTHESIS_PROFILE=thorough` runs many more, and longer ones.
 """
 

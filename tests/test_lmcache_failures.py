@@ -317,9 +317,7 @@ def failures(inside: Inside) -> dict[str, int]:
 
 @pytest.mark.parametrize("age", [0.0, GRACE_SECONDS], ids=["within the grace", "after it"])
 @pytest.mark.parametrize("killed", [False, True], ids=["held", "server killed"])
-def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold(
-    served: Pool, killed: bool, age: float
-) -> None:
+def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold(served: Pool, killed: bool, age: float) -> None:
     """Within the grace of its lease it held, whatever happens to the server: what was leased stays where it is."""
     engine = served.engine(client=SNAPPY)
     engine.store(chunks(3))
@@ -353,6 +351,8 @@ def test_a_chunk_that_changed_in_the_pool_is_a_miss_where_there_are_checksums(po
     writer, reader = pool.engine(extra=checked), pool.engine(lent=0, extra=checked)
     writer.store(chunks(3))
     assert all_of(reader.retrieve(chunks(3)), 3 * CHUNK)
+    assert reader.lookup(chunks(3), "behind") == 3 * CHUNK
+    assert reader.retrieve(chunks(3), request="behind", cached=CHUNK).tokens == 2 * CHUNK
     writer.do(flip_in_pool, chunks(3), 1)
     assert reader.lookup(chunks(3), "r") == 3 * CHUNK
     if settles:

@@ -31,8 +31,8 @@ class Client:
     Any thread may call any method; requests go one after the other. Every call answers or raises within its deadline
     (`client.request_seconds`; control calls: `client.control_seconds`): ServerTimeout when it passed, ServerUnavailable at once
     while there is no connection (the breaker is open), Refused when the server said no. After a failure a background thread
-    connects again and offers again the segments in `offer`. Leases and reservations do not survive a lost connection.
-    Not to be used in a forked child: calls there raise ServerUnavailable.
+    connects again and offers again the segments in `offer`. Reservations do not survive a lost connection, leases do so for their
+    grace only. Not to be used in a forked child: calls there raise ServerUnavailable.
     """
 
     def __init__(
