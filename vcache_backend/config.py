@@ -145,11 +145,12 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
 class ConnectorConfig(_Section, frozen=True, kw_only=True):
     """Our connector in vLLM. Token counts are of what vLLM's own prefix cache does not have.
 
-    min_hit_tokens: a shorter hit is computed instead. sync_below_tokens: while other requests run, a shorter load is part of its
-    step rather than take its time beside it; while none does, every load is. 0: none ever is. store: every chunk that is computed,
-    or only those of prompts. wait_seconds: how long a request waits for a prefix that was announced to it and is still being
-    computed elsewhere. consume_once: chunks leave the pool when they are loaded, as in disaggregated prefill. model: names the
-    weights, for instances that see the same ones under different paths; empty: as vLLM names them.
+    min_hit_tokens: a shorter hit is computed instead. sync_below_tokens: a load is part of the step that needs it, rather than
+    beside the steps of others, while nothing else runs; where vLLM can recompute such a load (its first model runner without
+    asynchronous scheduling), also while others run if it is shorter than this. 0: never. store: every chunk that is computed, or
+    only those of prompts. wait_seconds: how long a request waits for a prefix that was announced to it and is still being computed
+    elsewhere. consume_once: chunks leave the pool when they are loaded, as in disaggregated prefill. model: names the weights, for
+    instances that see the same ones under different paths; empty: as vLLM names them.
     """
 
     min_hit_tokens: PositiveInt = 256

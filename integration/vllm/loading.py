@@ -98,6 +98,8 @@ class Loading:
         except ChecksumError:
             self._fail("checksum")
         except Exception as error:  # noqa: BLE001 - what is not known to be right is computed
+            if self._part is not None and not _quiet(self._part.scattered):
+                return False
             self._fail("copy")
             with suppress(Exception):
                 self._context.io.miss("load", error)
@@ -171,8 +173,10 @@ class Loading:
         finally:
             self._metadata_seconds += perf_counter() - started
 
-    def _granted(self, granted: Granted) -> Lease:
-        """The scheduler's lease, on all chunks."""
+    def _granted(self, granted: Granted) -> Lease | None:
+        """The scheduler's lease. Its locations are those of all chunks: it is of use once."""
+        if self._done:
+            return None
         return Lease(granted.lease, self._keys, granted.locations, granted.deadline, granted.seconds, -1)
 
     def _settle(self) -> bool:
@@ -200,12 +204,14 @@ class Loading:
         own = self._count(part)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
-                "hit %s: chunks %d to %d of %d, %d of them on this device, copy %.2f ms, the lease held",
+                "hit %s: chunks %d to %d of %d, %d of them on %s, asking the server %.2f ms, copy %.2f ms, the lease held",
                 self.load.request_id,
                 self._done,
                 self._done + len(part.views),
                 len(self._keys),
                 own,
+                context.io.device,
+                1e3 * self._metadata_seconds,
                 1e3 * (part.scattered.seconds or 0.0),
             )
         if self.load.consume:
@@ -249,7 +255,8 @@ class Loading:
             if self._tokens_by_tier:
                 self._tell()
             self._context.meter.failed(cause)
-            self._context.io.stats.failed(cause)
+            if cause != "checksum":  # counted by the chunk, where it was found
+                self._context.io.stats.failed(cause)
 
     def _tokens(self, blocks: int) -> int:
         return blocks * self._context.chunk_size // self._context.per_chunk
@@ -259,3 +266,11 @@ class Loading:
         each = context.kv.chunk_bytes(context.chunk_size) // context.chunk_size
         nbytes = {tier: tokens * each for tier, tokens in self._tokens_by_tier.items()}
         context.meter.loaded(self._tokens_by_tier, nbytes, self._metadata_seconds, self._data_seconds)
+
+
+def _quiet(copy: Completion) -> bool:
+    """Does a copy write nothing any more? One that failed does not."""
+    try:
+        return copy.done()
+    except VCacheError:
+        return True

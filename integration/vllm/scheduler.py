@@ -26,6 +26,8 @@ from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
 
+MOST_IN_STEP = 65_536
+"""Tokens that the loads of one step may bring: 8 GiB of an 8B model, 25 ms from another GPU, a tenth of `GRACE_SECONDS`."""
 FRESH_SECONDS = 0.5
 """How long the answer of a look-up counts for a request that vLLM could not schedule at once."""
 
@@ -63,7 +65,8 @@ class SchedulerSide:
         self._block = self._model.block_size
         self._per_chunk = self._size // self._block
         alone = self._model.pp_size * self._model.tp_size == 1
-        sure = compat.recomputes_in_step(vllm_config) or not config.engine.checksum
+        self._recomputes = compat.recomputes_in_step(vllm_config)
+        sure = self._recomputes or not config.engine.checksum
         self._in_step = config.connector.sync_below_tokens if alone and sure else 0
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._shards: dict[tuple[int, int], facts.ShardFacts] = {}
@@ -75,6 +78,7 @@ class SchedulerSide:
         self.events = CommonEvents(self._ranks)
         self._requests: dict[str, _Tracked] = {}
         self._running: set[str] = set()
+        self._promised = 0
         self._readable: frozenset[SegmentId] = frozenset()
         self._releaser: Committer | None = None
         self._loads: list[Load] = []
@@ -140,7 +144,7 @@ class SchedulerSide:
         """What the workers load in the step that `output` describes."""
         meta = StepMetadata(self._loads, cancelled=self._cancelled, flush=self._flush, idle=not output.total_num_scheduled_tokens)
         self._loads, self._cancelled, self._flush = [], set(), False
-        self._running = set(output.num_scheduled_tokens)
+        self._running, self._promised = set(output.num_scheduled_tokens), 0
         return meta
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
@@ -189,7 +193,7 @@ class SchedulerSide:
                 self._readable = said.segments
             if said.flushed and self._clearing:
                 # What steps before the reset had still under way is in the pool by now.
-                self._clearing = not self._cleared()
+                self._clearing = self._flush = not self._cleared()
         self.events.collect(getattr(output, "kv_cache_events", None))
         for request_id in output.finished_recving or ():
             if request_id in self._requests:
@@ -261,9 +265,13 @@ class SchedulerSide:
         if min(whole * size, most) - local < self._settings.min_hit_tokens:
             return 0, False
         self._name(tracked, whole)
+        tokens = min(whole * size, most) - local
+        in_step = self._fits_step(tracked, tokens)
+        if not in_step:
+            # One of an earlier answer, of other circumstances.
+            self._let_go(tracked)
         if tracked.wants.announced:
-            return min(whole * size, most) - local, True
-        in_step = self._fits_step(tracked, min(whole * size, most) - local)
+            return tokens, True
         found = self._lease(tracked, first, whole) if in_step else self._look_up(tracked, first, whole)
         external = min(found * size, most) - local
         if external < self._settings.min_hit_tokens:
@@ -272,10 +280,15 @@ class SchedulerSide:
         return external, tracked.granted is None
 
     def _fits_step(self, tracked: _Tracked, tokens: int) -> bool:
-        """May the step that runs the request wait for so many of its tokens? Others would wait too."""
-        if not self._in_step or tracked.wants.consume_once or self._settings.consume_once:
+        """May the step that runs the request wait for so many of its tokens?
+
+        Others would wait too; and where the load must not fail any more, it has to be over soon: nothing may run before it.
+        """
+        wants = tracked.wants
+        if not self._in_step or wants.announced or wants.consume_once or self._settings.consume_once:
             return False
-        return tokens < self._in_step or self._running <= {tracked.request.request_id}
+        idle = self._running <= {tracked.request.request_id} and self._promised + tokens <= MOST_IN_STEP
+        return idle or (self._recomputes and tokens < self._in_step)
 
     def _lease(self, tracked: _Tracked, first: int, whole: int) -> int:
         """`_look_up` for a load that is part of the step: under a lease from here on, since vLLM counts on it.
@@ -298,10 +311,11 @@ class SchedulerSide:
             self._meter.failed("server")
             return first
         found = len(leased.locations)
-        self._meter.looked_up((whole - first) * self._size, found * self._size, perf_counter() - started)
+        self._looked_up(tracked, whole - first, found, perf_counter() - started)
         if leased.lease:
             tracked.granted = Granted(leased.lease, leased.locations, now + leased.seconds, leased.seconds)
             tracked.granted_from = first
+            self._promised += found * self._size
             if not {location.segment for location in leased.locations} <= self._readable:
                 self._let_go(tracked)
         return first + found
@@ -336,9 +350,14 @@ class SchedulerSide:
             log.debug("look-up: %s", error)
             self._meter.failed("server")
             return first
-        self._meter.looked_up((whole - first) * self._size, found * self._size, perf_counter() - started)
+        self._looked_up(tracked, whole - first, found, perf_counter() - started)
         tracked.hits, tracked.looked_at = first + found, now
         return first + found
+
+    def _looked_up(self, tracked: _Tracked, asked: int, found: int, seconds: float) -> None:
+        self._meter.looked_up(asked * self._size, found * self._size, seconds)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("look-up %s: %d of %d chunks, %.0f us", tracked.request.request_id, found, asked, 1e6 * seconds)
 
     def _name(self, tracked: _Tracked, whole: int) -> None:
         """Make the keys of the first `whole` chunks known."""

@@ -72,6 +72,8 @@ class WorkerSide:
         self._loads: list[Loading] = []
         self._in_step: list[Loading] = []
         self._lost: list[Load] = []
+        self._spoiled: set[str] = set()
+        """Requests whose load failed in this step."""
         self._recomputes_in_step = compat.recomputes_in_step(vllm_config)
         self._readable: frozenset[SegmentId] = frozenset()
         self._gathers: list[_Gather] = []
@@ -131,7 +133,7 @@ class WorkerSide:
 
     def begin(self, meta: StepMetadata) -> None:
         """A step begins: nothing of its model run is queued yet."""
-        self._meta = meta
+        self._meta, self._spoiled = meta, set()
         # None of them must get lost, whatever happens here: vLLM waits for its end, or counts on its bytes.
         self._lost += meta.loads
         context = self._context
@@ -158,7 +160,8 @@ class WorkerSide:
             return
         # What was computed from bytes that are not right must not get into the pool.
         self._settle_step()
-        for store in [store for store in stores if store.request_id not in self._failed]:
+        spoiled = self._spoiled | {load.request_id for load in self._lost}
+        for store in [store for store in stores if store.request_id not in spoiled]:
             started = perf_counter()
             try:
                 blocks = np.array(store.blocks, dtype=np.int64)
@@ -247,6 +250,7 @@ class WorkerSide:
         lost, self._lost = self._lost, []
         for load in lost:
             self._failed.add(load.request_id)
+            self._spoiled.add(load.request_id)
             self._invalid |= set(load.blocks[load.skip : load.stop])
             if load.granted is not None:
                 self._step_failed(load)
@@ -290,6 +294,7 @@ class WorkerSide:
         if not loading.invalid:
             return
         self._failed.add(loading.load.request_id)
+        self._spoiled.add(loading.load.request_id)
         self._invalid |= set(loading.invalid)
         with suppress(Exception):  # a number too few
             self._meter.recomputed(len(loading.invalid) * self._model.block_size)
