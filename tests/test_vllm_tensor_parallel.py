@@ -25,7 +25,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 @pytest.fixture(scope="module")
 def pair(here: Node) -> Instance:
     workers = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    return here.connect("pair", environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, **workers)
+    # Three processes on two cores: an answer may take longer than a server on a node of its own does.
+    patient = {"client": {"request_seconds": 5.0}}
+    return here.connect("pair", patient, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, **workers)
 
 
 def test_both_ranks_load_what_both_stored(here: Node, pair: Instance) -> None:
@@ -48,12 +50,13 @@ def test_a_chunk_of_which_one_shard_is_gone_is_a_miss(here: Node, pair: Instance
     tokens = new_tokens(4 * CHUNK + 9)
     expected = pair.one(tokens)
     eventually(lambda: len(_keys(here)) == len(known) + 2 * 4)
-    # A worker commits the chunks of a prompt in their order.
     second = [key for key in _keys(here) if key not in known and key.endswith(b"\0\1")]
     with Client(here.socket, PATIENT, reconnect=False) as client:
-        assert client.remove([second[2]]) == 1
+        assert client.remove(second[2:3]) == 1
     got = pair.again(tokens)
-    assert (got.tokens, got.cached) == (expected.tokens, 2 * CHUNK)
+    # Which of the four it was, the journal does not say.
+    assert got.tokens == expected.tokens
+    assert got.cached in (0, CHUNK, 2 * CHUNK, 3 * CHUNK)
 
 
 def _keys(here: Node) -> list[ChunkKey]:
