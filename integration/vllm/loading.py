@@ -18,6 +18,7 @@ from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
+from .events import Events
 from .keys import of_rank
 from .metadata import Granted, Load
 from .stats import Meter
@@ -32,8 +33,11 @@ Blocks = npt.NDArray[np.int64]
 class Context:
     """What all loads of a worker share. block_size: tokens of vLLM's blocks, which may be several of the tensors'."""
 
-    def __init__(self, io: ChunkIO, kv: PagedKV, chunk_size: int, block_size: int, rank: int, meter: Meter) -> None:
-        self.io, self.kv, self.chunk_size, self.rank, self.meter = io, kv, chunk_size, rank, meter
+    def __init__(
+        self, io: ChunkIO, kv: PagedKV, chunk_size: int, block_size: int, rank: int, meter: Meter, events: Events
+    ) -> None:
+        self.io, self.kv, self.chunk_size, self.rank = io, kv, chunk_size, rank
+        self.meter, self.events = meter, events
         self.per_chunk = chunk_size // block_size
         self._parts = block_size // kv.block_size
 
@@ -234,6 +238,9 @@ class Loading:
             self._context.io.client.remove(self._keys[self._done : self._done + count])
         except VCacheError as error:
             self._context.io.miss("consume", error)
+            return
+        for hashes in self.load.said[self._done : self._done + count]:
+            self._context.events.removed(hashes)
 
     def _given_up(self) -> bool:
         """Nothing is under way, and nothing could be started: is that the end?"""

@@ -33,7 +33,8 @@ class Load:
 
     keys: of rank 0. blocks: vLLM's numbers, from the first block of the first chunk on. skip, stop: the blocks wanted are
     `blocks[skip:stop]`, what is before is in vLLM's own cache. wait_seconds: how long chunks that are not there yet may take to
-    come; 0: they are all there. consume: remove the chunks once they are loaded. granted: the step that brings this needs them,
+    come; 0: they are all there. consume: remove the chunks once they are loaded. said: vLLM's hashes of each chunk's blocks, where
+    routers are to be told of that. granted: the step that brings this needs them,
     and the scheduler holds this lease on them. lost: the scheduler could not say more; nothing is to be loaded.
     """
 
@@ -44,6 +45,7 @@ class Load:
     stop: int
     wait_seconds: float = 0.0
     consume: bool = False
+    said: list[list[bytes]] = field(default_factory=list)
     granted: Granted | None = None
     lost: bool = False
 

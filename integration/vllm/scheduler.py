@@ -20,7 +20,7 @@ from vcache_backend.stats import EngineStats
 
 from . import compat, facts, wants
 from .events import CommonEvents, stored_blocks
-from .keys import KeyMaker
+from .keys import KeyMaker, adapter_digest
 from .metadata import Granted, Load, Said, Shard, StepMetadata, Store
 from .stats import Meter
 
@@ -123,7 +123,11 @@ class SchedulerSide:
         chosen: list[int] = blocks.get_block_ids()[0]
         asked = tracked.wants
         wait = asked.wait_seconds if asked.wait_seconds is not None else self._settings.wait_seconds
-        consume = asked.consume_once if asked.consume_once is not None else self._settings.consume_once
+        consume = self._consumes(tracked)
+        said = []
+        if consume and self._publishes:
+            hashes, each = request.block_hashes, size // self._hash_block
+            said = [list(hashes[chunk * each : (chunk + 1) * each]) for chunk in range(first, stop)]
         load = Load(
             request_id=request.request_id,
             keys=tracked.keys[first:stop],
@@ -132,6 +136,7 @@ class SchedulerSide:
             stop=end // self._block - first * self._per_chunk,
             wait_seconds=wait if asked.announced else 0.0,
             consume=consume,
+            said=said,
             granted=tracked.granted,
         )
         self._loads.append(load)
@@ -284,11 +289,14 @@ class SchedulerSide:
 
         Others would wait too; and where the load must not fail any more, it has to be over soon: nothing may run before it.
         """
-        wants = tracked.wants
-        if not self._in_step or wants.announced or wants.consume_once or self._settings.consume_once:
+        if not self._in_step or tracked.wants.announced or self._consumes(tracked):
             return False
         idle = self._running <= {tracked.request.request_id} and self._promised + tokens <= MOST_IN_STEP
         return idle or (self._recomputes and tokens < self._in_step)
+
+    def _consumes(self, tracked: _Tracked) -> bool:
+        asked = tracked.wants.consume_once
+        return self._settings.consume_once if asked is None else asked
 
     def _lease(self, tracked: _Tracked, first: int, whole: int) -> int:
         """`_look_up` for a load that is part of the step: under a lease from here on, since vLLM counts on it.
@@ -363,7 +371,9 @@ class SchedulerSide:
         """Make the keys of the first `whole` chunks known."""
         assert self._namer is not None
         if len(tracked.keys) < whole:
-            tracked.keys += self._namer.keys(tracked.request.block_hashes, len(tracked.keys), whole)
+            request = tracked.request
+            adapter = adapter_digest(request.lora_request) if request.lora_request is not None else b""
+            tracked.keys += self._namer.keys(request.block_hashes, len(tracked.keys), whole, adapter)
 
     def _complete(self, tracked: _Tracked, computed: int, meta: StepMetadata) -> None:
         """Store the chunks that are complete once the step has computed the first `computed` tokens.

@@ -115,7 +115,7 @@ class WorkerSide:
             io.close()
             raise
         io.committer.on_visible = self._published
-        self._context = Context(io, kv, size, self._model.block_size, self._rank, self._meter)
+        self._context = Context(io, kv, size, self._model.block_size, self._rank, self._meter, self.events)
         self._readable = self._segments(io)
         self.shard = Shard(shard, self._readable)
         log.info("vcache: worker %d lends to and reads from %s, %s B a chunk", self._rank, io.device, f"{shard.chunk_bytes:,}")
