@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from vcache_backend.chunk import Namespace
 from vcache_backend.config import EngineConfig
 from vcache_backend.errors import ConfigError
 from vcache_backend.integration.vllm import facts, settings, wants
-from vcache_backend.integration.vllm.keys import HASH_BYTES, KeyMaker, of_rank
+from vcache_backend.integration.vllm.keys import HASH_BYTES, KeyMaker, adapter_digest, of_rank
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES
 
 # ---- settings
@@ -188,3 +189,13 @@ def test_instances_of_other_sizes_never_share() -> None:
     assert len(LAYERS) == 3
     assert len({namespace(*size) for size in sizes}) == len(sizes)
     assert namespace(2, 2) == namespace(2, 2)
+
+
+def test_adapters_of_one_name_and_two_paths_share_nothing() -> None:
+    maker = KeyMaker(NAMESPACE, 2)
+    hashes = [bytes([i]) * 32 for i in range(8)]
+    adapters = [SimpleNamespace(lora_name="poet", lora_path=path) for path in ("/one", "/two")]
+    kept = [maker.keys(hashes, 0, 4, adapter_digest(adapter)) for adapter in (None, *adapters)]
+    assert [len(keys) for keys in kept] == [4, 4, 4]
+    assert len({key for keys in kept for key in keys}) == 12
+    assert kept[1] == maker.keys(hashes, 0, 4, adapter_digest(SimpleNamespace(lora_name="poet", lora_path="/one")))
