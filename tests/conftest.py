@@ -50,6 +50,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.line(f"  {name}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What vLLM finds out about a model, in seconds, it keeps for all instances of these tests, and for no others."""
+    os.environ["VLLM_CACHE_ROOT"] = str(tmp_path_factory.mktemp("vllm_cache"))
+
+
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No test finds the server or the file of the person who runs it; every test's default socket is its own."""

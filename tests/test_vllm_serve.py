@@ -45,12 +45,18 @@ def serving(here: Node) -> Iterator[str]:
     environment = {name: value for name, value in QUIET.items() if value is not None}
     # The mode of developers has the address that resets the cache.
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1", "TRITON_INTERPRET": "0"}
-    environment |= {"VLLM_CACHE_ROOT": str(here.folder / "vllm")}
     with Child(command, **environment) as child:
         child.expect("Application startup complete", START_SECONDS)
+        # It says so before it listens.
+        eventually(lambda: listens(int(port)), ANSWER_SECONDS)
         yield f"http://127.0.0.1:{port}"
         child.signal(signal.SIGTERM)
         child.wait(ANSWER_SECONDS)
+
+
+def listens(port: int) -> bool:
+    with socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def complete(address: str, tokens: list[int], **wishes: Any) -> tuple[list[int], int]:

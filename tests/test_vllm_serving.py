@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from vllm_cases import known_models
 
 from vcache_backend.benchmarks.results import Row
 from vcache_backend.benchmarks.serving.client import Answer, Job, Run
@@ -339,6 +340,7 @@ NEEDED = ("vllm", "safetensors", "uvloop", "watchfiles", "prometheus_fastapi_ins
 def test_two_servers_answer_on_the_cpu(tmp_path: Path) -> None:
     """vLLM alone, whole answers only, and hits at most as the ceiling has it; how fast is nobody's concern."""
     command = [sys.executable, "-m", "vcache_backend.benchmarks.vllm_serving", "--scale", "tiny", "--systems", "alone"]
+    known_models(tmp_path / "cache" / f"serving_{gpu}" for gpu in (0, 1))
     command += ["--workloads", "prefix", "--prefixes", "4", "--repeats", "4", "--out", str(tmp_path / "r.json"), "--commit", "x"]
     command += ["--logs", str(tmp_path / "logs"), "--cache", str(tmp_path / "cache"), "--seconds", "360"]
     environment = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")}

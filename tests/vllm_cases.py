@@ -1,7 +1,8 @@
 """Real vLLM on the CPU with vcache, by LMCache or our own connector, for tests: a tiny model, one server, instances in processes.
 
-An instance is this file run as a program. It takes commands as lines of JSON on its standard input and answers each on its standard
-output; what vLLM and LMCache say goes to its log. Every wait has a deadline and every process dies with the test.
+An instance runs `_serve` in a process of its own, forked from this file run as a program. It takes commands as lines of JSON on
+its standard input and answers each on its standard output; what vLLM and LMCache say goes to its log. Every wait has a deadline
+and every process dies with the test.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import math
 import os
 import random
 import select
-import signal
-import subprocess
+import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from vllm_nursery import nursery, rear
 
 CHUNK, BLOCK = 64, 32
 VOCABULARY = 1024
@@ -163,23 +165,11 @@ class Instance:
     """A vLLM engine with LMCache's connector in a process of its own. It starts at once; the first command waits until it serves."""
 
     def __init__(self, folder: Path, name: str, environment: dict[str, str | None], arguments: dict[str, Any]) -> None:
-        from processes import _die_with_parent
-
         self.name, self._log = name, folder / f"{name}.log"
         inherited = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")}
         given = {key: value for key, value in {**inherited, **QUIET, **environment}.items() if value is not None}
         self._ready, self._buffer = False, b""
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__)), json.dumps(arguments)],
-                cwd=folder,
-                env=given,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                preexec_fn=_die_with_parent,
-                start_new_session=True,
-            )
+        self._process = nursery(Path(__file__)).fork(folder, given, arguments, self._log)
 
     @property
     def log(self) -> str:
@@ -231,22 +221,24 @@ class Instance:
         if not self._ready:
             assert self._line(START_SECONDS) == "ready"
             self._ready = True
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([command, *arguments]).encode() + b"\n")
-        self._process.stdin.flush()
+        self.tell(command, *arguments)
         return self._line(seconds)
 
+    def tell(self, command: str, *arguments: Any) -> None:
+        """A command; `ask` also waits for its answer."""
+        data = json.dumps([command, *arguments]).encode() + b"\n"
+        while data:
+            data = data[self._process.stdin.write(data) :]
+
+    @property
+    def alive(self) -> bool:
+        return not self._process.ended()
+
     def close(self) -> None:
-        """SIGKILL for it and the processes vLLM started, and reaped. Idempotent."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(10)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        """SIGKILL for it and the processes vLLM started, and gone. Idempotent."""
+        self._process.kill()
 
     def _line(self, seconds: float) -> Any:
-        assert self._process.stdout is not None
         deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
@@ -269,6 +261,13 @@ QUIET: dict[str, str | None] = {
     "LMCACHE_DISABLE_BANNER": "1",
     "PYTHONHASHSEED": "0",
 }
+
+
+def known_models(folders: Iterable[Path]) -> None:
+    """Give caches of vLLM, which need not exist, what it has found out about models in these tests, if anything."""
+    known = Path(os.environ["VLLM_CACHE_ROOT"]) / "modelinfos"
+    for folder in folders if known.exists() else ():
+        shutil.copytree(known, folder / known.name)
 
 
 class Node:
@@ -318,7 +317,7 @@ class Node:
         }
         file = self.folder / f"{name}.yaml"
         file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
-        given = {"LMCACHE_CONFIG_FILE": str(file), "VLLM_CACHE_ROOT": str(self.folder / "vllm"), **(environment or {})}
+        given = {"LMCACHE_CONFIG_FILE": str(file), **(environment or {})}
         instance = Instance(self.folder, name, given, {"model": str(self.model), **arguments})
         self.undo.callback(instance.close)
         return instance
@@ -353,8 +352,9 @@ class Node:
 
     def alone(self, name: str, environment: dict[str, str | None] | None = None, **arguments: Any) -> Instance:
         """An instance of vLLM with no cache but its own."""
-        where = {"VLLM_CACHE_ROOT": str(self.folder / "vllm"), **(environment or {})}
-        instance = Instance(self.folder, name, where, {"model": str(self.model), "kv_transfer_config": None, **arguments})
+        instance = Instance(
+            self.folder, name, environment or {}, {"model": str(self.model), "kv_transfer_config": None, **arguments}
+        )
         self.undo.callback(instance.close)
         return instance
 
@@ -541,11 +541,11 @@ class Serving:
         return list(said.token_ids), logprobs, output.num_cached_tokens
 
 
-def _serve() -> None:
+def _serve(arguments: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
-        serving = Serving(json.loads(sys.argv[1]))
+        serving = Serving(arguments)
         answers.write('"ready"\n')
         for line in sys.stdin:
             command, *arguments = json.loads(line)
@@ -557,4 +557,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    rear(int(sys.argv[1]), _serve)

@@ -66,16 +66,9 @@ class FailureNode(Node):
 def healthy(instance: Instance) -> bool:
     """Does it live and answer, and is nothing meddled with?"""
     try:
-        return instance._process.poll() is None and instance.ask("calls", seconds=SECONDS) == {}
+        return instance.alive and instance.ask("calls", seconds=SECONDS) == {}
     except (AssertionError, OSError):
         return False
-
-
-def tell(instance: Instance, command: str, *arguments: Any) -> None:
-    """A command whose answer nobody will read."""
-    assert instance._process.stdin is not None
-    instance._process.stdin.write(json.dumps([command, *arguments]).encode() + b"\n")
-    instance._process.stdin.flush()
 
 
 class Place:

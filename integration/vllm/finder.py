@@ -1,0 +1,194 @@
+"""What the pool has of a request's chunks: the scheduler's connection to the server, names, look-ups and leases."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+from typing import Any
+
+from vcache_backend.chunk_io import checked_layout
+from vcache_backend.committer import Committer
+from vcache_backend.config import Config
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
+from vcache_backend.stats import EngineStats
+
+from . import compat, facts, wants
+from .keys import KeyMaker, adapter_digest
+from .metadata import Granted, Shard
+from .stats import Meter
+
+log = logging.getLogger("vllm.vcache")
+
+FRESH_SECONDS = 0.5
+"""How long the answer of a look-up counts for a request that vLLM could not schedule at once."""
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request. stored: chunks from its start that are in the pool or on their way. hits: how many leading chunks there were at
+    the time `looked_at`. granted: the lease on those after the first `granted_from`. local: its tokens in vLLM's own cache when it
+    was matched. spent: seconds this module took for it."""
+
+    request: Any
+    wants: wants.Wants
+    keys: list[ChunkKey] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    stored: int = 0
+    hits: int = 0
+    looked_at: float = -1.0
+    granted: Granted | None = None
+    granted_from: int = 0
+    local: int = 0
+    failed: bool = False
+    loading: bool = False
+    spent: float = 0.0
+
+
+class Finder:
+    """Finds chunks, from the scheduler's thread. Nothing waits longer than one call of the client may.
+
+    refused: why nothing is cached, empty if something is. ranks: shards of a chunk. readable: the segments that the worker can
+    read, of an instance that has one.
+    """
+
+    def __init__(self, config: Config, model: facts.ModelFacts, hash_block: int, refused: str | None, meter: Meter) -> None:
+        """hash_block: tokens that one of vLLM's block hashes stands for."""
+        self._config, self._model, self._meter = config, model, meter
+        self._size, self._hash_block = config.engine.chunk_size, hash_block
+        self._shards: dict[tuple[int, int], facts.ShardFacts] = {}
+        self._client: Client | None = None
+        self._namer: KeyMaker | None = None
+        self._releaser: Committer | None = None
+        self._prefix = b""
+        self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
+        self.readable: frozenset[SegmentId] = frozenset()
+        self.refused = ""
+        if refused:
+            self._refuse(refused)
+
+    def meet(self, shards: Mapping[tuple[int, int], Any]) -> None:
+        """What every worker holds, by (pipeline rank, tensor rank)."""
+        self._shards = {rank: shard.facts for rank, shard in shards.items() if isinstance(shard, Shard)}
+        self.readable = frozenset().union(*(shard.segments for shard in shards.values() if isinstance(shard, Shard)))
+        wanted = self._model.pp_size * self._model.tp_size
+        problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
+        if len(self._shards) != wanted:
+            problems.append(f"{len(self._shards)} of {wanted} workers said what they hold")
+        if problems and not self.refused:
+            self._refuse("; ".join(problems))
+
+    def open(self) -> bool:
+        """Connect, once everything that names depend on is known: the engine runs, and every worker has said what it holds. Can chunks
+        be named?"""
+        if self._namer is not None or self.refused:
+            return not self.refused
+        if not self._shards:
+            self._refuse("no worker said what it holds: this vLLM does not pass a connector's handshake on")
+            return False
+        shards = [self._shards[rank] for rank in sorted(self._shards)]
+        layout = checked_layout(self._config, facts.layout(self._model, shards, self._size, compat.hash_root()))
+        namespace = layout.namespace()
+        self._client = Client(
+            self._config.server.path, self._config.client, layout=layout.fields() | {"namespace": str(namespace)}
+        )
+        self._prefix = namespace.prefix
+        self._releaser = Committer(self._client, EngineStats(), 1)
+        self._namer = KeyMaker(namespace, self._size // self._hash_block)
+        if not self._client.connected:
+            log.warning("no metadata server at %s: everything is computed until there is one", self._config.server.path)
+        log.info("vcache: namespace %s, chunks of %d tokens, %d shards", namespace, self._size, self.ranks)
+        return True
+
+    def whole(self, request: Any) -> int:
+        """How many whole chunks the tokens of vLLM's `request` are, as far as they are hashed."""
+        return self._namer.whole(request.block_hashes) if self._namer is not None else 0
+
+    def name(self, tracked: Tracked, whole: int) -> None:
+        """Make the keys of the first `whole` chunks known."""
+        if self._namer is not None and len(tracked.keys) < whole:
+            request = tracked.request
+            adapter = adapter_digest(request.lora_request) if request.lora_request is not None else b""
+            tracked.keys += self._namer.keys(request.block_hashes, len(tracked.keys), whole, adapter)
+
+    def look_up(self, tracked: Tracked, first: int, whole: int) -> int:
+        """How many leading chunks all workers can load, given that the first `first` are not needed."""
+        now = monotonic()
+        if tracked.looked_at + FRESH_SECONDS > now and tracked.hits >= first:
+            return min(tracked.hits, whole)
+        client = self._client
+        if client is None or not client.connected:
+            return first
+        started = perf_counter()
+        try:
+            found = client.lookup(tracked.keys[first:whole], self.ranks)
+        except VCacheError as error:
+            log.debug("look-up: %s", error)
+            self._meter.failed("server")
+            return first
+        self._looked_up(tracked, whole - first, found, perf_counter() - started)
+        tracked.hits, tracked.looked_at = first + found, now
+        return first + found
+
+    def lease(self, tracked: Tracked, first: int, whole: int) -> int:
+        """`look_up` for a load that is part of the step: under a lease from here on, since vLLM counts on it.
+
+        Without one, where the worker cannot read all of it.
+        """
+        client, now = self._client, monotonic()
+        granted = tracked.granted
+        if granted is not None:
+            if tracked.granted_from == first and granted.deadline - now > granted.seconds / 2:
+                return min(first + len(granted.locations), whole)
+            self.let_go(tracked)
+        if client is None or not client.connected:
+            return first
+        started = perf_counter()
+        try:
+            leased = client.acquire(tracked.keys[first:whole])
+        except VCacheError as error:
+            log.debug("look-up: %s", error)
+            self._meter.failed("server")
+            return first
+        found = len(leased.locations)
+        self._looked_up(tracked, whole - first, found, perf_counter() - started)
+        if leased.lease:
+            tracked.granted = Granted(leased.lease, leased.locations, now + leased.seconds, leased.seconds)
+            tracked.granted_from = first
+            if not {location.segment for location in leased.locations} <= self.readable:
+                self.let_go(tracked)
+        return first + found
+
+    def let_go(self, tracked: Tracked) -> None:
+        """End a lease that nobody reads under, in the background."""
+        if tracked.granted is not None and self._releaser is not None:
+            self._releaser.release(tracked.granted.lease)
+        tracked.granted = None
+
+    def clear(self) -> bool:
+        """Remove every chunk of the namespace; False if the server did not answer."""
+        try:
+            if self._client is not None:
+                self._client.clear(self._prefix)
+        except VCacheError as error:
+            log.warning("the pool was not cleared, so nothing is read from it: %s", error)
+            return False
+        return True
+
+    def close(self) -> None:
+        if self._releaser is not None:
+            self._releaser.close()
+        if self._client is not None:
+            self._client.close()
+
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
+        log.error("vcache caches nothing: %s. vLLM serves all the same", reason)
+
+    def _looked_up(self, tracked: Tracked, asked: int, found: int, seconds: float) -> None:
+        self._meter.looked_up(asked * self._size, found * self._size, seconds)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("look-up %s: %d of %d chunks, %.0f us", tracked.request.request_id, found, asked, 1e6 * seconds)
