@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from hypothesis import settings
 # Machines here are slow at times; a slow example is no failure, a slow test is (`timeout` in pyproject.toml).
 settings.register_profile("vcache", deadline=None, print_blob=True)
 settings.load_profile("vcache")
+
+
+# A shell that starts pytest in the background has it ignore SIGINT, and so would every process that a test starts and sends it to.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _gpus() -> int:
