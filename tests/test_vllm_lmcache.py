@@ -195,7 +195,7 @@ def test_wrong_bytes_in_the_pool_are_wrong_tokens(here: Node, a: Instance, b: In
     with here.corrupted():
         wrong = b.again(tokens)
     assert wrong.cached == 4 * CHUNK
-    assert wrong.tokens != computed.tokens
+    assert wrong.differs(computed)
     assert b.again(tokens).tokens == computed.tokens
 
 
@@ -325,7 +325,7 @@ def test_asynchronous_loading_is_as_good(here: Node, a: Instance, loading: Insta
         assert (own.cached, from_pool.cached) == (cached, cached)
         assert from_pool.said == own.said
     with here.corrupted():
-        assert loading.again(tokens).tokens != aside.one(tokens).tokens
+        assert loading.again(tokens).differs(aside.one(tokens))
     eventually(lambda: here.stats().leases == 0, LEASE_SECONDS + 10)
 
 
@@ -337,7 +337,7 @@ def test_tensor_parallel_ranks_each_store_and_load_their_part(here: Node, ranks:
     assert (computed.cached, own.cached, from_pool.cached) == (0, 4 * CHUNK, 4 * CHUNK)
     assert computed.said == own.said == from_pool.said
     with here.corrupted():
-        assert ranks.again(tokens).tokens != computed.tokens
+        assert ranks.again(tokens).differs(computed)
     assert here.stats().chunks == before + 2 * 4
     eventually(lambda: here.stats().leases == 0, LEASE_SECONDS + 10)
 

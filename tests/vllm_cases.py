@@ -72,6 +72,11 @@ class Answer(NamedTuple):
     def said(self) -> tuple[list[int], list[float]]:
         return self.tokens, self.logprobs
 
+    def differs(self, other: Answer) -> bool:
+        """Was it computed from other KV? Its first token's probability says so even where all tokens happen to be the same; other
+        shapes of the same computation move it by less than a thousandth."""
+        return self.tokens != other.tokens or any(abs(a - b) > 0.01 for a, b in zip(self.logprobs, other.logprobs, strict=True))
+
 
 _seeds = itertools.count(1)
 
