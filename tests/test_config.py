@@ -65,8 +65,22 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
         ("connector: {store: answers}", "Invalid enum value 'answers' - at `$.connector.store`"),
         ("connector: {wait_seconds: 0}", "at `$.connector.wait_seconds`"),
         ("connector: {consume_once: sometimes}", "at `$.connector.consume_once`"),
+        ("fallback: {polcy: off}", "Object contains unknown field `polcy` - at `$.fallback`"),
+        ("fallback: {policy: always}", "Invalid enum value 'always' - at `$.fallback.policy`"),
+        ("fallback: {codec: gzip}", "Invalid enum value 'gzip' - at `$.fallback.codec`"),
+        ("fallback: {staging_bytes: much}", "got 'much' - at `$.fallback.staging_bytes`"),
+        ("fallback: {readers: 0}", "at `$.fallback.readers`"),
+        ("fallback: {lookup_seconds: 0}", "at `$.fallback.lookup_seconds`"),
+        ("fallback: {call_seconds: 0}", "at `$.fallback.call_seconds`"),
+        ("fallback: {negative_seconds: -1}", "at `$.fallback.negative_seconds`"),
+        ("fallback: {mooncake: {master_server_address: x}}", "unknown field `master_server_address` - at `$.fallback.mooncake`"),
+        ("fallback: {mooncake: {master: node-1}}", "master must be HOST:PORT, got 'node-1' - at `$.fallback.mooncake`"),
+        ("fallback: {mooncake: {master: ':50051'}}", "master must be HOST:PORT, got ':50051' - at `$.fallback.mooncake`"),
+        ("fallback: {mooncake: {master: 'node-1:rpc'}}", "master must be HOST:PORT, got 'node-1:rpc' - at `$.fallback.mooncake`"),
+        ("fallback: {mooncake: {devices: mlx5_0}}", "devices ('mlx5_0') are for protocol: rdma - at `$.fallback.mooncake`"),
+        ("fallback: {mooncake: {protocol: infiniband}}", "Invalid enum value 'infiniband' - at `$.fallback.mooncake.protocol`"),
         ("cache: {}", "Object contains unknown field `cache`"),
-        ("[1, 2]", "Expected sections (server, client, pool, engine, connector), got list"),
+        ("[1, 2]", "Expected sections (server, client, pool, engine, connector, fallback), got list"),
         ("server: [", "vcache.yaml"),
     ],
 )
@@ -125,7 +139,20 @@ def test_the_default_socket_lies_in_a_folder_of_this_user(monkeypatch: pytest.Mo
     assert Config().server.path.parent.name.startswith("vcache-")
 
 
-def test_what_is_dumped_loads_as_the_same_configuration(write: Any) -> None:
-    shown = config.dump(config.load(CONFIGS[0].parent / "two-gpus.yaml"))
-    assert shown["pool"]["segment_bytes"] == "16 GiB"
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_what_is_dumped_loads_as_the_same_configuration(write: Any, path: Path) -> None:
+    shown = config.dump(config.load(path))
     assert config.dump(config.load(write(msgspec.yaml.encode(shown).decode()))) == shown
+
+
+def test_a_dump_has_sizes_as_people_write_them() -> None:
+    assert config.dump(config.load(CONFIGS[0].parent / "two-gpus.yaml"))["pool"]["segment_bytes"] == "16 GiB"
+    tier = config.dump(config.load(CONFIGS[0].parent / "mooncake.yaml"))["fallback"]
+    assert (tier["policy"], tier["staging_bytes"], tier["mooncake"]["segment_bytes"]) == ("write_through", "512 MiB", "0 B")
+
+
+def test_rdma_has_devices(write: Any) -> None:
+    read = config.load(
+        write("fallback: {policy: on_evict, mooncake: {master: '[fd00::1]:50051', protocol: rdma, devices: mlx5_0}}")
+    )
+    assert (read.fallback.mooncake.devices, read.fallback.mooncake.master) == ("mlx5_0", "[fd00::1]:50051")

@@ -25,12 +25,14 @@ from vcache_backend.metadata_server.directory import Client, Directory, Limits
 from vcache_backend.metadata_server.eviction import LRU
 from vcache_backend.metadata_server.journal import ProcessId
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Pin, Refusal, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.saving import SAVER_SECONDS
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-LIMITS = Limits(lease_seconds=10, reservation_seconds=30, quarantine_seconds=100, max_chunks=14)
+LIMITS = Limits(lease_seconds=10, reservation_seconds=30, quarantine_seconds=100, max_chunks=14, save_ahead=0.6)
 SEGMENTS = {"s0": ("gpu-0", 4096), "s1": ("gpu-1", 3072), "s2": ("gpu-0", 1536), "s3": ("gpu-2", 5120)}
 DEVICES = ["gpu-0", "gpu-1", "gpu-9"]
-ALL_KEYS = [chunk_key(number, 0, space) for space in (b"space--0", b"space--1") for number in range(9)]
+SPACES = [b"space--0", b"space--1"]
+ALL_KEYS = [chunk_key(number, 0, space) for space in SPACES for number in range(9)]
 SIZES = [1024, 1024, 1024, 1000, 500, 256, 1500, 2048, 3000, 6000]
 
 keys = st.lists(st.sampled_from(ALL_KEYS), min_size=1, max_size=5)
@@ -51,6 +53,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.processes: list[ProcessId] = []
         self.writers: dict[int, ProcessId] = {}
         self.old_leases: list[int] = []
+        self.savers: dict[tuple[bytes, str], tuple[int, float]] = {}
+        self.saved: set[int] = set()
+        self.saving: dict[int, int] = {}
         self.tokens = self.numbers = 0
         self.highest_id = 0
         self.restarted = False
@@ -120,6 +125,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         client = self.clients.pop(pick % len(self.clients))
         self.directory.disconnect(client)
         self.model.disconnect(client, self.clock.now)
+        self.savers = {saver: (owner, until) for saver, (owner, until) in self.savers.items() if owner != client.id}
 
     @rule(pick=one_of)
     @precondition(lambda self: self.processes)
@@ -207,9 +213,11 @@ class DirectoryMachine(RuleBasedStateMachine):
         return True
 
     def check_victims(self, victims: list[Slot], size: int) -> None:
-        """The coldest chunk goes, alone if it has the right size; otherwise a run within one segment."""
+        """The coldest chunk goes, alone if it has the right size; otherwise a run within one segment. A saver's unsaved ones last."""
         assert victims
-        coldest = next(slot for slot in self.model.coldest() if self.model.evictable(slot))
+        saved_by_now = {space for (space, _), (_, until) in self.savers.items() if until > self.clock.now}
+        can_go = [slot for slot in self.model.coldest() if self.model.evictable(slot)]
+        coldest = min(can_go, key=lambda s: (s.pin, not s.pin and s.key[:8] in saved_by_now and not self.is_saved(s)))
         if room_of(coldest.location.length) == size:
             assert victims == [coldest]
         assert len({slot.location.segment for slot in victims}) == 1
@@ -378,6 +386,59 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.model.forget(slot)
         self.model.forget_resting(wanted)
 
+    # ---- saving
+
+    def is_saved(self, slot: Slot) -> bool:
+        return slot.location.generation in self.saved
+
+    @rule(pick=one_of, space=st.sampled_from(SPACES), limit=st.integers(1, 4))
+    @precondition(lambda self: self.clients)
+    def save(self, pick: int, space: bytes, limit: int) -> None:
+        client, model = self.clients[pick % len(self.clients)], self.model
+        model.expire_leases(self.clock.now)
+        self.savers[space, client.device] = client.id, self.clock.now + SAVER_SECONDS
+        expected = self.to_be_saved(client, space)[:limit]
+        reply = self.directory.save(client, space, 0, limit)
+        assert reply.keys == [slot.key for slot in expected]
+        assert reply.locations == [slot.location for slot in expected]
+        assert (reply.lease != 0) == bool(expected)
+        if expected:
+            self.highest_id = max(self.highest_id, reply.lease)
+            model.leases[reply.lease] = Held(client.id, self.clock.now, self.clock.now + LIMITS.lease_seconds, expected)
+            self.saving |= {slot.location.generation: reply.lease for slot in expected}
+            self.old_leases.append(reply.lease)
+
+    def to_be_saved(self, client: Client, space: bytes) -> list[Slot]:
+        """All that may be offered: in the part to keep ahead, unsaved, in nobody's hands, nearer to no other saver."""
+        model, usable, wanted = self.model, self.model.usable(), []
+        total = sum(place.nbytes for place in usable.values())
+        ahead = LIMITS.save_ahead * total - (total - sum(map(model.used, usable)))
+        for slot in model.coldest():
+            if ahead <= 0:
+                break
+            ahead -= slot.location.length
+            device = usable[slot.location.segment].device
+            _, until = self.savers.get((space, device), (0, 0.0))
+            near = device == client.device or until <= self.clock.now
+            in_hands = self.saving.get(slot.location.generation) in model.leases
+            if near and slot.key.startswith(space) and not self.is_saved(slot) and not in_hands:
+                wanted.append(slot)
+        return wanted
+
+    @rule(wanted=keys)
+    def say_saved(self, wanted: list[ChunkKey]) -> None:
+        slots = [slot for slot in map(self.model.live, dict.fromkeys(wanted)) if slot is not None]
+        assert self.directory.saved(wanted) == len(slots)
+        self.saved |= {slot.location.generation for slot in slots}
+
+    @rule(pick=one_of, wanted=keys, new=st.lists(st.sampled_from(ALL_KEYS), min_size=4, max_size=8))
+    @precondition(lambda self: self.clients)
+    def store_while_somebody_saves(self, pick: int, wanted: list[ChunkKey], new: list[ChunkKey]) -> None:
+        self.save(pick, wanted[0][:8], 1)
+        self.say_saved(wanted)
+        for key in new:
+            self.reserve_one(pick, key, 1024)
+
     # ---- time
 
     @rule(seconds=st.sampled_from([GRACE_SECONDS / 2, GRACE_SECONDS, 0.5, 5, 10, 30.5, 101]), look=st.booleans())
@@ -448,6 +509,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.model.restart(self.clock.now)
         self.directory = Directory(LRU(), LIMITS, self.clock, first_id=self.highest_id + 1000)
         self.directory.restore(self.journal)
+        self.savers, self.saved, self.saving = {}, set(), {}
         compacted = journal.State()
         for record in self.directory.snapshot():
             compacted.apply(_decoder.decode(msgspec.msgpack.encode(record)))

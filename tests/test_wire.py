@@ -101,7 +101,7 @@ def test_every_request_survives_the_wire(request_: m.AnyRequest) -> None:
 
 def test_a_request_is_a_plain_array_that_starts_with_its_name() -> None:
     assert msgpack.unpackb(FRAMES[8][4:]) == ["lookup", [A], 2]
-    assert msgpack.unpackb(FRAMES[5][4:]) == ["reserve", [A], 1024]
+    assert msgpack.unpackb(FRAMES[5][4:]) == ["reserve", [A], 1024, False]
     assert FRAMES[8][:4] == (len(FRAMES[8]) - 4).to_bytes(4, "little")
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -79,6 +80,8 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     spin_seconds: how long after a look-up, lease or reservation the server looks for the next request without sleeping, since
     waking a sleeping core costs ten times the request; 0: never. None: a second on a host of 16 cores or more, else 5 ms. Not on a
     single core.
+    save_ahead: share of the pool to have free or saved below, counted from the next victim on, where workers save what is evicted
+    (`fallback.policy: on_evict`).
     """
 
     socket: str = ""
@@ -91,6 +94,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     max_chunks: PositiveInt = 4_000_000
     max_clients: PositiveInt = 1024
     allow_uids: list[int] = []
+    save_ahead: Fraction = 0.125
     eviction: EvictionConfig = EvictionConfig()
 
     @property
@@ -161,6 +165,77 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     model: str = ""
 
 
+class MooncakeConfig(_Section, frozen=True, kw_only=True):
+    """How to reach a Mooncake store.
+
+    master: HOST:PORT of `mooncake_master`. metadata: P2PHANDSHAKE, or the URL of a metadata server (http://..., etcd://...).
+    protocol: how bytes travel; devices: for RDMA, such as `mlx5_0,mlx5_1`. hostname: by which other nodes reach this one; empty: the
+    address that the way to the master goes out from. replicas: copies of an object, on different providers where there are as many.
+    tenant: a name space in the store; empty: none. segment_bytes: memory that this process lends to the store itself, lost with it;
+    0: that is left to providers. local_buffer_bytes: Mooncake's own scratch memory, which we do not need. rpc_seconds: how long the
+    master may take to answer one call.
+    """
+
+    master: str = "127.0.0.1:50051"
+    metadata: str = "P2PHANDSHAKE"
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    devices: str = ""
+    hostname: str = ""
+    replicas: PositiveInt = 1
+    tenant: str = ""
+    segment_bytes: ByteSize = ByteSize(0)
+    local_buffer_bytes: ByteSize = ByteSize(16 << 20)
+    rpc_seconds: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        host, _, port = self.master.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"master must be HOST:PORT, got {self.master!r}")
+        if self.protocol == "tcp" and self.devices:
+            raise ValueError(f"devices ({self.devices!r}) are for protocol: rdma")
+
+
+class FallbackConfig(_Section, frozen=True, kw_only=True):
+    """The store below the pool. Times in seconds.
+
+    policy: which chunks go there: every one that is stored (write_through), those about to leave the pool (on_evict), or none, and
+    none is looked for (off). codec: how their bytes are written. raw; zstd and planes lose nothing; fp8 and int8 do, so that who uses
+    them shares with nobody who does not. promote: chunks read from below go back into the pool.
+    min_bandwidth: bytes of KV a second; while less comes from below, computing is taken to be faster, and nothing is read but a try
+    every `retry_max_seconds`. 0: never.
+    staging_bytes: pinned host memory that chunks pass through. queue_chunks: chunks that may wait to be written; more are dropped, and
+    counted. readers, writers: threads.
+    lookup_seconds: how long a look-up may wait for the store. get_seconds: how long a load waits for its next chunk; what did not come
+    by then is computed. call_seconds: how long one call of the store's may take at all before the process that makes it is replaced.
+    negative_seconds: how long an absent chunk is not asked for again.
+    failures: so many calls in a row that fail, or are late, and the store is left alone; after `retry_seconds`, doubling up to
+    `retry_max_seconds`, it is tried again in the background.
+    """
+
+    policy: Literal["off", "write_through", "on_evict"] = "off"
+    store: Literal["mooncake"] = "mooncake"
+    codec: Literal["raw", "zstd", "planes", "fp8", "int8"] = "raw"
+    promote: bool = True
+    min_bandwidth: ByteSize = ByteSize(0)
+    staging_bytes: ByteSize = ByteSize(512 << 20)
+    queue_chunks: PositiveInt = 4096
+    readers: PositiveInt = 2
+    writers: PositiveInt = 1
+    lookup_seconds: Positive = 0.02
+    get_seconds: Positive = 2.0
+    call_seconds: Positive = 10.0
+    negative_seconds: NotNegative = 1.0
+    failures: PositiveInt = 3
+    retry_seconds: Positive = 1.0
+    retry_max_seconds: Positive = 15.0
+    mooncake: MooncakeConfig = MooncakeConfig()
+
+    @property
+    def loses(self) -> bool:
+        """Do bytes come back from below other than they went?"""
+        return self.policy != "off" and self.codec in ("fp8", "int8")
+
+
 class Config(_Section, frozen=True, kw_only=True):
     """The whole configuration."""
 
@@ -169,6 +244,7 @@ class Config(_Section, frozen=True, kw_only=True):
     pool: PoolConfig = PoolConfig()
     engine: EngineConfig = EngineConfig()
     connector: ConnectorConfig = ConnectorConfig()
+    fallback: FallbackConfig = FallbackConfig()
 
 
 def default_socket() -> Path:
@@ -181,6 +257,24 @@ def default_socket() -> Path:
 def hash_seed() -> str | None:
     """`PYTHONHASHSEED` as it is set now: what vLLM, and LMCache through it, roots its block hashes in. None: unset."""
     return os.environ.get("PYTHONHASHSEED")
+
+
+def mooncake_environment(section: MooncakeConfig) -> dict[str, str]:
+    """Set what Mooncake's library reads from the environment, except where the user did, and answer what is in force.
+
+    Its own defaults wait for minutes: 20 times 4 s for a master that is not there, 30 s for one that hangs, 30 s for a provider that
+    does. To be called before the library is loaded; all clients of a process have these in common.
+    """
+    wanted = {
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+        "MC_RPC_TIMEOUT_MS": str(max(1, round(1000 * section.rpc_seconds))),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(1 + math.ceil(section.rpc_seconds)),
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(1 + math.ceil(section.rpc_seconds)),
+        "MC_LOG_LEVEL": "ERROR",
+    }
+    if section.hostname:
+        wanted["MC_TCP_BIND_ADDRESS"] = section.hostname
+    return {name: os.environ.setdefault(name, value) for name, value in wanted.items()}
 
 
 def _decode(kind: type, value: object) -> object:
@@ -197,6 +291,10 @@ def _encode(value: object) -> object:
 
 def from_dict(values: dict[str, Any], source: str = "configuration") -> Config:
     """Check `values` against `Config`. Raises ConfigError with the offending key's path."""
+    fallback = values.get("fallback")
+    if isinstance(fallback, dict) and fallback.get("policy") is False:
+        # What YAML makes of a plain `off`.
+        values = values | {"fallback": fallback | {"policy": "off"}}
     try:
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:
@@ -219,7 +317,9 @@ def load(path: str | Path | None = None) -> Config:
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: Expected sections (server, client, pool, engine, connector), got {type(values).__name__}")
+        raise ConfigError(
+            f"{path}: Expected sections (server, client, pool, engine, connector, fallback), got {type(values).__name__}"
+        )
     return from_dict(values, str(path))
 
 

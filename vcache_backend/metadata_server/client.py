@@ -106,8 +106,8 @@ class Client:
     def release(self, lease: int) -> bool:
         return self._call(m.Release(lease), m.Verdict).held
 
-    def reserve(self, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
-        return self._call(m.Reserve(keys, nbytes), m.Reserved)
+    def reserve(self, keys: list[m.ChunkKey], nbytes: int, spare: bool = False) -> m.Reserved:
+        return self._call(m.Reserve(keys, nbytes, spare), m.Reserved)
 
     def commit(self, reservation: int, prefix: list[m.ChunkKey] | None = None) -> int:
         return self._call(m.Commit(reservation, prefix or []), m.Count).count
@@ -126,6 +126,18 @@ class Client:
 
     def clear(self, namespace: bytes = b"") -> int:
         return self._call(m.Clear(namespace), m.Count, self._config.control_seconds).count
+
+    def save(self, namespace: bytes, rank: int, limit: int) -> m.ToSave:
+        """Up to `limit` chunks (at most `MAX_SAVE`) of a namespace (8 bytes) and rank to copy to the store below, under a lease.
+
+        `release` its lease after the copies: only if that says the lease held are they good. Then say `saved`. Ask again every second
+        or so, also when there was nothing. Refused by a server too old to know it, and if an argument is out of range.
+        """
+        return self._call(m.Save(namespace, rank, limit), m.ToSave)
+
+    def saved(self, keys: list[m.ChunkKey]) -> int:
+        """These chunks are in the store below, whoever brought them there; how many of them are in the pool. Refused as `save` is."""
+        return self._call(m.Saved(keys), m.Count).count
 
     # ---- segments and the server
 

@@ -14,6 +14,7 @@ from itertools import count
 import msgspec
 
 from vcache_backend.metadata_server import journal
+from vcache_backend.metadata_server.allocator import padded
 from vcache_backend.metadata_server.awaited import Awaited
 from vcache_backend.metadata_server.eviction import EvictionPolicy
 from vcache_backend.metadata_server.journal import ProcessId
@@ -30,9 +31,11 @@ from vcache_backend.metadata_server.messages import (
     Reserved,
     SegmentId,
     SegmentInfo,
+    ToSave,
 )
 from vcache_backend.metadata_server.placement import Entry, Placement, Segment
 from vcache_backend.metadata_server.reservations import MAX_RESERVATIONS_PER_CLIENT, Reservations
+from vcache_backend.metadata_server.saving import Saver, Saving
 
 BACKGROUND_EVICTIONS = 256
 """Most chunks one tick evicts for the watermarks, so that no request waits long behind it."""
@@ -58,6 +61,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_chunks: int = 4_000_000
     low_water: float = 0.0
     high_water: float = 0.0
+    save_ahead: float = 0.125
 
 
 class Directory:
@@ -76,6 +80,7 @@ class Directory:
         self.placement = Placement(lambda: next(self._ids))
         self.leases = Leases(limits.lease_seconds, self._unheld)
         self.reservations = Reservations(limits.reservation_seconds, limits.quarantine_seconds)
+        self._saving = Saving(limits.save_ahead, self.placement, self.leases)
         self.counters: Counter[str] = Counter()
         self._reserves_from = 0.0
         self.records: list[journal.Record] = []
@@ -143,9 +148,37 @@ class Directory:
             self._policy.touch(key)
         return len(there)
 
+    # ---- saving
+
+    def save(self, client: Client, namespace: bytes, rank: int, limit: int) -> ToSave:
+        """Lease up to `limit` chunks that should be saved before they are evicted. They stay as cold as they are."""
+        now = self._now()
+        self.leases.expire(now)
+        saver = Saver(namespace, rank, client.device)
+        self._saving.asked(saver, client.id, now)
+        if self.leases.full(client.id):
+            return ToSave(0, 0.0, [], [])
+        entries = self._saving.choose(saver, client.medium, self._coldest(), limit)
+        if not entries:
+            return ToSave(0, 0.0, [], [])
+        lease = next(self._ids)
+        self.leases.grant(lease, client.id, entries, now)
+        for entry in entries:
+            entry.saving = lease
+        self.counters["save_offered"] += len(entries)
+        return ToSave(lease, self._limits.lease_seconds, [e.key for e in entries], [e.location for e in entries])
+
+    def saved(self, keys: list[ChunkKey]) -> int:
+        """The store below has these: not to be offered again, and to be evicted before others. How many are here."""
+        there = [entry for entry in map(self._live.get, dict.fromkeys(keys)) if entry is not None]
+        for entry in there:
+            self.counters["saved"] += not entry.saved
+            entry.saved = True
+        return len(there)
+
     # ---- writing
 
-    def reserve(self, client: Client, keys: list[ChunkKey], nbytes: int) -> Reserved:
+    def reserve(self, client: Client, keys: list[ChunkKey], nbytes: int, spare: bool = False) -> Reserved:
         """One slot of `nbytes` a key: own device, peers with room, evict. A key that is there or on its way gets none."""
         if self.reservations.full(client.id):
             reason = f"{MAX_RESERVATIONS_PER_CLIENT} reservations of this client are open; commit or abort some"
@@ -158,7 +191,7 @@ class Directory:
         refusal, reason = self._refusal(client.medium, nbytes)
         self.touch(keys)  # those that are there are in use: they must not make room for the others
         wanted = sum(key not in self._live and not self.reservations.pending(key) for key in set(keys))
-        rooms = self._rooms(nbytes, client, wanted)
+        rooms = self._rooms(nbytes, client, wanted, spare)
         for key in keys:
             if key in self._live:
                 slots.append(int(Refusal.EXISTS))
@@ -240,6 +273,7 @@ class Directory:
     def disconnect(self, client: Client) -> None:
         """The connection is gone: its leases end, see `GRACE_SECONDS`; its reservations are void, their slots quarantined."""
         self.leases.drop_client(client.id, self._now())
+        self._saving.drop_client(client.id)
         for id_, reservation in self.reservations.items():
             if reservation.client == client.id:
                 self.reservations.void(id_, self._now())
@@ -366,15 +400,14 @@ class Directory:
             return Refusal.TOO_LARGE, f"a chunk needs {nbytes:,} B but {have}; set pool.segment_bytes >= {nbytes}"
         return None, ""
 
-    def _rooms(self, nbytes: int, client: Client, wanted: int) -> Iterator[Location]:
+    def _rooms(self, nbytes: int, client: Client, wanted: int, spare: bool) -> Iterator[Location]:
         """Slots for at least `wanted` chunks, if there is room: from the holes, then by evicting, several at a time."""
         allowed = self._limits.max_chunks - len(self._live) - self.reservations.pending_count()
         while True:
             while allowed > 0 and (location := self.placement.take(nbytes, client.device, client.medium)) is not None:
                 allowed, wanted = allowed - 1, wanted - 1
                 yield location
-            coldest = (self._live[key] for key in self._policy.victims())
-            victims, equal = self.placement.victims(coldest, nbytes, client.medium, max(wanted, 1))
+            victims, equal = self.placement.victims(self._next_to_go(spare), nbytes, client.medium, max(wanted, 1))
             if not victims:
                 return
             self._evict(victims)
@@ -387,6 +420,17 @@ class Directory:
                 for victim in victims:
                     self.placement.free(victim)
 
+    def _coldest(self) -> Iterator[Entry]:
+        return map(self._live.__getitem__, self._policy.victims())
+
+    def _next_to_go(self, spare: bool = False) -> Iterator[Entry]:
+        """Chunks from the first to be evicted to the last, but for those that would be lost if that is to `spare` them; not to be used
+        after the next change."""
+        coldest = self._coldest()
+        if not self._saving.active(self._now()):
+            return coldest
+        return self._saving.only_saved(coldest) if spare else self._saving.prefer_saved(coldest)
+
     def _evict(self, victims: list[Entry]) -> None:
         """Unlink chunks nobody reads; their slots are the caller's to free or reuse."""
         for victim in victims:
@@ -394,6 +438,8 @@ class Directory:
             self._policy.remove(victim.key)
             self.placement.segments[victim.location.segment].evictions += 1
         self.counters["evicted"] += len(victims)
+        if self._saving.active(self._now()):
+            self.counters["evicted_unsaved"] += self._saving.lost(victims)
         self.records.append(journal.Gone([victim.key for victim in victims]))
 
     def _forget(self, entries: list[Entry]) -> None:
@@ -427,15 +473,17 @@ class Directory:
         used, total = self.placement.used_and_total()
         if not self._limits.high_water or used <= total * (1 - self._limits.low_water):
             return
-        for _ in range(BACKGROUND_EVICTIONS):
-            if used <= total * (1 - self._limits.high_water):
-                return
-            victim = next((e for e in map(self._live.__getitem__, self._policy.victims()) if e.evictable), None)
-            if victim is None:
-                return
-            self._evict([victim])
+        victims: list[Entry] = []
+        for entry in self._next_to_go():
+            if used <= total * (1 - self._limits.high_water) or len(victims) == BACKGROUND_EVICTIONS:
+                break
+            if entry.evictable:
+                victims.append(entry)
+                used -= padded(entry.location.length)
+        if victims:
+            self._evict(victims)
+        for victim in victims:
             self.placement.free(victim)
-            used, total = self.placement.used_and_total()
 
 
 def _full(nbytes: int, medium: Medium) -> str:

@@ -35,6 +35,9 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def __contains__(self, lease: int) -> bool:
+        return lease in self._leases
+
     def entries(self) -> list[Entry]:
         """Every leased entry, once for each lease."""
         return [entry for lease in self._leases.values() for entry in lease.entries]

@@ -16,6 +16,8 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 8 << 20
 MAX_KEYS = 1 << 16
 """Most keys in one request; a request of more is refused and the connection stays usable."""
+MAX_SAVE = 256
+"""Most chunks one `Save` hands out."""
 
 ChunkKey = NewType("ChunkKey", bytes)
 """Namespace (8 bytes), prefix-chained token hash (16), rank (2, big-endian). See `vcache_backend.hashing`."""
@@ -136,10 +138,14 @@ class ListSegments(Request, frozen=True, tag="list_segments"):
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
-    """Ask for one slot of `nbytes` for each key, in prefix order → `Reserved`. Own device first, then peers, then evict."""
+    """Ask for one slot of `nbytes` for each key, in prefix order → `Reserved`. Own device first, then peers, then evict.
+
+    `spare`: these can be had elsewhere, so that no chunk which would be lost (see `Save`) is to make room for them.
+    """
 
     keys: Keys
     nbytes: Bytes
+    spare: bool = False
 
 
 class Commit(Request, frozen=True, tag="commit"):
@@ -226,6 +232,23 @@ class Report(Request, frozen=True, tag="report"):
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REPORT_CHARS)]
 
 
+class Save(Request, frozen=True, tag="save"):
+    """Up to `limit` chunks of one namespace and rank that will be evicted soon and are not known to be in the store below → `ToSave`.
+
+    Whoever asks every few seconds is a saver of that namespace and rank: evictions prefer what is saved while there is one. A server
+    from before this request answers `Error`."""
+
+    namespace: Annotated[bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << (8 * RANK_BYTES))]
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAVE)]
+
+
+class Saved(Request, frozen=True, tag="saved"):
+    """These chunks are in the store below: do not offer them again, evict them before others → `Count` of those here."""
+
+    keys: Keys
+
+
 # ---- replies
 
 
@@ -291,6 +314,16 @@ class Leased(Reply, frozen=True, tag="leased"):
     locations: list[Location]
 
 
+class ToSave(Reply, frozen=True, tag="to_save"):
+    """Chunks to save, coldest first, under one lease, to be ended with `Release` as any other; 0 and no chunks: nothing to do now.
+    What `Release` answers says whether the bytes read may be kept. `seconds` from the request's arrival."""
+
+    lease: int
+    seconds: float
+    keys: list[ChunkKey]
+    locations: list[Location]
+
+
 class Count(Reply, frozen=True, tag="count"):
     count: int
 
@@ -350,5 +383,9 @@ AnyRequest = (
     | Clear
     | Stats
     | Report
+    | Save
+    | Saved
 )
-AnyReply = Welcome | Error | Added | Opened | Dropped | Segments | Reserved | Leased | Count | Verdict | Present | ServerStats
+AnyReply = (
+    Welcome | Error | Added | Opened | Dropped | Segments | Reserved | Leased | ToSave | Count | Verdict | Present | ServerStats
+)

@@ -14,7 +14,8 @@ MAX_WINDOW_ATTEMPTS = 64
 
 
 class Entry(msgspec.Struct, gc=False):
-    """One occupied slot. `reservation` is 0 once the chunk is committed; `doomed` once it was removed under a lease."""
+    """One occupied slot. `reservation` is 0 once the chunk is committed; `doomed` once it was removed under a lease; `saved` once
+    the store below has it; `saving` is the lease under which somebody last began to save it."""
 
     key: ChunkKey
     location: Location
@@ -22,6 +23,8 @@ class Entry(msgspec.Struct, gc=False):
     leases: int = 0
     pin: Pin = Pin.NONE
     doomed: bool = False
+    saved: bool = False
+    saving: int = 0
 
     @property
     def evictable(self) -> bool:
@@ -161,6 +164,11 @@ class Placement:
     def draining(self) -> bool:
         """Is a segment waiting to be dropped?"""
         return any(segment.draining for segment in self.segments.values())
+
+    def free_and_total(self, medium: Medium) -> tuple[int, int]:
+        """Bytes that are free and bytes in all usable segments of a medium."""
+        usable = [s for s in self.segments.values() if s.medium == medium and not s.draining]
+        return sum(s.extents.free for s in usable), sum(s.nbytes for s in usable)
 
     def used_and_total(self) -> tuple[int, int]:
         """Bytes in use and bytes in all live segments."""

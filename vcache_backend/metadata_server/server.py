@@ -104,6 +104,7 @@ class Server:
             max_chunks=config.max_chunks,
             low_water=eviction.low_water,
             high_water=eviction.high_water,
+            save_ahead=config.save_ahead,
         )
         directory = Directory(POLICIES[eviction.policy](), limits, time.monotonic, first_id)
         directory.restore(state, earlier)

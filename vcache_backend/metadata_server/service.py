@@ -59,8 +59,8 @@ class Service:
                 return directory.acquire(client, keys), None
             case m.Release(lease):
                 return m.Verdict(directory.release(client, lease)), None
-            case m.Reserve(keys, nbytes):
-                return directory.reserve(client, keys, nbytes), None
+            case m.Reserve(keys, nbytes, spare):
+                return directory.reserve(client, keys, nbytes, spare), None
             case m.Commit(reservation, prefix):
                 return m.Count(directory.commit(client, reservation, prefix)), None
             case m.Abort(reservation):
@@ -89,6 +89,10 @@ class Service:
                 return self._stats(), None
             case m.Report(level, text):
                 return self._report(client, level, text), None
+            case m.Save(namespace, rank, limit):
+                return directory.save(client, namespace, rank, limit), None
+            case m.Saved(keys):
+                return m.Count(directory.saved(keys)), None
             case m.Hello():
                 raise Refuse("hello was said already on this connection")
             case _:
