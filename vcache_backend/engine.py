@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,10 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.hashing import TokenHasher
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.vram_pool.copier import Copier
-from vcache_backend.vram_pool.planner import plan_chunks
+from vcache_backend.vram_pool.planner import CopyPlan, plan_chunks
+
+if TYPE_CHECKING:
+    from vcache_backend.fallback.fetch import Fetch
 
 Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.int64]
 
@@ -38,7 +41,7 @@ class VCacheEngine:
         configuration; an absent metadata server is no error: everything is a miss until it is there.
         """
         layout = checked_layout(config, layout)
-        self._io = ChunkIO(config, layout, copier)
+        self._io = ChunkIO(config, layout, copier, rank=rank)
         self._layout, self._ranks = layout, ranks
         self._namespace = layout.namespace()
         self._hasher = TokenHasher(self._namespace, layout.chunk_size, rank)
@@ -55,11 +58,12 @@ class VCacheEngine:
     # ---- the five calls
 
     def lookup(self, tokens: Tokens, *, salt: bytes = b"") -> int:
-        """How many leading tokens can be retrieved now, by every rank. A multiple of the chunk size. Takes no lease."""
+        """How many leading tokens can be retrieved now, by every rank, from the pool or the store below it. A multiple of the chunk
+        size. Takes no lease."""
         with self._stats.timed("lookup"):
             keys = self._first_rank.keys(tokens, salt)
             try:
-                found = self._client.lookup(keys, self._ranks) if keys else 0
+                found = self._io.lookup(keys, self._ranks)
             except VCacheError as error:
                 return self._io.miss("lookup", error)
         self._stats.count(tokens_asked=len(tokens), tokens_hit=found * self._layout.chunk_size)
@@ -123,7 +127,7 @@ class VCacheEngine:
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in VRAM; 1: in the storage tier below; -1: nowhere known. Takes no lease."""
         try:
-            return 0 if self._client.contains([ChunkKey(cache_key)])[0] else -1
+            return self._io.contains(ChunkKey(cache_key))
         except VCacheError as error:
             self._io.miss("contains", error)
             return -1
@@ -136,6 +140,7 @@ class VCacheEngine:
         mine["connections_lost"] = self._client.connections_lost
         mine["namespace"] = str(self._namespace)
         mine["device"] = self.device.name
+        mine["fallback"] = None if self._io.tier is None else self._io.tier.snapshot()
         try:
             server = self._client.stats()
         except VCacheError:
@@ -156,9 +161,10 @@ class VCacheEngine:
         """The keys of the whole chunks of `tokens`, as `contains` takes them."""
         return self._hasher.keys(tokens, salt)
 
-    def flush(self, timeout: float = 5.0) -> bool:
-        """Wait until the stores so far are visible or given up; False if they are not after `timeout` seconds."""
-        return self._io.flush(timeout)
+    def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
+        """Wait until the stores so far are visible or given up, and, if `through`, written to the store below or dropped; False if they
+        are not after `timeout` seconds."""
+        return self._io.flush(timeout, through)
 
     def close(self) -> None:
         """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool. Idempotent."""
@@ -166,51 +172,94 @@ class VCacheEngine:
 
     # ---- inside
 
-    def _store(self, keys: list[ChunkKey], start: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]) -> None:
+    def _store(
+        self, keys: list[ChunkKey], start: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64], promoted: bool = False
+    ) -> None:
         size = self._layout.chunk_size
         lowest = slots[: len(keys) * size].reshape(-1, size).min(axis=1)
         chunks = [chunk for chunk in range(start, len(keys)) if lowest[chunk] >= 0]
         if chunks:
             wanted, firsts = [keys[chunk] for chunk in chunks], [chunk * size for chunk in chunks]
-            self._io.store(self._io.bind(kvcaches), wanted, firsts, slots, keys[: chunks[0]])
+            self._io.store(self._io.bind(kvcaches), wanted, firsts, slots, keys[: chunks[0]], promoted)
 
     def _retrieve(
         self, keys: list[ChunkKey], first: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_] | None:
-        start = first // self._layout.chunk_size
-        if start >= len(keys):
-            return None
-        lease = self._io.lease(keys[start:])
-        covered = None
-        if lease is None:
-            self._stats.count(chunks_missed=len(keys) - start)
-        else:
-            covered = self._load(lease, len(keys) - start, first, kvcaches, slots)
+        """Run by run: what the pool has, under a lease, then what is only below, and so on up to the first chunk that is nowhere."""
+        size = self._layout.chunk_size
+        start = at = first // size
+        covered: npt.NDArray[np.bool_] | None = None
+        while at < len(keys):
+            lease = self._io.lease(keys[at:])
+            pooled = len(lease.keys) if lease is not None else 0
+            # On its way while the pool's are copied.
+            fetch = self._io.fetch(keys[at + pooled :])
+            loaded, got = 0, None
+            try:
+                if lease is not None:
+                    loaded, got = self._load(lease, at, first, kvcaches, slots)
+                    covered = _either(covered, got)
+                if fetch is not None and loaded == pooled:
+                    fetched, got = self._fetched(fetch, keys, at + pooled, first, kvcaches, slots)
+                    covered, loaded = _either(covered, got), loaded + fetched
+            finally:
+                if fetch is not None:
+                    fetch.cancel()
+            at += loaded
+            if fetch is None or loaded <= pooled:
+                break
+        self._stats.count(chunks_missed=len(keys) - at)
         if start:
             self._io.committer.touch(keys[:start])
         return covered
 
+    def _fetched(
+        self, fetch: Fetch, keys: list[ChunkKey], at: int, first: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]
+    ) -> tuple[int, npt.NDArray[np.bool_] | None]:
+        """What comes from below, from chunk `at` on: how many chunks, and which tokens."""
+        size, kv = self._layout.chunk_size, self._io.bind(kvcaches)
+
+        def planned(done: int, count: int) -> CopyPlan:
+            begin = (at + done) * size
+            return plan_chunks(kv, size, slots, begin, count, min(max(first - begin, 0), count * size))
+
+        count = self._io.load_fetched(kv, fetch, planned)
+        if not count:
+            return 0, None
+        covered = planned(0, count).covered(len(slots))
+        self._io.note_fetched(keys[at : at + count], int(covered.sum()))
+        if self._io.promotes:
+            self._store(keys[: at + count], at, kvcaches, slots, promoted=True)
+        return count, covered
+
     def _load(
-        self, lease: Lease, asked: int, first: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_] | None:
-        """Copy what is leased of the `asked` chunks, and end the lease: which tokens that gave, or None if it did not hold."""
+        self, lease: Lease, at: int, first: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]
+    ) -> tuple[int, npt.NDArray[np.bool_] | None]:
+        """Copy what is leased, from chunk `at` on, and end the lease: how many chunks and which tokens that gave, none if it did not
+        hold."""
         size = self._layout.chunk_size
-        begin = first // size * size
+        begin = at * size
         covered, complete, views = None, True, []
         try:
             kv = self._io.bind(kvcaches)
             views = self._io.views(lease.locations)
-            self._stats.count(chunks_missed=asked - len(views))
             if views:
                 with self._stats.timed("plan"):
-                    copy = plan_chunks(kv, size, slots, begin, len(views), first - begin)
+                    copy = plan_chunks(kv, size, slots, begin, len(views), max(first - begin, 0))
                 complete = self._io.load(kv, views, copy, lease.seconds_left, lease.keys)
                 covered = copy.covered(len(slots))
         finally:
             held = self._io.end(lease)
         if not (complete and held):
             self._stats.failed("lease_lost")
-            return None
+            return 0, None
         if covered is not None:
             self._io.note_retrieved(views, int(covered.sum()))
-        return covered
+        return len(views), covered
+
+
+def _either(one: npt.NDArray[np.bool_] | None, other: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.bool_] | None:
+    """Tokens that are in one of them."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one | other

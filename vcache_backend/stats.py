@@ -11,8 +11,12 @@ from typing import Any
 
 from vcache_backend.histogram import Histogram
 
-TIMES = ("lookup", "retrieve", "store", "acquire", "release", "reserve", "commit", "plan", "retrieve_copy", "store_copy")
-"""Whole calls first, then their parts: `retrieve_copy` and `store_copy` are data, `plan` is neither, the rest is metadata."""
+TIMES = (
+    *("lookup", "retrieve", "store", "acquire", "release", "reserve", "commit", "plan", "retrieve_copy", "store_copy"),
+    *("fallback_lookup", "fallback_put"),
+)
+"""Whole calls first, then their parts: `retrieve_copy` and `store_copy` are data, `plan` is neither, the rest is metadata. Last those of
+the store below the pool; a put is one batch, in the background."""
 METADATA = ("acquire", "release", "reserve", "commit")
 DATA = ("retrieve_copy", "store_copy")
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog")
@@ -56,17 +60,22 @@ class EngineStats:
         with self._lock:
             return {name: self._counts[f"not_stored_{name}"] for name in NOT_STORED}
 
+    def counted(self, prefix: str) -> dict[str, int]:
+        """The counters whose names begin so, without that beginning."""
+        with self._lock:
+            return {name.removeprefix(prefix): amount for name, amount in self._counts.items() if name.startswith(prefix)}
+
     def snapshot(self) -> dict[str, Any]:
         """Everything as plain values. Times in microseconds, bandwidth in GB/s (1e9 bytes) of data time."""
         with self._lock:
             counts = self._counts
             times = {name: histogram.summary() for name, histogram in self._times.items()}
-            retrieved = counts["bytes_own"] + counts["bytes_peer"]
+            retrieved = counts["bytes_own"] + counts["bytes_peer"] + counts["bytes_fallback"]
             return times | {
                 "tokens": {name: counts[f"tokens_{name}"] for name in ("asked", "hit", "retrieved", "stored")},
-                "hits": {"vram": counts["chunks_retrieved"]},
+                "hits": {"vram": counts["chunks_retrieved"], "fallback": counts["chunks_fallback"]},
                 "misses": counts["chunks_missed"],
-                "bytes": {"own": counts["bytes_own"], "peer": counts["bytes_peer"], "stored": counts["bytes_stored"]},
+                "bytes": {name: counts[f"bytes_{name}"] for name in ("own", "peer", "fallback", "stored", "fallback_written")},
                 "gb_per_s": {
                     "retrieve": _rate(retrieved, self._times["retrieve_copy"]),
                     "store": _rate(counts["bytes_stored"], self._times["store_copy"]),

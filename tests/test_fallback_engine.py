@@ -1,0 +1,364 @@
+"""The engine with a real Mooncake below its pool: two nodes, small pools, damaged objects, dead masters and hung providers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from engine_cases import CHUNK, SMALL, SNAPPY, Cache, Node, get, layout_of, node, places, prompt, put
+from mooncake_cases import Depot, Memory, depot, needs_mooncake, own_depot
+from processes import SECONDS, eventually
+
+from vcache_backend.engine import VCacheEngine
+from vcache_backend.fallback import objects
+from vcache_backend.fallback.mooncake import MooncakeStore
+from vcache_backend.metadata_server.messages import ChunkKey
+
+__all__ = ["depot", "own_depot"]
+pytestmark = needs_mooncake
+
+ROOMY = 4 << 20
+LENGTH = 5 * CHUNK
+QUICK = {"retry_seconds": 0.05, "retry_max_seconds": 0.2, "negative_seconds": 0.05, "lookup_seconds": 0.5, "get_seconds": 1.5}
+Make = Callable[..., VCacheEngine]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    """Two, each with a server of its own."""
+    with node(tmp_path / "one", SNAPPY) as one, node(tmp_path / "two", SNAPPY) as two:
+        for made in (one, two):
+            made.serve()
+        yield [one, two]
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> str:
+    """Nobody else's in the shared store."""
+    return str(request.node.nodeid)
+
+
+def engine(
+    at: Node,
+    store: Depot,
+    model: str,
+    segment: int = ROOMY,
+    rank: int = 0,
+    ranks: int = 1,
+    cache: Cache | None = None,
+    **fallback: Any,
+) -> VCacheEngine:
+    """An engine of `at` whose tier is open."""
+    cache = cache or Cache()
+    config = msgspec.structs.replace(at.config("host", segment), fallback=store.fallback(**(QUICK | fallback)))
+    made = at.undo.enter_context(VCacheEngine(config, layout_of(cache, model=model), rank=rank, ranks=ranks))
+    made.register(cache.tensors)
+    eventually(lambda: made.get_stats()["fallback"]["usable"])
+    return made
+
+
+def through(made: VCacheEngine, cache: Cache, tokens: torch.Tensor) -> None:
+    """Store, and wait until it is below."""
+    put(made, cache, tokens)
+    assert made.flush(SECONDS, through=True)
+
+
+def dropped(made: VCacheEngine) -> int:
+    return sum(made.get_stats()["fallback"]["dropped"].values())
+
+
+def test_another_node_reads_what_one_stored_and_keeps_it_in_its_own_pool(nodes: list[Node], depot: Depot, model: str) -> None:
+    one, two = (engine(at, depot, model) for at in nodes)
+    cache, tokens = Cache(), prompt(LENGTH + 7)
+    through(one, cache, tokens)
+    (key, *_) = two.keys(tokens)
+    assert (one.contains(key), two.contains(key)) == (0, 1)
+    assert two.lookup(tokens) == LENGTH
+    assert get(two, cache, tokens) == LENGTH
+    stats = two.get_stats()
+    assert (stats["hits"], stats["bytes"]["fallback"]) == ({"vram": 0, "fallback": 5}, 5 * cache.chunk_bytes)
+    # Promoted, and not written below again.
+    assert two.flush(SECONDS, through=True)
+    assert two.contains(key) == 0
+    assert get(two, cache, tokens) == LENGTH
+    stats = two.get_stats()
+    assert (stats["hits"], stats["fallback"]["written"]) == ({"vram": 5, "fallback": 5}, 0)
+    assert two.contains(ChunkKey(bytes(26))) == -1
+
+
+@pytest.mark.parametrize("codec", ["zstd", "planes"])
+def test_compressed_objects_come_back_bit_for_bit(nodes: list[Node], depot: Depot, model: str, codec: str) -> None:
+    one, two = (engine(at, depot, model, codec=codec, promote=False) for at in nodes)
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(one, cache, tokens)
+    assert get(two, cache, tokens) == LENGTH
+    assert two.get_stats()["server"]["chunks"] == 0
+
+
+def test_a_codec_that_loses_something_shares_with_nobody_else(nodes: list[Node], depot: Depot, model: str) -> None:
+    lossy, plain = engine(nodes[0], depot, model, codec="int8"), engine(nodes[0], depot, model)
+    assert lossy.get_stats()["namespace"] != plain.get_stats()["namespace"]
+
+
+def test_pool_and_store_take_turns(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Chunks 0 and 3 are in the pool, all are below: every run comes from where it is."""
+    one, two = engine(nodes[0], depot, model), engine(nodes[1], depot, model, promote=False, policy="on_evict")
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(one, cache, tokens)
+    put(two, cache, tokens)
+    keys = two.keys(tokens)
+    with nodes[1].client() as client:
+        client.remove([keys[1], keys[2], keys[4]])
+    assert two.lookup(tokens) == LENGTH
+    assert get(two, cache, tokens) == LENGTH
+    assert two.get_stats()["hits"] == {"vram": 2, "fallback": 3}
+
+
+def test_a_hole_that_is_nowhere_ends_the_hit(nodes: list[Node], depot: Depot, model: str) -> None:
+    one, two = (engine(at, depot, model) for at in nodes)
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(one, cache, tokens)
+    with raw(depot) as store:
+        store.remove([objects.name(two.keys(tokens)[3])])
+    assert two.lookup(tokens) == 3 * CHUNK
+    assert get(two, cache, tokens) == 3 * CHUNK
+
+
+def test_a_prefix_the_caller_has_is_not_touched(nodes: list[Node], depot: Depot, model: str) -> None:
+    one, two = (engine(at, depot, model) for at in nodes)
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(one, cache, tokens)
+    cache.poison()
+    slots, mask = places(SMALL, LENGTH, 3), torch.arange(LENGTH) >= CHUNK + 16
+    assert torch.equal(two.retrieve(tokens, mask, cache.tensors, slots), mask)
+    assert cache.holds_only(tokens[mask], slots[mask])
+
+
+def test_ranks_hit_only_what_all_of_them_have(nodes: list[Node], depot: Depot, model: str) -> None:
+    ranks = [engine(nodes[0], depot, model, rank=rank, ranks=2) for rank in range(2)]
+    reader = engine(nodes[1], depot, model, rank=0, ranks=2)
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(ranks[0], cache, tokens)
+    through(ranks[1], cache, tokens[: 2 * CHUNK])
+    assert reader.lookup(tokens) == 2 * CHUNK
+
+
+def test_what_leaves_a_small_pool_is_below(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Room for 6 chunks, 30 stored: all of them are hits, and right."""
+    cache = Cache()
+    small = engine(nodes[0], depot, model, segment=6 * cache.chunk_bytes)
+    families = [prompt(LENGTH, family) for family in range(1, 7)]
+    for tokens in families:
+        through(small, cache, tokens)
+    assert nodes_chunks(small) <= 6
+    for tokens in families:
+        assert small.lookup(tokens) == LENGTH
+        assert get(small, cache, tokens) == LENGTH
+    assert dropped(small) == 0
+
+
+def test_on_evict_saves_victims_first(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Nothing is written while there is room; then what is about to leave, and all of it. What comes back makes nothing else be lost."""
+    cache = Cache()
+    small = engine(nodes[0], depot, model, segment=16 * cache.chunk_bytes, policy="on_evict")
+    families = [prompt(2 * CHUNK, family) for family in range(1, 17)]
+    for number, tokens in enumerate(families):
+        put(small, cache, tokens)
+        if number == 3:
+            time.sleep(0.2)
+            assert small.get_stats()["fallback"]["written"] == 0
+        if number >= 7:
+            # As much later as the pool's rate of change allows: the saver has its turn.
+            eventually(lambda n=number: small.get_stats()["fallback"]["written"] >= 2 * (n - 6))  # type: ignore[misc]
+    counters = server_counters(nodes[0])
+    assert counters["evicted"] == 16
+    assert counters.get("evicted_unsaved", 0) == 0
+    for tokens in families:
+        assert get(small, cache, tokens) == 2 * CHUNK
+
+
+# ---- objects that are not what they should be
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "another chunk's", "of another model", "empty"])
+def test_a_bad_object_is_a_miss_and_removed(nodes: list[Node], depot: Depot, model: str, damage: str) -> None:
+    one, two = (engine(at, depot, model) for at in nodes)
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(one, cache, tokens)
+    names = [objects.name(key) for key in two.keys(tokens)]
+    size = objects.HEADER_BYTES + cache.chunk_bytes
+    with raw(depot) as store:
+        there, other = Memory(size), Memory(size)
+        assert store.get_into(names[2:4], [there.span, other.span]) == [size, size]
+        data = bytearray(there.read())
+        if damage == "flipped":
+            data[-1] ^= 1
+        elif damage == "cut":
+            del data[-1]
+        elif damage == "another chunk's":
+            data = bytearray(other.read())
+        elif damage == "of another model":
+            key, fingerprint = two.keys(tokens)[2], bytes(32)
+            objects.seal(as_array(data), key, fingerprint, 0, cache.chunk_bytes, cache.chunk_bytes)
+        else:
+            data = bytearray(8)
+        store.remove(names[2:3])
+        bad = Memory(bytes(data))
+        store.put(names[2:3], [bad.span])
+        assert store.contains_prefix(names) == 5
+        assert two.lookup(tokens) == LENGTH
+        assert get(two, cache, tokens) == 2 * CHUNK
+        assert any(cause.startswith("fallback_bad") for cause in two.get_stats()["failures"])
+        eventually(lambda: store.contains_prefix(names) == 2)
+
+
+# ---- failures
+
+
+def test_without_a_master_everything_else_works(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Its port is dead: no exception, no wait, no look-up that costs anything."""
+    settings = QUICK | {"queue_chunks": 3, "mooncake": {"master": "127.0.0.1:9", "rpc_seconds": 0.5}}
+    config = msgspec.structs.replace(nodes[0].config("host", ROOMY), fallback=depot.fallback(**settings))
+    started = time.monotonic()
+    with VCacheEngine(config, layout_of(Cache(), model=model)) as alone:
+        cache, tokens = Cache(), prompt(LENGTH)
+        put(alone, cache, tokens)
+        assert alone.lookup(tokens) == LENGTH
+        assert get(alone, cache, tokens) == LENGTH
+        assert alone.lookup(prompt(LENGTH, 2)) == 0
+        assert time.monotonic() - started < 5
+        assert alone.get_stats()["fallback"]["usable"] is False
+        assert alone.get_stats()["fallback"]["dropped"]["backlog"] == 2
+
+
+def test_a_master_that_dies_and_comes_back(nodes: list[Node], own_depot: Depot, model: str) -> None:
+    one, two = (engine(at, own_depot, model) for at in nodes)
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(one, cache, tokens)
+    own_depot.master.kill()
+    began = time.monotonic()
+    for _ in range(5):
+        assert two.lookup(tokens) in (0, LENGTH)  # what was asked before it died may still be answered
+        assert get(two, cache, tokens) == 0
+    assert two.lookup(tokens) == 0
+    assert time.monotonic() - began < 5 * (0.5 + 1.5)
+    assert two.get_stats()["fallback"]["usable"] is False
+    own_depot.master.restart()
+    eventually(lambda: two.get_stats()["fallback"]["usable"])
+    eventually(lambda: one.get_stats()["fallback"]["usable"])
+    eventually(lambda: own_depot.master.segments())
+    # It forgot every object; what is stored from now on is there.
+    fresh = prompt(LENGTH, 2)
+    through(one, cache, fresh)
+    eventually(lambda: two.lookup(fresh) == LENGTH)
+    assert get(two, cache, fresh) == LENGTH
+
+
+def test_a_hung_provider_costs_one_deadline(nodes: list[Node], own_depot: Depot, model: str) -> None:
+    """The library's call goes on for half a minute: its buffers are not used again, and nobody waits for it but its thread."""
+    one, two = (engine(at, own_depot, model, failures=1, get_seconds=0.5) for at in nodes)
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(one, cache, tokens)
+    (provider,) = own_depot.providers
+    provider.stop()
+    began = time.monotonic()
+    assert get(two, cache, tokens) == 0
+    assert time.monotonic() - began < 3
+    assert two.get_stats()["fallback"]["usable"] is False
+    assert two.lookup(tokens) == 0
+    assert two.get_stats()["fallback"]["late"] == 1
+    provider.cont()
+    eventually(lambda: two.get_stats()["fallback"]["usable"])
+    eventually(lambda: two.lookup(tokens) == LENGTH)
+    assert get(two, cache, tokens) == LENGTH
+
+
+def test_closing_with_a_hung_provider_ends(nodes: list[Node], own_depot: Depot, model: str) -> None:
+    one, two = (engine(at, own_depot, model, get_seconds=0.3) for at in nodes)
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(one, cache, tokens)
+    own_depot.providers[0].stop()
+    put(one, cache, prompt(LENGTH, 2))
+    assert get(two, cache, tokens) == 0
+    began = time.monotonic()
+    one.close()
+    two.close()
+    assert time.monotonic() - began < 12
+    own_depot.providers[0].cont()
+
+
+def test_a_full_store_drops_and_counts(nodes: list[Node], tmp_path: Path, model: str) -> None:
+    """16 MiB hold not a tenth of it; what was written last is there, and right."""
+    with Depot(tmp_path / "mooncake", (16 << 20,), default_kv_lease_ttl=100) as store:
+        cache = Cache()
+        one = engine(nodes[0], store, model, segment=64 << 20, queue_chunks=1 << 14)
+        count = 2000
+        for family in range(1, count // 12 + 1):
+            put(one, cache, prompt(12 * CHUNK, family))
+        assert one.flush(40, through=True)
+        tally = one.get_stats()["fallback"]
+        assert tally["written"] + sum(tally["dropped"].values()) == 12 * (count // 12)
+        two = engine(nodes[1], store, model, promote=False)
+        hits = [get(two, cache, prompt(12 * CHUNK, family)) for family in range(1, count // 12 + 1, 40)]
+        assert max(hits) > 0
+    assert one.lookup(prompt(12 * CHUNK, 1)) == 12 * CHUNK
+
+
+def test_the_queue_is_bounded_and_what_is_too_much_is_counted(nodes: list[Node], own_depot: Depot, model: str) -> None:
+    one = engine(nodes[0], own_depot, model, queue_chunks=4)
+    own_depot.providers[0].stop()
+    cache = Cache()
+    for family in range(1, 20):
+        put(one, cache, prompt(LENGTH, family))
+    assert one.get_stats()["fallback"]["dropped"]["backlog"] > 0
+    own_depot.providers[0].cont()
+
+
+def test_slow_links_are_not_used(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Once a load has shown that the link brings less than min_bandwidth, look-ups stop at the pool, but for a try now and then."""
+    cache, tokens = Cache(sizes=SMALL._replace(layers=8, heads=8, dim=128)), prompt(LENGTH)
+    slow = {"promote": False, "min_bandwidth": 1 << 60, "retry_max_seconds": 60.0}
+    one = engine(nodes[0], depot, model, segment=64 << 20, cache=cache)
+    two = engine(nodes[1], depot, model, segment=64 << 20, cache=cache, **slow)
+    through(one, cache, tokens)
+    assert two.lookup(tokens) == LENGTH
+    assert get(two, cache, tokens) == LENGTH
+    assert two.lookup(tokens) == LENGTH  # the try
+    assert two.lookup(tokens) == 0
+
+
+# ---- what the tests above use
+
+
+class raw:
+    """The store itself, past everything of ours."""
+
+    def __init__(self, store: Depot) -> None:
+        self._store = MooncakeStore(store.config())
+
+    def __enter__(self) -> MooncakeStore:
+        self._store.open()
+        return self._store
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close(SECONDS)
+
+
+def as_array(data: bytearray) -> Any:
+    import numpy as np
+
+    return np.frombuffer(data, np.uint8)
+
+
+def nodes_chunks(made: VCacheEngine) -> int:
+    return int(made.get_stats()["server"]["chunks"])
+
+
+def server_counters(at: Node) -> dict[str, int]:
+    with at.client() as client:
+        return client.stats().counters

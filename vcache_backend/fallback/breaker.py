@@ -1,0 +1,55 @@
+"""When to leave a store alone, and when to try it again. Pure: takes a clock, owns no thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Breaker:
+    """Opens after `failures` failures in a row; a trial is due after `retry_seconds`, doubling up to `retry_max_seconds`.
+
+    Any thread. `now`: a monotonic clock in seconds.
+    """
+
+    def __init__(self, failures: int, retry_seconds: float, retry_max_seconds: float, now: Callable[[], float]) -> None:
+        self._failures, self._retry, self._retry_max, self._now = failures, retry_seconds, retry_max_seconds, now
+        self._lock = threading.Lock()
+        self._in_a_row = 0
+        self._pause = retry_seconds
+        self._due = 0.0
+        self.is_open = False
+        self.opened = 0
+        """How often it has opened."""
+
+    def succeeded(self) -> None:
+        """A call held. One that began before the breaker opened does not close it: only a trial does."""
+        with self._lock:
+            if not self.is_open:
+                self._in_a_row = 0
+
+    def failed(self, count: int = 1) -> bool:
+        """A call failed, or was late; `count`: for how many it stands. Did the breaker open?"""
+        with self._lock:
+            self._in_a_row += count
+            if self.is_open or self._in_a_row < self._failures:
+                return False
+            self.is_open = True
+            self.opened += 1
+            self._pause = self._retry
+            self._due = self._now() + self._pause
+            return True
+
+    def trial_due(self) -> bool:
+        """Is the breaker open, and may the store be tried?"""
+        with self._lock:
+            return self.is_open and self._now() >= self._due
+
+    def tried(self, held: bool) -> None:
+        """A trial is over: close, or wait longer for the next."""
+        with self._lock:
+            if held:
+                self.is_open, self._in_a_row = False, 0
+            else:
+                self._pause = min(2 * self._pause, self._retry_max)
+                self._due = self._now() + self._pause

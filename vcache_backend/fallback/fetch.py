@@ -1,0 +1,239 @@
+"""Reading chunks from the store: batches on their way in reader threads, handed over in order as they arrive."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.fallback import objects
+from vcache_backend.fallback.access import Access
+from vcache_backend.fallback.codecs import Codec
+from vcache_backend.fallback.jobs import Workers
+from vcache_backend.fallback.objects import HEADER_BYTES, BadObject
+from vcache_backend.fallback.staging import Buffer, Ring
+from vcache_backend.fallback.store import StoreDown
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.stats import EngineStats
+
+log = logging.getLogger(__name__)
+
+BATCH_BYTES = 32 << 20
+"""Bytes of one call of the store's: enough that its fixed costs do not count, few enough that the copy of what came goes on beside."""
+BATCH_MOST = 16
+MEASURED_BYTES = 1 << 20
+"""A load of fewer says nothing about the bandwidth."""
+
+
+class Staged(NamedTuple):
+    """One chunk that came. chunk: its bytes, 1-D uint8 on the host, valid until it is given back."""
+
+    key: ChunkKey
+    chunk: torch.Tensor
+    buffer: Buffer
+
+
+class Bandwidth:
+    """Bytes of KV a second that came lately, over all loads; None before the first. Any thread."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        if nbytes >= MEASURED_BYTES and seconds > 0:
+            rate = nbytes / seconds
+            self.value = rate if self.value is None else 0.5 * self.value + 0.5 * rate
+
+
+@dataclass
+class Source:
+    """What all reads of one worker share. chunk_bytes: of a chunk in the KV cache. seconds: how long a load waits for its next chunk."""
+
+    access: Access
+    workers: Workers
+    ring: Ring
+    codec: Codec
+    fingerprint: bytes
+    chunk_bytes: int
+    seconds: float
+    stats: EngineStats
+    absent: Callable[[Sequence[ChunkKey]], None]
+    bandwidth: Bandwidth = field(default_factory=Bandwidth)
+
+    @property
+    def batch(self) -> int:
+        """Chunks of one call."""
+        return max(1, min(BATCH_BYTES // self.chunk_bytes, BATCH_MOST, self.ring.count // 4))
+
+
+class Fetch:
+    """Chunks of one request on their way from the store.
+
+    `ready` never waits; `wait` does, for the next chunk. Each is used from one thread. Every `Staged` is to be given back. Ends with
+    the first chunk that is not there, not right, or late.
+    """
+
+    def __init__(self, source: Source, keys: Sequence[ChunkKey]) -> None:
+        self.keys = list(keys)
+        self._source = source
+        self._arrived = threading.Condition()
+        self._staged: dict[int, Staged] = {}
+        self._given = 0
+        self._end = len(self.keys)
+        self._cancelled = False
+        self._started = self._moved = time.monotonic()
+        self._waited = 0.0
+        self.cause = ""
+        """Why it ended early: `absent`, `bad`, `timeout` or `store`."""
+        step = source.batch
+        for start in range(0, len(self.keys), step):
+            part = range(start, min(start + step, len(self.keys)))
+            if source.workers.submit(lambda part=part: self._read(part)) is None:  # type: ignore[misc]
+                self._stop(start, "store")
+                break
+
+    def ready(self, most: int) -> list[Staged]:
+        """The next chunks, in order, that are here: `most` at most."""
+        self._look_at_clock()
+        with self._arrived:
+            count = 0
+            while count < most and self._given + count < self._end and self._given + count in self._staged:
+                count += 1
+            chunks = [self._staged.pop(index) for index in range(self._given, self._given + count)]
+            self._given += count
+        return chunks
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, at most so long, until `ready` has something or the fetch is over; False if neither."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: self._given in self._staged or self._given >= self._end, seconds)
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come, and nothing is ready. Says so late chunks, too."""
+        self._look_at_clock()
+        return self._given >= self._end
+
+    def give_back(self, chunks: Sequence[Staged]) -> None:
+        """Their bytes are not used any more."""
+        self._source.ring.give([chunk.buffer for chunk in chunks])
+
+    def cancel(self) -> None:
+        """Nobody wants the rest. What is on its way is given back when it comes. Idempotent."""
+        self._stop(0, self.cause)
+
+    # ---- inside
+
+    def _look_at_clock(self) -> None:
+        source = self._source
+        if self._given >= self._end or time.monotonic() - self._moved < source.seconds:
+            return
+        with self._arrived:
+            if self._given in self._staged:
+                self._moved = time.monotonic()
+                return
+            key = self.keys[self._given]
+        self._stop(self._given, "timeout")
+        source.stats.count(fallback_late=1)
+        source.access.failed("get", f"nothing came in {source.seconds:g} s", lambda: _try_again(source, key))
+
+    def _stop(self, at: int, cause: str) -> None:
+        """Nothing from chunk `at` on is handed over."""
+        with self._arrived:
+            if at < self._end:
+                self._end, self.cause = at, cause
+            dropped = [self._staged.pop(index) for index in list(self._staged) if index >= self._end]
+            self._arrived.notify_all()
+        self._source.ring.give([chunk.buffer for chunk in dropped])
+
+    def _read(self, part: range) -> None:
+        """In a reader thread: one call of the store's, and a look at what it brought."""
+        source, keys = self._source, self.keys[part.start : part.stop]
+        if part.start >= self._end:
+            return
+        asked = time.monotonic()
+        buffers = source.ring.take(len(keys), source.seconds)
+        self._waited += time.monotonic() - asked
+        if not buffers or part.start >= self._end:
+            source.ring.give(buffers)
+            self._stop(part.start, "timeout")
+            return
+        names = [objects.name(key) for key in keys]
+        spans = [buffer.span(source.ring.nbytes) for buffer in buffers]
+        got = source.access.call("get", lambda: source.access.store.get_into(names, spans), [-1] * len(keys))
+        for number, (key, buffer, nbytes) in enumerate(zip(keys, buffers, got, strict=True)):
+            index = part.start + number
+            chunk = self._checked(index, key, buffer, nbytes) if index < self._end else None
+            if chunk is None:
+                source.ring.give([buffer])
+                continue
+            with self._arrived:
+                if index < self._end:
+                    self._staged[index], self._moved = Staged(key, chunk, buffer), time.monotonic()
+                    self._arrived.notify_all()
+                    continue
+            source.ring.give([buffer])
+        self._measure(part)
+
+    def _checked(self, index: int, key: ChunkKey, buffer: Buffer, nbytes: int) -> torch.Tensor | None:
+        """The chunk of an object, if it is what it should be."""
+        source = self._source
+        if nbytes <= 0:
+            if nbytes == 0:
+                source.absent([key])
+            self._stop(index, "absent" if nbytes == 0 else "store")
+            return None
+        try:
+            return opened(source, key, buffer, nbytes)
+        except VCacheError as error:
+            reason = error.reason if isinstance(error, BadObject) else "codec"
+            if source.stats.failed(f"fallback_bad_{reason}") == 1:
+                log.error("object %s of the store is not what it should be, and is removed: %s", objects.name(key), error)
+            source.access.forget([objects.name(key)])
+            source.absent([key])
+            self._stop(index, "bad")
+            return None
+
+    def _measure(self, part: range) -> None:
+        """Once the last batch is here."""
+        if part.stop == len(self.keys) <= self._end:
+            seconds = time.monotonic() - self._started - self._waited
+            self._source.bandwidth.add(len(self.keys) * self._source.chunk_bytes, seconds)
+
+
+def opened(source: Source, key: ChunkKey, buffer: Buffer, nbytes: int) -> torch.Tensor:
+    """The chunk in a buffer that an object of `nbytes` bytes was read into. Raises BadObject, CodecError."""
+    codec = source.codec
+    length = objects.check(buffer.memory.numpy(), nbytes, key, source.fingerprint, codec.id, source.chunk_bytes)
+    payload = buffer.memory[HEADER_BYTES : HEADER_BYTES + length]
+    if codec.name == "raw":
+        return payload
+    # Behind the payload: see `buffer_bytes`.
+    chunk = buffer.memory[source.ring.nbytes - source.chunk_bytes :]
+    codec.decode(payload, chunk)
+    return chunk
+
+
+def buffer_bytes(codec: Codec, chunk_bytes: int) -> int:
+    """Bytes of a buffer that holds an object and, where it has to be decoded, its chunk."""
+    if codec.name == "raw":
+        return HEADER_BYTES + chunk_bytes
+    return -(-(HEADER_BYTES + codec.bound(chunk_bytes)) // 64) * 64 + chunk_bytes
+
+
+def _try_again(source: Source, key: ChunkKey) -> None:
+    """Read what was late once more: is the store to be trusted again? Its absence is an answer, too."""
+    buffers = source.ring.take(1, 0.1)
+    if not buffers:
+        raise StoreDown("all staging buffers wait for calls of the store's")
+    try:
+        span = buffers[0].span(source.ring.nbytes)
+        source.access.store.get_into([objects.name(key)], [span])
+    finally:
+        source.ring.give(buffers)

@@ -1,0 +1,85 @@
+"""From host memory that is no segment into a KV cache: chunks that another tier brought."""
+
+# torch.cuda's streams and events have no types.
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from vcache_backend.vram_pool.copier import Completion, Copier, Mark
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.planner import CopyPlan
+from vcache_backend.vram_pool.slots import SlotView
+
+if TYPE_CHECKING:
+    from vcache_backend.vram_pool.cuda_copier import CudaCompletion
+
+BOUNCE_BYTES = 256 << 20
+"""Device memory that chunks pass through: what crosses the host's link in 5 ms."""
+BOUNCE_MOST = 64
+
+
+class Uploader(Protocol):
+    """Scatters chunks that lie in host memory. In the worker's thread that launches kernels."""
+
+    most: int
+    """Chunks of one call."""
+
+    def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Tensor], after: Mark | None = None) -> Completion:
+        """As `Copier.scatter`, with `chunks` (1-D uint8, on the host) in place of slots; they stay as they are until it is complete."""
+        ...
+
+
+class HostUploader:
+    """The KV cache lies in host memory itself."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self.most = BOUNCE_MOST
+
+    def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Tensor], after: Mark | None = None) -> Completion:
+        return self._copier.scatter(kv, plan, [SlotView.over(chunk, local=True) for chunk in chunks], after)
+
+
+class CudaUploader:
+    """By the copy engine into a bounce buffer on the KV cache's GPU, and from there by the copier, on a stream beside the model's."""
+
+    def __init__(self, copier: Copier, kv: PagedKV, chunk_bytes: int) -> None:
+        """Raises torch.OutOfMemoryError where there is no memory for the bounce buffer."""
+        self._copier, self._device = copier, kv.device
+        self.most = max(1, min(BOUNCE_BYTES // chunk_bytes, BOUNCE_MOST))
+        with torch.cuda.device(self._device):
+            self._stream = torch.cuda.Stream()
+        self._bounce = torch.empty(self.most, chunk_bytes, dtype=torch.uint8, device=self._device)
+        self._last: CudaCompletion | None = None
+
+    def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Tensor], after: Mark | None = None) -> Completion:
+        from vcache_backend.vram_pool.cuda_copier import CudaCompletion, CudaMark
+
+        with torch.cuda.device(self._device):
+            if self._last is not None:
+                # It may still be read.
+                self._stream.wait_event(self._last.end)
+            if isinstance(after, CudaMark):
+                self._stream.wait_event(after.event)
+            with torch.cuda.stream(self._stream):
+                for place, chunk in zip(self._bounce, chunks, strict=False):
+                    place[: chunk.numel()].copy_(chunk, non_blocking=True)
+                arrived = self._stream.record_event()
+            if after is None:
+                # What is queued behind this call comes after it all, and the scatter comes after what was queued before it.
+                torch.cuda.current_stream().wait_event(arrived)
+            views = [SlotView.over(place, local=True) for place, _ in zip(self._bounce, chunks, strict=False)]
+            copy = self._copier.scatter(kv, plan, views, None if after is None else CudaMark(arrived))
+        self._last = copy if isinstance(copy, CudaCompletion) else None
+        return copy
+
+
+def make_uploader(copier: Copier, kv: PagedKV, chunk_bytes: int) -> Uploader:
+    """The uploader of a KV cache."""
+    return CudaUploader(copier, kv, chunk_bytes) if kv.device.type == "cuda" else HostUploader(copier)
