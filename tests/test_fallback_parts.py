@@ -1,0 +1,185 @@
+"""The tier's small parts, without a store: when the breaker opens, what is remembered for how long, threads, buffers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from vcache_backend.config import FallbackConfig
+from vcache_backend.fallback.access import Access
+from vcache_backend.fallback.breaker import Breaker
+from vcache_backend.fallback.index import Index
+from vcache_backend.fallback.isolated import IsolatedStore
+from vcache_backend.fallback.jobs import Workers
+from vcache_backend.fallback.recent import Recent
+from vcache_backend.fallback.staging import ALIGNMENT, Ring
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.stats import EngineStats
+
+SECONDS = 10.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(number.to_bytes(26, "big"))
+
+
+def test_a_breaker_opens_after_failures_in_a_row() -> None:
+    breaker = Breaker(3, 1.0, 4.0, Clock())
+    assert not breaker.failed()
+    assert not breaker.failed()
+    breaker.succeeded()
+    assert [breaker.failed() for _ in range(3)] == [False, False, True]
+    assert breaker.is_open
+    assert not breaker.failed()
+    breaker.succeeded()
+    assert (breaker.is_open, breaker.opened) == (True, 1)
+
+
+def test_an_open_breaker_is_tried_after_pauses_that_double() -> None:
+    clock = Clock()
+    breaker = Breaker(1, 1.0, 4.0, clock)
+    assert not breaker.trial_due()
+    breaker.failed()
+    for pause in (1.0, 2.0, 4.0, 4.0):
+        clock.now += pause - 0.01
+        assert not breaker.trial_due()
+        clock.now += 0.02
+        assert breaker.trial_due()
+        breaker.tried(held=False)
+    clock.now += 10
+    breaker.tried(held=True)
+    assert not breaker.is_open
+    assert not breaker.trial_due()
+    breaker.failed()
+    clock.now += 1.01
+    assert breaker.trial_due()
+
+
+def test_what_is_recent_ends_with_time_and_by_number() -> None:
+    clock = Clock()
+    recent = Recent(2.0, 3, clock)
+    recent.add([key(1), key(2)])
+    clock.now += 1.5
+    recent.add([key(1), key(3)])
+    assert [n for n in range(5) if key(n) in recent] == [1, 2, 3]
+    clock.now += 1.0
+    assert [n for n in range(5) if key(n) in recent] == [1, 3]
+    assert recent.first([key(9), key(3), key(1)]) == 1
+    assert recent.first([key(9), key(2)]) == 2
+    recent.discard([key(3), key(7)])
+    recent.add([key(10), key(11), key(12)])
+    assert [n for n in range(20) if key(n) in recent] == [10, 11, 12]
+    assert len(recent) == 3
+
+
+def test_calls_run_in_other_threads_and_their_errors_come_back() -> None:
+    workers = Workers("test", 2, 10)
+    here = threading.get_ident()
+    job = workers.submit(threading.get_ident)
+    assert job is not None
+    assert job.wait(SECONDS)
+    assert job.result != here
+    failing = workers.submit(lambda: 1 // 0)
+    assert failing is not None
+    assert failing.wait(SECONDS)
+    assert isinstance(failing.error, ZeroDivisionError)
+    assert workers.close(SECONDS)
+    assert workers.submit(threading.get_ident) is None
+
+
+def test_a_call_that_hangs_holds_up_no_other_and_ends_no_close() -> None:
+    workers, go_on = Workers("test", 2, 2), threading.Event()
+    hung = workers.submit(go_on.wait)
+    other = workers.submit(lambda: 7)
+    assert hung is not None
+    assert other is not None
+    assert other.wait(SECONDS)
+    assert (other.result, hung.wait(0.01)) == (7, False)
+    again = [workers.submit(go_on.wait) for _ in range(4)]
+    assert again.count(None) >= 1
+    assert not workers.close(0.05)
+    # What had not begun is told so.
+    assert all(job.done for job in again[1:] if job is not None)
+    go_on.set()
+    assert workers.close(SECONDS)
+
+
+def test_buffers_are_equal_apart_and_shared_with_who_has_the_fd() -> None:
+    ring = Ring(1000, 3, pinned=False)
+    first, second, third = ring.take(3, 0)
+    assert [buffer.memory.numel() for buffer in (first, second, third)] == [1000] * 3
+    for buffer in (first, second, third):
+        assert buffer.memory.data_ptr() % ALIGNMENT == 0
+        buffer.memory.fill_(buffer.number + 1)
+    assert [int(buffer.memory.sum()) for buffer in (first, second, third)] == [
+        1000 * (b.number + 1) for b in (first, second, third)
+    ]
+    offset = second.span(1).address - ring.span.address
+    assert os.pread(ring.fd, 1000, offset) == bytes([second.number + 1]) * 1000
+    ring.give([second])
+    assert ring.free == 1
+    ring.close()
+    ring.close()
+    assert torch.equal(first.memory, torch.full((1000,), first.number + 1, dtype=torch.uint8))
+
+
+def test_whoever_takes_buffers_waits_for_all_of_them_or_gets_none() -> None:
+    ring = Ring(16, 3, pinned=False)
+    held = ring.take(2, 0)
+    assert ring.take(2, 0.01) == []
+    giving = threading.Timer(0.05, ring.give, [held])
+    giving.start()
+    began = time.monotonic()
+    assert len(ring.take(3, SECONDS)) == 3
+    assert time.monotonic() - began < SECONDS
+    giving.join()
+    ring.close()
+
+
+def test_memory_that_is_not_there_is_an_error() -> None:
+    with pytest.raises((OSError, RuntimeError)):
+        Ring(1 << 50, 1000, pinned=False)
+
+
+def test_a_store_that_is_down_is_not_asked() -> None:
+    """Nobody has opened it: no call and no wait."""
+    config = FallbackConfig(policy="write_through", retry_seconds=60.0)
+    access = Access(config, IsolatedStore(config), EngineStats())
+    index = Index(config, access)
+    try:
+        assert access.ask(["vcache1/x"]) is None
+        assert index.contains_prefix([key(1)]) == 0
+        assert access.call("get", lambda: pytest.fail("the store was called"), 5) == 5
+    finally:
+        access.close()
+
+
+def test_slow_links_are_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = FallbackConfig(policy="write_through", min_bandwidth=1000, retry_max_seconds=60.0)  # type: ignore[arg-type]
+    access = Access(config, IsolatedStore(config), EngineStats())
+    index = Index(config, access)
+    try:
+        assert not index.too_slow()
+        index.bandwidth.add(1 << 20, 1.0)
+        assert not index.too_slow()
+        index.bandwidth.value = 999.0
+        assert [index.too_slow() for _ in range(3)] == [False, True, True]
+        index.bandwidth.value = 1000.0
+        assert not index.too_slow()
+        index.bandwidth.value = None
+        index.bandwidth.add(100, 10.0)
+        assert index.bandwidth.value is None
+    finally:
+        access.close()
