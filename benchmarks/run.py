@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from . import both_ways, copies, engine, metadata
+from . import both_ways, codecs, copies, engine, metadata
 from .results import Row, document, write
 
 TABLE_COLUMNS = 110
@@ -19,6 +19,7 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "copies": copies.run,
     "both_ways": both_ways.run,
     "engine": engine.run,
+    "codecs": codecs.run,
 }
 
 

@@ -336,3 +336,20 @@ def test_a_cache_goes_through_a_codec_with_every_number_at_its_place(name: str) 
     assert back.shape == cache.shape
     assert torch.equal(back, cache) == codec.lossless
     assert ((back - cache).abs() / cache.abs().amax(3, keepdim=True)).max() < 0.05
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
+def test_a_scale_that_is_no_number_is_refused(name: str, scale: float) -> None:
+    codec, chunk = codecs.make(name, BF16), bytes_of(kv(vectors=32))
+    payload = encoded(codec, chunk)
+    payload[14:16] = torch.tensor([scale], dtype=torch.bfloat16).view(torch.uint8)
+    with pytest.raises(CodecError, match=f"{name} payload holds a scale that is no number"):
+        decoded(codec, payload, chunk.numel())
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_vector_of_zeros_is_written_as_zeros(name: str) -> None:
+    """Not as 0 ÷ 0."""
+    codec = codecs.make(name, BF16)
+    assert (encoded(codec, torch.zeros(4 * 128, dtype=torch.uint8))[8:] == 0).all()

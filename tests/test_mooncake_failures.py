@@ -151,7 +151,7 @@ def test_a_killed_master_costs_one_call_and_its_successor_knows_nothing(folder: 
 def test_opening_and_closing_without_a_master_stop_no_other_thread(folder: Path) -> None:
     """The library's own setup and close would, for seconds: they keep Python's lock."""
     with Depot(folder) as depot:
-        store, waiting = opened(depot), MooncakeStore(depot.config(rpc_seconds=RPC_SECONDS))
+        store, waiting = opened(depot, rpc_seconds=2), MooncakeStore(depot.config(rpc_seconds=2))
         longest, stop = 0.0, threading.Event()
 
         def watch() -> None:

@@ -205,9 +205,9 @@ class Instance:
         """
         return str(self.ask("again", environment or {}, arguments, seconds=START_SECONDS))
 
-    def counter(self, name: str) -> int:
-        """A counter of vLLM's metrics, all its series added."""
-        return int(self.ask("counter", name))
+    def counter(self, name: str, **labels: str) -> int:
+        """A counter of vLLM's metrics, all its series with these labels added."""
+        return int(self.ask("counter", name, labels))
 
     def add(self, name: str, tokens: list[int], **more: Any) -> None:
         """Give the engine a request; nothing happens until a step."""
@@ -505,9 +505,10 @@ class Serving:
         self.llm.llm_engine.abort_request([name])
         return True
 
-    def counter(self, name: str) -> int:
+    def counter(self, name: str, labels: dict[str, str]) -> int:
         """A counter of vLLM's metrics; KeyError if it has none of this name."""
-        found = [int(metric.value) for metric in self.llm.get_metrics() if metric.name == name]
+        named = [metric for metric in self.llm.get_metrics() if metric.name == name]
+        found = [int(metric.value) for metric in named if labels.items() <= metric.labels.items()]
         if not found:
             raise KeyError(name)
         return sum(found)

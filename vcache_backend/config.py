@@ -270,6 +270,7 @@ def mooncake_environment(section: MooncakeConfig) -> dict[str, str]:
         "MC_RPC_TIMEOUT_MS": str(max(1, round(1000 * section.rpc_seconds))),
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(1 + math.ceil(section.rpc_seconds)),
         "MC_TCP_STATUS_TIMEOUT_SEC": str(1 + math.ceil(section.rpc_seconds)),
+        "MC_TCP_LANES_PER_PEER": "16",
         "MC_LOG_LEVEL": "ERROR",
     }
     if section.hostname:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -160,7 +161,11 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: Any = None
     ) -> list[MemoryObj]:
-        return list(self._get(keys))
+        """In another thread where chunks may have to be waited for: LMCache answers the look-up of `enable_async_loading` with what
+        came, and the request waits in its queue until then."""
+        if self._worker is None or not self._worker.below.there:
+            return list(self._get(keys))
+        return list(await asyncio.get_running_loop().run_in_executor(None, self._get, keys))
 
     @answers(list)
     def _get(self, keys: list[CacheEngineKey]) -> list[MemoryObj]:

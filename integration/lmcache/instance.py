@@ -31,7 +31,9 @@ class Instance:
     workers. rank, ranks: which shard of a chunk this worker holds, of how many, within its pipeline stage; 0 of 1 with MLA, where
     all hold the same. rope: canonical text. facts: what else the bytes depend on, by name. gpu_memory_utilization: None where it
     is unknown or does not apply. kv_groups: groups of layers with block tables of their own. kvcaches: by layer, None while vLLM
-    has not registered them. connector: LMCache's adapter in vLLM, None without vLLM.
+    has not registered them. connector: LMCache's adapter in vLLM, None without vLLM. recomputes: are tokens computed rightly whose
+    load failed in the step that had counted on it? vLLM's second model runner does not, nor does asynchronous scheduling (vLLM issue
+    #49250).
     """
 
     model: str
@@ -62,6 +64,7 @@ class Instance:
     under_vllm: bool = False
     load_failure_policy: str = ""
     kv_role: str = ""
+    recomputes: bool = True
     kvcaches: dict[str, Any] | None = field(default=None, compare=False, repr=False)
     connector: Any = field(default=None, compare=False, repr=False)
 
@@ -202,6 +205,7 @@ def _under_vllm(metadata: Any, settings: Settings, group: Any, connector: Any) -
         under_vllm=True,
         load_failure_policy=str(getattr(transfer, "kv_load_failure_policy", "")),
         kv_role=str(getattr(transfer, "kv_role", "") or ""),
+        recomputes=not (getattr(vllm, "use_v2_model_runner", True) or model.async_scheduling),
         kvcaches=kvcaches,
         connector=connector,
     )

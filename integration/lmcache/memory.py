@@ -1,4 +1,5 @@
-"""Memory objects as LMCache handles them: a chunk that still lies in the KV cache, or one that lies in the pool under a lease."""
+"""Memory objects as LMCache handles them: a chunk that still lies in the KV cache, one that lies in the pool under a lease, or one that
+came from the store below."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
 
 from vcache_backend.chunk_io import Lease
+from vcache_backend.metadata_server.messages import ChunkKey
 
 
 class Form(NamedTuple):
@@ -208,6 +210,28 @@ class LeasedObj(ChunkObj):
 
     def dropped(self) -> None:
         self.shared.dropped()
+
+
+class FetchedObj(ChunkObj):
+    """A chunk from the store below the pool, in host memory of its own. memory: None once the last reference is gone. over: called then."""
+
+    over: Callable[[], object] | None = None
+
+    def __init__(self, form: Form, key: ChunkKey, memory: torch.Tensor, ordinal: int | None) -> None:
+        """ordinal: of the worker's GPU."""
+        super().__init__(form)
+        self.key, self._ordinal = key, ordinal
+        self.memory: torch.Tensor | None = memory
+
+    def bytes(self) -> torch.Tensor:
+        if self.memory is None:
+            return torch.zeros(self.form.nbytes, dtype=torch.uint8)
+        return self.memory if self._ordinal is None else self.memory.to(f"cuda:{self._ordinal}")
+
+    def dropped(self) -> None:
+        self.memory = None
+        if self.over is not None:
+            self.over()
 
 
 class NoAllocator(MemoryAllocatorInterface):  # type: ignore[misc]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vcache_backend.chunk_io import ChunkIO, KVCaches, checked_layout
-from vcache_backend.config import Config, hash_seed, load
+from vcache_backend.config import Config, FallbackConfig, hash_seed, load
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.vram_pool.paged import PagedKV
 
@@ -17,6 +17,7 @@ from ..room import beside_vllm
 from ..round_trip import through_pool
 from ..vllm import facts
 from . import installation, selftest, start_server
+from .below import Below
 from .gpu_connector import VCacheGPUConnector
 from .instance import Instance, discover, hash_probe, layout
 from .settings import Settings, read
@@ -76,7 +77,7 @@ class Starter:
         if start_server.is_named_in(self._config.runtime_plugin_locations):
             start_server.wait_for(config, SERVER_SECONDS)
         unfit = beside_vllm(instance.device_type, instance.gpu_memory_utilization)
-        io = ChunkIO(_on_device_of(kv, config), agreed, unfit=unfit)
+        io = ChunkIO(_on_device_of(kv, config), agreed, unfit=unfit, rank=instance.rank)
         try:
             io.bind(kvcaches)
             _refuse(through_pool(io, kv))
@@ -93,10 +94,12 @@ class Starter:
             if io.client.connected
             else f"not there yet; start one with `vcache serve` at {config.server.path}",
         )
-        worker = PoolWorker(io, kvcaches, agreed.namespace(), instance.rank, instance.ranks, instance.under_vllm, self._metadata)
+        below = self._below(io, config.fallback)
+        rank, ranks = instance.rank, instance.ranks
+        worker = PoolWorker(io, kvcaches, agreed.namespace(), rank, ranks, instance.under_vllm, self._metadata, below)
         worker.settles = instance.connector is not None
         if self._backend.local_cpu_backend is not None:
-            worker.share()
+            worker.foreign.share()
         return worker
 
     def say_stepped_aside(self, reason: str, error: Exception | None) -> None:
@@ -116,6 +119,21 @@ class Starter:
             log.debug("the server was not told: %s", failure)
 
     # ---- inside
+
+    def _below(self, io: ChunkIO, config: FallbackConfig) -> Below:
+        """The store below, and a line about it where there is one."""
+        below = Below(io, config.staging_bytes)
+        loads_ahead = bool(getattr(self._config, "enable_async_loading", False))
+        below.counts = loads_ahead or self._instance is None or self._instance.recomputes
+        if below.there:
+            log.warning("vcache: store below the pool: %s", config)
+            if not below.counts:
+                text = (
+                    "look-ups do not count what is below the pool: vLLM would compute wrongly if it did not come "
+                    "(vLLM issue #49250). Set enable_async_loading: true in LMCache's configuration"
+                )
+                log.warning("vcache: %s", text)
+        return below
 
     def _install(self) -> None:
         theirs = self._engine.gpu_connector

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
@@ -22,21 +18,19 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Location
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan, plan_chunks
 from vcache_backend.vram_pool.slots import SlotView
 
+from .below import Below
+from .foreign import AT_ONCE, Foreign
 from .keys import KeyMaker, scoped
-from .memory import DeferredObj, Form, LeasedObj, SharedLease
+from .memory import ChunkObj, DeferredObj, FetchedObj, Form, LeasedObj, SharedLease
+from .pins import Pins
+from .plans import Slots, is_whole, planned
 
 log = logging.getLogger(__name__)
 
-Slots = npt.NDArray[np.int64]
 Placed = tuple[ChunkKey, Location]
 """A chunk and where it lies."""
-FOREIGN_AT_ONCE = 8
-"""Chunks of another tier that are staged on the device for one launch: 256 MiB for an 8B model."""
-FOREIGN_SECONDS = 10.0
-MAX_PINS = 1024
 
 
 @dataclass
@@ -60,19 +54,24 @@ class PoolWorker:
     """
 
     def __init__(
-        self, io: ChunkIO, kvcaches: KVCaches, namespace: Namespace, rank: int, ranks: int, needs_scope: bool, metadata: Any
+        self,
+        io: ChunkIO,
+        kvcaches: KVCaches,
+        namespace: Namespace,
+        rank: int,
+        ranks: int,
+        needs_scope: bool,
+        metadata: Any,
+        below: Below,
     ) -> None:
         """`rank` of `ranks` that hold a shard of every chunk. needs_scope: leave alone keys that do not say whose they are (see
         `vllm_hooks`). metadata: LMCache's, which knows the shapes it takes a chunk for."""
+        self.below, self.foreign = below, Foreign(io, kvcaches)
         self.io, self._kvcaches = io, kvcaches
         self._names, self._first_rank, self._ranks = KeyMaker(namespace, rank), KeyMaker(namespace, 0), ranks
         self._needs_scope = needs_scope
         self._form = Form.of(metadata.get_shapes(io.chunk_size), metadata.get_dtypes(), None)
-        self._pins: dict[CacheEngineKey, list[Lease]] = {}
-        self._taken: Counter[CacheEngineKey] = Counter()
-        self._pinning = threading.Lock()
-        self._scratch: torch.Tensor | None = None
-        self._cloned: list[SharedLease] = []
+        self._pins = Pins(io.let_go)
         self._loading: list[_Loading] = []
         self.settles = False
         self._unscoped = False
@@ -80,53 +79,65 @@ class PoolWorker:
     # ---- reads
 
     def contains(self, keys: Sequence[CacheEngineKey], pin: bool) -> int:
-        """How many leading chunks every rank can retrieve. pin: lease this rank's until `unpin` of the first key, or the lease's end."""
+        """How many leading chunks every rank can retrieve, from the pool or the store below it. pin: lease this rank's, as far as they
+        are in the pool, until `unpin` of the first key, or the lease's end."""
         if not self._mine(keys):
             return 0
+        found = None
         if self._ranks > 1 or not pin:
-            found = self.io.lookup(self._first_rank.keys(keys), self._ranks)
+            first = self._first_rank.keys(keys)
+            counts = self.below.counts or not pin
+            found = self.io.lookup(first, self._ranks) if counts else self.io.client.lookup(first, self._ranks)
             if not pin or not found:
                 return found
             keys = keys[:found]
-        lease = self.io.lease(self._names.keys(keys))
-        if lease is None:
-            return 0
-        readable = len(self.io.views(lease.locations))
-        with self._pinning:
-            if len(self._pins) >= MAX_PINS:
-                self._pins = {key: there for key, there in self._pins.items() if there and there[-1].seconds_left}
-                self._taken = +self._taken
-            # Look-ups of requests that were never scheduled leave theirs behind.
-            self._pins[keys[0]] = [there for there in self._pins.get(keys[0], ()) if there.seconds_left] + [lease]
-        return readable
+        names = self._names.keys(keys)
+        lease = self.io.lease(names)
+        pooled = len(lease.keys) if lease is not None else 0
+        readable = len(self.io.views(lease.locations)) if lease is not None else 0
+        # A chunk of the pool that is out of this worker's reach ends it: it would not be looked for below.
+        if readable < pooled or not (self.below.counts and self.below.there):
+            found = readable
+        elif found is None:
+            found = self.below.continued(names, pooled)
+        if lease is not None or found:
+            self._pins.keep(keys[0], lease)
+        return found
 
     def unpin(self, key: CacheEngineKey) -> bool:
-        """End the oldest lease of a look-up that began with `key`; nothing for the keys after it."""
-        with self._pinning:
-            if self._taken[key]:
-                self._taken[key] -= 1
-                return True
-            leases = [lease for lease in self._pins.pop(key, ()) if lease.seconds_left]
-            lease = leases.pop(0) if leases else None
-            if leases:
-                self._pins[key] = leases
-        if lease is not None:
-            self.io.let_go(lease)
-        return lease is not None
+        """End the oldest look-up that began with `key`; nothing for the keys after it."""
+        return self._pins.end(key)
 
-    def get(self, keys: Sequence[CacheEngineKey]) -> list[LeasedObj]:
-        """The leading chunks that are there, under one lease."""
-        lease = self.io.lease(self._names.keys(keys)) if self._mine(keys) else None
-        if lease is None:
-            self.io.stats.count(chunks_missed=len(keys))
-            return []
+    def get(self, keys: Sequence[CacheEngineKey]) -> list[ChunkObj]:
+        """The leading chunks that are there: those of the pool under leases, those from below in memory of their own, waited for."""
+        objs: list[ChunkObj] = []
+        names = self._names.keys(keys) if self._mine(keys) else []
+        try:
+            while len(objs) < len(names):
+                at = len(objs)
+                lease = self.io.lease(names[at:])
+                rest = at + (len(lease.keys) if lease is not None else 0)
+                fetch = self.below.fetch(names[rest:])
+                objs += self._leased(lease) if lease is not None else []
+                if fetch is None:
+                    break
+                fetched = self.below.objects(self._form, fetch) if len(objs) == rest else []
+                fetch.cancel()
+                objs += fetched
+                if not fetched:
+                    break
+        except VCacheError as error:
+            self.io.miss("get", error)
+        self.io.stats.count(chunks_missed=len(keys) - len(objs))
+        return objs
+
+    def _leased(self, lease: Lease) -> list[LeasedObj]:
         readable = len(self.io.views(lease.locations))
-        self.io.stats.count(chunks_missed=len(keys) - readable)
         if not readable:
             self.io.let_go(lease)
             return []
         shared = SharedLease(lease, self.io.let_go, readable)
-        return [LeasedObj(self._form, shared, lease, index, self._clone) for index in range(readable)]
+        return [LeasedObj(self._form, shared, lease, index, self.foreign.clone) for index in range(readable)]
 
     def load(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots, skip: int) -> int | None:
         """Bring chunks into the KV cache, in one launch for those of one lease, and wait unless the worker `settles`.
@@ -136,14 +147,15 @@ class PoolWorker:
         """
         kv, failed = self.io.bind(self._kvcaches), []
         pairs = list(zip(objs, starts, strict=True))
-        for shared, group in groupby(pairs, key=lambda pair: pair[0].shared if isinstance(pair[0], LeasedObj) else None):
+        for origin, group in groupby(pairs, key=lambda pair: _origin(pair[0])):
             part = list(group)
-            if shared is not None:
-                failed.append(self._load_leased(kv, shared, part, slots, skip))
+            if isinstance(origin, SharedLease):
+                failed.append(self._load_leased(kv, origin, part, slots, skip))
+            elif origin is FetchedObj:
+                failed.append(self.below.load_objects(kv, part, slots, skip))
             else:
-                step = FOREIGN_AT_ONCE
-                failed += [self._load_foreign(kv, part[i : i + step], slots, skip) for i in range(0, len(part), step)]
-        if not self._clones_held():
+                failed += [self.foreign.load(kv, part[i : i + AT_ONCE], slots, skip) for i in range(0, len(part), AT_ONCE)]
+        if not self.foreign.clones_held():
             self.io.stats.failed("lease_lost")
             failed.append(starts[0])
         return min((start for start in failed if start is not None), default=None)
@@ -151,35 +163,50 @@ class PoolWorker:
     def retrieve(self, keys: Sequence[CacheEngineKey], first: int, slots: Slots, skip: int) -> int:
         """Load the chunks `keys[first:]` of a request that was looked up, as `load` does: how many of them there are.
 
-        Under the lease of the look-up, if it has time for a copy, which spares naming and leasing them again.
+        Under the lease of the look-up, if it has time for a copy, which spares naming and leasing them again. Run by run: what the
+        pool has, then what is only below, and so on up to the first chunk that is nowhere.
         """
         kv, size = self.io.bind(self._kvcaches), self.io.chunk_size
-        count = len(keys) - first
-        starts = [chunk * size for chunk in range(first, len(keys))]
-        lease = self._pinned(keys)
-        placed: list[Placed] = []
-        if lease is not None:
-            placed = _placed(lease, first, len(keys))
-        elif self._mine(keys):
-            lease = self.io.lease(self._names.keys(keys[first:]))
-            placed = _placed(lease) if lease is not None else []
-        loaded = self._launch(kv, lease, placed, starts[: len(placed)], slots, skip) if lease is not None else 0
-        self.io.stats.count(chunks_missed=count - loaded)
-        return loaded
+        at, names = first, list[ChunkKey]()
+        lease = self._pins.take(keys[0], lambda lease: self._covered(lease, keys, first))
+        pinned = lease is not None
+        while at < len(keys):
+            if lease is not None:
+                placed = _placed(lease, first, len(keys))
+            elif names or self._mine(keys):
+                names = names or self._names.keys(keys)
+                lease = self.io.lease(names[at:])
+                placed = _placed(lease) if lease is not None else []
+            else:
+                break
+            rest = at + len(placed)
+            if rest < len(keys) and self.below.there:
+                names = names or self._names.keys(keys)
+                fetch = self.below.fetch(names[rest:])
+            else:
+                fetch = None
+            try:
+                if lease is not None:
+                    at += self._launch(kv, lease, placed, list(range(at * size, rest * size, size)), slots, skip)
+                fetched = self.below.load(kv, fetch, at * size, slots, skip) if fetch is not None and at == rest else 0
+            finally:
+                if fetch is not None:
+                    fetch.cancel()
+            at += fetched
+            # After the look-up's lease, which may cover a part, there may be more in the pool.
+            if at < rest or not (fetched or pinned):
+                break
+            lease, pinned = None, False
+        self.io.stats.count(chunks_missed=len(keys) - at)
+        return at - first
 
-    def _pinned(self, keys: Sequence[CacheEngineKey]) -> Lease | None:
-        """The lease of the look-up that found all of `keys`, taken from it; None if there is none with time for a copy."""
-        with self._pinning:
-            leases = self._pins.get(keys[0], [])
-            for lease in leases:
-                # The last key stands for all before it.
-                enough = len(lease.keys) >= len(keys) and self.io.good_for_a_copy(lease)
-                if enough and lease.keys[len(keys) - 1] == self._names.keys(keys[-1:])[0]:
-                    leases.remove(lease)
-                    # Its unpin is still to come, and must not end another request's lease.
-                    self._taken[keys[0]] += 1
-                    return lease
-        return None
+    def _covered(self, lease: Lease, keys: Sequence[CacheEngineKey], first: int) -> int:
+        """Up to which of `keys` this lease of a look-up reaches; 0 if not past `first`, or if it has no time for a copy."""
+        last = min(len(lease.keys), len(keys)) - 1
+        # The last key stands for all before it.
+        if last < first or not self.io.good_for_a_copy(lease) or lease.keys[last] != self._names.keys(keys[last : last + 1])[0]:
+            return 0
+        return last + 1
 
     def settle(self, block_size: int) -> set[int]:
         """Wait for the loads whose callers went on: the KV blocks, `block_size` tokens each, that are not valid. See `settles`."""
@@ -196,17 +223,12 @@ class PoolWorker:
 
     # ---- stores
 
-    def share(self) -> None:
-        """Other tiers will want bytes: make the memory they are handed out in."""
-        kv = self.io.bind(self._kvcaches)
-        self._scratch = torch.empty(kv.chunk_bytes(self.io.chunk_size), dtype=torch.uint8, device=kv.device)
-
     def note(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots) -> None:
         """Remember where the chunks of a store lie, until `put`. Work queued on the current stream has written them by then."""
         written = torch.cuda.current_stream().record_event() if self._on_gpu else None
         for obj, start in zip(objs, starts, strict=True):
             if isinstance(obj, DeferredObj):
-                obj.source, obj.copy_out = (slots, start), self._copy_out(written)
+                obj.source, obj.copy_out = (slots, start), self.foreign.copy_out(written)
 
     def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
         """Store noted chunks in one launch. Visible once copied; those that are there already are not copied again."""
@@ -219,11 +241,14 @@ class PoolWorker:
         self.io.store(self.io.bind(self._kvcaches), names, [first for _, (_, first) in sources], slots, [])
 
     def remove(self, keys: Sequence[CacheEngineKey]) -> int:
-        """Forget chunks of this rank."""
-        return self.io.client.remove(self._names.keys(keys))
+        """Forget chunks of this rank, those below soon; how many were in the pool."""
+        names = self._names.keys(keys)
+        self.below.forget(names)
+        return self.io.client.remove(names)
 
     def clear(self) -> int:
-        """Forget every chunk of the namespace, of all instances and ranks; how many chunks."""
+        """Forget every chunk of the namespace in the pool, of all instances and ranks; how many chunks. The store below keeps its own,
+        which nobody can list."""
         return self.io.client.clear(self.io.layout.namespace().prefix)
 
     # ---- inside
@@ -247,13 +272,15 @@ class PoolWorker:
         return False
 
     def _load_leased(self, kv: PagedKV, shared: SharedLease, part: list[tuple[Any, int]], slots: Slots, skip: int) -> int | None:
-        fresh = self._fresh(shared.take(), [obj for obj, _ in part])
-        starts = [start for _, start in part]
+        """Chunks that `get` leased; what the pool does not have any more is looked for below."""
+        objs, starts = [obj for obj, _ in part], [start for _, start in part]
+        fresh = self._fresh(shared.take(), objs)
         if fresh is None:
             self.io.stats.failed("lease_lost")
-            return starts[0]
-        loaded = self._launch(kv, *fresh, starts, slots, skip)
-        return starts[loaded] if loaded < len(starts) else None
+        loaded = self._launch(kv, *fresh, starts[: len(fresh[1])], slots, skip) if fresh is not None else 0
+        if loaded < len(part):
+            loaded += self.below.rescue(kv, [obj.key for obj in objs[loaded:]], starts[loaded:], slots, skip)
+        return starts[loaded] if loaded < len(part) else None
 
     def _launch(self, kv: PagedKV, lease: Lease, placed: Sequence[Placed], starts: list[int], slots: Slots, skip: int) -> int:
         """Load leased chunks, and settle unless the caller does: how many leading ones are valid, or will be. Ends the lease."""
@@ -261,8 +288,8 @@ class PoolWorker:
         if len(views) < len(placed):
             self.io.stats.failed("segment")
         starts = starts[: len(views)]
-        copy = self._plan(kv, starts, slots, skip)
-        if not (views and self._whole(kv, copy, starts, skip)):
+        copy = planned(self.io, kv, starts, slots, skip)
+        if not (views and is_whole(self.io, kv, copy, starts, skip)):
             self.io.let_go(lease)
             return 0
         tokens = copy.nbytes // (kv.chunk_bytes(self.io.chunk_size) // self.io.chunk_size)
@@ -300,77 +327,10 @@ class PoolWorker:
         lease = self.io.lease([obj.key for obj in objs])
         return None if lease is None else (lease, _placed(lease))
 
-    def _plan(self, kv: PagedKV, starts: list[int], slots: Slots, skip: int) -> CopyPlan:
-        size = self.io.chunk_size
-        with self.io.stats.timed("plan"):
-            if starts and starts == list(range(starts[0], starts[0] + size * len(starts), size)):
-                return plan_chunks(kv, size, slots, starts[0], len(starts), max(skip - starts[0], 0))
-            pieces = [Piece(i, at, min(max(skip - at, 0), size), size) for i, at in enumerate(starts)]
-            return plan(kv, size, slots, pieces)
 
-    def _whole(self, kv: PagedKV, copy: CopyPlan, starts: list[int], skip: int) -> bool:
-        """Does the plan move every token that is wanted?"""
-        size = self.io.chunk_size
-        tokens = sum(size - min(max(skip - at, 0), size) for at in starts)
-        return copy.nbytes * size == tokens * kv.chunk_bytes(size)
-
-    def _load_foreign(self, kv: PagedKV, part: list[tuple[Any, int]], slots: Slots, skip: int) -> int | None:
-        """Chunks that another tier kept for us, or that the first rank broadcast: opaque bytes as `ChunkObj.bytes` gave them."""
-        need, views = kv.chunk_bytes(self.io.chunk_size), []
-        for obj, _ in part:
-            there = obj.raw_tensor if obj.raw_tensor is not None else obj.tensor
-            flat = there.contiguous().view(-1).view(torch.uint8)
-            if flat.numel() < need:
-                break
-            views.append(SlotView.over(flat[:need].to(kv.device, non_blocking=True), local=True))
-        starts = [start for _, start in part[: len(views)]]
-        copy = self._plan(kv, starts, slots, skip)
-        loaded = bool(views) and self._whole(kv, copy, starts, skip) and self.io.load(kv, views, copy, FOREIGN_SECONDS)
-        if not loaded or len(views) < len(part):
-            self.io.stats.failed("foreign")
-        if not loaded:
-            return part[0][1]
-        return part[len(views)][1] if len(views) < len(part) else None
-
-    def _clone(self, obj: LeasedObj) -> torch.Tensor:
-        """The bytes of a leased chunk in memory of their own; `load`, which comes next, asks whether the lease held."""
-        self._cloned.append(obj.shared)
-        views = self.io.views([obj.location])
-        if views:
-            return views[0].tensor[: self.io.bind(self._kvcaches).chunk_bytes(self.io.chunk_size)].clone()
-        # LMCache dies of an exception here. Without its lease the chunk counts as lost.
-        lease = obj.shared.take()
-        if lease is not None:
-            self.io.let_go(lease)
-        return torch.zeros(obj.form.nbytes, dtype=torch.uint8, device=self.io.bind(self._kvcaches).device)
-
-    def _clones_held(self) -> bool:
-        cloned, self._cloned = self._cloned, []
-        shared = list(dict.fromkeys(cloned))
-        if not shared:
-            return True
-        if self._on_gpu:
-            torch.cuda.synchronize(self.io.device.ordinal)
-        # Every lease is ended, also after one that did not hold.
-        held = [lease is not None and self.io.end(lease) for lease in (one.take() for one in shared)]
-        return all(held)
-
-    def _copy_out(self, written: torch.cuda.Event | None) -> Callable[[DeferredObj], torch.Tensor]:
-        def copy_out(obj: DeferredObj) -> torch.Tensor:
-            """For a tier that wants the bytes now, on its own stream, which is the current one."""
-            kv, size = self.io.bind(self._kvcaches), self.io.chunk_size
-            if written is not None:
-                torch.cuda.current_stream().wait_event(written)
-            assert obj.source is not None
-            slots, start = obj.source
-            # Made once: there may be no memory left later, and LMCache dies of an exception here. It uses the bytes before it
-            # asks for the next, on one stream.
-            if self._scratch is None:
-                self._scratch = torch.empty(kv.chunk_bytes(size), dtype=torch.uint8, device=kv.device)
-            self.io.copier.gather(kv, plan_chunks(kv, size, slots, start, 1), [SlotView.over(self._scratch, local=True)])
-            return self._scratch
-
-        return copy_out
+def _origin(obj: MemoryObj) -> object:
+    """What decides how a memory object is loaded: its lease, that it came from below, or nothing that is ours."""
+    return obj.shared if isinstance(obj, LeasedObj) else type(obj) if isinstance(obj, FetchedObj) else None
 
 
 def _placed(lease: Lease, first: int = 0, stop: int | None = None) -> list[Placed]:

@@ -1,4 +1,4 @@
-"""What the pool has of a request's chunks: the scheduler's connection to the server, names, look-ups and leases."""
+"""What the pool, and the store below it, have of a request's chunks: the scheduler's connections, names, look-ups and leases."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.stats import EngineStats
 
 from . import compat, facts, wants
+from .below import Below
 from .keys import KeyMaker, adapter_digest
-from .metadata import Granted, Shard
+from .metadata import Granted, Link, Shard
 from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
@@ -30,8 +31,8 @@ FRESH_SECONDS = 0.5
 @dataclass(slots=True)
 class Tracked:
     """One request. stored: chunks from its start that are in the pool or on their way. hits: how many leading chunks there were at
-    the time `looked_at`. granted: the lease on those after the first `granted_from`. local: its tokens in vLLM's own cache when it
-    was matched. spent: seconds this module took for it."""
+    the time `looked_at`, `below` if not all of them lie in the pool. granted: the lease on those after the first `granted_from`.
+    local: its tokens in vLLM's own cache when it was matched. spent: seconds this module took for it."""
 
     request: Any
     wants: wants.Wants
@@ -40,6 +41,7 @@ class Tracked:
     stored: int = 0
     hits: int = 0
     looked_at: float = -1.0
+    below: bool = False
     granted: Granted | None = None
     granted_from: int = 0
     local: int = 0
@@ -49,7 +51,7 @@ class Tracked:
 
 
 class Finder:
-    """Finds chunks, from the scheduler's thread. Nothing waits longer than one call of the client may.
+    """Finds chunks, from the scheduler's thread. Nothing waits longer than a call of the client and one of the store's may.
 
     refused: why nothing is cached, empty if something is. ranks: shards of a chunk. readable: the segments that the worker can
     read, of an instance that has one.
@@ -64,6 +66,7 @@ class Finder:
         self._namer: KeyMaker | None = None
         self._releaser: Committer | None = None
         self._prefix = b""
+        self._below: Below | None = None
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
         self.readable: frozenset[SegmentId] = frozenset()
         self.refused = ""
@@ -80,6 +83,9 @@ class Finder:
             problems.append(f"{len(self._shards)} of {wanted} workers said what they hold")
         if problems and not self.refused:
             self._refuse("; ".join(problems))
+        if not self.refused and self._below is None and all(getattr(shard, "below", False) for shard in shards.values()):
+            # Now, since it takes a moment in the background until it is there.
+            self._below = Below(self._config.fallback, self.ranks)
 
     def open(self) -> bool:
         """Connect, once everything that names depend on is known: the engine runs, and every worker has said what it holds. Can chunks
@@ -116,8 +122,7 @@ class Finder:
 
     def look_up(self, tracked: Tracked, first: int, whole: int) -> int:
         """How many leading chunks all workers can load, given that the first `first` are not needed."""
-        now = monotonic()
-        if tracked.looked_at + FRESH_SECONDS > now and tracked.hits >= first:
+        if self._fresh(tracked, first):
             return min(tracked.hits, whole)
         client = self._client
         if client is None or not client.connected:
@@ -129,14 +134,12 @@ class Finder:
             log.debug("look-up: %s", error)
             self._meter.failed("server")
             return first
-        self._looked_up(tracked, whole - first, found, perf_counter() - started)
-        tracked.hits, tracked.looked_at = first + found, now
-        return first + found
+        return self._found(client, tracked, first, whole, found, started)
 
     def lease(self, tracked: Tracked, first: int, whole: int) -> int:
         """`look_up` for a load that is part of the step: under a lease from here on, since vLLM counts on it.
 
-        Without one, where the worker cannot read all of it.
+        Without one, where the worker cannot read all of it at once.
         """
         client, now = self._client, monotonic()
         granted = tracked.granted
@@ -144,6 +147,8 @@ class Finder:
             if tracked.granted_from == first and granted.deadline - now > granted.seconds / 2:
                 return min(first + len(granted.locations), whole)
             self.let_go(tracked)
+        if tracked.below and self._fresh(tracked, first):
+            return min(tracked.hits, whole)
         if client is None or not client.connected:
             return first
         started = perf_counter()
@@ -154,13 +159,13 @@ class Finder:
             self._meter.failed("server")
             return first
         found = len(leased.locations)
-        self._looked_up(tracked, whole - first, found, perf_counter() - started)
         if leased.lease:
             tracked.granted = Granted(leased.lease, leased.locations, now + leased.seconds, leased.seconds)
             tracked.granted_from = first
-            if not {location.segment for location in leased.locations} <= self.readable:
-                self.let_go(tracked)
-        return first + found
+        hits = self._found(client, tracked, first, whole, found, started)
+        if tracked.below or not {location.segment for location in leased.locations} <= self.readable:
+            self.let_go(tracked)
+        return hits
 
     def let_go(self, tracked: Tracked) -> None:
         """End a lease that nobody reads under, in the background."""
@@ -168,8 +173,20 @@ class Finder:
             self._releaser.release(tracked.granted.lease)
         tracked.granted = None
 
+    @property
+    def reads_below(self) -> bool:
+        """May a chunk that is not in the pool lie below it?"""
+        return self._below is not None and self._below.usable
+
+    def hear(self, links: Mapping[int, Link]) -> None:
+        """How workers reach the store below."""
+        if self._below is not None and links:
+            self._below.hear(links)
+
     def clear(self) -> bool:
-        """Remove every chunk of the namespace; False if the server did not answer."""
+        """Remove every chunk of the namespace; False if the server did not answer. Nothing is taken from below any more."""
+        if self._below is not None:
+            self._below.leave()
         try:
             if self._client is not None:
                 self._client.clear(self._prefix)
@@ -183,12 +200,28 @@ class Finder:
             self._releaser.close()
         if self._client is not None:
             self._client.close()
+        if self._below is not None:
+            self._below.close()
+
+    def _fresh(self, tracked: Tracked, first: int) -> bool:
+        """Does the last look-up still count?"""
+        return tracked.looked_at + FRESH_SECONDS > monotonic() and tracked.hits >= first
+
+    def _found(self, client: Client, tracked: Tracked, first: int, whole: int, pooled: int, started: float) -> int:
+        """A look-up that began at `started` has found `pooled` chunks in the pool: with what lies below, how many leading ones?"""
+        asked, found = whole - first, pooled
+        if self._below is not None and pooled < asked:
+            found = self._below.continued(client, tracked.keys[first:whole], pooled)
+        self._looked_up(tracked, asked, pooled, found, perf_counter() - started)
+        tracked.hits, tracked.looked_at, tracked.below = first + found, monotonic(), found > pooled
+        return first + found
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
         log.error("vcache caches nothing: %s. vLLM serves all the same", reason)
 
-    def _looked_up(self, tracked: Tracked, asked: int, found: int, seconds: float) -> None:
+    def _looked_up(self, tracked: Tracked, asked: int, pooled: int, found: int, seconds: float) -> None:
         self._meter.looked_up(asked * self._size, found * self._size, seconds)
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("look-up %s: %d of %d chunks, %.0f us", tracked.request.request_id, found, asked, 1e6 * seconds)
+            lie = f", {found - pooled} of them below" if found > pooled else ""
+            log.debug("look-up %s: %d of %d chunks%s, %.0f us", tracked.request.request_id, found, asked, lie, 1e6 * seconds)

@@ -1,4 +1,4 @@
-"""One request's load: chunk by chunk as they come, each part under a lease, and what did not hold is said."""
+"""One request's load: chunk by chunk as they come, from the pool under a lease or from below, and what did not hold is said."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.chunk_io import ChecksumError, ChunkIO, Lease
 from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.vram_pool.copier import Completion, Mark
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import plan_blocks
+from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
+from .below import Reading, forget
 from .events import Events
 from .keys import of_rank
 from .metadata import Granted, Load
 from .stats import Meter
+
+if TYPE_CHECKING:
+    from vcache_backend.fallback.fetch import Staged
 
 log = logging.getLogger("vllm.vcache")
 
@@ -54,10 +60,19 @@ class Context:
 
 @dataclass
 class _Part:
-    """Chunks under one lease on their way: as many as it has views."""
+    """Chunks of the pool under one lease on their way: as many as it has views."""
 
     lease: Lease
     views: list[SlotView]
+    scattered: Completion
+    tokens: int
+
+
+@dataclass
+class _Upload:
+    """Chunks from the store below on their way: out of its buffers, which are given back after that."""
+
+    staged: list[Staged]
     scattered: Completion
     tokens: int
 
@@ -72,11 +87,16 @@ class Loading:
     def __init__(self, context: Context, load: Load, mark: Mark | None) -> None:
         """mark: a point in the model's stream; who owned these blocks before has no work queued after it."""
         self.load, self.invalid, self.cancelled = load, list[int](), False
+        self.promotes = load.promote
+        """May what comes from below go into the pool?"""
         self._context, self._mark = context, mark
         self._keys = of_rank(load.keys, context.rank)
         self._ids = context.kernel_blocks(np.array(load.blocks, dtype=np.int64))
         self._done, self._over = 0, False
-        self._part: _Part | None = None
+        self._part: _Part | _Upload | None = None
+        self._below = Reading(context.io, self._keys, load.below)
+        self._fetched: list[int] = []
+        self._waits_since = 0.0
         self._deadline = time.monotonic() + load.wait_seconds
         self._next_look = 0.0
         self._metadata_seconds = self._data_seconds = 0.0
@@ -86,10 +106,14 @@ class Loading:
     def advance(self) -> bool:
         """Go on as far as possible; is it over? Once it is, it stays so."""
         self._over = self._over or self._advance()
+        if self._over:
+            self._below.cancel()
         return self._over
 
     def _advance(self) -> bool:
         try:
+            if self.cancelled:
+                self._below.cancel()
             while self._done < len(self._keys):
                 if self._part is None and self.cancelled:
                     return True
@@ -117,22 +141,81 @@ class Loading:
     def abandon(self) -> None:
         """Nothing is to be waited for any more: what it had to bring is not there."""
         self._over = True
+        self._below.cancel()
         self._fail("copy")
 
     def wait(self, seconds: float) -> None:
         """Wait, at most so long, until `advance` may have something to do."""
         if self._part is None:
-            time.sleep(min(seconds, POLL_SECONDS))
+            if not self._below.wait(seconds):
+                time.sleep(min(seconds, POLL_SECONDS))
             return
         try:
             self._part.scattered.wait(seconds)
         except VCacheError:
             log.debug("a copy failed; `advance` will say so", exc_info=True)
 
+    def to_promote(self) -> tuple[list[ChunkKey], Blocks, list[ChunkKey]]:
+        """Once all of it is in place: the chunks that came from below and have all their blocks here, those blocks (vLLM's numbers, a row
+        a chunk), and the chunks before the first of them."""
+        each, load = self._context.per_chunk, self.load
+        chunks = [chunk for chunk in self._fetched if (chunk + 1) * each <= load.stop]
+        if not (chunks and self.promotes) or self.invalid or self.cancelled:
+            return [], np.empty((0, each), dtype=np.int64), []
+        blocks = np.array([load.blocks[chunk * each : (chunk + 1) * each] for chunk in chunks], dtype=np.int64)
+        before = of_rank(load.prefix, self._context.rank) + self._keys[: chunks[0]]
+        return [self._keys[chunk] for chunk in chunks], blocks, before
+
     # ---- inside
 
     def _launch(self) -> bool:
-        """Lease the next chunks that are there, and start their copy; False if there are none."""
+        """Start the copy of the next chunks that are there; False if there are none, now or at all."""
+        if self._below.is_next(self._done):
+            staged = self._below.ready()
+            if staged:
+                self._upload(staged)
+            return bool(staged)
+        if self._from_pool():
+            self._below.begin(self._done + self._chunks_under_way())
+            return True
+        if not self._below.allowed:
+            return False
+        if self._below.begin(self._done):
+            self._cause, self._waits_since = "", perf_counter()
+            return False
+        # Somebody may have put it into the pool between the two questions.
+        return self._from_pool()
+
+    def _chunks_under_way(self) -> int:
+        part = self._part
+        return 0 if part is None else len(part.views if isinstance(part, _Part) else part.staged)
+
+    def _planned(self, count: int) -> tuple[CopyPlan, int]:
+        """The copy of the next `count` chunks out of slots 0, 1, ..., and how many tokens of them are wanted."""
+        context, load = self._context, self.load
+        start, stop = self._done * context.per_chunk, (self._done + count) * context.per_chunk
+        first, last = max(load.skip - start, 0), max(min(load.stop, stop) - start, 0)
+        each = context.kernel_count
+        ids = self._ids[each(start) : each(start + last)]
+        copy = plan_blocks(context.kv, context.chunk_size, ids, min(each(first), len(ids)))
+        return copy, max(last - first, 0) * (context.chunk_size // context.per_chunk)
+
+    def _upload(self, staged: list[Staged]) -> None:
+        try:
+            copy, tokens = self._planned(len(staged))
+        except BaseException:
+            self._below.give_back(staged)
+            raise
+        try:
+            scattered = self._context.io.upload(self._context.kv, copy, staged, self._mark)
+        except VCacheError:
+            # After any other error nobody knows whether something reads them: they are lost.
+            self._below.give_back(staged)
+            raise
+        self._part, self._cause = _Upload(staged, scattered, tokens), ""
+
+    def _from_pool(self) -> bool:
+        """Lease the next chunks that the pool has, and start their copy; False if it has none."""
         context, load = self._context, self.load
         lease = self._lease() if load.granted is None else self._granted(load.granted)
         if lease is None:
@@ -143,25 +226,20 @@ class Loading:
             self._cause = "segment"
             return False
         self._cause = ""
-        start, stop = self._done * context.per_chunk, (self._done + len(views)) * context.per_chunk
-        first, last = max(load.skip - start, 0), max(min(load.stop, stop) - start, 0)
-        count = context.kernel_count
-        ids = self._ids[count(start) : count(start + last)]
-        copy = plan_blocks(context.kv, context.chunk_size, ids, min(count(first), len(ids)))
         try:
+            copy, tokens = self._planned(len(views))
             after = self._mark if load.granted is None else None
             scattered = context.io.scatter(context.kv, copy, views, self._keys[self._done :], after)
         except VCacheError:
             context.io.let_go(lease)
             raise
-        tokens = max(last - first, 0) * (context.chunk_size // context.per_chunk)
         self._part = _Part(lease, views, scattered, tokens)
         return True
 
     def _lease(self) -> Lease | None:
         """On the chunks that are not loaded yet, as far as they are there."""
         io, now = self._context.io, time.monotonic()
-        if now < self._next_look:
+        if self.load.wait_seconds and now < self._next_look:
             return None
         self._next_look = now + POLL_SECONDS
         if not io.client.connected:
@@ -189,39 +267,73 @@ class Loading:
         assert part is not None
         try:
             if not part.scattered.done():
-                if part.lease.seconds_left < part.lease.seconds / 2:
+                if isinstance(part, _Part) and part.lease.seconds_left < part.lease.seconds / 2:
                     context.io.renew(part.lease)
                 return False
         except VCacheError:
             self._part = None
-            context.io.let_go(part.lease)
+            if isinstance(part, _Part):
+                context.io.let_go(part.lease)
+            else:
+                self._below.give_back(part.staged)
             raise
         self._part = None
-        self._data_seconds += part.scattered.seconds or 0.0
-        started = perf_counter()
-        held = context.io.conclude(part.lease, ours=self.load.granted is None)
-        self._metadata_seconds += perf_counter() - started
-        if not held:
+        if isinstance(part, _Upload):
+            self._below.give_back(part.staged)
+        elif not self._held(part):
             self._fail("lease_lost")
             return False
+        count = self._take(part) if isinstance(part, _Part) else self._take_fetched(part)
+        if self.load.consume:
+            self._consume(count)
+        self._done += count
+        self._next_look, self._waits_since = 0.0, perf_counter()
+        return True
+
+    def _held(self, part: _Part) -> bool:
+        self._data_seconds += part.scattered.seconds or 0.0
+        started = perf_counter()
+        held = self._context.io.conclude(part.lease, ours=self.load.granted is None)
+        self._metadata_seconds += perf_counter() - started
+        return held
+
+    def _take(self, part: _Part) -> int:
+        """Note that chunks of the pool are in place: how many."""
+        context, count = self._context, len(part.views)
         context.io.note_retrieved(part.views, part.tokens)
         own = self._count(part)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
-                "hit %s: chunks %d to %d of %d, %d of them on %s, asking the server %.2f ms, copy %.2f ms, the lease held",
+                "hit %s: chunks %d to %d of %d from the pool, %d of them on %s, asking the server %.2f ms, copy %.2f ms, the lease held",
                 self.load.request_id,
                 self._done,
-                self._done + len(part.views),
+                self._done + count,
                 len(self._keys),
                 own,
                 context.io.device,
                 1e3 * self._metadata_seconds,
                 1e3 * (part.scattered.seconds or 0.0),
             )
-        if self.load.consume:
-            self._consume(len(part.views))
-        self._done += len(part.views)
-        return True
+        return count
+
+    def _take_fetched(self, part: _Upload) -> int:
+        """Note that chunks from below are in place: how many."""
+        count, seconds = len(part.staged), perf_counter() - self._waits_since
+        self._context.io.note_fetched(self._keys[self._done : self._done + count], part.tokens)
+        self._data_seconds += seconds
+        self._tokens_by_tier["store"] = self._tokens_by_tier.get("store", 0) + part.tokens
+        self._fetched += range(self._done, self._done + count)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "hit %s: chunks %d to %d of %d from the store below, %.2f ms, of that copy %.2f ms",
+                self.load.request_id,
+                self._done,
+                self._done + count,
+                len(self._keys),
+                1e3 * seconds,
+                1e3 * (part.scattered.seconds or 0.0),
+            )
+        return count
 
     def _count(self, part: _Part) -> int:
         """Add a part that held to what is told at the end; how many of its chunks lay on this device."""
@@ -234,8 +346,11 @@ class Loading:
         return own
 
     def _consume(self, count: int) -> None:
+        keys = self._keys[self._done : self._done + count]
+        # What was written through is not to be found there either.
+        forget(self._context.io, keys)
         try:
-            self._context.io.client.remove(self._keys[self._done : self._done + count])
+            self._context.io.client.remove(keys)
         except VCacheError as error:
             self._context.io.miss("consume", error)
             return
@@ -243,10 +358,12 @@ class Loading:
             self._context.events.removed(hashes)
 
     def _given_up(self) -> bool:
-        """Nothing is under way, and nothing could be started: is that the end?"""
+        """Nothing is copied, and nothing could be started: is that the end?"""
+        if self._below.under_way:
+            return False
         if not self._cause and time.monotonic() < self._deadline:
             return False
-        self._fail(self._cause or ("timeout" if self.load.wait_seconds else "lease_lost"))
+        self._fail(self._cause or self._below.cause or ("timeout" if self.load.wait_seconds else "lease_lost"))
         return True
 
     def _fail(self, cause: str) -> None:

@@ -28,6 +28,14 @@ class Granted:
 
 
 @dataclass(frozen=True)
+class Link:
+    """How a worker reaches the store below the pool. bandwidth: bytes of its shards a second that came lately; None before the first."""
+
+    usable: bool = True
+    bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
 class Load:
     """Blocks of one request to be filled from consecutive chunks of the pool.
 
@@ -35,7 +43,9 @@ class Load:
     `blocks[skip:stop]`, what is before is in vLLM's own cache. wait_seconds: how long chunks that are not there yet may take to
     come; 0: they are all there. consume: remove the chunks once they are loaded. said: vLLM's hashes of each chunk's blocks, where
     routers are to be told of that. granted: the step that brings this needs them,
-    and the scheduler holds this lease on them. lost: the scheduler could not say more; nothing is to be loaded.
+    and the scheduler holds this lease on them. below: what the pool has not may lie in the store below it. promote: what comes from
+    there is to be stored in the pool again. prefix: the keys of all chunks before them, where there is a store below. lost: the
+    scheduler could not say more; nothing is to be loaded.
     """
 
     request_id: str
@@ -47,6 +57,9 @@ class Load:
     consume: bool = False
     said: list[list[bytes]] = field(default_factory=list)
     granted: Granted | None = None
+    below: bool = False
+    promote: bool = False
+    prefix: list[ChunkKey] = field(default_factory=list)
     lost: bool = False
 
 
@@ -85,22 +98,26 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 @dataclass
 class Said(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler, after a step. failed: requests whose loads did not hold. flushed: all that was stored in earlier steps is
-    in the pool or never will be. segments: those this worker can read, where that changed."""
+    in the pool or never will be. segments: those this worker can read, where that changed. links: how workers reach the store below,
+    by their numbers, where that changed."""
 
     failed: set[str]
     flushed: bool = False
     segments: frozenset[SegmentId] | None = None
+    links: dict[int, Link] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Said:
         """Of several workers: a load that one of them lost is lost. What one can read is of interest only where there is one."""
         if not isinstance(other, Said):
             return self
-        return Said(self.failed | other.failed, self.flushed or other.flushed, None)
+        return Said(self.failed | other.failed, self.flushed or other.flushed, None, self.links | other.links)
 
 
 @dataclass(frozen=True)
 class Shard(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Workers to scheduler, once: what each of them holds of a chunk, and which segments it can read."""
+    """Workers to scheduler, once: what each of them holds of a chunk, which segments it can read, and whether it has what it takes to
+    read the store below."""
 
     facts: ShardFacts
     segments: frozenset[SegmentId] = frozenset()
+    below: bool = False

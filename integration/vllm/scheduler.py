@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -86,10 +87,15 @@ class SchedulerSide:
             said=said,
             granted=tracked.granted,
         )
+        if load.granted is None and not asked.announced and self.finder.reads_below:
+            # Also where the pool had it all: it may lose some before it is read.
+            promote = self._stores_allowed and asked.store and not consume
+            load = replace(load, below=True, promote=promote, prefix=tracked.keys[:first])
         self._loads.append(load)
         tracked.loading, tracked.granted = load.granted is None, None
-        # What comes from the pool is there already, unless it was meant for one reader.
-        tracked.stored = max(tracked.stored, stop)
+        # What comes from the pool is there already, unless it was meant for one reader. Of what comes from below only whole chunks
+        # will be.
+        tracked.stored = max(tracked.stored, end // size if load.promote else stop)
         tracked.spent += perf_counter() - started
 
     def begin(self, output: Any) -> StepMetadata:
@@ -143,6 +149,7 @@ class SchedulerSide:
                 tracked.stored = tracked.local // self._size
             if said.segments is not None:
                 self.finder.readable = said.segments
+            self.finder.hear(said.links)
             if said.flushed and self._clearing:
                 # What steps before the reset had still under way is in the pool by now.
                 self._clearing = self._flush = not self.finder.clear()

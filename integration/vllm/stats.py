@@ -16,12 +16,16 @@ from prometheus_client import Counter, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 TIERS = ("own", "peer", "host", "store")
-"""Where a loaded chunk lay: this worker's GPU, another GPU of the node, host memory, the fallback store."""
+"""Where a loaded chunk lay: this worker's GPU, another GPU of the node, host memory, the store below the pool."""
 PARTS = ("metadata", "data")
 """Asking the server, and copying bytes."""
 OTHER = "other"
-FAILURES = ("lease_lost", "server", "segment", "checksum", "timeout", "copy", "refused", OTHER)
+FAILURES = (
+    *("lease_lost", "server", "segment", "checksum", "timeout", "copy", "refused"),
+    *("store", "store_absent", "store_bad", "store_late", OTHER),
+)
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", OTHER)
+NOT_WRITTEN = ("backlog", "down", "gone", "full", "too_large", "failed", "codec", OTHER)
 """Causes; one that is not listed is counted as `other`, so that the number of Prometheus series is bounded."""
 MAX_KEPT = 256
 """Observations of one histogram that travel one by one. Of the rest only number and sum do."""
@@ -34,8 +38,8 @@ class _Count(NamedTuple):
 
 
 COUNTERS = {
-    "lookup_asked_tokens": _Count("Prompt tokens that the pool was asked for."),
-    "lookup_hit_tokens": _Count("Prompt tokens that the pool promised."),
+    "lookup_asked_tokens": _Count("Prompt tokens that the pool, and the store below it, were asked for."),
+    "lookup_hit_tokens": _Count("Prompt tokens that they promised."),
     "loaded_tokens": _Count("Tokens loaded, by where they lay.", "tier", TIERS),
     "loaded_bytes": _Count("Bytes loaded by all workers, by where they lay.", "tier", TIERS),
     "stored_tokens": _Count("Tokens stored."),
@@ -45,6 +49,9 @@ COUNTERS = {
     "failures": _Count("Loads, stores and look-ups that failed.", "cause", FAILURES),
     "recomputed_tokens": _Count("Promised tokens that were computed after all."),
     "not_stored_chunks": _Count("Chunks that were not stored; `exists` and `busy` are no failures.", "cause", NOT_STORED),
+    "below_written_chunks": _Count("Chunks written to the store below the pool, counted by worker."),
+    "below_written_bytes": _Count("Bytes written to the store below the pool, as they lie there."),
+    "below_dropped_chunks": _Count("Chunks that were to be written there and were not.", "cause", NOT_WRITTEN),
 }
 HISTOGRAMS = {
     "load_seconds": "Time of one worker's load, metadata and data.",
@@ -185,6 +192,14 @@ class Meter:
         """Chunks of one rank that were not stored. Causes: see NOT_STORED."""
         with self._lock:
             self._stats.count("not_stored_chunks", chunks, cause if cause in NOT_STORED else OTHER)
+
+    def written_below(self, chunks: int, nbytes: int, dropped: Mapping[str, int]) -> None:
+        """Chunks of one rank that were written to the store below the pool, and those that were not, by cause. See NOT_WRITTEN."""
+        with self._lock:
+            self._stats.count("below_written_chunks", chunks)
+            self._stats.count("below_written_bytes", nbytes)
+            for cause, count in dropped.items():
+                self._stats.count("below_dropped_chunks", count, cause if cause in NOT_WRITTEN else OTHER)
 
     def scheduler_time(self, seconds: float) -> None:
         """What one request cost the scheduler, from its look-up to its metadata."""

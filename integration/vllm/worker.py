@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vcache_backend.chunk_io import ChunkIO, checked_layout
@@ -28,12 +27,12 @@ from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .. import room, round_trip
-from . import compat, facts
+from . import below, compat, facts
 from .compat import refusal
 from .events import Events, StoredBlocks
 from .keys import of_rank
-from .loading import Context, Loading
-from .metadata import Load, Said, Shard, StepMetadata
+from .loading import Blocks, Context, Loading
+from .metadata import Link, Load, Said, Shard, StepMetadata
 from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
@@ -52,7 +51,7 @@ class _Gather(NamedTuple):
     """A store under way: which of vLLM's blocks it reads. seconds: what launching it took."""
 
     copy: Completion
-    blocks: npt.NDArray[np.int64]
+    blocks: Blocks
     tokens: int
     nbytes: int
     seconds: float
@@ -67,6 +66,7 @@ class WorkerSide:
         self._model = facts.read_model(vllm_config, config.connector.model)
         shards = 1 if self._model.use_mla else self._model.tp_size
         self._rank = pp_rank * shards + tp_rank % shards
+        self._number = pp_rank * self._model.tp_size + tp_rank
         self._context: Context | None = None
         self._meta = StepMetadata()
         self._loads: list[Loading] = []
@@ -76,8 +76,11 @@ class WorkerSide:
         """Requests whose load failed in this step."""
         self._recomputes_in_step = compat.recomputes_in_step(vllm_config)
         self._readable: frozenset[SegmentId] = frozenset()
+        self._link = Link()
+        self._write_through: Callable[[list[ChunkKey]], None] | None = None
         self._gathers: list[_Gather] = []
         self._not_stored: dict[str, int] = {}
+        self._counted_below: dict[str, int] = {}
         self.events = Events(compat.publishes_events(vllm_config))
         self._to_say: dict[ChunkKey, StoredBlocks] = {}
         self._invalid: set[int] = set()
@@ -105,6 +108,7 @@ class WorkerSide:
             checked_layout(self._config, facts.layout(self._model, [shard], size, b"")),
             unfit=room.beside_vllm(self._model.device_type, self._model.gpu_memory_utilization),
             anonymous=True,
+            rank=self._rank,
         )
         try:
             io.bind(dict(kv_caches))
@@ -114,10 +118,11 @@ class WorkerSide:
         except BaseException:
             io.close()
             raise
+        self._write_through = io.committer.on_visible
         io.committer.on_visible = self._published
         self._context = Context(io, kv, size, self._model.block_size, self._rank, self._meter, self.events)
         self._readable = self._segments(io)
-        self.shard = Shard(shard, self._readable)
+        self.shard = Shard(shard, self._readable, io.tier is not None)
         log.info("vcache: worker %d lends to and reads from %s, %s B a chunk", self._rank, io.device, f"{shard.chunk_bytes:,}")
 
     def refuse(self, reason: str) -> None:
@@ -162,24 +167,19 @@ class WorkerSide:
         self._settle_step()
         spoiled = self._spoiled | {load.request_id for load in self._lost}
         for store in [store for store in stores if store.request_id not in spoiled]:
-            started = perf_counter()
+            keys, prefix = of_rank(store.keys, self._rank), of_rank(store.prefix, self._rank)
             try:
-                blocks = np.array(store.blocks, dtype=np.int64)
-                ids = context.kernel_blocks(blocks).reshape(len(store.keys), -1)
-                keys, prefix = of_rank(store.keys, self._rank), of_rank(store.prefix, self._rank)
                 if store.said:
                     self._to_say = {} if len(self._to_say) > MAX_TO_SAY else self._to_say
                     self._to_say |= dict(zip(keys, store.said, strict=True))
-                pending = context.io.store_blocks(context.kv, keys, ids, prefix)
+                self._gather(context, keys, np.array(store.blocks, dtype=np.int64), prefix)
             except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
                 context.io.miss("store", error)
                 self._meter.failed("store")
-                continue
-            if pending is not None:
-                self._gathers.append(
-                    _Gather(pending.completion, blocks, pending.tokens, pending.nbytes, perf_counter() - started)
-                )
         if self._meta.flush:
+            # What loads bring that began before is not to come back into the pool after a reset.
+            for loading in self._loads:
+                loading.promotes = False
             context.io.flush(FLUSH_SECONDS)
             self._flushed = True
 
@@ -202,16 +202,19 @@ class WorkerSide:
         """What the scheduler must know of this step."""
         readable = self._segments(self._context.io) if self._context is not None else self._readable
         changed = readable != self._readable
-        if not (self._failed or self._flushed or changed):
+        link = below.link(self._context.io, self._link) if self._context is not None else self._link
+        if not (self._failed or self._flushed or changed or link != self._link):
             return None
-        said = Said(self._failed, self._flushed, readable if changed else None)
-        self._failed, self._flushed, self._readable = set(), False, readable
+        links = {self._number: link} if link != self._link else {}
+        said = Said(self._failed, self._flushed, readable if changed else None, links)
+        self._failed, self._flushed, self._readable, self._link = set(), False, readable, link
         return said
 
     def measured(self) -> None:
-        """Tell the meter what was not stored since the last call."""
+        """Tell the meter what was not stored, and what was written below, since the last call."""
         if self._context is None:
             return
+        self._measure_below(self._context.io)
         counts = self._context.io.stats.not_stored()
         if counts != self._not_stored:
             for cause, count in counts.items():
@@ -232,6 +235,36 @@ class WorkerSide:
 
     # ---- inside
 
+    def _gather(self, context: Context, keys: list[ChunkKey], blocks: Blocks, prefix: list[ChunkKey]) -> None:
+        """Store chunks out of `blocks`, vLLM's numbers, which get no new owner before they are read."""
+        started = perf_counter()
+        flat = blocks.reshape(-1)
+        pending = context.io.store_blocks(context.kv, keys, context.kernel_blocks(flat).reshape(len(keys), -1), prefix)
+        if pending is not None:
+            seconds = perf_counter() - started
+            self._gathers.append(_Gather(pending.completion, flat, pending.tokens, pending.nbytes, seconds))
+
+    def _promote(self, context: Context, loading: Loading) -> None:
+        """Store what a load has brought from below in the pool again."""
+        try:
+            keys, blocks, prefix = loading.to_promote()
+            if keys and context.io.promotes and self._invalid.isdisjoint(blocks.reshape(-1).tolist()):
+                self._gather(context, keys, blocks, prefix)
+        except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
+            context.io.miss("promote", error)
+            with suppress(Exception):  # a number too few
+                self._meter.failed("store")
+
+    def _measure_below(self, io: ChunkIO) -> None:
+        if io.tier is None:
+            return
+        counts = io.stats.counted("fallback_") | {"bytes": io.stats.counted("bytes_").get("fallback_written", 0)}
+        if counts != self._counted_below:
+            more = {name: count - self._counted_below.get(name, 0) for name, count in counts.items()}
+            dropped = {name.removeprefix("dropped_"): count for name, count in more.items() if name.startswith("dropped_")}
+            self._meter.written_below(more.get("written", 0), more["bytes"], dropped)
+            self._counted_below = counts
+
     def _advance(self) -> set[str]:
         over = set()
         for loading in list(self._loads):
@@ -239,6 +272,8 @@ class WorkerSide:
                 self._loads.remove(loading)
                 try:
                     self._note(loading)
+                    if self._context is not None:
+                        self._promote(self._context, loading)
                     over.add(loading.load.request_id)
                 except Exception:  # vLLM waits for the end of this one too
                     log.exception("vcache: a load's end could not be noted, so it counts as failed")
@@ -278,6 +313,8 @@ class WorkerSide:
 
     def _published(self, keys: list[ChunkKey]) -> None:
         """In the committer's thread."""
+        if self._write_through is not None:
+            self._write_through(keys)
         for key in keys:
             blocks = self._to_say.pop(key, None)
             if blocks is not None:

@@ -46,7 +46,7 @@ def name(key: ChunkKey) -> str:
 
 
 def digest(data: Buffer | bytes) -> int:
-    """xxh3-64, without the GIL while it runs: 41 GB/s on one core here. ConfigError where xxhash is not installed."""
+    """xxh3-64, without the GIL while it runs: 41 GB/s here for 32 MiB in the cache. ConfigError where xxhash is not installed."""
     try:
         from xxhash import xxh3_64_intdigest
     except ImportError as cause:
