@@ -31,7 +31,7 @@ if GPUS == 0:
     # Read by Triton when a kernel is decorated, so before anything imports it; children inherit it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-_skipped_for_gpus: list[str] = []
+_NO_GPU = re.compile(r"needs \d+ GPUs?, here are")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,12 +42,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         count = marker.kwargs.get("count", marker.args[0] if marker.args else 1)
         if count > GPUS:
             item.add_marker(pytest.mark.skip(reason=f"needs {count} GPU{'s' * (count > 1)}, here are {GPUS}"))
-            _skipped_for_gpus.append(item.nodeid)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = {report.nodeid for report in terminalreporter.getreports("skipped")}
-    names = [name for name in _skipped_for_gpus if name in skipped]
+    # From the reports: with pytest-xdist the tests were collected in other processes.
+    names = [report.nodeid for report in terminalreporter.getreports("skipped") if _NO_GPU.search(str(report.longrepr))]
     if names:
         here = "no GPU here" if GPUS == 0 else f"{GPUS} here"
         terminalreporter.section(f"{len(names)} GPU test{'s' * (len(names) > 1)} skipped ({here})")

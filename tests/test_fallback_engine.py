@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,23 @@ ROOMY = 4 << 20
 LENGTH = 5 * CHUNK
 QUICK = {"retry_seconds": 0.05, "retry_max_seconds": 0.2, "negative_seconds": 0.05, "lookup_seconds": 0.5, "get_seconds": 1.5}
 Make = Callable[..., VCacheEngine]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, depot: Depot) -> Iterator[tuple[VCacheEngine, VCacheEngine]]:
+    """An engine on each of two nodes, shared by tests that use prompts of their own and break nothing."""
+    with node(tmp_path_factory.mktemp("one"), SNAPPY) as one, node(tmp_path_factory.mktemp("two"), SNAPPY) as two:
+        for made in (one, two):
+            made.serve()
+        yield engine(one, depot, "shared"), engine(two, depot, "shared")
+
+
+_families = itertools.count(1000)
+
+
+def fresh(count: int) -> torch.Tensor:
+    """A prompt that no other test has."""
+    return prompt(count, next(_families))
 
 
 @pytest.fixture
@@ -72,22 +90,25 @@ def dropped(made: VCacheEngine) -> int:
     return sum(made.get_stats()["fallback"]["dropped"].values())
 
 
-def test_another_node_reads_what_one_stored_and_keeps_it_in_its_own_pool(nodes: list[Node], depot: Depot, model: str) -> None:
-    one, two = (engine(at, depot, model) for at in nodes)
-    cache, tokens = Cache(), prompt(LENGTH + 7)
+def test_another_node_reads_what_one_stored_and_keeps_it_in_its_own_pool(pair: tuple[VCacheEngine, VCacheEngine]) -> None:
+    one, two = pair
+    cache, tokens = Cache(), fresh(LENGTH + 7)
+    before = two.get_stats()
     through(one, cache, tokens)
     (key, *_) = two.keys(tokens)
     assert (one.contains(key), two.contains(key)) == (0, 1)
     assert two.lookup(tokens) == LENGTH
     assert get(two, cache, tokens) == LENGTH
     stats = two.get_stats()
-    assert (stats["hits"], stats["bytes"]["fallback"]) == ({"vram": 0, "fallback": 5}, 5 * cache.chunk_bytes)
+    assert [stats["hits"][tier] - before["hits"][tier] for tier in ("vram", "fallback")] == [0, 5]
+    assert stats["bytes"]["fallback"] - before["bytes"]["fallback"] == 5 * cache.chunk_bytes
     # Promoted, and not written below again.
     assert two.flush(SECONDS, through=True)
     assert two.contains(key) == 0
     assert get(two, cache, tokens) == LENGTH
     stats = two.get_stats()
-    assert (stats["hits"], stats["fallback"]["written"]) == ({"vram": 5, "fallback": 5}, 0)
+    assert [stats["hits"][tier] - before["hits"][tier] for tier in ("vram", "fallback")] == [5, 5]
+    assert stats["fallback"]["written"] == before["fallback"]["written"]
     assert two.contains(ChunkKey(bytes(26))) == -1
 
 
@@ -119,9 +140,9 @@ def test_pool_and_store_take_turns(nodes: list[Node], depot: Depot, model: str) 
     assert two.get_stats()["hits"] == {"vram": 2, "fallback": 3}
 
 
-def test_a_hole_that_is_nowhere_ends_the_hit(nodes: list[Node], depot: Depot, model: str) -> None:
-    one, two = (engine(at, depot, model) for at in nodes)
-    cache, tokens = Cache(), prompt(LENGTH)
+def test_a_hole_that_is_nowhere_ends_the_hit(pair: tuple[VCacheEngine, VCacheEngine], depot: Depot) -> None:
+    one, two = pair
+    cache, tokens = Cache(), fresh(LENGTH)
     through(one, cache, tokens)
     with raw(depot) as store:
         store.remove([objects.name(two.keys(tokens)[3])])
@@ -129,9 +150,9 @@ def test_a_hole_that_is_nowhere_ends_the_hit(nodes: list[Node], depot: Depot, mo
     assert get(two, cache, tokens) == 3 * CHUNK
 
 
-def test_a_prefix_the_caller_has_is_not_touched(nodes: list[Node], depot: Depot, model: str) -> None:
-    one, two = (engine(at, depot, model) for at in nodes)
-    cache, tokens = Cache(), prompt(LENGTH)
+def test_a_prefix_the_caller_has_is_not_touched(pair: tuple[VCacheEngine, VCacheEngine], depot: Depot) -> None:
+    one, two = pair
+    cache, tokens = Cache(), fresh(LENGTH)
     through(one, cache, tokens)
     cache.poison()
     slots, mask = places(SMALL, LENGTH, 3), torch.arange(LENGTH) >= CHUNK + 16
@@ -186,9 +207,10 @@ def test_on_evict_saves_victims_first(nodes: list[Node], depot: Depot, model: st
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "another chunk's", "of another model", "empty"])
-def test_a_bad_object_is_a_miss_and_removed(nodes: list[Node], depot: Depot, model: str, damage: str) -> None:
-    one, two = (engine(at, depot, model) for at in nodes)
-    cache, tokens = Cache(), prompt(LENGTH)
+def test_a_bad_object_is_a_miss_and_removed(pair: tuple[VCacheEngine, VCacheEngine], depot: Depot, damage: str) -> None:
+    one, two = pair
+    cache, tokens = Cache(), fresh(LENGTH)
+    before = bad_objects(two)
     through(one, cache, tokens)
     names = [objects.name(key) for key in two.keys(tokens)]
     size = objects.HEADER_BYTES + cache.chunk_bytes
@@ -213,7 +235,7 @@ def test_a_bad_object_is_a_miss_and_removed(nodes: list[Node], depot: Depot, mod
         assert store.contains_prefix(names) == 5
         assert two.lookup(tokens) == LENGTH
         assert get(two, cache, tokens) == 2 * CHUNK
-        assert any(cause.startswith("fallback_bad") for cause in two.get_stats()["failures"])
+        assert bad_objects(two) == before + 1
         eventually(lambda: store.contains_prefix(names) == 2)
 
 
@@ -333,6 +355,11 @@ def test_slow_links_are_not_used(nodes: list[Node], depot: Depot, model: str) ->
 
 
 # ---- what the tests above use
+
+
+def bad_objects(made: VCacheEngine) -> int:
+    failures = made.get_stats()["failures"]
+    return sum(count for cause, count in failures.items() if cause.startswith("fallback_bad"))
 
 
 class raw:

@@ -118,11 +118,12 @@ class PoolWorker:
                 lease = self.io.lease(names[at:])
                 rest = at + (len(lease.keys) if lease is not None else 0)
                 fetch = self.below.fetch(names[rest:])
-                objs += self._leased(lease) if lease is not None else []
-                if fetch is None:
-                    break
-                fetched = self.below.objects(self._form, fetch) if len(objs) == rest else []
-                fetch.cancel()
+                try:
+                    objs += self._leased(lease) if lease is not None else []
+                    fetched = self.below.objects(self._form, fetch) if fetch is not None and len(objs) == rest else []
+                finally:
+                    if fetch is not None:
+                        fetch.cancel()
                 objs += fetched
                 if not fetched:
                     break

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -31,6 +32,8 @@ from vcache_backend.fallback.store import FallbackStore, Span, StoreDown
 from vcache_backend.metadata_server.wire import HEADER_BYTES, FrameReader, Receiver
 
 THREADS = 16
+PARENT_SECONDS = 1.0
+"""How often it looks whether the parent is still there."""
 LEAVE_SECONDS = 1.0
 """How long leaving the store may take once the parent is gone."""
 Place = tuple[int, int, int]
@@ -127,7 +130,8 @@ class Gateway:
             self._sock.sendall(framed([number, error, answer, is_open]))
 
     def _map(self, fd: int) -> None:
-        memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        # Populated, so that no page is missing in the middle of a transfer.
+        memory = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         os.close(fd)
         self._memory.append((ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory))
 
@@ -142,9 +146,17 @@ class Gateway:
         return spans
 
 
+def _end_with(parent: int) -> None:
+    """In a thread: end when the parent has, though a process that it forked may still hold the other end of the socket."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os._exit(0)
+
+
 def main() -> None:
     # Ctrl-C is for the parent, with which this ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     logging.basicConfig(level=logging.WARNING, format="vcache gateway: %(message)s")
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         gateway = Gateway(sock)
