@@ -95,7 +95,7 @@ class SchedulerSide:
         tracked.loading, tracked.granted = load.granted is None, None
         # What comes from the pool is there already, unless it was meant for one reader. Of what comes from below only whole chunks
         # will be.
-        tracked.stored = max(tracked.stored, end // size if load.promote else stop)
+        tracked.stored = max(tracked.stored, end // size if load.promote and tracked.below else stop)
         tracked.spent += perf_counter() - started
 
     def begin(self, output: Any) -> StepMetadata:
