@@ -96,7 +96,7 @@ class PoolWorker:
         pooled = len(lease.keys) if lease is not None else 0
         readable = len(self.io.views(lease.locations)) if lease is not None else 0
         # A chunk of the pool that is out of this worker's reach ends it: it would not be looked for below.
-        if readable < pooled or not (self.below.counts and self.below.there):
+        if readable < pooled or not self.below.counts:
             found = readable
         elif found is None:
             found = self.below.continued(names, pooled)

@@ -25,6 +25,7 @@ from .events import Events
 from .keys import of_rank
 from .metadata import Granted, Load
 from .stats import Meter
+from .tally import Tally
 
 if TYPE_CHECKING:
     from vcache_backend.fallback.fetch import Staged
@@ -99,8 +100,7 @@ class Loading:
         self._waits_since = 0.0
         self._deadline = time.monotonic() + load.wait_seconds
         self._next_look = 0.0
-        self._metadata_seconds = self._data_seconds = 0.0
-        self._tokens_by_tier: dict[str, int] = {}
+        self._tally = Tally(context.io, context.meter, load.request_id, len(self._keys))
         self._cause = ""
 
     def advance(self) -> bool:
@@ -253,7 +253,7 @@ class Loading:
             self._cause = "server"
             return None
         finally:
-            self._metadata_seconds += perf_counter() - started
+            self._tally.metadata_seconds += perf_counter() - started
 
     def _granted(self, granted: Granted) -> Lease | None:
         """The scheduler's lease. Its locations are those of all chunks: it is of use once."""
@@ -291,59 +291,25 @@ class Loading:
         return True
 
     def _held(self, part: _Part) -> bool:
-        self._data_seconds += part.scattered.seconds or 0.0
+        self._tally.data_seconds += part.scattered.seconds or 0.0
         started = perf_counter()
         held = self._context.io.conclude(part.lease, ours=self.load.granted is None)
-        self._metadata_seconds += perf_counter() - started
+        self._tally.metadata_seconds += perf_counter() - started
         return held
 
     def _take(self, part: _Part) -> int:
         """Note that chunks of the pool are in place: how many."""
-        context, count = self._context, len(part.views)
-        context.io.note_retrieved(part.views, part.tokens)
-        own = self._count(part)
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug(
-                "hit %s: chunks %d to %d of %d from the pool, %d of them on %s, asking the server %.2f ms, copy %.2f ms, the lease held",
-                self.load.request_id,
-                self._done,
-                self._done + count,
-                len(self._keys),
-                own,
-                context.io.device,
-                1e3 * self._metadata_seconds,
-                1e3 * (part.scattered.seconds or 0.0),
-            )
-        return count
+        self._context.io.note_retrieved(part.views, part.tokens)
+        self._tally.pooled(self._done, part.views, part.tokens, part.scattered.seconds or 0.0)
+        return len(part.views)
 
     def _take_fetched(self, part: _Upload) -> int:
         """Note that chunks from below are in place: how many."""
-        count, seconds = len(part.staged), perf_counter() - self._waits_since
-        self._context.io.note_fetched(self._keys[self._done : self._done + count], part.tokens)
-        self._data_seconds += seconds
-        self._tokens_by_tier["store"] = self._tokens_by_tier.get("store", 0) + part.tokens
-        self._fetched += range(self._done, self._done + count)
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug(
-                "hit %s: chunks %d to %d of %d from the store below, %.2f ms, of that copy %.2f ms",
-                self.load.request_id,
-                self._done,
-                self._done + count,
-                len(self._keys),
-                1e3 * seconds,
-                1e3 * (part.scattered.seconds or 0.0),
-            )
+        start, count = self._done, len(part.staged)
+        self._context.io.note_fetched(self._keys[start : start + count], part.tokens)
+        self._tally.fetched(start, count, part.tokens, perf_counter() - self._waits_since, part.scattered.seconds or 0.0)
+        self._fetched += range(start, start + count)
         return count
-
-    def _count(self, part: _Part) -> int:
-        """Add a part that held to what is told at the end; how many of its chunks lay on this device."""
-        each = part.tokens // len(part.views)
-        own = sum(view.local for view in part.views)
-        here = "host" if self._context.io.device.ordinal is None else "own"
-        for tier, chunks in ((here, own), ("peer", len(part.views) - own)):
-            if chunks:
-                self._tokens_by_tier[tier] = self._tokens_by_tier.get(tier, 0) + each * chunks
-        return own
 
     def _consume(self, count: int) -> None:
         keys = self._keys[self._done : self._done + count]
@@ -376,7 +342,7 @@ class Loading:
         tokens, request = self._tokens(len(self.invalid)), self.load.request_id
         log.warning("%d tokens of request %s are computed, not loaded: %s", tokens, request, cause)
         with suppress(Exception):  # a number too few
-            if self._tokens_by_tier:
+            if not self._tally.empty:
                 self._tell()
             self._context.meter.failed(cause)
             if cause != "checksum":  # counted by the chunk, where it was found
@@ -386,10 +352,7 @@ class Loading:
         return blocks * self._context.chunk_size // self._context.per_chunk
 
     def _tell(self) -> None:
-        context = self._context
-        each = context.kv.chunk_bytes(context.chunk_size) // context.chunk_size
-        nbytes = {tier: tokens * each for tier, tokens in self._tokens_by_tier.items()}
-        context.meter.loaded(self._tokens_by_tier, nbytes, self._metadata_seconds, self._data_seconds)
+        self._tally.tell(self._context.kv.chunk_bytes(self._context.chunk_size) // self._context.chunk_size)
 
 
 def _quiet(copy: Completion) -> bool:

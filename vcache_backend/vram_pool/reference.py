@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,10 +22,10 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def gather(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> None:
     """Copy the plan's blocks and tokens from the KV cache into the slots."""
     for page, slot, ids, virtual in _block_pairs(kv, plan, slots):
-        if isinstance(virtual, slice) and page.device == slot.device:
-            torch.index_select(page, 0, ids, out=slot[virtual])
+        if page.device.type == slot.device.type == "cpu":
+            _rows(slot)[virtual] = _rows(page)[ids]
         else:
-            slot[virtual] = page.index_select(0, ids).to(slot.device)
+            slot[torch.from_numpy(virtual).to(slot.device)] = page[torch.from_numpy(ids).to(page.device)].to(slot.device)
     for cache, slot, here, there in _token_pairs(kv, plan, slots):
         slot[there] = cache[here].to(slot.device)
 
@@ -32,29 +33,38 @@ def gather(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> None:
 def scatter(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> None:
     """Copy the plan's blocks and tokens from the slots into the KV cache."""
     for page, slot, ids, virtual in _block_pairs(kv, plan, slots):
-        first, last = int(ids[0]), int(ids[-1])
-        if page.device.type == "cpu" and last - first == len(ids) - 1 and bool((ids.diff() == 1).all()):
-            # One copy of memory, up to twice as fast.
-            page[first : last + 1] = slot[virtual]
+        if page.device.type == slot.device.type == "cpu":
+            _rows(page)[ids] = _rows(slot)[_as_slice(virtual)]
         else:
-            page.index_copy_(0, ids, slot[virtual].to(page.device))
+            page[torch.from_numpy(ids).to(page.device)] = slot[torch.from_numpy(virtual).to(slot.device)].to(page.device)
     for cache, slot, here, there in _token_pairs(kv, plan, slots):
         cache[here] = slot[there].to(cache.device)
 
 
-def _block_pairs(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | slice]]:
+def _rows(table: Tensor) -> npt.NDArray[np.void]:
+    """A (rows, words) tensor of the host's as numpy's rows, each one opaque number: copied with one memcpy a row, in this thread alone.
+
+    torch's own copies start threads that wait for one another, which takes a hundred times as long beside a busy core.
+    """
+    array = table.numpy()
+    rows: npt.NDArray[np.void] = array.view(np.dtype((np.void, array.shape[1] * array.itemsize)))[:, 0]
+    return rows
+
+
+def _as_slice(places: Int64s) -> Int64s | slice:
+    return slice(int(places[0]), int(places[-1]) + 1) if bool((np.diff(places) == 1).all()) else places
+
+
+def _block_pairs(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Int64s, Int64s]]:
     """For each slot and plane: pages (num_blocks, words), the slot's (blocks, words), block ids, and places in the slot."""
     for index, rows in _by_slot(plan.blocks):
-        virtual, ids = rows[:, 1] // (kv.parts * kv.page_bytes), torch.from_numpy(rows[:, 2].copy()).to(kv.device)
+        virtual, ids = rows[:, 1] // (kv.parts * kv.page_bytes), rows[:, 2].copy()
         # torch copies rows of bytes element by element, of wide words ten times faster.
         word = _word(kv, slots[index])
         flat = slots[index][: kv.chunk_bytes(plan.chunk_size)].view(word)
         chunk = flat.view(kv.layers, plan.chunk_size // kv.block_size, kv.parts, -1)
-        places: Tensor | slice = torch.from_numpy(virtual).to(chunk.device)
-        if (np.diff(virtual) == 1).all():
-            places = slice(int(virtual[0]), int(virtual[-1]) + 1)
         for plane, page in enumerate(kv.pages):
-            yield page.view(word), chunk[plane // kv.parts, :, plane % kv.parts], ids, places
+            yield page.view(word), chunk[plane // kv.parts, :, plane % kv.parts], ids, virtual
 
 
 def _token_pairs(
