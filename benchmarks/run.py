@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from . import both_ways, codecs, copies, engine, metadata
+from . import both_ways, codecs, copies, engine, metadata, mooncake, mooncake_depot
 from .results import Row, document, write
 
 TABLE_COLUMNS = 110
@@ -20,13 +20,18 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "both_ways": both_ways.run,
     "engine": engine.run,
     "codecs": codecs.run,
+    "mooncake": mooncake.run,
 }
+ON_REQUEST = ("mooncake",)
+"""Subjects that run only where `--only` names them: they take long."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See `vcache bench --help`. 1 if a case missed its floor."""
     parser = argparse.ArgumentParser(prog="vcache bench", description=__doc__)
-    parser.add_argument("--only", action="append", choices=[*SUBJECTS], help="run this subject (may be repeated; default: all)")
+    parser.add_argument(
+        "--only", action="append", choices=[*SUBJECTS], help="run this subject (may be repeated; default: all quick ones)"
+    )
     parser.add_argument("--out", type=Path, help="result file, such as benchmarks/results/NAME.json")
     parser.add_argument("--json", action="store_true", help="print the result file instead of a table")
     parser.add_argument("--commit", default="", help="the commit measured, where git cannot tell")
@@ -34,8 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     rows: list[Row] = []
     for name in options.only or SUBJECTS:
-        if name == "copies" and not _has_gpu():
-            console.print("copies: skipped, no GPU here")
+        why = _why_not(name, bool(options.only))
+        if why:
+            console.print(f"{name}: skipped, {why}")
             continue
         with console.status(f"measuring {name} ..."):
             rows += SUBJECTS[name]()
@@ -50,6 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wide.width = max(wide.width, TABLE_COLUMNS)  # rather long lines than cut figures
         wide.print(_table(rows))
     return 0 if all(row.ok is not False for row in rows) else 1
+
+
+def _why_not(name: str, asked: bool) -> str:
+    """Why a subject is not run here; empty if it is."""
+    if name == "copies" and not _has_gpu():
+        return "no GPU here"
+    if name in ON_REQUEST and not asked:
+        return f"it takes long: --only {name}"
+    return mooncake_depot.missing() if name == "mooncake" else ""
 
 
 def _has_gpu() -> bool:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -23,6 +24,8 @@ from vcache_backend.metadata_server.wire import FrameReader, Receiver
 log = logging.getLogger(__name__)
 
 STATS_SECONDS = 1.0
+LAST_WORDS = 5
+"""Lines of the process's that are shown if it ends."""
 OPEN_SECONDS = 15.0
 """More than any opening was seen to take (4.6 s, without a master)."""
 
@@ -43,14 +46,23 @@ class _Child:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             arguments = [sys.executable, "-m", "vcache_backend.fallback.gateway", str(theirs.fileno())]
-            self.process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                arguments,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
         self._sock = ours
         self._sending = threading.Lock()
         self._calls: dict[int, _Call] = {}
         self._numbers = count(1)
         self._over = threading.Event()
         self.is_open = False
+        self._said: deque[str] = deque(maxlen=LAST_WORDS)
         threading.Thread(target=self._listen, name="vcache-gateway", daemon=True).start()
+        threading.Thread(target=self._hear, name="vcache-gateway-log", daemon=True).start()
 
     @property
     def alive(self) -> bool:
@@ -126,7 +138,17 @@ class _Child:
         code = self.process.wait()
         self._fail_all()
         if not asked:
-            log.warning("the gateway process to the store ended (%d); it is started again", code)
+            log.warning(
+                "the gateway process to the store ended (%d); it is started again. It said: %s", code, " | ".join(self._said)
+            )
+
+    def _hear(self) -> None:
+        """In a thread of its own: what the library says, for who wants to know."""
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            for line in lines:
+                self._said.append(line.rstrip())
+                log.debug("gateway: %s", line.rstrip())
 
     def _fail_all(self) -> None:
         while self._calls:
