@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -279,6 +280,29 @@ def test_a_master_that_dies_and_comes_back(nodes: list[Node], own_depot: Depot, 
     through(one, cache, fresh)
     eventually(lambda: two.lookup(fresh) == LENGTH)
     assert get(two, cache, fresh) == LENGTH
+
+
+@pytest.mark.parametrize("policy", ["write_through", "on_evict"])
+def test_what_a_new_master_does_not_know_is_written_again(nodes: list[Node], own_depot: Depot, model: str, policy: str) -> None:
+    """Though it was written, or read from there, a moment ago."""
+    cache = Cache()
+    one = engine(nodes[0], own_depot, model, segment=5 * cache.chunk_bytes, policy=policy)
+    two = engine(nodes[1], own_depot, model)
+    tokens = prompt(LENGTH)
+    through(one, cache, tokens)
+    keys = one.keys(tokens)
+    eventually(lambda: two.contains(keys[-1]) == 1)
+    own_depot.master.restart()
+    eventually(lambda: own_depot.master.segments())
+    for made in (one, two):
+        # Whoever asks finds out that the master is another one.
+        eventually(lambda m=made: m.contains(ChunkKey(os.urandom(26))) == -1 and m.get_stats()["fallback"]["usable"])  # type: ignore[misc]
+    assert two.contains(keys[-1]) == -1
+    if policy == "write_through":
+        with nodes[0].client() as client:
+            client.remove(keys)
+        through(one, cache, tokens)
+    eventually(lambda: two.contains(keys[-1]) == 1)
 
 
 def test_a_hung_provider_costs_one_deadline(nodes: list[Node], own_depot: Depot, model: str) -> None:

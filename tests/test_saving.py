@@ -135,6 +135,34 @@ def test_what_is_saved_is_not_offered_again_until_it_was_replaced(pool: Pool) ->
     assert pool.save(limit=1).keys == [A]
 
 
+def test_what_the_store_may_have_lost_is_offered_again(pool: Pool) -> None:
+    """Of this namespace only, and what is saved after that counts again."""
+    lease = pool.save().lease
+    pool.directory.saved([A, B, C, D])
+    pool.directory.release(WORKER, lease)
+    pool.directory.unsaved(b"another!")
+    assert pool.save() == NOTHING
+    pool.directory.unsaved(SPACE)
+    offered = pool.save()
+    assert offered.keys == [A, B, C, D]
+    pool.directory.saved([B])
+    pool.directory.release(WORKER, offered.lease)
+    assert pool.save().keys == [A, C, D]
+
+
+def test_chunks_that_can_be_had_elsewhere_make_nothing_be_lost(pool: Pool) -> None:
+    pool.directory.release(WORKER, pool.save().lease)
+    spare = pool.directory.reserve(WORKER, NEW[:2], KIB, spare=True)
+    assert (spare.reservation, pool.gone()) == (0, [])
+    pool.directory.saved([C])
+    assert pool.directory.reserve(WORKER, NEW[:2], KIB, spare=True).reservation
+    assert (pool.gone(), pool.count("evicted_unsaved")) == ([C], 0)
+    # Where nobody saves, nothing is lost by it that would not be lost anyway.
+    pool.clock.advance(SAVER_SECONDS + 0.5)
+    assert pool.directory.reserve(WORKER, NEW[2:3], KIB, spare=True).reservation
+    assert pool.gone() == [A, C]
+
+
 def test_saving_makes_nothing_recent(pool: Pool) -> None:
     pool.directory.release(WORKER, pool.save().lease)
     pool.directory.saved([A, B, C, D])

@@ -39,6 +39,9 @@ REQUESTS: list[m.AnyRequest] = [
     m.Remove([A]),
     m.Clear(b"namespac"),
     m.Stats(),
+    m.Save(b"namespac", 0, 8),
+    m.Saved([A]),
+    m.Unsaved(b"namespac"),
 ]
 FRAMES = [wire.frame(request) for request in REQUESTS]
 

@@ -17,10 +17,11 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from vllm_nursery import nursery, rear
@@ -505,7 +506,7 @@ class Serving:
         self.llm.llm_engine.abort_request([name])
         return True
 
-    def counter(self, name: str, labels: dict[str, str]) -> int:
+    def counter(self, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> int:
         """A counter of vLLM's metrics; KeyError if it has none of this name."""
         named = [metric for metric in self.llm.get_metrics() if metric.name == name]
         found = [int(metric.value) for metric in named if labels.items() <= metric.labels.items()]

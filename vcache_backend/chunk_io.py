@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -168,7 +169,8 @@ class ChunkIO:
             self.tier.bind(kv.chunk_bytes(self.chunk_size), self.views)
         except (VCacheError, RuntimeError) as error:
             log.error("no store below the pool: %s", error)
-            self.client.report("error", f"no store below the pool: {error}")
+            with suppress(VCacheError):
+                self.client.report("error", f"no store below the pool: {error}")
             self.tier.close()
             self.tier = self._uploader = None
             return

@@ -42,6 +42,8 @@ class Access:
         self._asking = Workers("vcache-fallback-ask", 1, _BACKLOG)
         self._late: Job[int] | None = None
         self._suspect: Callable[[], None] | None = None
+        self.on_back: Callable[[], None] = lambda: None
+        """Called, in a thread of this object's, whenever the store is opened or answers again."""
         self._said = ""
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -162,10 +164,10 @@ class Access:
                 log.warning("no store below the pool: %s", error)
             return False
         self._said = ""
-        self._try()
+        self._try(opened=True)
         return True
 
-    def _try(self) -> None:
+    def _try(self, opened: bool = False) -> None:
         try:
             self._probe()
         except Exception as error:  # noqa: BLE001 - as above
@@ -175,6 +177,8 @@ class Access:
         self._suspect = None
         if self.breaker.is_open:
             log.info("the store below the pool answers again")
+        if opened or self.breaker.is_open:
+            self.on_back()
         self.breaker.tried(held=True)
 
     def _probe(self) -> None:

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 64 << 20
 """Bytes of one call of the store's: enough that its fixed costs do not count, few enough that the copy of what came goes on beside."""
 BATCH_MOST = 16
+QUEUED = 5
+"""So many times as long as for a call a load waits for its turn."""
 MEASURED_BYTES = 1 << 20
 """A load of fewer says nothing about the bandwidth."""
 
@@ -53,7 +55,8 @@ class Bandwidth:
 
 @dataclass
 class Source:
-    """What all reads of one worker share. chunk_bytes: of a chunk in the KV cache. seconds: how long a load waits for its next chunk."""
+    """What all reads of one worker share. chunk_bytes: of a chunk in the KV cache. seconds: how long a call may be without its next chunk.
+    absent: told which are not there."""
 
     access: Access
     workers: Workers
@@ -88,10 +91,12 @@ class Fetch:
         self._end = len(self.keys)
         self._cancelled = False
         self._started = self._moved = time.monotonic()
+        self._calls: set[int] = set()
+        """First chunks of the batches whose call has begun."""
         self._waited = 0.0
         self.cause = ""
         """Why it ended early: `absent`, `bad`, `timeout` or `store`."""
-        step = source.batch
+        self._step = step = source.batch
         for start in range(0, len(self.keys), step):
             part = range(start, min(start + step, len(self.keys)))
             if source.workers.submit(lambda part=part: self._read(part)) is None:  # type: ignore[misc]
@@ -131,17 +136,24 @@ class Fetch:
     # ---- inside
 
     def _look_at_clock(self) -> None:
+        """A call that takes too long is a failure of the store. Waiting for a thread or for buffers, behind other loads, is not, and may
+        take longer; it ends all the same."""
         source = self._source
-        if self._given >= self._end or time.monotonic() - self._moved < source.seconds:
+        waited = time.monotonic() - self._moved
+        if self._given >= self._end or waited < source.seconds:
             return
         with self._arrived:
             if self._given in self._staged:
                 self._moved = time.monotonic()
                 return
             key = self.keys[self._given]
+            called = self._given // self._step * self._step in self._calls
+        if called:
+            source.stats.count(fallback_late=1)
+            source.access.failed("get", f"nothing came in {source.seconds:g} s", lambda: _try_again(source, key))
+        elif waited < QUEUED * source.seconds:
+            return
         self._stop(self._given, "timeout")
-        source.stats.count(fallback_late=1)
-        source.access.failed("get", f"nothing came in {source.seconds:g} s", lambda: _try_again(source, key))
 
     def _stop(self, at: int, cause: str) -> None:
         """Nothing from chunk `at` on is handed over."""
@@ -158,12 +170,15 @@ class Fetch:
         if part.start >= self._end:
             return
         asked = time.monotonic()
-        buffers = source.ring.take(len(keys), source.seconds)
+        buffers = source.ring.take(len(keys), QUEUED * source.seconds)
         self._waited += time.monotonic() - asked
         if not buffers or part.start >= self._end:
             source.ring.give(buffers)
             self._stop(part.start, "timeout")
             return
+        with self._arrived:
+            self._calls.add(part.start)
+            self._moved = time.monotonic()
         names = [objects.name(key) for key in keys]
         spans = [buffer.span(source.ring.nbytes) for buffer in buffers]
         got = source.access.call("get", lambda: source.access.store.get_into(names, spans), [-1] * len(keys))

@@ -13,7 +13,8 @@ from vcache_backend.fallback.recent import Recent
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import RANK_BYTES, ChunkKey
 
-MOST_ABSENT = 1 << 16
+MOST_REMEMBERED = 1 << 16
+KNOWN_SECONDS = 60.0
 
 
 class Index:
@@ -24,7 +25,9 @@ class Index:
 
     def __init__(self, config: FallbackConfig, access: Access) -> None:
         self._config, self._access = config, access
-        self._absent = Recent(config.negative_seconds, MOST_ABSENT, time.monotonic)
+        self._absent = Recent(config.negative_seconds, MOST_REMEMBERED, time.monotonic)
+        self.below = Recent(KNOWN_SECONDS, MOST_REMEMBERED, time.monotonic)
+        """Chunks that were written or read lately: not to be written again."""
         self.bandwidth = Bandwidth()
         self._next_try = 0.0
 
@@ -54,7 +57,7 @@ class Index:
             return 0
         found = self._access.ask([objects.name(key) for key in keys[:asked]])
         if found is not None and found < asked:
-            self._absent.add(keys[found : found + 1])
+            self.absent(keys[found : found + 1])
         return found or 0
 
     def continued(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
@@ -73,10 +76,12 @@ class Index:
     def absent(self, keys: Sequence[ChunkKey]) -> None:
         """These are not below."""
         self._absent.add(keys)
+        self.below.discard(keys)
 
     def written(self, keys: Sequence[ChunkKey]) -> None:
         """These are, from now on."""
         self._absent.discard(keys)
+        self.below.add(keys)
 
 
 def of_all_ranks(key: ChunkKey, ranks: int) -> list[ChunkKey]:

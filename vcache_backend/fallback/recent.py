@@ -31,6 +31,10 @@ class Recent:
             for key in keys:
                 self._until.pop(key, None)
 
+    def clear(self) -> None:
+        with self._lock:
+            self._until.clear()
+
     def first(self, keys: Sequence[ChunkKey]) -> int:
         """The index of the first of `keys` that is a member; their number if none is."""
         if not self._until:

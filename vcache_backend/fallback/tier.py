@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vcache_backend.chunk import Layout
 from vcache_backend.config import Config, FallbackConfig
 from vcache_backend.errors import ConfigError, VCacheError
-from vcache_backend.fallback import codecs
+from vcache_backend.fallback import codecs, objects
 from vcache_backend.fallback.access import Access
 from vcache_backend.fallback.fetch import Fetch, Source, buffer_bytes
 from vcache_backend.fallback.index import Index
 from vcache_backend.fallback.isolated import IsolatedStore
 from vcache_backend.fallback.jobs import Workers
-from vcache_backend.fallback.recent import Recent
 from vcache_backend.fallback.staging import Ring
 from vcache_backend.fallback.store import FallbackStore
 from vcache_backend.fallback.writer import DROPPED, Sink, Writer
@@ -30,9 +28,6 @@ log = logging.getLogger(__name__)
 
 MOST_BUFFERS = 256
 """Of one direction; more would not be faster."""
-KNOWN_SECONDS = 60.0
-"""How long a chunk that was read from the store, or written to it, is not written again when it is stored again."""
-MOST_KNOWN = 1 << 16
 _BACKLOG = 1 << 14
 CLOSE_SECONDS = 3.0
 
@@ -50,7 +45,8 @@ class Tier:
         self._codec = codecs.make(config.fallback.codec, codecs.Geometry(layout.dtype, layout.head_dim))
         self.access = Access(config.fallback, make_store(config.fallback), stats)
         self.index = Index(config.fallback, self.access)
-        self._known = Recent(KNOWN_SECONDS, MOST_KNOWN, time.monotonic)
+        # What came back may be another master, which knows no object.
+        self.access.on_back = self._came_back
         self._source: Source | None = None
         self._writer: Writer | None = None
         self._client: Client | None = None
@@ -105,12 +101,17 @@ class Tier:
             views,
             self._device.ordinal,
             self._stats,
-            self._known,
+            self.index.below,
             self.index.written,
         )
         self._writer = Writer(sink, settings.writers, settings.queue_chunks, saves=settings.policy == "on_evict")
         self._bound = chunk_bytes
         log.info("store below the pool: %s; %d buffers of %s B, %s", settings, count, f"{size:,}", "pinned" if pinned else "host")
+
+    def _came_back(self) -> None:
+        self.index.below.clear()
+        if self._writer is not None:
+            self._writer.doubt()
 
     def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
         """Begin to read these; None where nothing can come."""
@@ -125,7 +126,12 @@ class Tier:
 
     def known(self, keys: Sequence[ChunkKey]) -> None:
         """These were read from the store just now: it has them."""
-        self._known.add(keys)
+        self.index.written(keys)
+
+    def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove these from the store, soon."""
+        self.index.absent(keys)
+        self.access.forget([objects.name(key) for key in keys])
 
     def flush(self, seconds: float) -> bool:
         """Wait until what was offered is written or dropped; False if it is not after so many seconds."""

@@ -91,6 +91,7 @@ class Writer:
         self._sink, self._most, self._saves = sink, most, saves
         self._waiting: deque[ChunkKey] = deque()
         self._there: list[ChunkKey] = []
+        self._doubts = False
         self._copied: deque[_Batch] = deque()
         self._changed = threading.Condition()
         self._under_way = 0
@@ -117,6 +118,11 @@ class Writer:
             self._waiting += fresh[:room]
             self._changed.notify_all()
         self._dropped("backlog", len(fresh) - min(room, len(fresh)))
+
+    def doubt(self) -> None:
+        """What was said to be below may not be."""
+        with self._changed:
+            self._doubts = True
 
     def flush(self, seconds: float) -> bool:
         """Wait until what was offered so far is written or dropped; False if it is not after so many seconds."""
@@ -149,8 +155,10 @@ class Writer:
         elif self._saves:
             with self._changed:
                 there, self._there = self._there, []
-            if there:
-                self._tell_saved(there)
+                doubts, self._doubts = self._doubts, False
+            if doubts:
+                self._sink.client.unsaved(self._sink.namespace)
+            self._tell_saved(there)
             if self._sink.access.usable:
                 self._save()
 
@@ -308,7 +316,6 @@ class Writer:
             stored = [i for i, outcome in enumerate(put) if outcome is Put.STORED]
             sink.stats.count(fallback_written=len(stored), bytes_fallback_written=sum(sizes[i] for i in stored))
             there = [keys[i] for i in stored]
-            sink.below.add(there)
             sink.written(there)
             if self._saves:
                 self._tell_saved(there)

@@ -135,6 +135,9 @@ class Client:
         """
         return self._call(m.Save(namespace, rank, limit), m.ToSave)
 
+    def unsaved(self, namespace: bytes) -> int:
+        return self._call(m.Unsaved(namespace), m.Count).count
+
     def saved(self, keys: list[m.ChunkKey]) -> int:
         """These chunks are in the store below, whoever brought them there; how many of them are in the pool. Refused as `save` is."""
         return self._call(m.Saved(keys), m.Count).count

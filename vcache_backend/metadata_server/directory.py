@@ -172,9 +172,13 @@ class Directory:
         """The store below has these: not to be offered again, and to be evicted before others. How many are here."""
         there = [entry for entry in map(self._live.get, dict.fromkeys(keys)) if entry is not None]
         for entry in there:
-            self.counters["saved"] += not entry.saved
-            entry.saved = True
+            self.counters["saved"] += not self._saving.is_saved(entry)
+            self._saving.mark(entry)
         return len(there)
+
+    def unsaved(self, namespace: bytes) -> None:
+        """What of this namespace was said to be saved may not be: it is offered again."""
+        self._saving.doubt(namespace)
 
     # ---- writing
 

@@ -243,6 +243,12 @@ class Save(Request, frozen=True, tag="save"):
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAVE)]
 
 
+class Unsaved(Request, frozen=True, tag="unsaved"):
+    """The store below may have lost what it had of one namespace (8 bytes): nothing of it counts as saved any more → `Count`: 0."""
+
+    namespace: Annotated[bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
+
+
 class Saved(Request, frozen=True, tag="saved"):
     """These chunks are in the store below: do not offer them again, evict them before others → `Count` of those here."""
 
@@ -385,6 +391,7 @@ AnyRequest = (
     | Report
     | Save
     | Saved
+    | Unsaved
 )
 AnyReply = (
     Welcome | Error | Added | Opened | Dropped | Segments | Reserved | Leased | ToSave | Count | Verdict | Present | ServerStats

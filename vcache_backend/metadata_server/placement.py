@@ -14,8 +14,8 @@ MAX_WINDOW_ATTEMPTS = 64
 
 
 class Entry(msgspec.Struct, gc=False):
-    """One occupied slot. `reservation` is 0 once the chunk is committed; `doomed` once it was removed under a lease; `saved` once
-    the store below has it; `saving` is the lease under which somebody last began to save it."""
+    """One occupied slot. `reservation` is 0 once the chunk is committed; `doomed` once it was removed under a lease; `saved` since
+    the store below has it (see `Saving`); `saving` is the lease under which somebody last began to save it."""
 
     key: ChunkKey
     location: Location
@@ -23,7 +23,7 @@ class Entry(msgspec.Struct, gc=False):
     leases: int = 0
     pin: Pin = Pin.NONE
     doomed: bool = False
-    saved: bool = False
+    saved: int = 0
     saving: int = 0
 
     @property

@@ -44,6 +44,20 @@ class Saving:
         self._leases = leases
         self._savers: dict[Saver, tuple[int, float]] = {}
         self._namespaces: frozenset[bytes] = frozenset()
+        self._doubts: dict[bytes, int] = {}
+
+    def is_saved(self, entry: Entry) -> bool:
+        """Has the store below this chunk, as far as was said since it was last doubted?"""
+        return entry.saved > self._doubts.get(entry.key[:NAMESPACE_BYTES], 0)
+
+    def mark(self, entry: Entry) -> None:
+        """The store below has this chunk."""
+        entry.saved = self._doubts.get(entry.key[:NAMESPACE_BYTES], 0) + 1
+
+    def doubt(self, namespace: bytes) -> None:
+        """The store below may have lost this namespace. Takes no longer for many chunks than for one."""
+        if len(self._doubts) < MAX_SAVERS or namespace in self._doubts:
+            self._doubts[namespace] = self._doubts.get(namespace, 0) + 1
 
     def active(self, now: float) -> bool:
         """Does anybody save? Where nobody does, this costs next to nothing."""
@@ -83,7 +97,7 @@ class Saving:
             may = mine.get(location.segment)
             if may is None:
                 continue
-            wanted = may and not entry.saved and entry.key.startswith(saver.namespace) and entry.key.endswith(suffix)
+            wanted = may and not self.is_saved(entry) and entry.key.startswith(saver.namespace) and entry.key.endswith(suffix)
             if wanted and entry.saving not in self._leases:
                 chosen.append(entry)
             budget -= location.length
@@ -96,7 +110,7 @@ class Saving:
         passed: list[Entry] = []
         namespaces = self._namespaces
         for entry in coldest:
-            lost = not entry.saved and not entry.leases and entry.key[:NAMESPACE_BYTES] in namespaces
+            lost = not self.is_saved(entry) and not entry.leases and entry.key[:NAMESPACE_BYTES] in namespaces
             if entry.pin or (lost and len(passed) == LOOK_AHEAD):
                 yield from passed
                 yield entry
@@ -111,11 +125,11 @@ class Saving:
     def only_saved(self, coldest: Iterator[Entry]) -> Iterator[Entry]:
         """Of the first `MAX_SCAN` chunks, those that can go without loss."""
         namespaces = self._namespaces
-        return (e for e in islice(coldest, MAX_SCAN) if e.saved or e.key[:NAMESPACE_BYTES] not in namespaces)
+        return (e for e in islice(coldest, MAX_SCAN) if self.is_saved(e) or e.key[:NAMESPACE_BYTES] not in namespaces)
 
     def lost(self, victims: list[Entry]) -> int:
         """How many of them go unsaved though somebody saves their namespace."""
-        return sum(not victim.saved and victim.key[:NAMESPACE_BYTES] in self._namespaces for victim in victims)
+        return sum(not self.is_saved(victim) and victim.key[:NAMESPACE_BYTES] in self._namespaces for victim in victims)
 
     def _segments(self, saver: Saver, medium: Medium) -> dict[SegmentId, bool]:
         """The segments of the medium: may this saver save from them? Not from one on the device of another that saves the same."""

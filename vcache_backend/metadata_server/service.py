@@ -91,6 +91,9 @@ class Service:
                 return self._report(client, level, text), None
             case m.Save(namespace, rank, limit):
                 return directory.save(client, namespace, rank, limit), None
+            case m.Unsaved(namespace):
+                directory.unsaved(namespace)
+                return m.Count(0), None
             case m.Saved(keys):
                 return m.Count(directory.saved(keys)), None
             case m.Hello():
