@@ -148,7 +148,7 @@ def test_what_is_dumped_loads_as_the_same_configuration(write: Any, path: Path) 
 def test_a_dump_has_sizes_as_people_write_them() -> None:
     assert config.dump(config.load(CONFIGS[0].parent / "two-gpus.yaml"))["pool"]["segment_bytes"] == "16 GiB"
     tier = config.dump(config.load(CONFIGS[0].parent / "mooncake.yaml"))["fallback"]
-    assert (tier["policy"], tier["staging_bytes"], tier["mooncake"]["segment_bytes"]) == ("write_through", "512 MiB", "0 B")
+    assert (tier["policy"], tier["staging_bytes"], tier["mooncake"]["segment_bytes"]) == ("write_through", "1 GiB", "0 B")
 
 
 def test_rdma_has_devices(write: Any) -> None:

@@ -217,7 +217,7 @@ class FallbackConfig(_Section, frozen=True, kw_only=True):
     codec: Literal["raw", "zstd", "planes", "fp8", "int8"] = "raw"
     promote: bool = True
     min_bandwidth: ByteSize = ByteSize(0)
-    staging_bytes: ByteSize = ByteSize(512 << 20)
+    staging_bytes: ByteSize = ByteSize(1 << 30)
     queue_chunks: PositiveInt = 4096
     readers: PositiveInt = 1
     writers: PositiveInt = 1
