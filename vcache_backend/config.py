@@ -221,7 +221,7 @@ class FallbackConfig(_Section, frozen=True, kw_only=True):
     queue_chunks: PositiveInt = 4096
     readers: PositiveInt = 1
     writers: PositiveInt = 1
-    lookup_seconds: Positive = 0.02
+    lookup_seconds: Positive = 0.05
     get_seconds: Positive = 2.0
     call_seconds: Positive = 10.0
     negative_seconds: NotNegative = 1.0

@@ -58,6 +58,8 @@ class Index:
         found = self._access.ask([objects.name(key) for key in keys[:asked]])
         if found is not None and found < asked:
             self.absent(keys[found : found + 1])
+            # Of those behind it nobody said anything.
+            self.below.discard(keys[found:asked])
         return found or 0
 
     def continued(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:

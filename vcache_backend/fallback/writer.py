@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES = 256 << 20
 BATCH_MOST = 16
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
 """How often the server is asked for chunks that are about to leave the pool."""
 SAVE_MOST = 64
 FULL_RETRIES = 4

@@ -1,0 +1,132 @@
+"""Mooncake's own client in a process of its own, with nothing of ours in between: what the tier is measured against.
+
+Started by `mooncake.Raw` with the master's address. Commands are lines of JSON on standard input, answers lines of JSON on standard
+output. The settings of the library are those the tier sets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from vcache_backend.config import MooncakeConfig, mooncake_environment
+
+WAYS = {"one call": (1, 0), "a call each": (1, 1), "2 threads, a call each": (2, 1), "2 threads, half each": (2, 2)}
+"""Threads, and parts of a batch: 0 for one, 1 for as many as there are objects, 2 for halves."""
+
+
+class RawClient:
+    """The commands. Memory is `nbytes`, split into pieces of one object each."""
+
+    def __init__(self, master: str, nbytes: int) -> None:
+        mooncake_environment(MooncakeConfig(master=master, hostname="127.0.0.1"))
+        from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+        self._store, self._config = MooncakeDistributedStore(), ReplicateConfig()
+        code = self._store.setup(
+            {
+                "local_hostname": "127.0.0.1",
+                "metadata_server": "P2PHANDSHAKE",
+                "global_segment_size": "0",
+                "local_buffer_size": "0",
+                "protocol": "tcp",
+                "rdma_devices": "",
+                "master_server_addr": master,
+            }
+        )
+        if code:
+            raise RuntimeError(f"setup: {code}")
+        self._memory = mmap.mmap(-1, nbytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        # Pages are taken now, as those of the tier's buffers are.
+        ctypes.memset(self._address, 1, nbytes)
+        self._threads = ThreadPoolExecutor(2)
+        list(self._threads.map(lambda _: time.sleep(0.01), range(2)))
+
+    def get(self, names: list[str], size: int, way: str) -> float:
+        """Seconds to read objects of `size` bytes."""
+        return self._timed(names, size, way, self._store.batch_get_into, size)
+
+    def put(self, names: list[str], size: int, way: str) -> float:
+        """Seconds to write them."""
+        return self._timed(names, size, way, lambda *piece: self._store.batch_put_from(*piece, self._config), 0)
+
+    def there(self, names: list[str]) -> int:
+        """How many of these are in the store."""
+        return sum(code == 1 for code in self._store.batch_is_exist(names))
+
+    def remove(self, names: list[str]) -> None:
+        self._store.batch_remove(names, True)
+
+    def damage(self, names: list[str], size: int, how: str) -> int:
+        """Replace the objects that there are of these, each of `size` bytes, by others under their names: how many.
+
+        how: `flip` a bit, `cut` the last byte, `zero` the second half, or the bytes of the `next` object.
+        """
+        places = [self._address + index * size for index in range(len(names))]
+        got = self._store.batch_get_into(names, places, [size] * len(names))
+        there = [index for index, code in enumerate(got) if code == size]
+        done = 0
+        for number, index in enumerate(there):
+            data = bytearray(ctypes.string_at(places[there[(number + 1) % len(there)] if how == "next" else index], size))
+            if how == "flip":
+                data[secrets.randbelow(size)] ^= 1 << secrets.randbelow(8)
+            elif how == "cut":
+                del data[-1]
+            elif how == "zero":
+                data[size // 2 :] = bytes(size - size // 2)
+            bad = (ctypes.c_char * len(data)).from_buffer(data)
+            self._store.batch_remove([names[index]], True)
+            (code,) = self._store.batch_put_from([names[index]], [ctypes.addressof(bad)], [len(data)], self._config)
+            done += code == 0
+        return done
+
+    def _timed(self, names: list[str], size: int, way: str, call: Callable[..., list[int]], good: int) -> float:
+        threads, split = WAYS[way]
+        step = {0: len(names), 1: 1, 2: -(-len(names) // 2)}[split]
+        places = [self._address + index * size for index in range(len(names))]
+        pieces = [
+            (names[at : at + step], places[at : at + step], [size] * len(names[at : at + step]))
+            for at in range(0, len(names), step)
+        ]
+        started = time.perf_counter()
+        every = map if threads == 1 else self._threads.map
+        codes = [code for answer in every(lambda piece: call(*piece), pieces) for code in answer]
+        seconds = time.perf_counter() - started
+        if any(code != good for code in codes):
+            raise RuntimeError(f"{way}: {codes}")
+        return seconds
+
+
+def main() -> None:
+    # The library writes to standard output.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    client: RawClient | None = None
+    for line in sys.stdin:
+        command, arguments = json.loads(line)
+        reply: dict[str, Any]
+        try:
+            if client is None:
+                client, reply = RawClient(**arguments), {"answer": None}
+            else:
+                reply = {"answer": getattr(client, command)(**arguments)}
+        except Exception:  # noqa: BLE001 - the parent says so
+            reply = {"error": traceback.format_exc()}
+        answers.write(json.dumps(reply) + "\n")
+        answers.flush()
+    # Not by way of the library's own clean-up, which hangs where the master is gone.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
