@@ -6,6 +6,8 @@ MAKEFLAGS += --no-print-directory
 BIN := .venv/bin
 CODE := vcache_backend integration benchmarks
 ARGS ?=
+# Two files of tests at a time: half of them wait for other processes. BESIDE= runs one after the other.
+BESIDE ?= --numprocesses 2 --dist loadfile
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' Makefile | expand -t 16
@@ -18,11 +20,11 @@ demo: setup  ## a server and two workers share KV bytes here; every byte is chec
 
 test: check  ## lint, types, then all tests; ARGS="-k name" passes options on to pytest
 	@scripts/setup.sh vllm
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(BESIDE) $(ARGS)
 
 unit: setup  ## the tests alone
 	@scripts/setup.sh vllm
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(BESIDE) $(ARGS)
 
 check: setup  ## lint, formatting and strict types
 	@$(BIN)/ruff check .
