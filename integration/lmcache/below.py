@@ -65,7 +65,6 @@ class Below:
         """Remove chunks from the store, soon."""
         if self.io.tier is not None:
             self.io.tier.forget(names)
-            self.io.tier.index.absent(names)
 
     # ---- at once into the KV cache
 
@@ -167,6 +166,6 @@ class Below:
         if not whole or not self.io.promotes:
             return
         try:
-            self.io.store(kv, [name for name, _ in whole], [at for _, at in whole], slots, [])
+            self.io.store(kv, [name for name, _ in whole], [at for _, at in whole], slots, [], promoted=True)
         except (VCacheError, RuntimeError) as error:
             self.io.miss("promote", error)

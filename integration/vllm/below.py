@@ -174,6 +174,4 @@ class Reading:
 def forget(io: ChunkIO, keys: Sequence[ChunkKey]) -> None:
     """Remove chunks from the store, soon."""
     if io.tier is not None:
-        # Needs libraries of its own.
-
         io.tier.forget(keys)

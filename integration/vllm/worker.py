@@ -235,11 +235,13 @@ class WorkerSide:
 
     # ---- inside
 
-    def _gather(self, context: Context, keys: list[ChunkKey], blocks: Blocks, prefix: list[ChunkKey]) -> None:
+    def _gather(
+        self, context: Context, keys: list[ChunkKey], blocks: Blocks, prefix: list[ChunkKey], promoted: bool = False
+    ) -> None:
         """Store chunks out of `blocks`, vLLM's numbers, which get no new owner before they are read."""
         started = perf_counter()
         flat = blocks.reshape(-1)
-        pending = context.io.store_blocks(context.kv, keys, context.kernel_blocks(flat).reshape(len(keys), -1), prefix)
+        pending = context.io.store_blocks(context.kv, keys, context.kernel_blocks(flat).reshape(len(keys), -1), prefix, promoted)
         if pending is not None:
             seconds = perf_counter() - started
             self._gathers.append(_Gather(pending.completion, flat, pending.tokens, pending.nbytes, seconds))
@@ -249,7 +251,7 @@ class WorkerSide:
         try:
             keys, blocks, prefix = loading.to_promote()
             if keys and context.io.promotes and self._invalid.isdisjoint(blocks.reshape(-1).tolist()):
-                self._gather(context, keys, blocks, prefix)
+                self._gather(context, keys, blocks, prefix, promoted=True)
         except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
             context.io.miss("promote", error)
             with suppress(Exception):  # a number too few
