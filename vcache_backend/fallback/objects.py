@@ -51,7 +51,8 @@ def digest(data: Buffer | bytes) -> int:
         from xxhash import xxh3_64_intdigest
     except ImportError as cause:
         raise ConfigError("the store below the pool needs xxhash: pip install 'vcache-backend[mooncake]'") from cause
-    return xxh3_64_intdigest(data if isinstance(data, bytes) else data.data)
+    value: int = xxh3_64_intdigest(data if isinstance(data, bytes) else data.data)
+    return value
 
 
 def copy_and_hash(target: Buffer, source: Buffer) -> int:
