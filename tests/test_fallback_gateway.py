@@ -20,6 +20,7 @@ from test_fallback_engine import LENGTH, engine, through
 
 from vcache_backend.config import FallbackConfig
 from vcache_backend.errors import ConfigError
+from vcache_backend.fallback.gateway import NICENESS
 from vcache_backend.fallback.isolated import IsolatedStore
 from vcache_backend.fallback.staging import Ring
 from vcache_backend.fallback.store import Put, Span, StoreDown
@@ -52,6 +53,12 @@ def opened(config: FallbackConfig, ring: Ring) -> IsolatedStore:
     return made
 
 
+def niceness(pid: int) -> list[int]:
+    """Of each thread of a process."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return [int(stat.rpartition(")")[2].split()[16]) for stat in stats]
+
+
 def ended(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
@@ -72,6 +79,24 @@ def test_bytes_go_through_shared_memory(depot: Depot, ring: Ring) -> None:
     eventually(lambda: ended(pid))
     with pytest.raises(StoreDown, match="closed"):
         store.contains_prefix(names)
+
+
+def test_only_the_threads_that_wait_for_bytes_step_back(depot: Depot, ring: Ring) -> None:
+    """The library spins in them, and moves the bytes in others."""
+    store = opened(depot.fallback(), ring)
+    assert store.pid is not None
+    ours = os.nice(0)
+    before = niceness(store.pid)
+    assert set(before) == {ours}
+    (buffer,), names = ring.take(1, 0), new_names(1)
+    store.put(names, [buffer.span(SIZE)])
+    assert store.get_into(names, [buffer.span(SIZE)]) == [SIZE]
+    after = niceness(store.pid)
+    stepped_back = [nice for nice in after if nice != ours]
+    assert 1 <= len(stepped_back) <= 2
+    assert set(stepped_back) == {min(ours + NICENESS, 19)}
+    assert len(after) >= len(before) + len(stepped_back)
+    store.close(0.0)
 
 
 def test_only_registered_memory_is_touched(depot: Depot, ring: Ring) -> None:
@@ -170,6 +195,7 @@ def test_it_ends_with_its_parent(own_depot: Depot, tmp_path: Path) -> None:
     code = f"""
 import sys
 from vcache_backend.config import FallbackConfig, MooncakeConfig
+from vcache_backend.fallback.gateway import NICENESS
 from vcache_backend.fallback.isolated import IsolatedStore
 from vcache_backend.fallback.staging import Ring
 store = IsolatedStore(FallbackConfig(mooncake=MooncakeConfig(master={own_depot.master.address!r}, hostname="127.0.0.1")))

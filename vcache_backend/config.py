@@ -219,7 +219,7 @@ class FallbackConfig(_Section, frozen=True, kw_only=True):
     min_bandwidth: ByteSize = ByteSize(0)
     staging_bytes: ByteSize = ByteSize(1 << 30)
     queue_chunks: PositiveInt = 4096
-    readers: PositiveInt = 1
+    readers: PositiveInt = 2
     writers: PositiveInt = 1
     lookup_seconds: Positive = 0.05
     get_seconds: Positive = 2.0

@@ -24,7 +24,7 @@ from vcache_backend.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
-BATCH_BYTES = 256 << 20
+BATCH_BYTES = 128 << 20
 """Bytes of one call of the store's: enough that its fixed costs do not count, few enough that the copy of what came goes on beside."""
 BATCH_MOST = 16
 QUEUED = 5

@@ -38,10 +38,13 @@ class Job(Generic[T]):
 
 
 class Workers:
-    """`count` daemon threads and at most `backlog` calls that wait for one. Started with the first call; not before a fork."""
+    """`count` daemon threads and at most `backlog` calls that wait for one. Started with the first call; not before a fork.
 
-    def __init__(self, name: str, count: int, backlog: int) -> None:
-        self._name, self._count, self._backlog = name, count, backlog
+    begin: what each thread does first.
+    """
+
+    def __init__(self, name: str, count: int, backlog: int, begin: Callable[[], None] = lambda: None) -> None:
+        self._name, self._count, self._backlog, self._begin = name, count, backlog, begin
         self._queue: deque[Job[object]] = deque()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -78,6 +81,7 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
+        self._begin()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._stopping)

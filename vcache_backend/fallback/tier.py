@@ -68,7 +68,7 @@ class Tier:
             raise ConfigError(f"{need}; it is {int(self._settings.staging_bytes):,}")
         pinned = self._device.ordinal is not None
         try:
-            writing, reading = Ring(size, count // 4, pinned), Ring(size, count - count // 4, pinned)
+            writing, reading = Ring(size, count // 2, pinned), Ring(size, count - count // 2, pinned)
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"no {count * size:,} B of host memory for fallback.staging_bytes: {error}") from error
         self._rings = [writing, reading]

@@ -30,7 +30,7 @@ from vcache_backend.vram_pool.slots import SlotView
 
 log = logging.getLogger(__name__)
 
-BATCH_BYTES = 256 << 20
+BATCH_BYTES = 128 << 20
 BATCH_MOST = 16
 POLL_SECONDS = 0.02
 """How often the server is asked for chunks that are about to leave the pool."""
