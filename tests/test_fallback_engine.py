@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,14 +13,31 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from engine_cases import CHUNK, SMALL, SNAPPY, Cache, Node, get, layout_of, node, places, prompt, put
+from engine_cases import (
+    CHUNK,
+    FLASH,
+    MLA,
+    PACKED_HND,
+    SMALL,
+    SNAPPY,
+    Arrangement,
+    Cache,
+    Node,
+    get,
+    layout_of,
+    node,
+    places,
+    prompt,
+    put,
+)
 from mooncake_cases import Depot, Memory, depot, needs_mooncake, own_depot
 from processes import SECONDS, eventually
+from test_cli import vcache
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.fallback import objects
 from vcache_backend.fallback.mooncake import MooncakeStore
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
 
 __all__ = ["depot", "own_depot"]
 pytestmark = needs_mooncake
@@ -113,10 +131,16 @@ def test_another_node_reads_what_one_stored_and_keeps_it_in_its_own_pool(pair: t
     assert two.contains(ChunkKey(bytes(26))) == -1
 
 
-@pytest.mark.parametrize("codec", ["zstd", "planes"])
-def test_compressed_objects_come_back_bit_for_bit(nodes: list[Node], depot: Depot, model: str, codec: str) -> None:
-    one, two = (engine(at, depot, model, codec=codec, promote=False) for at in nodes)
-    cache, tokens = Cache(), prompt(LENGTH)
+@pytest.mark.parametrize(
+    ("codec", "arrangement"),
+    [("zstd", FLASH), ("planes", FLASH), ("planes", MLA), ("planes", PACKED_HND), ("raw", MLA), ("raw", PACKED_HND)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_objects_of_every_codec_and_shape_come_back_bit_for_bit(
+    nodes: list[Node], depot: Depot, model: str, codec: str, arrangement: Arrangement
+) -> None:
+    cache, tokens = Cache(arrangement), prompt(LENGTH)
+    one, two = (engine(at, depot, model, cache=cache, codec=codec, promote=False) for at in nodes)
     through(one, cache, tokens)
     assert get(two, cache, tokens) == LENGTH
     assert two.get_stats()["server"]["chunks"] == 0
@@ -363,6 +387,54 @@ def test_the_queue_is_bounded_and_what_is_too_much_is_counted(nodes: list[Node],
         put(one, cache, prompt(LENGTH, family))
     assert one.get_stats()["fallback"]["dropped"]["backlog"] > 0
     own_depot.providers[0].cont()
+
+
+def test_vcache_clear_reaches_below_where_it_is_told_to(
+    nodes: list[Node], depot: Depot, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cache, tokens, other = Cache(), fresh(LENGTH), fresh(CHUNK)
+    one, reader = engine(nodes[0], depot, model), engine(nodes[1], depot, model)
+    neighbour = engine(nodes[0], depot, f"{model}, another")
+    through(one, cache, tokens)
+    through(neighbour, cache, other)
+    assert reader.contains(one.keys(tokens)[0]) == 1
+    namespace = one.keys(tokens)[0][:NAMESPACE_BYTES].hex()
+    Path("on.yaml").write_text(f"fallback: {{policy: on_evict, mooncake: {{master: '{depot.master.address}'}}}}\n")
+
+    def clear(*arguments: str, expect: int = 0) -> str:
+        said = vcache("clear", "--socket", str(nodes[0].path), "--namespace", namespace, *arguments, expect=expect)
+        return str(said.stdout + said.stderr)
+
+    assert "fallback.policy is off; name the file" in clear("--below", expect=1)
+    assert clear() == "5 chunks forgotten\n"
+    assert "--below removes that, too" in clear("--config", "on.yaml")
+    assert reader.contains(one.keys(tokens)[0]) == 1
+    assert clear("--config", "on.yaml", "--below") == "0 chunks forgotten\n5 objects removed from the store below the pool\n"
+    assert reader.lookup(tokens) == 0
+    assert engine(nodes[1], depot, f"{model}, another").lookup(other) == CHUNK
+
+
+def test_what_is_cleared_is_not_found_until_it_is_gone(nodes: list[Node], own_depot: Depot, model: str) -> None:
+    """However long the master does not answer: those are chunks of before."""
+    cache, tokens, gate = Cache(), fresh(LENGTH), threading.Event()
+    one, two = (engine(at, own_depot, model, failures=1, call_seconds=1.0, get_seconds=0.5) for at in nodes)
+    through(one, cache, tokens)
+    tier, keys = two._io.tier, two.keys(tokens)
+    assert tier is not None
+    assert two.lookup(tokens) == LENGTH
+    tier.index.clear(keys[0][:NAMESPACE_BYTES], gate.wait)
+    assert two.lookup(tokens) == get(two, cache, tokens) == 0
+    assert tier.access.ask([objects.name(key) for key in keys]) == 5
+    own_depot.master.stop()
+    gate.set()
+    eventually(lambda: not tier.access.usable)
+    own_depot.master.cont()
+    eventually(lambda: tier.index.usable)
+    assert tier.access.ask([objects.name(key) for key in keys]) == 0
+    # It goes on.
+    through(two, cache, tokens)
+    assert tier.index.contains_prefix(keys) == 5
 
 
 def test_slow_links_are_not_used(nodes: list[Node], depot: Depot, model: str) -> None:

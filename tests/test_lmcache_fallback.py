@@ -286,7 +286,7 @@ def forget(inside: Inside, prompt: list[int]) -> int:
     return int(inside.engine.clear(prompt))
 
 
-def test_removing_a_prompt_forgets_it_below_and_clearing_does_not(
+def test_removing_a_prompt_forgets_it_below_and_clearing_forgets_all(
     pools: list[Pool], depot: Depot, store: MooncakeStore, model: str
 ) -> None:
     made = engine(pools[0], depot, model)
@@ -296,9 +296,17 @@ def test_removing_a_prompt_forgets_it_below_and_clearing_does_not(
     removed, kept = ([objects.name(name) for name in made.do(names, chunks(2, family))] for family in (1, 2))
     eventually(lambda: store.contains_prefix(removed) == 0)
     assert made.lookup(chunks(2)) == 0
-    made.do(clear)
+    others = engine(pools[1], depot, f"{model}, another")
+    through(others, chunks(2))
     assert store.contains_prefix(kept) == 2
-    assert made.lookup(chunks(2, family=2)) == 2 * CHUNK
+    made.do(clear)
+    assert made.lookup(chunks(2, family=2)) == 0
+    eventually(lambda: store.contains_prefix(kept[1:]) == 0)
+    assert store.contains_prefix(kept) == 0
+    assert store.contains_prefix([objects.name(name) for name in others.do(names, chunks(2))]) == 2
+    # It goes on.
+    through(made, chunks(2, family=2))
+    eventually(lambda: store.contains_prefix(kept) == 2)
 
 
 def clear(inside: Inside) -> None:

@@ -7,6 +7,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,14 @@ pytestmark = needs_mooncake
 def opened(depot: Depot) -> Iterator[MooncakeStore]:  # noqa: F811
     """Shared by the module: leave it open."""
     made = MooncakeStore(depot.config())
+    made.open()
+    yield made
+    assert made.close(10)
+
+
+@contextmanager
+def opened_store(config: MooncakeConfig) -> Iterator[MooncakeStore]:
+    made = MooncakeStore(config)
     made.open()
     yield made
     assert made.close(10)
@@ -54,6 +63,26 @@ def test_what_was_removed_is_gone_though_it_was_just_read(opened: MooncakeStore)
     opened.remove([names[0], "vcache1/never"])
     assert opened.contains_prefix(names) == 0
     assert opened.get_into(names, [target.span] * 2) == [0, MIB]
+
+
+def test_all_that_is_under_a_prefix_goes_and_nothing_else(depot: Depot, opened: MooncakeStore) -> None:  # noqa: F811
+    """Also what was read just now, and what others wrote; a dot in a tenant's name stands for itself."""
+    (start,), data = new_names(1), random_memory(100)
+    mine, other = [f"{start}{i:02x}" for i in range(20)], f"{start[:-1]}x"
+    opened.put([*mine, other], [data.span] * 21)
+    target = Memory(100)
+    assert opened.get_into(mine[:1], [target.span]) == [100]
+    for tenant, theirs in (("a.b", 2), ("axb", 1)):
+        with opened_store(depot.config(tenant=tenant)) as tenants:
+            tenants.put(mine[:theirs], [data.span] * theirs)
+    with opened_store(depot.config(tenant="a.b")) as tenants:
+        assert tenants.remove_under(start) == 2
+    assert opened.remove_under(start) == 20
+    assert opened.contains_prefix(mine[:1]) == 0
+    assert opened.contains_prefix([other]) == 1
+    assert opened.remove_under(start) == 0
+    with opened_store(depot.config(tenant="axb")) as tenants:
+        assert tenants.contains_prefix(mine[:1]) == 1
 
 
 def test_a_batch_with_holes_answers_for_each_object(opened: MooncakeStore) -> None:

@@ -66,6 +66,11 @@ class Below:
         if self.io.tier is not None:
             self.io.tier.forget(names)
 
+    def clear(self) -> None:
+        """Remove every chunk of the namespace, soon, and find none until then."""
+        if self.io.tier is not None:
+            self.io.tier.clear()
+
     # ---- at once into the KV cache
 
     def load(self, kv: PagedKV, fetch: Fetch, start: int, slots: Slots, skip: int) -> int:

@@ -248,9 +248,10 @@ class PoolWorker:
         return self.io.client.remove(names)
 
     def clear(self) -> int:
-        """Forget every chunk of the namespace in the pool, of all instances and ranks; how many chunks. The store below keeps its own,
-        which nobody can list."""
-        return self.io.client.clear(self.io.layout.namespace().prefix)
+        """Forget every chunk of the namespace, of all instances and ranks, those below soon; how many chunks were in the pool."""
+        forgotten = self.io.client.clear(self.io.layout.namespace().prefix)
+        self.below.clear()
+        return forgotten
 
     # ---- inside
 

@@ -40,7 +40,6 @@ class Below:
         self._index: Index | None = None
         self._ranks = ranks
         self._links: dict[int, Link] = {}
-        self._left = False
         if config.policy != "off":
             # Needs libraries of its own.
             from vcache_backend.fallback.tier import make_index
@@ -51,7 +50,7 @@ class Below:
     @property
     def usable(self) -> bool:
         index = self._index
-        return index is not None and not self._left and index.usable and all(link.usable for link in self._links.values())
+        return index is not None and index.usable and all(link.usable for link in self._links.values())
 
     @property
     def bandwidth(self) -> float | None:
@@ -76,11 +75,10 @@ class Below:
             # All of them load at once, each its shard; a chunk is there when the slowest has it.
             self._index.bandwidth.value = min(rates) * self._ranks
 
-    def leave(self) -> None:
-        """Find nothing any more: its chunks are those of before a reset."""
-        if self._index is not None and not self._left:
-            log.warning("vcache: a reset does not reach the store below the pool; this instance reads nothing from it any more")
-        self._left = True
+    def clear(self, namespace: bytes) -> None:
+        """Remove the namespace's chunks, those of before a reset, in the background, and find nothing until they are gone."""
+        if self._index is not None:
+            self._index.clear(namespace)
 
     def close(self) -> None:
         """Idempotent."""

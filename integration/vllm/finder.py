@@ -184,9 +184,10 @@ class Finder:
             self._below.hear(links)
 
     def clear(self) -> bool:
-        """Remove every chunk of the namespace; False if the server did not answer. Nothing is taken from below any more."""
+        """Remove every chunk of the namespace; False if the server did not answer. What is below goes in the background, and is not found
+        meanwhile."""
         if self._below is not None:
-            self._below.leave()
+            self._below.clear(self._prefix)
         try:
             if self._client is not None:
                 self._client.clear(self._prefix)

@@ -180,7 +180,10 @@ class WorkerSide:
             # What loads bring that began before is not to come back into the pool after a reset.
             for loading in self._loads:
                 loading.promotes = False
-            context.io.flush(FLUSH_SECONDS)
+            context.io.flush(FLUSH_SECONDS, through=True)
+            if context.io.tier is not None:
+                # What was written of the chunks so far is about to be removed.
+                context.io.tier.doubt()
             self._flushed = True
 
     def finished(self) -> set[str]:

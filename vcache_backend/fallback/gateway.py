@@ -38,7 +38,8 @@ LEAVE_SECONDS = 1.0
 """How long leaving the store may take once the parent is gone."""
 TRANSFERS = frozenset(("put", "get_into"))
 NICENESS = 10
-"""How much more than the rest the threads that wait for a transfer step back. On two cores 512 MiB came 15 % faster; at 19 a load waited 0.3 s where others computed."""
+"""How much more than the rest the threads that wait for a transfer step back. On two cores 512 MiB came 15 % faster; at 19 a load waited
+0.3 s where others computed."""
 Place = tuple[int, int, int]
 """Number of a shared memory, byte in it, bytes."""
 
@@ -107,6 +108,9 @@ class Gateway:
     def remove(self, names: list[str]) -> None:
         self._the_store().remove(names)
 
+    def remove_under(self, start: str) -> int:
+        return self._the_store().remove_under(start)
+
     def stats(self) -> dict[str, Any]:
         return self._the_store().stats()
 
@@ -120,7 +124,7 @@ class Gateway:
     def _answer(self, number: int, what: str, arguments: list[Any]) -> None:
         calls: dict[str, Callable[..., Any]] = {
             name: getattr(self, name)
-            for name in ("make", "open", "register", "contains_prefix", "put", "get_into", "remove", "stats")
+            for name in ("make", "open", "register", "contains_prefix", "put", "get_into", "remove", "remove_under", "stats")
         }
         error, answer = None, None
         try:

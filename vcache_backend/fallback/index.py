@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vcache_backend.config import FallbackConfig
 from vcache_backend.fallback import objects
@@ -12,6 +14,8 @@ from vcache_backend.fallback.fetch import Bandwidth
 from vcache_backend.fallback.recent import Recent
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import RANK_BYTES, ChunkKey
+
+log = logging.getLogger(__name__)
 
 MOST_REMEMBERED = 1 << 16
 KNOWN_SECONDS = 60.0
@@ -30,10 +34,28 @@ class Index:
         """Chunks that were written or read lately: not to be written again."""
         self.bandwidth = Bandwidth()
         self._next_try = 0.0
+        self._clearing, self._counting = 0, threading.Lock()
 
     @property
     def usable(self) -> bool:
-        return self._access.usable
+        return self._access.usable and not self._clearing
+
+    def clear(self, namespace: bytes, first: Callable[[], object] = lambda: None) -> None:
+        """Remove every chunk of a namespace, whoever wrote it, in the background, and find none until that is done, for as long as the
+        store does not answer. first: what has to be over before. Never blocks."""
+        with self._counting:
+            self._clearing += 1
+        threading.Thread(target=self._clear, args=(namespace, first), name="vcache-fallback-clear", daemon=True).start()
+
+    def _clear(self, namespace: bytes, first: Callable[[], object]) -> None:
+        first()
+        removed = self._access.insist("clear", lambda: self._access.store.remove_under(objects.start(namespace)))
+        if removed is None:
+            return
+        self.below.clear()
+        log.info("%d objects of namespace %s were removed from the store below the pool", removed, namespace.hex())
+        with self._counting:
+            self._clearing -= 1
 
     def known_absent(self, key: ChunkKey) -> bool:
         """Was it found to be absent a short while ago?"""

@@ -17,6 +17,7 @@ import msgspec
 
 from vcache_backend.config import FallbackConfig
 from vcache_backend.errors import ConfigError, VCacheError
+from vcache_backend.fallback import objects
 from vcache_backend.fallback.gateway import Place, framed
 from vcache_backend.fallback.store import Put, Span, StoreDown
 from vcache_backend.metadata_server.wire import FrameReader, Receiver
@@ -28,6 +29,17 @@ LAST_WORDS = 5
 """Lines of the process's that are shown if it ends."""
 OPEN_SECONDS = 15.0
 """More than any opening was seen to take (4.6 s, without a master)."""
+
+
+def clear(config: FallbackConfig, namespace: bytes) -> int:
+    """Remove all chunks of a namespace, or of all of them if it is empty, for who does nothing else: how many objects. Raises
+    ConfigError, StoreDown, within OPEN_SECONDS and `call_seconds`."""
+    store = IsolatedStore(config)
+    try:
+        store.open()
+        return store.remove_under(objects.start(namespace))
+    finally:
+        store.close(0.0)
 
 
 class _Call:
@@ -216,6 +228,9 @@ class IsolatedStore:
 
     def remove(self, names: Sequence[str]) -> None:
         self._opened().call("remove", [names], self._config.call_seconds)
+
+    def remove_under(self, start: str) -> int:
+        return int(self._opened().call("remove_under", [start], self._config.call_seconds))
 
     def stats(self) -> dict[str, Any]:
         mine = {"gateway": self.pid, "gateways_started": self._started}

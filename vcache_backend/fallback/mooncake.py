@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -153,6 +154,15 @@ class MooncakeStore:
         codes = self._call(lambda raw: raw.batch_remove(self._full(names), True))
         self._raise_if_down("remove", codes)
         self._count(removed=sum(code == 0 for code in codes))
+
+    def remove_under(self, start: str) -> int:
+        pattern = "^" + re.escape(self._prefix + start)
+        (code,) = self._call(lambda raw: [raw.remove_by_regex(pattern, True)])
+        self._raise_if_down("remove", [code])
+        if code < 0:
+            raise self._down(f"objects under {start!r} could not be removed ({code})")
+        self._count(removed=code)
+        return code
 
     def stats(self) -> dict[str, Any]:
         with self._lock:

@@ -72,6 +72,10 @@ class FallbackStore(Protocol):
         """Forget objects, also such as are being read."""
         ...
 
+    def remove_under(self, start: str) -> int:
+        """Forget all objects whose names begin with `start`, whoever wrote them, also such as are being read: how many."""
+        ...
+
     def stats(self) -> dict[str, Any]:
         """Counters as plain values, for people."""
         ...

@@ -30,6 +30,8 @@ MOST_BUFFERS = 256
 """Of one direction; more would not be faster."""
 _BACKLOG = 1 << 14
 CLOSE_SECONDS = 3.0
+CLEAR_SECONDS = 30.0
+"""How long writes under way are waited for that may bring back what is to be removed: longer than `call_seconds` lets one be."""
 
 
 class Tier:
@@ -46,7 +48,7 @@ class Tier:
         self.access = Access(config.fallback, make_store(config.fallback), stats)
         self.index = Index(config.fallback, self.access)
         # What came back may be another master, which knows no object.
-        self.access.on_back = self._came_back
+        self.access.on_back = self.doubt
         self._source: Source | None = None
         self._writer: Writer | None = None
         self._client: Client | None = None
@@ -108,7 +110,8 @@ class Tier:
         self._bound = chunk_bytes
         log.info("store below the pool: %s; %d buffers of %s B, %s", settings, count, f"{size:,}", "pinned" if pinned else "host")
 
-    def _came_back(self) -> None:
+    def doubt(self) -> None:
+        """What was written may not be there any more. Any thread."""
         self.index.below.clear()
         if self._writer is not None:
             self._writer.doubt()
@@ -132,6 +135,11 @@ class Tier:
         """Remove these from the store, soon."""
         self.index.absent(keys)
         self.access.forget([objects.name(key) for key in keys])
+
+    def clear(self) -> None:
+        """Remove every chunk of the namespace, whoever wrote it, in the background; until then nothing is below. After the pool was
+        cleared: what is still to be written of it is gone then."""
+        self.index.clear(self._namespace.prefix, lambda: self.flush(CLEAR_SECONDS))
 
     def flush(self, seconds: float) -> bool:
         """Wait until what was offered is written or dropped; False if it is not after so many seconds."""
