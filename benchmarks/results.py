@@ -15,7 +15,19 @@ from pathlib import Path
 import msgspec
 import torch
 
-PACKAGES = ("torch", "triton", "cuda-bindings", "msgspec", "numpy", "vllm", "lmcache")
+PACKAGES = (
+    "torch",
+    "triton",
+    "cuda-bindings",
+    "msgspec",
+    "numpy",
+    "vllm",
+    "lmcache",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda",
+    "xxhash",
+    "zstandard",
+)
 
 
 class Row(msgspec.Struct, frozen=True):

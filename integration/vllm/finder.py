@@ -24,6 +24,7 @@ from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
 
+NEVER = float("-inf")
 FRESH_SECONDS = 0.5
 """How long the answer of a look-up counts for a request that vLLM could not schedule at once."""
 
@@ -40,7 +41,7 @@ class Tracked:
     blocks: list[int] = field(default_factory=list)
     stored: int = 0
     hits: int = 0
-    looked_at: float = -1.0
+    looked_at: float = NEVER
     below: bool = False
     granted: Granted | None = None
     granted_from: int = 0
@@ -186,6 +187,8 @@ class Finder:
     def clear(self) -> bool:
         """Remove every chunk of the namespace; False if the server did not answer. What is below goes in the background, and is not found
         meanwhile."""
+        if not self._shards or not self.open():
+            return True
         if self._below is not None:
             self._below.clear(self._prefix)
         try:

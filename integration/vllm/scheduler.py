@@ -13,7 +13,7 @@ from vcache_backend.config import Config
 
 from . import compat, facts, wants
 from .events import CommonEvents, stored_blocks
-from .finder import Finder, Tracked
+from .finder import NEVER, Finder, Tracked
 from .metadata import Load, Said, StepMetadata, Store
 from .stats import Meter
 
@@ -173,6 +173,10 @@ class SchedulerSide:
         """Forget every chunk of the namespace, those on their way included; False if the server did not answer."""
         # Until the stores under way are over, and cleared too, nothing is looked up.
         self._flush = self._clearing = True
+        for tracked in self._requests.values():
+            # Answers of before count no more.
+            self.finder.let_go(tracked)
+            tracked.looked_at = NEVER
         return self.finder.clear()
 
     def lost(self, request: Any, blocks: Any, external: int) -> None:
