@@ -95,6 +95,8 @@ class Writer:
         self._copied: deque[_Batch] = deque()
         self._changed = threading.Condition()
         self._under_way = 0
+        self._more = False
+        """Was there more to save than one batch takes?"""
         self._stopping = False
         self._stream: torch.cuda.Stream | None = None
         self._threads = [threading.Thread(target=self._guarded, args=(self._copy_out,), name="vcache-fallback-copy", daemon=True)]
@@ -145,6 +147,7 @@ class Writer:
 
     def _copy_out(self) -> None:
         batch = self._take()
+        self._more = False
         if batch:
             try:
                 self._stage(batch)
@@ -159,13 +162,13 @@ class Writer:
             if doubts:
                 self._sink.client.unsaved(self._sink.namespace)
             self._tell_saved(there)
-            if self._sink.access.usable:
-                self._save()
+            self._more = self._sink.access.usable and self._save()
 
     def _take(self) -> list[ChunkKey]:
         """What waits, once there is a store for it: a chunk may stay in the pool for longer than a master takes to come back."""
+        pause = (0.0 if self._more else POLL_SECONDS) if self._saves else None
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._stopping, POLL_SECONDS if self._saves else None)
+            self._changed.wait_for(lambda: self._waiting or self._stopping, pause)
             if self._waiting and not self._sink.access.usable:
                 self._changed.wait(POLL_SECONDS)
                 return []
@@ -188,12 +191,13 @@ class Writer:
                 self._dropped("gone", 1)
             keys = keys[run + 1 :]
 
-    def _save(self) -> None:
-        """Write what would leave the pool next. Under a lease until it is written: its slot is not given to another before."""
-        sink = self._sink
-        offered = sink.client.save(sink.namespace, sink.rank, min(sink.batch, SAVE_MOST))
+    def _save(self) -> bool:
+        """Write what would leave the pool next: was that not all? Under a lease until it is written: its slot is not given to another
+        before."""
+        sink, most = self._sink, min(self._sink.batch, SAVE_MOST)
+        offered = sink.client.save(sink.namespace, sink.rank, most)
         if not offered.lease:
-            return
+            return False
         names = [objects.name(key) for key in offered.keys]
         there = sink.access.ask(names) or 0
         if there:
@@ -201,7 +205,7 @@ class Writer:
             sink.client.saved(offered.keys[:there])
         if there == len(names) or not sink.access.usable:
             self._held(offered.lease)
-            return
+            return len(offered.keys) == most
         batch = self._copied_out(offered.keys[there:], offered.locations[there:])
         batch.lease = offered.lease
         # Not to be offered for ever.
@@ -211,6 +215,7 @@ class Writer:
         else:
             self._give_up(batch, "gone")
             self._held(offered.lease)
+        return len(offered.keys) == most
 
     def _copied_out(self, keys: Sequence[ChunkKey], locations: Sequence[Location]) -> _Batch:
         """The chunks as sealed objects in buffers; what has no buffer or no address is dropped."""
