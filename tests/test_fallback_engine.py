@@ -88,11 +88,12 @@ def engine(
     rank: int = 0,
     ranks: int = 1,
     cache: Cache | None = None,
+    device: str = "host",
     **fallback: Any,
 ) -> VCacheEngine:
     """An engine of `at` whose tier is open."""
     cache = cache or Cache()
-    config = msgspec.structs.replace(at.config("host", segment), fallback=store.fallback(**(QUICK | fallback)))
+    config = msgspec.structs.replace(at.config(device, segment), fallback=store.fallback(**(QUICK | fallback)))
     made = at.undo.enter_context(VCacheEngine(config, layout_of(cache, model=model), rank=rank, ranks=ranks))
     made.register(cache.tensors)
     eventually(lambda: made.get_stats()["fallback"]["usable"])

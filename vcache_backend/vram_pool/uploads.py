@@ -55,7 +55,9 @@ class CudaUploader:
         self.most = max(1, min(BOUNCE_BYTES // chunk_bytes, BOUNCE_MOST))
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream()
-        self._bounce = torch.empty(self.most, chunk_bytes, dtype=torch.uint8, device=self._device)
+            # From this stream's own pool: what torch gives out on the caller's may still be in use by work queued there.
+            with torch.cuda.stream(self._stream):
+                self._bounce = torch.empty(self.most, chunk_bytes, dtype=torch.uint8, device=self._device)
         self._last: CudaCompletion | None = None
 
     def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Tensor], after: Mark | None = None) -> Completion:

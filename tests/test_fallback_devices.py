@@ -1,0 +1,82 @@
+"""From the pool to the store and back, on the host and on a GPU: staging, bounce buffer, promotion. Bytes are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_cases import CHUNK, FLASH, MLA, PACKED_HND, SNAPPY, Arrangement, Cache, Node, get, node, places, prompt
+from mooncake_cases import Depot, depot, needs_mooncake
+from processes import SECONDS
+from test_fallback_engine import LENGTH, ROOMY, engine, through
+
+__all__ = ["depot"]
+pytestmark = needs_mooncake
+
+DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    with node(tmp_path / "one", SNAPPY) as one, node(tmp_path / "two", SNAPPY) as two:
+        for made in (one, two):
+            made.serve()
+        yield [one, two]
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.node.nodeid)
+
+
+def cache_on(device: str, arrangement: Arrangement = FLASH) -> Cache:
+    return Cache(arrangement, device="cpu" if device == "host" else device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("arrangement", "codec"),
+    [(FLASH, "raw"), (FLASH, "planes"), (MLA, "raw"), (PACKED_HND, "zstd")],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_what_one_node_stored_another_reads_and_keeps(
+    nodes: list[Node], depot: Depot, model: str, device: str, arrangement: Arrangement, codec: str
+) -> None:
+    cache, tokens = cache_on(device, arrangement), prompt(LENGTH)
+    one, two = (engine(at, depot, model, cache=cache, device=device, codec=codec) for at in nodes)
+    through(one, cache, tokens)
+    # More than one call of the uploader's: its bounce buffer is written again.
+    assert two._io._uploader is not None
+    two._io._uploader.most = 2
+    assert get(two, cache, tokens) == LENGTH
+    assert two.get_stats()["hits"]["fallback"] == 5
+    assert two.flush(SECONDS, through=True)
+    assert get(two, cache, tokens, seed=2) == LENGTH
+    assert two.get_stats()["hits"]["vram"] == 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_the_caller_has_stay_as_they_are(nodes: list[Node], depot: Depot, model: str, device: str) -> None:
+    cache, tokens = cache_on(device), prompt(LENGTH)
+    one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
+    through(one, cache, tokens)
+    cache.poison()
+    slots, mask = places(cache.sizes, LENGTH, 3), torch.arange(LENGTH) >= CHUNK + 16
+    assert torch.equal(two.retrieve(tokens, mask, cache.tensors, slots), mask)
+    assert cache.holds_only(tokens[mask], slots[mask])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_the_pool_had_no_room_for_is_read_from_below(nodes: list[Node], depot: Depot, model: str, device: str) -> None:
+    cache = cache_on(device)
+    made = engine(nodes[0], depot, model, cache=cache, device=device)
+    prompts = [prompt(LENGTH, family) for family in range(1, ROOMY // cache.chunk_bytes // 5 + 9)]
+    for tokens in prompts:
+        through(made, cache, tokens)
+    for number, tokens in enumerate(prompts):
+        assert get(made, cache, tokens, seed=number) == LENGTH
+    stats = made.get_stats()
+    assert stats["hits"]["fallback"] >= 5
+    assert sum(stats["fallback"]["dropped"].values()) == 0
