@@ -32,6 +32,8 @@ START_SECONDS = 180.0
 """Until an instance serves: 10 s here, longer where vLLM inspects its models for the first time and others start beside it."""
 ANSWER_SECONDS = 40.0
 LEASE_SECONDS = 3.0
+CLIENT = {"connect_seconds": 2.0, "request_seconds": 2.0}
+"""On a machine whose cores are taken the server answers late: 0.25 s, the default, was missed where two other processes computed."""
 TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
 """Layers, KV heads, head size, K and V, bfloat16."""
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 256, 4, 4, 2, 64, 512
@@ -317,6 +319,7 @@ class Node:
                 "storage_plugin.vcache.class_name": "VCacheBackend",
                 "vcache.server.socket": str(self.socket),
                 "vcache.pool.segment_bytes": "16 MiB",
+                **{f"vcache.client.{name}": value for name, value in CLIENT.items()},
                 **changes.pop("extra_config", {}),
             },
             **changes,
@@ -333,6 +336,7 @@ class Node:
         given = {section: dict(values) if isinstance(values, dict) else values for section, values in (settings or {}).items()}
         own = {
             "server": {"socket": str(self.socket)},
+            "client": CLIENT,
             "pool": {"segment_bytes": "16 MiB"},
             "engine": {"chunk_size": CHUNK},
             "connector": {"min_hit_tokens": CHUNK},
