@@ -33,6 +33,9 @@ STEP = Size(chunks=2)
 """A prompt of 512 tokens."""
 TINY = Size(layers=2, heads=2, dim=16, chunks=64)
 """64 chunks of 64 KiB, for what does not depend on bytes."""
+SIDE, PRODUCTS = (900, 2) if DEVICE == "host" else (8192, 8)
+"""The matrices of a step: 40 ms on one core; on a GPU as many operations as 512 tokens of an 8B model take."""
+LATER_STEPS, LAUNCHES = 8, 1000
 
 
 def run() -> list[Row]:
@@ -184,35 +187,47 @@ def _lookups(on: VCacheEngine, off: VCacheEngine, tokens: torch.Tensor, calls: i
     return samples[on], samples[off]
 
 
-def step_rows(steps: int = 60, size: Size = STEP, side: int = 900) -> list[Row]:
-    """A step that stores two chunks and multiplies two matrices, on one core or the GPU: store() alone, and all of it."""
+def step_rows(steps: int = 60, size: Size = STEP, side: int = SIDE) -> list[Row]:
+    """A step that stores two chunks and multiplies matrices, on one core or the GPU: store() alone, and all of it. Then the steps that
+    follow, in which the chunks are written."""
     with Site(GIB) as site, threads(1):
         kv, place = KV(size, 0, DEVICE), site.node()
         on = site.engine(place, kv, 16 * size.nbytes, site.depot.fallback())
         off = site.engine(place, kv, 0, None)
-        left = torch.randn(side, side, device=kv.tensors[0].device)
-        stores: dict[VCacheEngine, list[float]] = {on: [], off: []}
-        whole: dict[VCacheEngine, list[float]] = {on: [], off: []}
+        left = torch.randn(side, side, device=kv.tensors[0].device, dtype=torch.float32 if DEVICE == "host" else torch.bfloat16)
+        small = left[0].clone()
+        stores, whole, later = (_both(on, off) for _ in range(3))
 
-        def step(engine: VCacheEngine) -> tuple[float, float]:
+        def step(engine: VCacheEngine) -> tuple[float, float, float]:
             tokens = prompt(size.tokens)
             started = time.perf_counter()
             engine.store(tokens, None, kv.tensors, kv.slots)
             stored = time.perf_counter()
-            for _ in range(2):
+            for _ in range(PRODUCTS):
                 left @ left
             synchronize()
-            return stored - started, time.perf_counter() - started
+            done = time.perf_counter()
+            for _ in range(LATER_STEPS):
+                for _ in range(LAUNCHES):
+                    small.add_(1.0)
+                synchronize()
+            return stored - started, done - started, time.perf_counter() - done
 
         for turn in range(steps + 3):
             for engine in (on, off) if turn % 2 else (off, on):
-                store, all_of_it = step(engine)
+                times = step(engine)
                 engine.flush(SECONDS, through=True)
                 if turn >= 3:
-                    stores[engine].append(store * 1e3)
-                    whole[engine].append(all_of_it * 1e3)
+                    for samples, seconds in zip((stores, whole, later), times, strict=True):
+                        samples[engine].append(seconds * 1e3)
     said = f"{size.nbytes >> 20} MiB stored; reference: no tier; {load()}"
+    follow = f"{LATER_STEPS} steps of {LAUNCHES} small operations each, from Python, while they are written; {said}"
     return [
-        row("mooncake_step_overhead", "ms", whole[on], whole[off], what=f"store() and a matrix product; {said}", at_most=1.01),
+        row("mooncake_step_overhead", "ms", whole[on], whole[off], what=f"store() and matrix products; {said}", at_most=1.01),
         row("mooncake_store_call", "ms", stores[on], stores[off], what=f"store() alone; {said}", at_most=1.01),
+        row("mooncake_steps_after", "ms", later[on], later[off], what=follow),
     ]
+
+
+def _both(on: VCacheEngine, off: VCacheEngine) -> dict[VCacheEngine, list[float]]:
+    return {on: [], off: []}

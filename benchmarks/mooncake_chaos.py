@@ -4,8 +4,8 @@
 
 Master, providers, workers and the processes that hold the workers' clients are killed or stopped at random and started again; objects
 are replaced by damaged ones; pools and store are too small for what is stored. A get is a chunk that `retrieve` says is in place: all of
-its bytes are compared with what they must be. `--accept` makes the workers take every object for a right one: then there must be
-wrong bytes, which shows that they would be seen.
+its bytes are compared with what they must be. With a GPU the workers' KV caches and pools lie on it. `--accept` makes the workers take
+every object for a right one: then there must be wrong bytes, which shows that they would be seen.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vcache_backend.hashing import TokenHasher
 from .metadata import PATIENT
 from .mooncake_chaos_worker import CHUNK_BYTES, CHUNK_TOKENS, MOST_CHUNKS, Settings, Tally, layout, prompt, some_family
 from .mooncake_depot import missing
-from .mooncake_site import SECONDS, Site, load, write_rows
+from .mooncake_site import DEVICE, SECONDS, Site, load, write_rows
 from .results import Row
 from .vllm.process import Child, ChildFailed
 
@@ -65,7 +65,8 @@ def _row(chaos: Chaos, seconds: float, accept: bool) -> Row:
     late = max(tally.longest_lookup - QUICK["lookup_seconds"], tally.longest_retrieve - QUICK["get_seconds"], tally.longest_store)
     ok = not tally.wrong_bytes and not tally.raised and not chaos.died and late <= SLACK_SECONDS
     said = json.dumps(msgspec.to_builtins(tally))
-    what = f"{tally.got} gets in {seconds:.0f} s; {said}; mishaps: {json.dumps(chaos.mishaps)}; ended by themselves: {chaos.died}"
+    what = f"{tally.got} gets on {DEVICE} in {seconds:.0f} s; {said}; mishaps: {json.dumps(chaos.mishaps)}"
+    what = f"{what}; ended by themselves: {chaos.died}"
     what = f"{'every object accepted; ' if accept else ''}{what}; {load()}"
     return Row("mooncake_wrong_bytes", tally.wrong_bytes, "B", 0.0, float(tally.wrong_bytes), tally.got, 0.0, what, "0", ok)
 
@@ -131,11 +132,11 @@ class Chaos:
         config = Config(
             server=ServerConfig(socket=str(self._nodes[number % 2])),
             client=PATIENT,
-            pool=PoolConfig(device="host", segment_bytes=ByteSize(POOL_CHUNKS * CHUNK_BYTES)),
+            pool=PoolConfig(device=DEVICE, segment_bytes=ByteSize(POOL_CHUNKS * CHUNK_BYTES)),
             engine=EngineConfig(chunk_size=CHUNK_TOKENS),
             fallback=fallback,
         )
-        settings = Settings(dump(config), self._dice.getrandbits(30), FAMILIES, self._accept)
+        settings = Settings(dump(config), self._dice.getrandbits(30), FAMILIES, self._accept, DEVICE.replace("host", "cpu"))
         command = [
             sys.executable,
             "-m",

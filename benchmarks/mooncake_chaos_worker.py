@@ -34,12 +34,14 @@ BLOCKS = 3 * MOST_CHUNKS * CHUNK_TOKENS // SHAPE.block_size
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """config: the engine's, as in its YAML file. accept: take every object for a right one, to see that wrong bytes are found."""
+    """config: the engine's, as in its YAML file. device: of its KV cache. accept: take every object for a right one, to see that wrong
+    bytes are found."""
 
     config: dict[str, Any]
     seed: int
     families: int
     accept: bool = False
+    device: str = "cpu"
 
 
 class Tally(msgspec.Struct):
@@ -96,7 +98,8 @@ class Worker:
         if settings.accept:
             objects.check = lambda buffer, got, *rest: got - objects.HEADER_BYTES
         self._settings, self._dice = settings, random.Random(settings.seed)
-        self._cache = PagedCache(SHAPE, BLOCKS, torch.device("cpu"), settings.seed)
+        self._device = torch.device(settings.device)
+        self._cache = PagedCache(SHAPE, BLOCKS, self._device, settings.seed)
         config: Config = from_dict(settings.config)
         self._engine = VCacheEngine(config, layout())
         self._engine.register(self._cache.kvcaches)
@@ -120,8 +123,9 @@ class Worker:
 
     def _round(self, tally: Tally) -> None:
         tokens = prompt(some_family(self._dice, self._settings.families), self._dice.randint(1, MOST_CHUNKS))
-        digests = torch.from_numpy(block_digests(tokens, SHAPE.block_size))
-        places = torch.from_numpy(np.random.default_rng(self._dice.getrandbits(32)).permutation(BLOCKS)[: len(digests)])
+        digests = torch.from_numpy(block_digests(tokens, SHAPE.block_size)).to(self._device)
+        shuffled = np.random.default_rng(self._dice.getrandbits(32)).permutation(BLOCKS)[: len(digests)]
+        places = torch.from_numpy(shuffled).to(self._device)
         slots, cache = self._cache.slots(places, len(tokens)), self._cache
         started = time.perf_counter()
         found = self._engine.lookup(tokens)

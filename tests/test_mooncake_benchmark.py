@@ -30,7 +30,7 @@ def test_reading_and_writing_are_measured_in_turns_with_the_library() -> None:
 @needs_mooncake
 def test_lookups_and_steps_are_measured_with_and_without_the_tier() -> None:
     (lookup, dead), steps = mooncake.lookup_rows(20, TINY), mooncake.step_rows(2, TINY, side=16)
-    assert [row.case for row in steps] == ["mooncake_step_overhead", "mooncake_store_call"]
+    assert [row.case for row in steps] == ["mooncake_step_overhead", "mooncake_store_call", "mooncake_steps_after"]
     assert (lookup.case, dead.case) == ("mooncake_lookup_on_off", "mooncake_lookup_dead_master")
     assert lookup.runs == 20
     assert all(row.value > 0 < row.reference for row in (lookup, dead, *steps))
