@@ -55,11 +55,12 @@ class Bandwidth:
 
 @dataclass
 class Source:
-    """What all reads of one worker share. chunk_bytes: of a chunk in the KV cache. seconds: how long a call may be without its next chunk.
-    absent: told which are not there."""
+    """What all reads of one worker share. workers: make the calls. checkers: look at what came. chunk_bytes: of a chunk in the KV
+    cache. seconds: how long a call may be without its next chunk. absent: told which are not there."""
 
     access: Access
     workers: Workers
+    checkers: Workers
     ring: Ring
     codec: Codec
     fingerprint: bytes
@@ -88,6 +89,7 @@ class Fetch:
         self._arrived = threading.Condition()
         self._staged: dict[int, Staged] = {}
         self._given = 0
+        self._came = 0
         self._end = len(self.keys)
         self._cancelled = False
         self._started = self._moved = time.monotonic()
@@ -96,11 +98,10 @@ class Fetch:
         self._waited = 0.0
         self.cause = ""
         """Why it ended early: `absent`, `bad`, `timeout` or `store`."""
-        self._step = step = source.batch
-        for start in range(0, len(self.keys), step):
-            part = range(start, min(start + step, len(self.keys)))
+        self._parts = parts(len(self.keys), source.batch)
+        for part in self._parts:
             if source.workers.submit(lambda part=part: self._read(part)) is None:  # type: ignore[misc]
-                self._stop(start, "store")
+                self._stop(part.start, "store")
                 break
 
     def ready(self, most: int) -> list[Staged]:
@@ -147,7 +148,7 @@ class Fetch:
                 self._moved = time.monotonic()
                 return
             key = self.keys[self._given]
-            called = self._given // self._step * self._step in self._calls
+            called = any(part.start in self._calls for part in self._parts if self._given in part)
         if called:
             source.stats.count(fallback_late=1)
             source.access.failed("get", f"nothing came in {source.seconds:g} s", lambda: _try_again(source, key))
@@ -165,7 +166,7 @@ class Fetch:
         self._source.ring.give([chunk.buffer for chunk in dropped])
 
     def _read(self, part: range) -> None:
-        """In a reader thread: one call of the store's, and a look at what it brought."""
+        """In a reader thread: one call of the store's. Others look at what it brought, so that the next call begins at once."""
         source, keys = self._source, self.keys[part.start : part.stop]
         if part.start >= self._end:
             return
@@ -182,19 +183,25 @@ class Fetch:
         names = [objects.name(key) for key in keys]
         spans = [buffer.span(source.ring.nbytes) for buffer in buffers]
         got = source.access.call("get", lambda: source.access.store.get_into(names, spans), [-1] * len(keys))
-        for number, (key, buffer, nbytes) in enumerate(zip(keys, buffers, got, strict=True)):
-            index = part.start + number
-            chunk = self._checked(index, key, buffer, nbytes) if index < self._end else None
-            if chunk is None:
+        for index, buffer, nbytes in zip(part, buffers, got, strict=True):
+            if source.checkers.submit(lambda i=index, b=buffer, n=nbytes: self._look_at(i, b, n)) is None:  # type: ignore[misc]
                 source.ring.give([buffer])
-                continue
-            with self._arrived:
-                if index < self._end:
-                    self._staged[index], self._moved = Staged(key, chunk, buffer), time.monotonic()
-                    self._arrived.notify_all()
-                    continue
-            source.ring.give([buffer])
-        self._measure(part)
+                self._stop(index, "store")
+
+    def _look_at(self, index: int, buffer: Buffer, nbytes: int) -> None:
+        """In a checker thread: hand over one object of `nbytes` bytes, if it is what it should be."""
+        key, came = self.keys[index], 0
+        chunk = self._checked(index, key, buffer, nbytes) if index < self._end else None
+        with self._arrived:
+            if chunk is not None and index < self._end:
+                self._staged[index], self._moved = Staged(key, chunk, buffer), time.monotonic()
+                self._came = came = self._came + 1
+                self._arrived.notify_all()
+        if not came:
+            self._source.ring.give([buffer])
+        elif came == len(self.keys):
+            seconds = time.monotonic() - self._started - self._waited
+            self._source.bandwidth.add(came * self._source.chunk_bytes, seconds)
 
     def _checked(self, index: int, key: ChunkKey, buffer: Buffer, nbytes: int) -> torch.Tensor | None:
         """The chunk of an object, if it is what it should be."""
@@ -215,11 +222,17 @@ class Fetch:
             self._stop(index, "bad")
             return None
 
-    def _measure(self, part: range) -> None:
-        """Once the last batch is here."""
-        if part.stop == len(self.keys) <= self._end:
-            seconds = time.monotonic() - self._started - self._waited
-            self._source.bandwidth.add(len(self.keys) * self._source.chunk_bytes, seconds)
+
+def parts(count: int, most: int) -> list[range]:
+    """What each call reads of `count` chunks: `most` each; half as many the first, so that calls beside each other do not end at the same
+    time, and the last, which nothing hides the checking of."""
+    half, made, at = max(1, most // 2), list[range](), 0
+    while at < count:
+        left = count - at
+        size = min(left, half) if not made or left <= half else min(left - half, most)
+        made.append(range(at, at + size))
+        at += size
+    return made
 
 
 def opened(source: Source, key: ChunkKey, buffer: Buffer, nbytes: int) -> torch.Tensor:

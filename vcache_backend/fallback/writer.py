@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES = 128 << 20
 BATCH_MOST = 16
+FIRST_PART = 4
+"""While nothing is being written, a batch is so many times smaller."""
 POLL_SECONDS = 0.02
 """How often the server is asked for chunks that are about to leave the pool."""
 SAVE_MOST = 64
@@ -94,7 +96,10 @@ class Writer:
         self._doubts = False
         self._copied: deque[_Batch] = deque()
         self._changed = threading.Condition()
-        self._under_way = 0
+        self._copying = False
+        self._writing = 0
+        self._step = 1
+        """Chunks of the next batch: few at first, so that writing begins early, then twice as many each time."""
         self._more = False
         """Was there more to save than one batch takes?"""
         self._stopping = False
@@ -129,7 +134,7 @@ class Writer:
     def flush(self, seconds: float) -> bool:
         """Wait until what was offered so far is written or dropped; False if it is not after so many seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._waiting or self._copied or self._under_way), seconds)
+            return self._changed.wait_for(lambda: not (self._waiting or self._copying or self._copied or self._writing), seconds)
 
     def close(self, seconds: float) -> bool:
         """Drop what waits, and let the writes under way end; False if one goes on after so many seconds. Idempotent."""
@@ -152,7 +157,9 @@ class Writer:
             try:
                 self._stage(batch)
             finally:
-                self._settled()
+                with self._changed:
+                    self._copying = False
+                    self._changed.notify_all()
         elif self._waiting:
             return
         elif self._saves:
@@ -172,8 +179,10 @@ class Writer:
             if self._waiting and not self._sink.access.usable:
                 self._changed.wait(POLL_SECONDS)
                 return []
-            count = min(len(self._waiting), self._sink.batch)
-            self._under_way += bool(count)
+            most, busy = self._sink.batch, self._copied or self._writing
+            self._step = min(2 * self._step, most) if busy else max(most // FIRST_PART, 1)
+            count = min(len(self._waiting), self._step)
+            self._copying = bool(count)
             return [self._waiting.popleft() for _ in range(count)]
 
     def _stage(self, keys: list[ChunkKey]) -> None:
@@ -297,7 +306,7 @@ class Writer:
             if not self._copied:
                 return
             batch = self._copied.popleft()
-            self._under_way += 1
+            self._writing += 1
         try:
             self._write(batch)
         finally:
@@ -305,7 +314,9 @@ class Writer:
             self._sink.ring.give(batch.buffers)
             if batch.lease:
                 self._held(batch.lease)
-            self._settled()
+            with self._changed:
+                self._writing -= 1
+                self._changed.notify_all()
 
     def _write(self, batch: _Batch) -> None:
         sink, store = self._sink, self._sink.access.store
@@ -365,11 +376,6 @@ class Writer:
                 log.exception("writing to the store below the pool failed")
                 self._sink.stats.failed("fallback_write_error")
                 time.sleep(POLL_SECONDS)
-
-    def _settled(self) -> None:
-        with self._changed:
-            self._under_way -= 1
-            self._changed.notify_all()
 
     def _give_up(self, batch: _Batch, reason: str) -> None:
         self._dropped(reason, len(batch.keys))
