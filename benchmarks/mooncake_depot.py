@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
@@ -91,7 +92,7 @@ class Depot:
     def __init__(self, folder: Path, providers: Sequence[int], **flags: Any) -> None:
         self._undo, self.providers = ExitStack(), list[Program]()
         port, metrics, *others = free_ports(2 + len(providers))
-        self.address = f"{HOST}:{port}"
+        self.address, self._metrics = f"{HOST}:{port}", f"http://{HOST}:{metrics}/metrics"
         flags = {
             "rpc_address": HOST,
             "rpc_port": port,
@@ -129,6 +130,12 @@ class Depot:
         command = [_program("mooncake_client"), *(f"--{name}={value}" for name, value in flags.items())]
         self.providers.append(Program(log, command, lambda: listens(port), MC_TCP_BIND_ADDRESS=HOST))
         self._undo.callback(self.providers[-1].kill)
+
+    def objects(self) -> int:
+        """How many the store has, those included that are being written."""
+        with urllib.request.urlopen(self._metrics, timeout=START_SECONDS) as answer:
+            lines = answer.read().decode().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("master_key_count ")))
 
     def fallback(self, **more: Any) -> FallbackConfig:
         """A tier on it, write_through; `more` of FallbackConfig's values."""

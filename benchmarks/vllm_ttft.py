@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from .results import Row
-from .vllm import equality, failures, latency, scheduling
+from .vllm import below, equality, failures, latency, scheduling
 from .vllm.fleet import Fleet
 from .vllm.instances import KINDS
 from .vllm.prompts import Prompts
@@ -99,10 +99,11 @@ PARTS: dict[str, Part] = {
     "failures": Part(_trio("failing"), 40, lambda run: failures.failures(run.fleet, run.clock, run.source)),
     "fp8": Part(_trio("fp8"), 20, lambda run: _few(run, "fp8"), doors=("vllm",)),
     "mla": Part(_trio("mla"), 15, lambda run: _few(run, "mla"), doors=("vllm",), cpu=False),
+    "below": Part(_trio("below"), 60, lambda run: below.below(run.fleet, run.clock, run.source)),
     "ngram": Part(_trio("ngram"), 20, lambda run: _few(run, "ngram"), doors=("vllm",)),
 }
 """In the order they are run in."""
-APART = (("eager",), ("tp2",), ("failures",), ("fp8", "mla", "ngram"))
+APART = (("eager",), ("tp2",), ("failures",), ("below",), ("fp8", "mla", "ngram"))
 """Parts whose instances start when all that others need is gone; those of one group start together, on the CPU each alone."""
 GRACE = 20
 """Seconds after the deadline at which whatever still runs is ended, and the rows there are stay."""

@@ -24,6 +24,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ServerStats
 
+from ..mooncake_depot import HOST, Depot
 from .instances import INSTANCES, KINDS, Spec
 from .process import Child, ChildFailed
 from .scale import Scale
@@ -33,6 +34,9 @@ from .weights import write_model
 PATIENT = ClientConfig(request_seconds=10.0, control_seconds=30.0, connect_seconds=5.0)
 START_SECONDS = 240.0
 MP_GB = 24
+STORE_POOLS = 2
+"""The store holds as much as the pool of two instances."""
+WRITTEN_SECONDS = 0.3
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONUNBUFFERED": "1",
@@ -82,6 +86,7 @@ class Fleet:
         self._starts = 0
         self._undo = ExitStack()
         self._client: Client | None = None
+        self._depot: Depot | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Fleet:
@@ -103,6 +108,8 @@ class Fleet:
             spec = INSTANCES[name]
             if self._door.of(spec) and self._client is None:
                 self._serve()
+            if spec.below and self._depot is None:
+                self._serve_depot()
             if spec.variant == "mp" and "mp_server" not in self._children:
                 self._serve_mp()
             self._starts += 1
@@ -176,6 +183,25 @@ class Fleet:
             time.sleep(0.005)
         return True
 
+    @property
+    def depot(self) -> Depot:
+        """The store below the pool."""
+        if self._depot is None:
+            self._serve_depot()
+        assert self._depot is not None
+        return self._depot
+
+    def below(self, objects: int, seconds: float = 20.0) -> bool:
+        """Wait until the store holds so many, and the last of them whole."""
+        deadline = time.monotonic() + seconds
+        while self.depot.objects() < objects:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        # An object counts from when its writing begins.
+        time.sleep(WRITTEN_SECONDS)
+        return True
+
     def helper(self) -> Child:
         """The process that can touch the pool's memory, see `memory`."""
         if "memory" not in self._children:
@@ -218,6 +244,12 @@ class Fleet:
             if time.monotonic() > deadline:
                 raise ChildFailed(f"not all of the server's {before.clients} clients are back; {self._server.tail()}")
             time.sleep(0.05)
+
+    def _serve_depot(self) -> None:
+        self._depot = depot = self._undo.enter_context(Depot(self.folder, [STORE_POOLS * self.scale.pool_bytes]))
+        store = {"policy": "write_through", "mooncake.master": depot.address, "mooncake.hostname": HOST}
+        store = {f"vcache.fallback.{name}": value for name, value in store.items()}
+        self._door = msgspec.structs.replace(self._door, store=store)
 
     # ---- LMCache's server
 

@@ -85,21 +85,23 @@ KINDS = {
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """An instance. variant: alone, vcache (through the run's door), lmcache (vcache through LMCache, whatever the door), mp
-    (LMCache's server in host memory), stock (LMCache in the process, host memory). scheduler: a function of `scheduler`."""
+    (LMCache's server in host memory), stock (LMCache in the process, host memory). scheduler: a function of `scheduler`. below: with a
+    store below the pool."""
 
     variant: str
     gpu: int
     kind: str = ""
     tensor_parallel: int = 1
     scheduler: str = ""
+    below: bool = False
 
 
-def _trio(prefix: str, kind: str, reader: str = "") -> dict[str, Spec]:
+def _trio(prefix: str, kind: str, reader: str = "", below: bool = False) -> dict[str, Spec]:
     """The reference, who stores and who hits, of one kind. reader: the scheduler of who hits."""
     return {
         f"{prefix}alone": Spec(variant="alone", gpu=0, kind=kind, scheduler="in_chunks"),
-        f"{prefix}a": Spec(variant="vcache", gpu=0, kind=kind),
-        f"{prefix}b": Spec(variant="vcache", gpu=1, kind=kind, scheduler=reader),
+        f"{prefix}a": Spec(variant="vcache", gpu=0, kind=kind, below=below),
+        f"{prefix}b": Spec(variant="vcache", gpu=1, kind=kind, scheduler=reader, below=below),
     }
 
 
@@ -117,5 +119,6 @@ INSTANCES = {
     **_trio("mla_", "mla"),
     **_trio("ngram_", "ngram"),
     **_trio("failing_", "steady", "probed"),
+    **_trio("below_", "", below=True),
 }
 """Those with the scheduler `in_chunks` are what others are compared with."""

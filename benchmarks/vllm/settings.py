@@ -23,10 +23,16 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     socket: Path
     mp_port: int = 0
     more: dict[str, str] = {}
+    store: dict[str, str] = {}
+    """Likewise, of instances with a store below the pool."""
 
     def of(self, spec: Spec) -> str:
         """vllm, lmcache, or "" for an instance without vcache."""
         return {"vcache": self.name, "lmcache": "lmcache"}.get(spec.variant, "")
+
+    def settings(self, spec: Spec) -> dict[str, str]:
+        """What an instance's configuration has beside the usual."""
+        return {**(self.store if spec.below else {}), **self.more}
 
 
 def arguments(scale: Scale, spec: Spec, model: Path, door: Door) -> dict[str, Any]:
@@ -72,12 +78,12 @@ def _transfer(scale: Scale, spec: Spec, door: Door) -> dict[str, Any]:
     return {
         "kv_connector": "VCacheConnector",
         "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
-        "kv_connector_extra_config": _sections(scale, door),
+        "kv_connector_extra_config": _sections(scale, spec, door),
         **BOTH,
     }
 
 
-def _sections(scale: Scale, door: Door) -> dict[str, dict[str, Any]]:
+def _sections(scale: Scale, spec: Spec, door: Door) -> dict[str, dict[str, Any]]:
     """vcache's configuration for our own connector."""
     sections: dict[str, dict[str, Any]] = {
         "server": {"socket": str(door.socket)},
@@ -85,9 +91,12 @@ def _sections(scale: Scale, door: Door) -> dict[str, dict[str, Any]]:
         "engine": {"chunk_size": scale.chunk},
         "connector": {"min_hit_tokens": scale.chunk},
     }
-    for path, value in door.more.items():
-        section, key = path.removeprefix("vcache.").split(".", 1)
-        sections.setdefault(section, {})[key] = _plain(value)
+    for path, value in door.settings(spec).items():
+        *names, key = path.removeprefix("vcache.").split(".")
+        section: dict[str, Any] = sections
+        for name in names:
+            section = section.setdefault(name, {})
+        section[key] = _plain(value)
     return sections
 
 
@@ -112,12 +121,14 @@ def lmcache_file(scale: Scale, spec: Spec, door: Door) -> dict[str, Any]:
         "max_local_cpu_size": 0,
         "storage_plugins": ["vcache"],
         "store_location": "vcache",
+        # Without it look-ups promise the pool alone.
+        **({"enable_async_loading": True} if spec.below else {}),
         "extra_config": {
             "save_only_first_rank": False,
             "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
             "storage_plugin.vcache.class_name": "VCacheBackend",
             "vcache.server.socket": str(door.socket),
             "vcache.pool.segment_bytes": lends,
-            **door.more,
+            **door.settings(spec),
         },
     }
