@@ -99,11 +99,12 @@ PARTS: dict[str, Part] = {
     "failures": Part(_trio("failing"), 40, lambda run: failures.failures(run.fleet, run.clock, run.source)),
     "fp8": Part(_trio("fp8"), 20, lambda run: _few(run, "fp8"), doors=("vllm",)),
     "mla": Part(_trio("mla"), 15, lambda run: _few(run, "mla"), doors=("vllm",), cpu=False),
-    "below": Part(_trio("below"), 60, lambda run: below.below(run.fleet, run.clock, run.source)),
+    "below": Part(_trio("below_eager"), 40, lambda run: below.equal(run.fleet, run.clock, run.source)),
+    "below_ttft": Part(_trio("below"), 30, lambda run: below.first_token(run.fleet, run.clock, run.source)),
     "ngram": Part(_trio("ngram"), 20, lambda run: _few(run, "ngram"), doors=("vllm",)),
 }
 """In the order they are run in."""
-APART = (("eager",), ("tp2",), ("failures",), ("below",), ("fp8", "mla", "ngram"))
+APART = (("eager",), ("tp2",), ("failures",), ("below",), ("below_ttft",), ("fp8", "mla", "ngram"))
 """Parts whose instances start when all that others need is gone; those of one group start together, on the CPU each alone."""
 GRACE = 20
 """Seconds after the deadline at which whatever still runs is ended, and the rows there are stay."""

@@ -12,6 +12,8 @@ from mooncake_cases import Depot, depot, needs_mooncake
 from processes import SECONDS
 from test_fallback_engine import LENGTH, ROOMY, engine, through
 
+from vcache_backend.vram_pool.planner import plan_blocks
+
 __all__ = ["depot"]
 pytestmark = needs_mooncake
 
@@ -80,3 +82,34 @@ def test_what_the_pool_had_no_room_for_is_read_from_below(nodes: list[Node], dep
     stats = made.get_stats()
     assert stats["hits"]["fallback"] >= 5
     assert sum(stats["fallback"]["dropped"].values()) == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arrangement", [FLASH, PACKED_HND], ids=lambda value: value.name)
+def test_whole_blocks_are_filled_behind_a_mark(
+    nodes: list[Node], depot: Depot, model: str, device: str, arrangement: Arrangement
+) -> None:
+    """As the connector for vLLM does it: the model's stream goes on, and waits for nothing."""
+    cache, tokens = cache_on(device, arrangement), prompt(LENGTH)
+    one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
+    there, here = places(cache.sizes, LENGTH, 1), places(cache.sizes, LENGTH, 2)
+    each, keys = CHUNK // cache.sizes.block_size, one.keys(tokens)
+    blocks = (there[:: cache.sizes.block_size] // cache.sizes.block_size).reshape(-1, each).numpy()
+    cache.fill(tokens, there)
+    kv = one._io.bind(cache.tensors)
+    assert one._io.store_blocks(kv, keys, blocks, []) is not None
+    assert one.flush(SECONDS, through=True)
+    cache.poison()
+    io, ids = two._io, (here[:: cache.sizes.block_size] // cache.sizes.block_size).numpy()
+    kv, done, mark = io.bind(cache.tensors), 0, io.copier.mark()
+    fetch = io.fetch(keys)
+    assert fetch is not None
+    while not fetch.over:
+        if staged := fetch.ready(io.most_staged):
+            copy = io.upload(kv, plan_blocks(kv, CHUNK, ids[done * each : (done + len(staged)) * each]), staged, mark)
+            assert copy.wait(SECONDS)
+            fetch.give_back(staged)
+            done += len(staged)
+        fetch.wait(0.01)
+    assert done == len(keys)
+    assert cache.holds_only(tokens, here)

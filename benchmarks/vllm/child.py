@@ -51,13 +51,13 @@ class Serving:
         }
 
     def generate(
-        self, tokens: list[int], count: int, logprobs: int | None = None, extra: dict[str, Any] | None = None
+        self, tokens: list[int], count: int, logprobs: int | None = None, extra: dict[str, Any] | None = None, salt: str = ""
     ) -> dict[str, Any]:
         """One request, alone. tokens: what came out; logprobs: of each step, sorted pairs of token and value; times in seconds.
 
-        extra: the request's `extra_args`, see `scheduler` and `probe`.
+        extra: the request's `extra_args`, see `scheduler` and `probe`. salt: nobody has the KV of its prompt who did not use the same.
         """
-        name, started = self._add(tokens, count, logprobs, extra)
+        name, started = self._add(tokens, count, logprobs, extra, salt)
         times: list[float] = []
         while True:
             outputs = self._engine.step()
@@ -160,7 +160,9 @@ class Serving:
                     done.append((now - loading.pop(output.request_id), output.num_cached_tokens or 0))
         return {"gaps": gaps, "beside": beside, "loads": done}
 
-    def _add(self, tokens: list[int], count: int, logprobs: int | None, extra: dict[str, Any] | None) -> tuple[str, float]:
+    def _add(
+        self, tokens: list[int], count: int, logprobs: int | None, extra: dict[str, Any] | None, salt: str = ""
+    ) -> tuple[str, float]:
         from vllm import SamplingParams
 
         self._count += 1
@@ -174,7 +176,7 @@ class Serving:
             extra_args=extra,
         )
         started = time.perf_counter()
-        self._engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+        self._engine.add_request(name, {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}, sampling)
         return name, started
 
     def _answer(self, output: Any, started: float, times: list[float]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def equal(fleet: Fleet, clock: Clock, hits: Sequence[Hit], prompts: Prompts, kin
         good.append(same)
         if not same:
             wrong[hit.kind] += 1
-            print(f"  {hit.kind}: {_difference(expected, got, hit)}", flush=True)
+            print(f"  {hit.kind}: {difference(expected, got, hit)}", flush=True)
         if len(good) % 20 == 0:
             print(f"  {len(good)} of {len(hits)} prompts, {sum(good)} equal, {time.monotonic() - started:.0f} s", flush=True)
     kinds = Counter("partial" if "+" in hit.kind else hit.kind for hit in hits[: len(good)])
@@ -122,7 +122,8 @@ def equal(fleet: Fleet, clock: Clock, hits: Sequence[Hit], prompts: Prompts, kin
     return [row]
 
 
-def _difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
+def difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
+    """What is not the same of two answers, for people."""
     if got["cached"] != hit.cached:
         return f"{got['cached']} tokens cached where {hit.cached} were due"
     pairs = list(zip(expected["logprobs"], got["logprobs"], strict=True))

@@ -120,5 +120,6 @@ INSTANCES = {
     **_trio("ngram_", "ngram"),
     **_trio("failing_", "steady", "probed"),
     **_trio("below_", "", below=True),
+    **_trio("below_eager_", "eager", below=True),
 }
 """Those with the scheduler `in_chunks` are what others are compared with."""
