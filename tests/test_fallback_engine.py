@@ -35,8 +35,9 @@ from processes import SECONDS, eventually
 from test_cli import vcache
 
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.fallback import objects
+from vcache_backend.fallback import fetch, objects
 from vcache_backend.fallback.mooncake import MooncakeStore
+from vcache_backend.fallback.writer import FIRST_PART
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
 
 __all__ = ["depot", "own_depot"]
@@ -486,3 +487,61 @@ def nodes_chunks(made: VCacheEngine) -> int:
 def server_counters(at: Node) -> dict[str, int]:
     with at.client() as client:
         return client.stats().counters
+
+
+def test_writing_begins_with_few_chunks_and_goes_on_with_more(
+    pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = pair
+    assert one._io.tier is not None
+    writer, store = one._io.tier._writer, one._io.tier.access.store
+    assert writer is not None
+    sizes, go_on, write = list[int](), threading.Event(), store.put
+
+    def slow(names: Any, sources: Any) -> Any:
+        sizes.append(len(names))
+        go_on.wait(SECONDS)
+        return write(names, sources)
+
+    monkeypatch.setattr(store, "put", slow)
+    cache, most = Cache(), writer._sink.batch
+    assert most == 16
+    for _ in range(7):
+        put(one, cache, fresh(LENGTH))
+    eventually(lambda: sizes and not writer._waiting)
+    go_on.set()
+    assert one.flush(SECONDS, through=True)
+    # The first when nothing was being written; how many there were to take by then is up to the committer.
+    assert sizes[0] <= most // FIRST_PART
+    assert sum(sizes) == 35
+    assert max(sizes) > most // FIRST_PART
+
+
+def test_an_object_is_checked_while_the_next_call_is_made(
+    pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look at what the first call brought waits until the last call has begun: it would wait for ever in the thread that calls."""
+    one, two = pair
+    tier = two._io.tier
+    assert tier is not None
+    assert tier._source is not None
+    cache, tokens = Cache(), fresh(LENGTH)
+    through(one, cache, tokens)
+    monkeypatch.setattr(tier._source.workers, "_count", 1)
+    monkeypatch.setattr(fetch, "BATCH_MOST", 2)
+    calls, last, read, look = list[int](), threading.Event(), tier.access.store.get_into, fetch.opened
+
+    def counted(names: Any, targets: Any) -> Any:
+        calls.append(len(names))
+        if sum(calls) == 5:
+            last.set()
+        return read(names, targets)
+
+    def late(*arguments: Any) -> Any:
+        assert last.wait(SECONDS)
+        return look(*arguments)
+
+    monkeypatch.setattr(tier.access.store, "get_into", counted)
+    monkeypatch.setattr(fetch, "opened", late)
+    assert get(two, cache, tokens) == LENGTH
+    assert calls == [1, 2, 1, 1]

@@ -12,6 +12,7 @@ import torch
 from vcache_backend.config import FallbackConfig
 from vcache_backend.fallback.access import Access
 from vcache_backend.fallback.breaker import Breaker
+from vcache_backend.fallback.fetch import parts
 from vcache_backend.fallback.index import Index
 from vcache_backend.fallback.isolated import IsolatedStore
 from vcache_backend.fallback.jobs import Workers
@@ -183,3 +184,14 @@ def test_slow_links_are_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> N
         assert index.bandwidth.value is None
     finally:
         access.close()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 16])
+def test_what_is_read_is_divided_among_calls_of_which_the_first_and_the_last_are_small(most: int) -> None:
+    for count in range(50):
+        made = parts(count, most)
+        assert [chunk for part in made for chunk in part] == list(range(count))
+        assert all(0 < len(part) <= most for part in made)
+        half = max(1, most // 2)
+        assert all(len(made[end]) <= half for end in (0, -1) if made)
+    assert [len(part) for part in parts(16, 4)] == [2, 4, 4, 4, 2]

@@ -122,7 +122,7 @@ def names(inside: Inside, prompt: list[int]) -> list[Any]:
 
 def held(inside: Inside) -> int:
     """Bytes of chunks from below that memory objects have."""
-    return int(inside.worker.below._held)
+    return int(inside.worker.below.memory.out)
 
 
 def buffers_back(inside: Inside) -> bool:
@@ -396,7 +396,7 @@ def test_memory_objects_hold_a_bounded_part_of_the_host(pools: list[Pool], depot
 
 
 def hold_at_most(inside: Inside, count: int) -> None:
-    inside.worker.below._most = count * inside.worker.io.bind(inside.cache.tensors).chunk_bytes(CHUNK)
+    inside.worker.below.memory._most = count * inside.worker.io.bind(inside.cache.tensors).chunk_bytes(CHUNK)
 
 
 def test_an_engine_without_a_master_works_as_one_without_a_store(pools: list[Pool], model: str) -> None:

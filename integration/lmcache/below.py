@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
 
 from vcache_backend.chunk_io import ChunkIO
@@ -15,14 +13,15 @@ from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 
+from .host_memory import HostMemory
 from .memory import FetchedObj, Form
 from .plans import Slots, is_whole, planned
 
 HELD_SHARE = 8
-"""Memory objects hold so many times `fallback.staging_bytes` of host memory, at most."""
+"""Memory objects hold so many times `fallback.staging_bytes` of host memory, at most; that much once is kept for next time."""
 COPY_SECONDS = 10.0
 _WAIT_SECONDS = 0.05
-_LEFT: list[tuple[Completion, Sequence[FetchedObj]]] = []
+_LEFT: list[tuple[Completion, Sequence[Staged]]] = []
 """Copies that did not end, and the bytes they may still read."""
 
 
@@ -36,8 +35,7 @@ class Below:
 
     def __init__(self, io: ChunkIO, staging_bytes: int) -> None:
         self.io, self.counts = io, True
-        self._most, self._held = HELD_SHARE * staging_bytes, 0
-        self._counting = threading.Lock()
+        self.memory = HostMemory(HELD_SHARE * staging_bytes, staging_bytes)
 
     @property
     def there(self) -> bool:
@@ -124,24 +122,12 @@ class Below:
         return taken
 
     def _object(self, form: Form, staged: Staged) -> FetchedObj | None:
-        nbytes = staged.chunk.numel()
-        with self._counting:
-            if self._held + nbytes > self._most:
-                return None
-            self._held += nbytes
         try:
-            obj = FetchedObj(form, staged.key, staged.chunk.clone(), self.io.device.ordinal)
+            memory = self.memory.take(staged.chunk.numel())
         except RuntimeError as error:
-            self._release(nbytes)
             self.io.miss("fetch", error)
             return None
-        # Also where LMCache loses it.
-        obj.over = weakref.finalize(obj, self._release, nbytes)
-        return obj
-
-    def _release(self, nbytes: int) -> None:
-        with self._counting:
-            self._held -= nbytes
+        return None if memory is None else FetchedObj(form, staged.key, memory.copy_(staged.chunk), self.io.device.ordinal)
 
     def load_objects(self, kv: PagedKV, part: list[tuple[FetchedObj, int]], slots: Slots, skip: int) -> int | None:
         """`objects` into the KV cache, each from its token on, as `PoolWorker.load` does."""
@@ -155,7 +141,7 @@ class Below:
             staged = [Staged(obj.key, memory, Buffer(-1, memory)) for obj in objs if (memory := obj.memory) is not None]
             scattered = self.io.upload(kv, copy, staged)
             if not self.io.complete(scattered, COPY_SECONDS):
-                _LEFT.append((scattered, objs))
+                _LEFT.append((scattered, staged))
                 self.io.stats.failed("fallback_load")
                 return starts[0]
             self._loaded(kv, [obj.key for obj in objs], starts, slots, skip)

@@ -213,9 +213,7 @@ class LeasedObj(ChunkObj):
 
 
 class FetchedObj(ChunkObj):
-    """A chunk from the store below the pool, in host memory of its own. memory: None once the last reference is gone. over: called then."""
-
-    over: Callable[[], object] | None = None
+    """A chunk from the store below the pool, in host memory of its own. memory: None once the last reference is gone."""
 
     def __init__(self, form: Form, key: ChunkKey, memory: torch.Tensor, ordinal: int | None) -> None:
         """ordinal: of the worker's GPU."""
@@ -230,8 +228,6 @@ class FetchedObj(ChunkObj):
 
     def dropped(self) -> None:
         self.memory = None
-        if self.over is not None:
-            self.over()
 
 
 class NoAllocator(MemoryAllocatorInterface):  # type: ignore[misc]
