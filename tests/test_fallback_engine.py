@@ -365,7 +365,7 @@ def test_closing_with_a_hung_provider_ends(nodes: list[Node], own_depot: Depot, 
 
 
 def test_a_full_store_drops_and_counts(nodes: list[Node], tmp_path: Path, model: str) -> None:
-    """16 MiB hold not a tenth of it; what was written last is there, and right."""
+    """16 MiB hold a third of it; which is up to the store, and what is there is right."""
     with Depot(tmp_path / "mooncake", (16 << 20,), default_kv_lease_ttl=100) as store:
         cache = Cache()
         one = engine(nodes[0], store, model, segment=64 << 20, queue_chunks=1 << 14)
@@ -376,7 +376,7 @@ def test_a_full_store_drops_and_counts(nodes: list[Node], tmp_path: Path, model:
         tally = one.get_stats()["fallback"]
         assert tally["written"] + sum(tally["dropped"].values()) == 12 * (count // 12)
         two = engine(nodes[1], store, model, promote=False)
-        hits = [get(two, cache, prompt(12 * CHUNK, family)) for family in range(1, count // 12 + 1, 40)]
+        hits = [get(two, cache, prompt(12 * CHUNK, family)) for family in range(1, count // 12 + 1, 3)]
         assert max(hits) > 0
     assert one.lookup(prompt(12 * CHUNK, 1)) == 12 * CHUNK
 
