@@ -223,6 +223,8 @@ def test_on_evict_saves_victims_first(nodes: list[Node], depot: Depot, model: st
         if number >= 7:
             # As much later as the pool's rate of change allows: the saver has its turn.
             eventually(lambda n=number: small.get_stats()["fallback"]["written"] >= 2 * (n - 6))  # type: ignore[misc]
+            # And the server knows; before, others would have to go.
+            assert small.flush(SECONDS, through=True)
     counters = server_counters(nodes[0])
     assert counters["evicted"] == 16
     assert counters.get("evicted_unsaved", 0) == 0
