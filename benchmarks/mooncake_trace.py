@@ -35,20 +35,27 @@ SIZE = Size(layers=1, heads=1, dim=16, chunks=MOST_BLOCKS * BLOCK_SIZE // CHUNK,
 
 
 def run(
-    requests: Sequence[trace.Request] = (), policies: Sequence[str] = ("write_through", "on_evict"), pause: float = 0.0
+    requests: Sequence[trace.Request] = (),
+    policies: Sequence[str] = ("write_through", "on_evict"),
+    pause: float = 0.0,
+    through: bool = False,
 ) -> list[Row]:
-    """One row a policy. Without requests, those of the demo's excerpt. pause: seconds between requests, in which chunks are saved."""
+    """One row a policy. Without requests, those of the demo's excerpt. pause: seconds between requests, in which chunks are saved.
+
+    through: wait after each request until its chunks are below. Else one that is evicted between its copy out of the pool and the end
+    of its writing is nowhere for that long.
+    """
     requests = requests or trace.excerpt()
-    return [_row(requests, policy, pause) for policy in policies]
+    return [_row(requests, policy, pause, through) for policy in policies]
 
 
-def _row(requests: Sequence[trace.Request], policy: str, pause: float) -> Row:
+def _row(requests: Sequence[trace.Request], policy: str, pause: float, through: bool) -> Row:
     expected = infinite(requests)
     unique = len({id_ for request in requests for id_ in whole(request)})
     with Site(int(1.5 * unique * SIZE.chunk_bytes) + GIB // 16) as site, threads(1):
         replay = Replay(site, unique * SIZE.chunk_bytes // TOO_SMALL, site.depot.fallback(policy=policy))
         for number, request in enumerate(requests):
-            replay.one(number, request, expected[number])
+            replay.one(number, request, expected[number], through)
             time.sleep(pause)
         causes = replay.causes()
     chunks = sum(len(whole(request)) for request in requests)
@@ -67,7 +74,7 @@ class Replay:
         self.hits: list[int] = []
         self._lost: Counter[str] = Counter()
 
-    def one(self, number: int, request: trace.Request, expected: int) -> None:
+    def one(self, number: int, request: trace.Request, expected: int, through: bool) -> None:
         """Serve a request, of which a cache that forgets nothing has `expected` chunks. Raises RuntimeError for a wrong byte."""
         engine, tokens = self._engines[number % 2], torch.from_numpy(trace.tokens(request))
         slots = self._kv.slots[: len(tokens)]
@@ -83,7 +90,7 @@ class Replay:
         self.hits.append(hit)
         self._fill(tokens, slots)
         engine.store(tokens, got.logical_not(), self._kv.tensors, slots)
-        engine.flush(SECONDS)
+        engine.flush(SECONDS, through)
 
     def causes(self) -> dict[str, Any]:
         """Where the chunks were that ended a hit too early, and what both engines say went wrong."""

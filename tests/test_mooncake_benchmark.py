@@ -39,7 +39,7 @@ def test_lookups_and_steps_are_measured_with_and_without_the_tier() -> None:
 @needs_mooncake
 def test_nothing_of_a_trace_is_lost_below_a_small_pool() -> None:
     requests = mooncake_trace.trace.excerpt()[:60]
-    (row,) = mooncake_trace.run(requests, ["write_through"])
+    (row,) = mooncake_trace.run(requests, ["write_through"], through=True)
     assert sum(mooncake_trace.infinite(requests)) > 0
     assert (row.case, row.ratio, row.ok) == ("mooncake_trace_hit_rate", 1.0, True), row.what
 
