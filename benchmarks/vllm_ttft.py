@@ -99,7 +99,7 @@ PARTS: dict[str, Part] = {
     "failures": Part(_trio("failing"), 40, lambda run: failures.failures(run.fleet, run.clock, run.source)),
     "fp8": Part(_trio("fp8"), 20, lambda run: _few(run, "fp8"), doors=("vllm",)),
     "mla": Part(_trio("mla"), 15, lambda run: _few(run, "mla"), doors=("vllm",), cpu=False),
-    "below": Part(_trio("below_eager"), 40, lambda run: below.equal(run.fleet, run.clock, run.source)),
+    "below": Part(_trio(below.EAGER), 40, lambda run: below.equal(run.fleet, run.clock, run.source)),
     "below_ttft": Part(_trio("below"), 30, lambda run: below.first_token(run.fleet, run.clock, run.source)),
     "ngram": Part(_trio("ngram"), 20, lambda run: _few(run, "ngram"), doors=("vllm",)),
 }

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-from engine_cases import CHUNK, FLASH, MLA, PACKED_HND, SNAPPY, Arrangement, Cache, Node, get, node, places, prompt
+from engine_cases import CHUNK, FLASH, MLA, PACKED_HND, Arrangement, Cache, Node, get, places, prompt
+from fallback_cases import LENGTH, ROOMY, engine, model, nodes, through
 from mooncake_cases import Depot, depot, needs_mooncake
 from processes import SECONDS
-from test_fallback_engine import LENGTH, ROOMY, engine, through
 
 from vcache_backend.vram_pool.planner import plan_blocks
 
-__all__ = ["depot"]
+__all__ = ["depot", "model", "nodes"]
 pytestmark = needs_mooncake
 
 DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    with node(tmp_path / "one", SNAPPY) as one, node(tmp_path / "two", SNAPPY) as two:
-        for made in (one, two):
-            made.serve()
-        yield [one, two]
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest) -> str:
-    return str(request.node.nodeid)
 
 
 def cache_on(device: str, arrangement: Arrangement = FLASH) -> Cache:

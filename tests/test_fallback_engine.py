@@ -30,6 +30,7 @@ from engine_cases import (
     prompt,
     put,
 )
+from fallback_cases import LENGTH, QUICK, ROOMY, engine, model, nodes, through
 from mooncake_cases import Depot, Memory, depot, needs_mooncake, own_depot
 from processes import SECONDS, eventually
 from test_cli import vcache
@@ -40,12 +41,9 @@ from vcache_backend.fallback.mooncake import MooncakeStore
 from vcache_backend.fallback.writer import FIRST_PART
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
 
-__all__ = ["depot", "own_depot"]
+__all__ = ["depot", "model", "nodes", "own_depot"]
 pytestmark = needs_mooncake
 
-ROOMY = 4 << 20
-LENGTH = 5 * CHUNK
-QUICK = {"retry_seconds": 0.05, "retry_max_seconds": 0.2, "negative_seconds": 0.05, "lookup_seconds": 0.5, "get_seconds": 1.5}
 Make = Callable[..., VCacheEngine]
 
 
@@ -64,47 +62,6 @@ _families = itertools.count(1000)
 def fresh(count: int) -> torch.Tensor:
     """A prompt that no other test has."""
     return prompt(count, next(_families))
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    """Two, each with a server of its own."""
-    with node(tmp_path / "one", SNAPPY) as one, node(tmp_path / "two", SNAPPY) as two:
-        for made in (one, two):
-            made.serve()
-        yield [one, two]
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest) -> str:
-    """Nobody else's in the shared store."""
-    return str(request.node.nodeid)
-
-
-def engine(
-    at: Node,
-    store: Depot,
-    model: str,
-    segment: int = ROOMY,
-    rank: int = 0,
-    ranks: int = 1,
-    cache: Cache | None = None,
-    device: str = "host",
-    **fallback: Any,
-) -> VCacheEngine:
-    """An engine of `at` whose tier is open."""
-    cache = cache or Cache()
-    config = msgspec.structs.replace(at.config(device, segment), fallback=store.fallback(**(QUICK | fallback)))
-    made = at.undo.enter_context(VCacheEngine(config, layout_of(cache, model=model), rank=rank, ranks=ranks))
-    made.register(cache.tensors)
-    eventually(lambda: made.get_stats()["fallback"]["usable"])
-    return made
-
-
-def through(made: VCacheEngine, cache: Cache, tokens: torch.Tensor) -> None:
-    """Store, and wait until it is below."""
-    put(made, cache, tokens)
-    assert made.flush(SECONDS, through=True)
 
 
 def dropped(made: VCacheEngine) -> int:
@@ -367,7 +324,7 @@ def test_closing_with_a_hung_provider_ends(nodes: list[Node], own_depot: Depot, 
 
 
 def test_a_full_store_drops_and_counts(nodes: list[Node], tmp_path: Path, model: str) -> None:
-    """16 MiB hold a third of it; which is up to the store, and what is there is right."""
+    """16 MiB hold a third of it; of what was written last some is there, and right."""
     with Depot(tmp_path / "mooncake", (16 << 20,), default_kv_lease_ttl=100) as store:
         cache = Cache()
         one = engine(nodes[0], store, model, segment=64 << 20, queue_chunks=1 << 14)
@@ -378,7 +335,7 @@ def test_a_full_store_drops_and_counts(nodes: list[Node], tmp_path: Path, model:
         tally = one.get_stats()["fallback"]
         assert tally["written"] + sum(tally["dropped"].values()) == 12 * (count // 12)
         two = engine(nodes[1], store, model, promote=False)
-        hits = [get(two, cache, prompt(12 * CHUNK, family)) for family in range(1, count // 12 + 1, 3)]
+        hits = [get(two, cache, prompt(12 * CHUNK, family)) for family in range(count // 12 - 45, count // 12 + 1, 3)]
         assert max(hits) > 0
     assert one.lookup(prompt(12 * CHUNK, 1)) == 12 * CHUNK
 
@@ -441,56 +398,6 @@ def test_what_is_cleared_is_not_found_until_it_is_gone(nodes: list[Node], own_de
     assert tier.index.contains_prefix(keys) == 5
 
 
-def test_slow_links_are_not_used(nodes: list[Node], depot: Depot, model: str) -> None:
-    """Once a load has shown that the link brings less than min_bandwidth, look-ups stop at the pool, but for a try now and then."""
-    cache, tokens = Cache(sizes=SMALL._replace(layers=8, heads=8, dim=128)), prompt(LENGTH)
-    slow = {"promote": False, "min_bandwidth": 1 << 60, "retry_max_seconds": 60.0}
-    one = engine(nodes[0], depot, model, segment=64 << 20, cache=cache)
-    two = engine(nodes[1], depot, model, segment=64 << 20, cache=cache, **slow)
-    through(one, cache, tokens)
-    assert two.lookup(tokens) == LENGTH
-    assert get(two, cache, tokens) == LENGTH
-    assert two.lookup(tokens) == LENGTH  # the try
-    assert two.lookup(tokens) == 0
-
-
-# ---- what the tests above use
-
-
-def bad_objects(made: VCacheEngine) -> int:
-    failures = made.get_stats()["failures"]
-    return sum(count for cause, count in failures.items() if cause.startswith("fallback_bad"))
-
-
-class raw:
-    """The store itself, past everything of ours."""
-
-    def __init__(self, store: Depot) -> None:
-        self._store = MooncakeStore(store.config())
-
-    def __enter__(self) -> MooncakeStore:
-        self._store.open()
-        return self._store
-
-    def __exit__(self, *_: object) -> None:
-        self._store.close(SECONDS)
-
-
-def as_array(data: bytearray) -> Any:
-    import numpy as np
-
-    return np.frombuffer(data, np.uint8)
-
-
-def nodes_chunks(made: VCacheEngine) -> int:
-    return int(made.get_stats()["server"]["chunks"])
-
-
-def server_counters(at: Node) -> dict[str, int]:
-    with at.client() as client:
-        return client.stats().counters
-
-
 def test_writing_begins_with_few_chunks_and_goes_on_with_more(
     pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -547,3 +454,53 @@ def test_an_object_is_checked_while_the_next_call_is_made(
     monkeypatch.setattr(fetch, "opened", late)
     assert get(two, cache, tokens) == LENGTH
     assert calls == [1, 2, 1, 1]
+
+
+def test_slow_links_are_not_used(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Once a load has shown that the link brings less than min_bandwidth, look-ups stop at the pool, but for a try now and then."""
+    cache, tokens = Cache(sizes=SMALL._replace(layers=8, heads=8, dim=128)), prompt(LENGTH)
+    slow = {"promote": False, "min_bandwidth": 1 << 60, "retry_max_seconds": 60.0}
+    one = engine(nodes[0], depot, model, segment=64 << 20, cache=cache)
+    two = engine(nodes[1], depot, model, segment=64 << 20, cache=cache, **slow)
+    through(one, cache, tokens)
+    assert two.lookup(tokens) == LENGTH
+    assert get(two, cache, tokens) == LENGTH
+    assert two.lookup(tokens) == LENGTH  # the try
+    assert two.lookup(tokens) == 0
+
+
+# ---- what the tests above use
+
+
+def bad_objects(made: VCacheEngine) -> int:
+    failures = made.get_stats()["failures"]
+    return sum(count for cause, count in failures.items() if cause.startswith("fallback_bad"))
+
+
+class raw:
+    """The store itself, past everything of ours."""
+
+    def __init__(self, store: Depot) -> None:
+        self._store = MooncakeStore(store.config())
+
+    def __enter__(self) -> MooncakeStore:
+        self._store.open()
+        return self._store
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close(SECONDS)
+
+
+def as_array(data: bytearray) -> Any:
+    import numpy as np
+
+    return np.frombuffer(data, np.uint8)
+
+
+def nodes_chunks(made: VCacheEngine) -> int:
+    return int(made.get_stats()["server"]["chunks"])
+
+
+def server_counters(at: Node) -> dict[str, int]:
+    with at.client() as client:
+        return client.stats().counters

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_cases import SNAPPY, Cache, Node, get, node, prompt
+from engine_cases import Cache, Node, get, prompt
+from fallback_cases import LENGTH, engine, nodes, through
 from mooncake_cases import Depot, depot, needs_mooncake, new_names, own_depot
 from processes import SECONDS, eventually
-from test_fallback_engine import LENGTH, engine, through
 
 from vcache_backend.config import FallbackConfig
 from vcache_backend.errors import ConfigError
@@ -25,7 +25,7 @@ from vcache_backend.fallback.isolated import IsolatedStore
 from vcache_backend.fallback.staging import Ring
 from vcache_backend.fallback.store import Put, Span, StoreDown
 
-__all__ = ["depot", "own_depot"]
+__all__ = ["depot", "nodes", "own_depot"]
 pytestmark = needs_mooncake
 
 SIZE = 1 << 16
@@ -36,14 +36,6 @@ def ring() -> Iterator[Ring]:
     made = Ring(SIZE, 8, pinned=False)
     yield made
     made.close()
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    with node(tmp_path / "one", SNAPPY) as one, node(tmp_path / "two", SNAPPY) as two:
-        for made in (one, two):
-            made.serve()
-        yield [one, two]
 
 
 def opened(config: FallbackConfig, ring: Ring) -> IsolatedStore:

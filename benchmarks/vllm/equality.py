@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -85,8 +85,17 @@ class Pair:
         return expected, got
 
 
-def equal(fleet: Fleet, clock: Clock, hits: Sequence[Hit], prompts: Prompts, kind: str = "") -> list[Row]:
-    """The row over all `hits`, or over those before the time was up. kind: of the instances, by their names' prefix."""
+def equal(
+    fleet: Fleet,
+    clock: Clock,
+    hits: Sequence[Hit],
+    prompts: Prompts,
+    kind: str = "",
+    store: Callable[[Pair, Hit], object] = Pair.store,
+    where: str = "stored by the other GPU",
+) -> list[Row]:
+    """The row over all `hits`, or over those before the time was up. kind: of the instances, by their names' prefix. store: what makes
+    a hit of `then`; where: what it does, in words."""
     suffix = f"_{kind}" if kind else ""
     case, prefix = f"{fleet.door}_equal{suffix}", f"{kind}_" if kind else ""
     pair = Pair(fleet, prefix)
@@ -99,18 +108,18 @@ def equal(fleet: Fleet, clock: Clock, hits: Sequence[Hit], prompts: Prompts, kin
             clock.check(10)
         except OutOfTime:
             break
-        pair.store(hit)
+        store(pair, hit)
         expected, got = pair.both(hit)
         same = said(expected) == said(got) and got["cached"] == hit.cached
         good.append(same)
         if not same:
             wrong[hit.kind] += 1
-            print(f"  {hit.kind}: {difference(expected, got, hit)}", flush=True)
+            print(f"  {hit.kind}: {_difference(expected, got, hit)}", flush=True)
         if len(good) % 20 == 0:
             print(f"  {len(good)} of {len(hits)} prompts, {sum(good)} equal, {time.monotonic() - started:.0f} s", flush=True)
     kinds = Counter("partial" if "+" in hit.kind else hit.kind for hit in hits[: len(good)])
     what = (
-        f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit stored by the other GPU, bit for bit against "
+        f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit {where}, bit for bit against "
         f"vLLM's own prefix-cache hit of the same length; prompts by length: {dict(sorted(kinds.items()))}"
     )
     if wrong:
@@ -122,8 +131,7 @@ def equal(fleet: Fleet, clock: Clock, hits: Sequence[Hit], prompts: Prompts, kin
     return [row]
 
 
-def difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
-    """What is not the same of two answers, for people."""
+def _difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
     if got["cached"] != hit.cached:
         return f"{got['cached']} tokens cached where {hit.cached} were due"
     pairs = list(zip(expected["logprobs"], got["logprobs"], strict=True))
@@ -139,15 +147,10 @@ def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
     suffix, prefix = (f"_{kind}", f"{kind}_") if kind else ("", "")
     pair, scale, same = Pair(fleet, prefix), fleet.scale, []
     for length in scale.few:
-        tokens = prompts.new(length)
-        for child in (pair.a, pair.b, pair.alone):
-            child.ask("reset")
-        fleet.pool.clear()
-        answers = [
-            child.ask("generate", SECONDS, tokens=tokens, count=scale.answer, logprobs=LOGPROBS) for child in (pair.alone, pair.b)
-        ]
-        fleet.pool.clear()
-        answers.append(pair.a.ask("generate", SECONDS, tokens=tokens, count=scale.answer, logprobs=LOGPROBS))
+        # A salt of each one's own keeps them from each other's KV, wherever it lies.
+        asked = {"tokens": prompts.new(length), "count": scale.answer, "logprobs": LOGPROBS}
+        children = {"a": pair.a, "b": pair.b, "reference": pair.alone}
+        answers = [child.ask("generate", SECONDS, **asked, salt=name) for name, child in children.items()]
         same.append(len({said(answer) for answer in answers}) == 1 and not any(answer["cached"] for answer in answers))
     what = f"prompts that three instances compute alike without any cache, bit for bit; lengths {scale.few}"
     return [fraction(f"{fleet.door}_instances_agree{suffix}", same, what)]

@@ -91,7 +91,6 @@ class Fetch:
         self._given = 0
         self._came = 0
         self._end = len(self.keys)
-        self._cancelled = False
         self._started = self._moved = time.monotonic()
         self._calls: set[int] = set()
         """First chunks of the batches whose call has begun."""
