@@ -598,6 +598,17 @@ def test_a_removed_chunk_frees_its_slot_at_once(directory: Directory) -> None:
     assert used(directory) == KIB
 
 
+def test_only_a_forced_removal_takes_what_is_leased_or_hard_pinned(directory: Directory, clock: FakeClock) -> None:
+    put(directory, A, B, C)
+    directory.acquire(READER, [A])
+    directory.set_pin([B], Pin.HARD)
+    assert directory.remove([A, B, C, E], force=False) == 1
+    clock.advance(11)
+    assert directory.remove([A, B], force=False) == 1
+    assert directory.contains([A, B, C]) == [False, True, False]
+    assert directory.remove([B]) == 1
+
+
 def test_a_chunk_removed_under_a_lease_frees_its_slot_when_the_lease_ends(directory: Directory) -> None:
     put(directory, A)
     leased = directory.acquire(READER, [A])

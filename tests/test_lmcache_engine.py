@@ -6,6 +6,7 @@ KV cache is compared.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -469,6 +470,137 @@ def test_the_first_rank_broadcasts_mla_chunks_as_lmcache_lays_them_out(served: P
     second.do(receive, told)
     assert said(second.retrieve(chunks(3), cached=CHUNK + 1)) == all_of(3 * CHUNK)
     assert served.settled()
+
+
+# ---- what others ask of a storage backend
+
+
+def read_and_drop(inside: Inside, prompt: list[int]) -> list[bytes]:
+    """As a tier that wants bytes: get the chunks, read the first one's, drop them all."""
+    objs = inside.manager.batched_get(inside.keys(prompt), location="vcache")
+    read = [objs[0].byte_array, objs[0].tensor.view(torch.uint8).numpy().tobytes()]
+    for obj in objs:
+        obj.ref_count_down()
+    return read
+
+
+def test_reading_the_bytes_of_a_chunk_costs_no_other_retrieve(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine()
+    writer.store(chunks(2))
+    writer.store(chunks(3, family=2))
+    first, second = reader.do(read_and_drop, chunks(2))
+    assert first == second == writer.do(read_and_drop, chunks(2))[0]
+    assert served.settled()
+    assert said(reader.retrieve(chunks(3, family=2))) == all_of(3 * CHUNK)
+
+
+def end_leases_under_broadcasts(inside: Inside) -> None:
+    """The server says that the leases are over while the chunks' bytes are on their way to the other ranks."""
+    io, theirs, leases = inside.worker.io, inside.engine.broadcast_fn, []
+    lease = io.lease
+
+    def leased(keys: Any) -> Any:
+        leases.append(lease(keys))
+        return leases[-1]
+
+    def broadcast(*what: Any) -> None:
+        theirs(*what)
+        for one in leases:
+            io.client.release(one.id)
+
+    io.lease, inside.engine.broadcast_fn = leased, broadcast
+
+
+def test_bytes_that_were_broadcast_under_a_lease_that_ended_are_not_marked(served: Pool) -> None:
+    first, _ = ranks(served, MLA, extra={"save_only_first_rank": True})
+    first.store(chunks(3))
+    first.do(end_leases_under_broadcasts)
+    assert first.retrieve(chunks(3)).tokens == 0
+    assert served.settled()
+
+
+def remove_gently(inside: Inside, prompt: list[int]) -> tuple[bool, int]:
+    keys = inside.keys(prompt)
+    return inside.backend.remove(keys[0], force=False), inside.backend.batched_remove(keys, force=False)
+
+
+def test_only_a_forced_removal_takes_a_pinned_chunk(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine()
+    writer.store(chunks(3))
+    assert reader.lookup(chunks(2), "r") == 2 * CHUNK
+    for engine in (reader, writer):
+        assert engine.do(remove_gently, chunks(2)) == (False, 0)
+    assert said(reader.retrieve(chunks(2), request="r")) == all_of(2 * CHUNK)
+    assert served.settled()
+    assert writer.do(remove_gently, chunks(4)) == (True, 2)
+    assert writer.lookup(chunks(3)) == served.stats().chunks == 0
+
+
+def put(inside: Inside, prompt: list[int], foreign: bool) -> tuple[list[int], list[str]]:
+    """Put chunks of our own, or another allocator's copies of them: which of them LMCache is told are complete, and the log."""
+    keys, slots = inside.keys(prompt), inside.prefill(prompt)
+    shapes, dtypes = inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()
+    where = {"kvcaches": inside.cache.tensors, "slot_mapping": slots}
+    objs: list[Any] = [inside.backend.allocate(shapes, dtypes) for _ in keys]
+    inside.engine.gpu_connector.batched_from_gpu(objs, [i * CHUNK for i in range(len(keys))], [], **where)
+    if foreign:
+        from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
+
+        theirs = [AdHocMemoryAllocator(device="cpu").allocate(shapes, dtypes) for _ in keys]
+        for ours, copy in zip(objs, theirs, strict=True):
+            copy.raw_tensor[:] = ours.raw_tensor
+        objs = theirs
+    done: list[Any] = []
+    inside.backend.batched_submit_put_task(keys, objs, on_complete_callback=done.append)
+    return [keys.index(key) for key in done], inside.logged("another allocator")
+
+
+def test_a_put_is_complete_once_others_can_retrieve_it(served: Pool) -> None:
+    writer, reader = served.engine(lent=2), served.engine(lent=0)
+    assert writer.do(put, chunks(3), False) == ([0, 1], [])
+    assert said(reader.retrieve(chunks(3))) == all_of(2 * CHUNK)
+
+
+def test_what_another_allocator_made_is_refused_and_said(served: Pool) -> None:
+    """Its bytes need not be laid out as the KV blocks of those who would read them from the pool."""
+    engine = served.engine()
+    for _ in range(2):
+        done, logged = engine.do(put, chunks(2), True)
+        assert (done, len(logged), served.stats().chunks) == ([], 1, 0)
+    assert engine.do("stats")["failures"] == {"not_stored: another allocator's": 2}
+
+
+def get_later(inside: Inside, prompt: list[int]) -> list[bytes | None]:
+    answers = []
+    for key in inside.keys(prompt):
+        task = inside.manager.get_non_blocking(key, location="vcache")
+        obj = task.result(timeout=0) if task is not None else None
+        answers.append(obj.byte_array if obj is not None else None)
+        if obj is not None:
+            obj.ref_count_down()
+    return answers
+
+
+def test_one_chunk_may_be_asked_for_without_waiting(served: Pool) -> None:
+    engine = served.engine()
+    engine.store(chunks(1))
+    there, missing = engine.do(get_later, chunks(2))
+    assert (there, missing) == (engine.do(read_and_drop, chunks(1))[0], None)
+    assert served.settled()
+
+
+def put_asynchronously(inside: Inside, prompt: list[int]) -> bool:
+    obj = inside.backend.allocate(inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes())
+    where = {"kvcaches": inside.cache.tensors, "slot_mapping": inside.prefill(prompt)}
+    inside.engine.gpu_connector.batched_from_gpu([obj], [0], [CHUNK], **where)
+    asyncio.run(inside.backend.async_batched_submit_put_task(inside.keys(prompt), [obj]))
+    return inside.flush()
+
+
+def test_the_asynchronous_put_is_a_put(served: Pool) -> None:
+    engine = served.engine()
+    assert engine.do(put_asynchronously, chunks(1))
+    assert said(engine.retrieve(chunks(1))) == all_of(CHUNK)
 
 
 # ---- LMCache's host tier beside us

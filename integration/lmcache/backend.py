@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -167,6 +168,15 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             return list(self._get(keys))
         return list(await asyncio.get_running_loop().run_in_executor(None, self._get, keys))
 
+    def get_non_blocking(self, key: CacheEngineKey, location: str | None = None) -> Future[MemoryObj] | None:
+        """A future that is over: a chunk of the pool costs no more than its lease. None if there is no such chunk."""
+        obj = self.get_blocking(key)
+        if obj is None:
+            return None
+        there: Future[MemoryObj] = Future()
+        there.set_result(obj)
+        return there
+
     @answers(list)
     def _get(self, keys: list[CacheEngineKey]) -> list[MemoryObj]:
         return list(self._worker.get(keys)) if self._worker is not None else []
@@ -205,11 +215,24 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def batched_submit_put_task(
         self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], transfer_spec: Any = None, on_complete_callback: Any = None
     ) -> None:
-        """Reserve, launch one copy, and return. What is in the pool already is not copied. Commits follow in the background."""
-        if self._worker is not None:
-            self._worker.put(keys, objs)
-        for key in keys if on_complete_callback is not None else ():
-            on_complete_callback(key)
+        """Reserve, launch one copy, and return. What is in the pool already is not copied. Commits follow in the background.
+
+        With a callback, wait for them, and call it for those of `keys` that are in the pool now.
+        """
+        if self._worker is None:
+            return
+        self._worker.put(keys, objs)
+        for key in self._worker.stored(keys) if on_complete_callback is not None else ():
+            try:
+                on_complete_callback(key)
+            except Exception as error:  # noqa: BLE001 it is not ours, and the others want theirs
+                log.warning("on_complete_callback failed for %s: %s", key, error)
+
+    async def async_batched_submit_put_task(
+        self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], transfer_spec: Any = None, on_complete_callback: Any = None
+    ) -> None:
+        """`batched_submit_put_task`, which does not wait for the copy either."""
+        self.batched_submit_put_task(keys, objs, transfer_spec, on_complete_callback)
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         return False
@@ -222,7 +245,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(0)
     def batched_remove(self, keys: list[CacheEngineKey], force: bool = True) -> int:
-        return self._worker.remove(keys) if self._worker is not None else 0
+        return self._worker.remove(keys, force) if self._worker is not None else 0
 
     @answers(0)
     def clear(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from lmcache.v1.memory_management import MemoryObj
 
 from vcache_backend.chunk_io import ChunkIO, KVCaches
 from vcache_backend.vram_pool.paged import PagedKV
@@ -18,6 +19,8 @@ from .plans import Slots, is_whole, planned
 AT_ONCE = 8
 """Chunks of another tier that are staged on the device for one launch: 256 MiB for an 8B model."""
 COPY_SECONDS = 10.0
+LEASE = "vcache_lease"
+"""Of an object's metadata: the lease under which its bytes were cloned."""
 
 
 class Foreign:
@@ -26,7 +29,6 @@ class Foreign:
     def __init__(self, io: ChunkIO, kvcaches: KVCaches) -> None:
         self.io, self._kvcaches = io, kvcaches
         self._scratch: torch.Tensor | None = None
-        self._cloned: list[SharedLease] = []
 
     def share(self) -> None:
         """Other tiers will want bytes: make the memory they are handed out in."""
@@ -34,7 +36,10 @@ class Foreign:
         self._scratch = torch.empty(kv.chunk_bytes(self.io.chunk_size), dtype=torch.uint8, device=kv.device)
 
     def load(self, kv: PagedKV, part: list[tuple[Any, int]], slots: Slots, skip: int) -> int | None:
-        """Chunks that another tier kept for us, or that the first rank broadcast: opaque bytes as `ChunkObj.bytes` gave them."""
+        """Chunks that another tier kept for us, or that the first rank broadcast: opaque bytes as `ChunkObj.bytes` gave them.
+
+        Ask `clones_held` afterwards.
+        """
         need, views = kv.chunk_bytes(self.io.chunk_size), []
         for obj, _ in part:
             there = obj.raw_tensor if obj.raw_tensor is not None else obj.tensor
@@ -52,8 +57,12 @@ class Foreign:
         return part[len(views)][1] if len(views) < len(part) else None
 
     def clone(self, obj: LeasedObj) -> torch.Tensor:
-        """The bytes of a leased chunk in memory of their own; `load`, which comes next, asks whether the lease held."""
-        self._cloned.append(obj.shared)
+        """The bytes of a leased chunk in memory of their own. Any thread.
+
+        LMCache broadcasts them and loads what it broadcast, as an object of its own with our object's metadata: by that `clones_held`
+        knows the lease. Bytes that are not loaded are their reader's, who has them at once.
+        """
+        setattr(obj.meta, LEASE, obj.shared)
         views = self.io.views([obj.location])
         if views:
             return views[0].tensor[: self.io.bind(self._kvcaches).chunk_bytes(self.io.chunk_size)].clone()
@@ -63,10 +72,10 @@ class Foreign:
             self.io.let_go(lease)
         return torch.zeros(obj.form.nbytes, dtype=torch.uint8, device=self.io.bind(self._kvcaches).device)
 
-    def clones_held(self) -> bool:
-        """Did the leases of all chunks that were cloned since the last call hold until now? Ends them."""
-        cloned, self._cloned = self._cloned, []
-        shared = list(dict.fromkeys(cloned))
+    def clones_held(self, objs: Sequence[MemoryObj]) -> bool:
+        """Did the leases of those that are clones hold until now? Ends them."""
+        leases = [getattr(obj.metadata, LEASE, None) for obj in objs]
+        shared: list[SharedLease] = [lease for lease in dict.fromkeys(leases) if lease is not None]
         if not shared:
             return True
         if self.io.device.ordinal is not None:

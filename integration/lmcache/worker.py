@@ -156,9 +156,9 @@ class PoolWorker:
                 failed.append(self.below.load_objects(kv, part, slots, skip))
             else:
                 failed += [self.foreign.load(kv, part[i : i + AT_ONCE], slots, skip) for i in range(0, len(part), AT_ONCE)]
-        if not self.foreign.clones_held():
-            self.io.stats.failed("lease_lost")
-            failed.append(starts[0])
+                if not self.foreign.clones_held([obj for obj, _ in part]):
+                    self.io.stats.failed("lease_lost")
+                    failed.append(part[0][1])
         return min((start for start in failed if start is not None), default=None)
 
     def retrieve(self, keys: Sequence[CacheEngineKey], first: int, slots: Slots, skip: int) -> int:
@@ -232,20 +232,39 @@ class PoolWorker:
                 obj.source, obj.copy_out = (slots, start), self.foreign.copy_out(written)
 
     def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
-        """Store noted chunks in one launch. Visible once copied; those that are there already are not copied again."""
-        pairs = [(key, obj.source) for key, obj in zip(keys, objs, strict=False) if isinstance(obj, DeferredObj)]
+        """Store noted chunks in one launch. Visible once copied; those that are there already are not copied again.
+
+        Others are refused: a chunk of the pool is what vLLM's KV blocks hold, byte for byte, and who reads it could not tell.
+        """
+        pairs = [(key, getattr(obj, "source", None)) for key, obj in zip(keys, objs, strict=False)]
         sources = [(key, source) for key, source in pairs if source is not None]
+        refused = sum(not isinstance(obj, ChunkObj) for obj in objs)
+        if refused and self.io.stats.failed("not_stored: another allocator's") == 1:
+            log.warning(
+                "%d chunks are not stored, nor will others be: another allocator made them, and the pool takes only what lies in KV blocks",
+                refused,
+            )
         if not sources or not self._mine([key for key, _ in sources]):
             return
         slots: Slots = sources[0][1][0]
         names = self._names.keys([key for key, _ in sources])
         self.io.store(self.io.bind(self._kvcaches), names, [first for _, (_, first) in sources], slots, [])
 
-    def remove(self, keys: Sequence[CacheEngineKey]) -> int:
-        """Forget chunks of this rank, those below soon; how many were in the pool."""
+    def stored(self, keys: Sequence[CacheEngineKey]) -> list[CacheEngineKey]:
+        """Those of `keys` that are in the pool, once this rank's stores so far are over, which is waited for."""
+        self.io.flush()
+        there = self.io.client.contains(self._names.keys(keys))
+        return [key for key, found in zip(keys, there, strict=True) if found]
+
+    def remove(self, keys: Sequence[CacheEngineKey], force: bool) -> int:
+        """Forget chunks of this rank; how many were in the pool.
+
+        force: also those that are leased or pinned, and, soon, those below. Else it is an eviction from the pool.
+        """
         names = self._names.keys(keys)
-        self.below.forget(names)
-        return self.io.client.remove(names)
+        if force:
+            self.below.forget(names)
+        return self.io.client.remove(names, force)
 
     def clear(self) -> int:
         """Forget every chunk of the namespace, of all instances and ranks, those below soon; how many chunks were in the pool."""

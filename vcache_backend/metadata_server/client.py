@@ -121,8 +121,8 @@ class Client:
     def set_pin(self, keys: list[m.ChunkKey], pin: m.Pin) -> int:
         return self._call(m.SetPin(keys, pin), m.Count).count
 
-    def remove(self, keys: list[m.ChunkKey]) -> int:
-        return self._call(m.Remove(keys), m.Count).count
+    def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
+        return self._call(m.Remove(keys, force), m.Count).count
 
     def clear(self, namespace: bytes = b"") -> int:
         return self._call(m.Clear(namespace), m.Count, self._config.control_seconds).count

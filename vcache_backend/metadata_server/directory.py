@@ -258,9 +258,15 @@ class Directory:
         self.records.append(journal.Pinned(there, int(pin)))
         return len(there)
 
-    def remove(self, keys: list[ChunkKey]) -> int:
-        """Forget chunks; the slot of a leased one is freed when its last lease ends. How many were there."""
+    def remove(self, keys: list[ChunkKey], force: bool = True) -> int:
+        """Forget chunks; the slot of a leased one is freed when its last lease ends. How many were there.
+
+        Without `force` those that are leased or hard-pinned, and those whose segment is not back yet, stay.
+        """
         there = [self._live[key] for key in dict.fromkeys(keys) if key in self._live]
+        if not force:
+            self.leases.expire(self._now())
+            there, keys = [entry for entry in there if entry.evictable], []
         self._forget(there)
         resting = self._awaited.forget(keys)
         if resting:

@@ -209,9 +209,11 @@ class SetPin(Request, frozen=True, tag="pin"):
 
 
 class Remove(Request, frozen=True, tag="remove"):
-    """Forget chunks; the place of a leased one comes back when its leases end → `Count` removed."""
+    """Forget chunks; the place of a leased one comes back when its leases end → `Count` removed. Without `force` those that are
+    leased or hard-pinned stay."""
 
     keys: Keys
+    force: bool = True
 
 
 class Clear(Request, frozen=True, tag="clear"):

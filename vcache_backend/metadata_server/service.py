@@ -73,8 +73,8 @@ class Service:
                 return m.Count(directory.touch(keys)), None
             case m.SetPin(keys, pin):
                 return m.Count(directory.set_pin(keys, pin)), None
-            case m.Remove(keys):
-                return m.Count(directory.remove(keys)), None
+            case m.Remove(keys, force):
+                return m.Count(directory.remove(keys, force)), None
             case m.Clear(namespace):
                 return m.Count(directory.clear(namespace)), None
             case m.AddSegment():
