@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -127,6 +128,28 @@ def test_layers_may_come_by_name(pair: Pair) -> None:
     pair.writer.store(tokens, None, {f"model.layers.{i}": kv for i, kv in enumerate(pair.mine.tensors)}, slots)
     assert pair.writer.flush(SECONDS)
     assert get(pair.reader, pair.theirs, tokens) == CHUNK
+
+
+def test_a_layer_replaced_between_two_calls_is_the_one_that_is_read_and_written(pair: Pair) -> None:
+    put(pair.writer, pair.mine, prompt(2 * CHUNK))
+    assert get(pair.reader, pair.theirs, prompt(2 * CHUNK)) == 2 * CHUNK
+    for cache, other in ((pair.mine, Cache()), (pair.theirs, Cache())):
+        for parts, others in ((cache._memory, other._memory), (cache.tensors, other.tensors), (cache._rows, other._rows)):
+            parts[1], others[1] = others[1], parts[1]
+    assert get(pair.reader, pair.theirs, prompt(2 * CHUNK)) == 2 * CHUNK
+    put(pair.writer, pair.mine, prompt(2 * CHUNK, 2))
+    assert get(pair.reader, pair.theirs, prompt(2 * CHUNK, 2)) == 2 * CHUNK
+
+
+def test_a_view_of_fewer_blocks_is_never_written_beyond_its_end(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    tokens, half = prompt(2 * CHUNK), SMALL.blocks // 2
+    put(pair.writer, pair.mine, tokens)
+    assert get(pair.reader, pair.theirs, tokens) == 2 * CHUNK
+    pair.theirs.poison()
+    view, slots = [tensor[:, :half] for tensor in pair.theirs.tensors], torch.arange(2 * CHUNK) + half * SMALL.block_size
+    assert not pair.reader.retrieve(tokens, None, view, slots).any()
+    assert pair.theirs.holds_only(tokens[:0], slots[:0])
+    assert said(caplog, f"blocks {half} to {half + 3} but the KV cache has {half} blocks")
 
 
 def test_a_tail_shorter_than_a_chunk_is_not_stored(pair: Pair) -> None:
@@ -538,6 +561,12 @@ def test_arguments_that_cannot_be_meant_are_errors_that_say_which(pair: Pair) ->
         (r"tokens .*float.*integers", lambda e: (tokens.float(), None, kv, slots)),
         (r"tokens .*\(32, 1\)", lambda e: (tokens[:, None], None, kv, slots)),
         (r"tokens .*bool", lambda e: (true, None, kv, slots)),
+        (
+            rf"slot {slots[4]} to the tokens at \[4, 9\]",
+            lambda e: (tokens, None, kv, slots.index_fill(0, torch.tensor([9]), slots[4])),
+        ),
+        (r"slot_mapping .*18446744073709551615", lambda e: (tokens, None, kv, np.full(CHUNK, -1).astype(np.uint64))),
+        (r"kvcaches .*NoneType", lambda e: (tokens, None, None, slots)),
     ]
     for pattern, arguments in calls:
         for call in (pair.writer.store, pair.writer.retrieve):
@@ -550,6 +579,59 @@ def test_arguments_that_cannot_be_meant_are_errors_that_say_which(pair: Pair) ->
     with pytest.raises(ValueError, match=r"tokens .*float"):
         pair.writer.lookup([0.5] * CHUNK)
     assert pair.writer.get_stats()["failures"] == {}
+
+
+def test_whatever_it_is_asked_an_engine_raises_nothing_but_value_error(here: Node, pair: Pair) -> None:
+    tokens, slots, kv, e = prompt(CHUNK), places(SMALL, CHUNK), pair.mine.tensors, pair.writer
+    odd = [
+        None,
+        0,
+        -1,
+        1 << 70,
+        0.5,
+        float("nan"),
+        "x",
+        b"x",
+        (),
+        [],
+        [[1], [1, 2]],
+        {},
+        {"a": 1},
+        [None] * CHUNK,
+        object(),
+        Cache,
+    ]
+    odd += [torch.tensor(1), torch.empty(CHUNK, device="meta"), torch.ones(CHUNK).to_sparse(), np.array([object()] * CHUNK)]
+    odd += [
+        [torch.empty_like(layer, device="meta") for layer in kv],
+        [kv[0].to_sparse()] * 3,
+        [torch.ones(CHUNK, dtype=torch.bool)],
+    ]
+    for x in odd:
+        for call in (
+            lambda x: (e.lookup(x), e.lookup(tokens, salt=x)),
+            lambda x: e.store(x, None, kv, slots),
+            lambda x: e.store(tokens, x, kv, slots),
+            lambda x: e.store(tokens, None, x, slots),
+            lambda x: e.store(tokens, None, kv, x),
+            lambda x: e.store(tokens, None, kv, slots, x),
+            lambda x: e.store(tokens, None, kv, slots, salt=x),
+            lambda x: e.retrieve(x, None, kv, slots),
+            lambda x: e.retrieve(tokens, x, kv, slots),
+            lambda x: e.retrieve(tokens, None, x, slots),
+            lambda x: e.retrieve(tokens, None, kv, x),
+            lambda x: e.retrieve(tokens, None, kv, slots, salt=x),
+            e.contains,
+            e.keys,
+            lambda x: e.keys(tokens, salt=x),
+            e.flush,
+        ):
+            with contextlib.suppress(ValueError):
+                call(x)
+    assert e.flush(SECONDS)
+    assert e.keys(tokens, salt=None) == e.keys(tokens)
+    stats = here.client().stats()
+    assert stats.leases == stats.reservations == stats.quarantined == 0
 
 
 def test_places_outside_of_the_cache_are_a_failure_not_a_write(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:

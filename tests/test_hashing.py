@@ -118,6 +118,13 @@ def test_a_token_beyond_32_bits_changes_only_its_own_chunk_and_the_later_ones() 
     assert hasher().keys(torch.tensor(wide)) == after == hasher().keys(np.array(wide))
 
 
+def test_a_token_that_int64_cannot_hold_is_refused_rather_than_taken_for_a_negative_one() -> None:
+    hasher().keys(np.full(CHUNK, 2**63 - 1, dtype=np.uint64))
+    for value in (2**63, 2**64 - 1):
+        with pytest.raises(ValueError, match=f"token {value}"):
+            hasher().keys(np.full(CHUNK, value, dtype=np.uint64))
+
+
 def test_a_token_and_its_remainder_modulo_2_to_the_32_have_different_keys() -> None:
     assert hasher().keys([7 + (1 << 32)] + [0] * (CHUNK - 1)) != hasher().keys([7] + [0] * (CHUNK - 1))
     assert hasher().keys([-1] + [0] * (CHUNK - 1)) != hasher().keys([(1 << 32) - 1] + [0] * (CHUNK - 1))

@@ -1,12 +1,19 @@
-"""What callers pass to the engine, checked and in one form."""
+"""What callers pass to the engine, checked and in one form. What cannot be meant is a ValueError that says which and why."""
 
 from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
+
 SlotMapping = torch.Tensor | npt.NDArray[np.int64]
+KVCaches = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 
 def first_wanted(mask: object, size: int) -> int:
@@ -16,20 +23,72 @@ def first_wanted(mask: object, size: int) -> int:
     if not isinstance(mask, torch.Tensor) or mask.shape != (size,) or mask.dtype != torch.bool:
         given = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(f"mask is {given}; expected ({size},) torch.bool, one for each token")
-    wanted = int(mask.sum())
-    if not bool(mask[size - wanted :].all()):
+    try:
+        wanted = int(mask.sum())
+        prefix_only = bool(mask[size - wanted :].all())
+    except RuntimeError as error:  # of a tensor without bytes
+        raise ValueError(f"mask cannot be read: {error}") from error
+    if not prefix_only:
         raise ValueError("mask must be False on a prefix and True on the rest; it has False after True")
     return size - wanted
 
 
 def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[np.int64]:
     """One slot for each of `size` tokens, -1 before `offset`. ValueError if slots are missing."""
-    if isinstance(slot_mapping, torch.Tensor):
-        slot_mapping = slot_mapping.detach().cpu().numpy()
-    given = np.asarray(slot_mapping)
+    try:
+        offset = operator.index(offset)
+        if isinstance(slot_mapping, torch.Tensor):
+            slot_mapping = slot_mapping.detach().cpu().numpy()
+        given = np.asarray(slot_mapping)
+    except Exception as error:  # whatever a foreign object raises
+        raise ValueError(f"slot_mapping or offset {offset!r} cannot be read: {type(error).__name__}: {error}") from error
     if given.size and given.dtype.kind not in "iu":
         raise ValueError(f"slot_mapping has type {given.dtype}; expected integers")
+    if given.size and given.dtype == np.uint64 and int(given.max()) >= 1 << 63:
+        raise ValueError(f"slot_mapping names slot {given.max()}; expected 64-bit signed integers")
     slots = np.ascontiguousarray(given, dtype=np.int64)
     if slots.ndim != 1 or len(slots) != size - offset or offset < 0:
         raise ValueError(f"slot_mapping has shape {slots.shape}; expected ({size} tokens - offset {offset},)")
     return slots if not offset else np.concatenate([np.full(offset, -1, dtype=np.int64), slots])
+
+
+def refuse_shared(slots: npt.NDArray[np.int64], first: int, stop: int) -> None:
+    """ValueError if two of the tokens [first, stop) have one slot: the KV of one of them would be taken for the other's."""
+    ordered = np.sort(slots[first:stop])
+    shared = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    if shared.any():
+        slot = int(ordered[1:][shared][0])
+        tokens = (first + np.flatnonzero(slots[first:stop] == slot)[:2]).tolist()
+        raise ValueError(f"slot_mapping gives slot {slot} to the tokens at {tokens}; each token needs a slot of its own")
+
+
+def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
+    """One tensor a layer, in the order in which they came."""
+    if isinstance(kvcaches, Mapping):
+        kvcaches = list(kvcaches.values())
+    if not isinstance(kvcaches, Sequence) or not all(isinstance(tensor, torch.Tensor) for tensor in kvcaches):
+        raise ValueError(f"kvcaches is a {type(kvcaches).__name__}; expected one torch.Tensor a layer, in a list or by name")
+    return list(kvcaches)
+
+
+def as_salt(salt: object) -> bytes:
+    """None is no salt, as it is in vLLM and LMCache."""
+    if salt is None:
+        return b""
+    if not isinstance(salt, bytes | bytearray | memoryview):
+        raise ValueError(f"salt is a {type(salt).__name__}; expected bytes, or None for none")
+    return bytes(salt)
+
+
+def as_key(cache_key: object) -> ChunkKey:
+    if not isinstance(cache_key, bytes) or len(cache_key) != KEY_BYTES:
+        given = f"{len(cache_key)} bytes" if isinstance(cache_key, bytes) else f"a {type(cache_key).__name__}"
+        raise ValueError(f"cache_key is {given}; expected {KEY_BYTES} bytes, one of `keys(tokens)`")
+    return ChunkKey(cache_key)
+
+
+def as_seconds(timeout: object) -> float:
+    """A time to wait that the clock can count."""
+    if not isinstance(timeout, int | float) or timeout != timeout:
+        raise ValueError(f"timeout is {timeout!r}; expected seconds")
+    return min(max(timeout, 0.0), threading.TIMEOUT_MAX / 2)

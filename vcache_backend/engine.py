@@ -9,12 +9,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vcache_backend.arguments import SlotMapping, as_slots, first_wanted
+from vcache_backend.arguments import (
+    KVCaches,
+    SlotMapping,
+    as_key,
+    as_kvcaches,
+    as_salt,
+    as_seconds,
+    as_slots,
+    first_wanted,
+    refuse_shared,
+)
 from vcache_backend.chunk import Layout
-from vcache_backend.chunk_io import ChunkIO, KVCaches, Lease, checked_layout
+from vcache_backend.chunk_io import ChunkIO, Lease, checked_layout
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
-from vcache_backend.hashing import TokenHasher
+from vcache_backend.hashing import TokenHasher, as_tokens
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.vram_pool.copier import Copier
 from vcache_backend.vram_pool.planner import CopyPlan, plan_chunks
@@ -57,16 +67,17 @@ class VCacheEngine:
 
     # ---- the five calls
 
-    def lookup(self, tokens: Tokens, *, salt: bytes = b"") -> int:
+    def lookup(self, tokens: Tokens, *, salt: bytes | None = None) -> int:
         """How many leading tokens can be retrieved now, by every rank, from the pool or the store below it. A multiple of the chunk
         size. Takes no lease."""
         with self._stats.timed("lookup"):
-            keys = self._first_rank.keys(tokens, salt)
+            ids = as_tokens(tokens)
+            keys = self._first_rank.keys(ids, as_salt(salt))
             try:
                 found = self._io.lookup(keys, self._ranks)
             except VCacheError as error:
                 return self._io.miss("lookup", error)
-        self._stats.count(tokens_asked=len(tokens), tokens_hit=found * self._layout.chunk_size)
+        self._stats.count(tokens_asked=len(ids), tokens_hit=found * self._layout.chunk_size)
         return found * self._layout.chunk_size
 
     def store(
@@ -77,22 +88,24 @@ class VCacheEngine:
         slot_mapping: SlotMapping,
         offset: int = 0,
         *,
-        salt: bytes = b"",
+        salt: bytes | None = None,
     ) -> None:
         """Put the KV of whole chunks of `tokens` into the pool.
 
         mask: boolean, one a token, False on a prefix that is in the pool already; None: nothing is. kvcaches: one
         tensor a layer, as vLLM has them. slot_mapping: `slot_mapping[i]` is the slot (block · block_size + place in the
-        block) of token `offset + i`, -1 where it has none; int64, CPU preferred. A chunk is stored if all its tokens have a
+        block) of token `offset + i`, -1 where it has none, each slot once; int64, CPU preferred. A chunk is stored if all its tokens have a
         slot. Returns when the copy is launched; on a GPU the current stream waits for it, so that blocks freed after this
         call are not overwritten too early. The chunks become visible in the background.
         """
         with self._stats.timed("store"):
-            first = first_wanted(mask, len(tokens))
-            slots = as_slots(slot_mapping, len(tokens), offset)
-            keys = self._hasher.keys(tokens, salt)
+            ids, tensors = as_tokens(tokens), as_kvcaches(kvcaches)
+            first, size = first_wanted(mask, len(ids)) // self._layout.chunk_size, self._layout.chunk_size
+            slots = as_slots(slot_mapping, len(ids), offset)
+            keys = self._hasher.keys(ids, as_salt(salt))
+            refuse_shared(slots, first * size, len(keys) * size)
             try:
-                self._store(keys, first // self._layout.chunk_size, kvcaches, slots)
+                self._store(keys, first, tensors, slots)
             except (VCacheError, RuntimeError) as error:
                 self._io.miss("store", error)
 
@@ -103,22 +116,24 @@ class VCacheEngine:
         kvcaches: KVCaches,
         slot_mapping: SlotMapping,
         *,
-        salt: bytes = b"",
+        salt: bytes | None = None,
     ) -> torch.Tensor:
         """Fill `kvcaches` with the KV of the leading tokens that the pool has.
 
-        mask: False on a prefix the caller has already (never written). slot_mapping: one slot a token, -1: not wanted.
+        mask: False on a prefix the caller has already (never written). slot_mapping: a slot of its own for each token, -1: not wanted.
         Returns a boolean CPU tensor, one a token: True where the KV is now in `kvcaches`, complete and valid. The lease held
         from before the copy until after it; if it did not, no token counts. On a GPU the current stream is ordered behind
         the copy, too.
         """
         with self._stats.timed("retrieve"):
-            size = len(tokens)
+            ids, tensors = as_tokens(tokens), as_kvcaches(kvcaches)
+            size = len(ids)
             first = first_wanted(mask, size)
             slots = as_slots(slot_mapping, size, 0)
-            keys = self._hasher.keys(tokens, salt)
+            keys = self._hasher.keys(ids, as_salt(salt))
+            refuse_shared(slots, first, len(keys) * self._layout.chunk_size)
             try:
-                got = self._retrieve(keys, first, kvcaches, slots)
+                got = self._retrieve(keys, first, tensors, slots)
             except (VCacheError, RuntimeError) as error:
                 self._io.miss("retrieve", error)
                 got = None
@@ -126,8 +141,9 @@ class VCacheEngine:
 
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in VRAM; 1: in the storage tier below; -1: nowhere known. Takes no lease."""
+        key = as_key(cache_key)
         try:
-            return self._io.contains(ChunkKey(cache_key))
+            return self._io.contains(key)
         except VCacheError as error:
             self._io.miss("contains", error)
             return -1
@@ -155,16 +171,16 @@ class VCacheEngine:
     def register(self, kvcaches: KVCaches) -> None:
         """Check the KV caches and compile the kernels for them, so that no request waits for it. Optional, once, in the
         worker's thread. Raises LayoutError if they are not what the layout says: nothing would ever be stored or retrieved."""
-        self._io.bind(kvcaches)
+        self._io.bind(as_kvcaches(kvcaches))
 
-    def keys(self, tokens: Tokens, *, salt: bytes = b"") -> list[ChunkKey]:
+    def keys(self, tokens: Tokens, *, salt: bytes | None = None) -> list[ChunkKey]:
         """The keys of the whole chunks of `tokens`, as `contains` takes them."""
-        return self._hasher.keys(tokens, salt)
+        return self._hasher.keys(tokens, as_salt(salt))
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
         """Wait until the stores so far are visible or given up, and, if `through`, written to the store below or dropped; False if they
         are not after `timeout` seconds."""
-        return self._io.flush(timeout, through)
+        return self._io.flush(as_seconds(timeout), through)
 
     def close(self) -> None:
         """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool. Idempotent."""

@@ -22,6 +22,21 @@ from vcache_backend.metadata_server.messages import RANK_BYTES, ChunkKey
 HASH_BYTES = 16
 
 
+def as_tokens(tokens: Sequence[int] | Any) -> npt.NDArray[Any]:
+    """A 1-D sequence, numpy array or tensor of 64-bit signed integers (on a GPU: copied to the host). ValueError for anything else."""
+    there: Any = tokens
+    try:
+        ids = np.asarray(there.cpu() if getattr(there, "is_cuda", False) else there)
+    except Exception as error:  # whatever a foreign object raises
+        raise ValueError(f"tokens are a {type(tokens).__name__} that cannot be read: {type(error).__name__}: {error}") from error
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        raise ValueError(f"tokens have shape {ids.shape} and type {ids.dtype}; expected one dimension of integers")
+    if len(ids) and ids.dtype == np.uint64 and int(ids.max()) >= 1 << 63:
+        # As int64, which is what is hashed, it would be another token.
+        raise ValueError(f"token {ids.max()} does not fit a 64-bit signed integer")
+    return ids
+
+
 class TokenHasher:
     """Keys of the whole chunks of a token sequence, for one namespace, chunk size and rank. Stateless; any thread."""
 
@@ -34,14 +49,8 @@ class TokenHasher:
         self._wide = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-wide-1")
 
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
-        """One key for each whole chunk of `tokens`; a tail shorter than a chunk has none.
-
-        tokens: 1-D sequence, numpy array or tensor of integers (on a GPU: copied to the host first). ValueError if they are something else.
-        """
-        there: Any = tokens
-        ids = np.asarray(there.cpu() if getattr(there, "is_cuda", False) else there)
-        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-            raise ValueError(f"tokens have shape {ids.shape} and type {ids.dtype}; expected one dimension of integers")
+        """One key for each whole chunk of `tokens` (see `as_tokens`); a tail shorter than a chunk has none."""
+        ids = as_tokens(tokens)
         root = self._root.copy()
         root.update(salt)
         digest, keys = root.digest(), []

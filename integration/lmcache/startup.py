@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vcache_backend.chunk_io import ChunkIO, KVCaches, checked_layout
+from vcache_backend.arguments import KVCaches
+from vcache_backend.chunk_io import ChunkIO, checked_layout
 from vcache_backend.config import Config, FallbackConfig, hash_seed, load
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.vram_pool.paged import PagedKV

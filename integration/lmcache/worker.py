@@ -12,8 +12,9 @@ import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
+from vcache_backend.arguments import KVCaches
 from vcache_backend.chunk import Namespace
-from vcache_backend.chunk_io import ChecksumError, ChunkIO, KVCaches, Lease
+from vcache_backend.chunk_io import ChecksumError, ChunkIO, Lease
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Location
 from vcache_backend.vram_pool.copier import Completion

@@ -147,6 +147,8 @@ class _Layer:
 
     def pages(self, a: _Arrangement) -> list[Tensor]:
         kv = self.tensor
+        if kv.is_meta:
+            raise self.error("it has no memory")
         start = kv.storage_offset() * kv.element_size()
         raw = torch.empty(0, dtype=torch.uint8, device=kv.device).set_(kv.untyped_storage())
         shape, stride = (a.num_blocks, a.page_bytes), (a.block_stride, 1)
