@@ -23,6 +23,7 @@ from engine_cases import (
     Cache,
     Node,
     Tally,
+    UnfinishedCopier,
     Worker,
     get,
     layout_of,
@@ -38,6 +39,15 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.vram_pool.copier import Finished, HostCopier
+
+
+class NoCopier(HostCopier):
+    """Must not be asked to store."""
+
+    def gather(self, *_: Any) -> Finished:
+        pytest.fail("a copy was launched")
+
 
 ROOMY = 1 << 20
 SLACK = 1.0
@@ -361,6 +371,46 @@ def test_a_store_whose_reservation_ended_gives_its_slots_back_when_its_copy_is_d
     eventually(lambda: counts(client) == (0, 0))
     eventually(lambda: writer.ask("stats")["failures"].get("reservation_void") == 1)
     assert (client.stats().chunks, client.list_segments()[0].used) == (0, 0)
+
+
+def test_a_writer_held_up_behind_its_reservation_copies_nothing_and_gives_its_slots_back(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a process may be stopped for as long as somebody likes: between the server's answer and the launch of the copy."""
+    here.serve(reservation_seconds=0.3)
+    mine, theirs, client = Cache(), Cache(), here.client()
+    other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
+    writer = here.engine("host:b", 0, layout_of(mine), copier=NoCopier())
+    find = writer._io.pool.slots
+
+    def find_late(locations: list[m.Location]) -> list[Any]:
+        eventually(lambda: counts(client) == (0, 1))
+        put(other, mine, prompt(CHUNK))
+        return find(locations)
+
+    monkeypatch.setattr(writer._io.pool, "slots", find_late)
+    writer.store(prompt(CHUNK), None, theirs.tensors, places(SMALL, CHUNK))
+    eventually(lambda: counts(client) == (0, 0))
+    assert writer.get_stats()["not_stored"]["late"] == 1
+    assert get(other, mine, prompt(CHUNK)) == CHUNK
+    assert client.list_segments()[0].used == mine.chunk_bytes
+
+
+def test_a_lease_ends_though_a_store_goes_on(here: Node) -> None:
+    here.serve(lease_seconds=60)
+    mine, copier, client = Cache(), UnfinishedCopier(), here.client()
+    other = here.engine("host:a", ROOMY, layout_of(mine))
+    put(other, mine, prompt(CHUNK))
+    engine = here.engine("host:b", 0, layout_of(mine), copier=copier)
+    lease = engine._io.lease(engine.keys(prompt(CHUNK)))
+    assert lease is not None
+    engine.store(prompt(CHUNK, 2), None, mine.tensors, places(SMALL, CHUNK))
+    engine._io.let_go(lease)
+    eventually(lambda: client.stats().leases == 0)
+    assert engine.lookup(prompt(CHUNK, 2)) == 0
+    copier.finished.set()
+    assert engine.flush(SECONDS)
+    assert engine.lookup(prompt(CHUNK, 2)) == CHUNK
 
 
 # ---- readers that die or hang

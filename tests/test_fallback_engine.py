@@ -36,6 +36,7 @@ from processes import SECONDS, eventually
 from test_cli import vcache
 
 from vcache_backend.engine import VCacheEngine
+from vcache_backend.errors import ServerTimeout
 from vcache_backend.fallback import fetch, objects
 from vcache_backend.fallback.mooncake import MooncakeStore
 from vcache_backend.fallback.writer import FIRST_PART
@@ -122,6 +123,21 @@ def test_pool_and_store_take_turns(nodes: list[Node], depot: Depot, model: str) 
     assert two.lookup(tokens) == LENGTH
     assert get(two, cache, tokens) == LENGTH
     assert two.get_stats()["hits"] == {"vram": 2, "fallback": 3}
+
+
+def test_what_the_pool_has_is_a_hit_though_nobody_says_what_is_below(
+    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, cache = engine(nodes[0], depot, model), Cache()
+    put(made, cache, prompt(2 * CHUNK))
+
+    def late(keys: list[ChunkKey]) -> list[bool]:
+        raise ServerTimeout("planted")
+
+    monkeypatch.setattr(made._client, "contains", late)
+    assert get(made, cache, prompt(LENGTH)) == 2 * CHUNK
+    assert made.get_stats()["failures"] == {"fetch: ServerTimeout": 1}
+    assert nodes[0].client().stats().leases == 0
 
 
 def test_a_hole_that_is_nowhere_ends_the_hit(pair: tuple[VCacheEngine, VCacheEngine], depot: Depot) -> None:

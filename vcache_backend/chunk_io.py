@@ -40,6 +40,8 @@ CHECKSUM = "ml64x2-1"
 """What `Layout.extra["checksum"]` is where engine.checksum is on: `checksum.NAME`, without what that module imports."""
 _FETCH_SECONDS = 0.05
 """How often somebody who waits for the store looks at the clock."""
+_LAUNCH_WITHIN = 0.5
+"""In which part of a reservation's time its copy must begin, so that it is over before that time is. A copy takes milliseconds."""
 _STUCK_SECONDS = 10.0
 """How long a scatter is waited for whose slots cannot be looked at."""
 
@@ -408,6 +410,7 @@ class ChunkIO:
         if not self.committer.has_room():
             self.stats.count(not_stored_backlog=len(keys))
             return None
+        asked = time.monotonic()
         with self.stats.timed("reserve"):
             reserved = self.client.reserve(list(keys), self.slot_bytes(kv), promoted)
         places = [(i, slot) for i, slot in enumerate(reserved.slots) if isinstance(slot, Location)]
@@ -415,7 +418,8 @@ class ChunkIO:
         if not places:
             return None
         named = [keys[i] for i, _ in places]
-        return self._gather(kv, places, named, planned, reserved.reservation, prefix, after)
+        launch_by = asked + reserved.seconds * _LAUNCH_WITHIN
+        return self._gather(kv, places, named, planned, reserved.reservation, launch_by, prefix, after)
 
     def slot_bytes(self, kv: PagedKV) -> int:
         """Bytes of a slot for one chunk. Raises LayoutError where such chunks have no checksum."""
@@ -429,11 +433,13 @@ class ChunkIO:
         keys: list[ChunkKey],
         planned: Callable[[Sequence[int]], CopyPlan],
         reservation: int,
+        launch_by: float,
         prefix: list[ChunkKey],
         after: Mark | None,
     ) -> PendingStore | None:
         """Gather into the reserved slots. All of them, or the reservation is given back: a commit publishes every slot.
 
+        launch_by: until when (time.monotonic) a copy may begin. A process that was stopped meanwhile writes nothing.
         After a RuntimeError (a launch that failed in torch), or whatever happens to the checksums of a copy that runs, nobody
         knows whether something writes: the reservation is neither committed nor given back, and its slots wait in quarantine.
         """
@@ -444,6 +450,10 @@ class ChunkIO:
                 copy = planned([i for i, _ in places])
             if len(views) < count or not copy.complete(count).all():
                 self.stats.count(not_stored_no_slot=count)
+                self.committer.give_back(reservation)
+                return None
+            if time.monotonic() > launch_by:
+                self.stats.count(not_stored_late=count)
                 self.committer.give_back(reservation)
                 return None
             completion = self.copier.gather(kv, copy, views, after)

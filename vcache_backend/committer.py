@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 MAX_UNANSWERED = 4096
 """Reservations remembered to be aborted once the server is back; what is beyond it waits for the server's quarantine."""
 RETRY_SECONDS = 1.0
+_SLICE_SECONDS = 0.05
+"""How long a copy is waited for before the rest of the work is looked at again."""
 
 
 class PendingStore(msgspec.Struct):
@@ -40,7 +42,7 @@ class PendingStore(msgspec.Struct):
 class Committer:
     """One thread that commits the stores of one engine, in the order they were submitted.
 
-    A store is committed only after its copy's event, and its checksums'.
+    A store is committed only after its copy's event, and its checksums'. What else there is to tell the server waits for no store.
     """
 
     def __init__(self, client: Client, stats: EngineStats, max_inflight: int) -> None:
@@ -117,17 +119,18 @@ class Committer:
                 if self._stopping:
                     return
                 store = self._queue[0] if self._queue else None
-                keys = self._touches.popleft() if self._touches and store is None else None
+                keys = self._touches.popleft() if self._touches else None
                 self._busy = bool(store or keys)
+            over = True
             try:
-                self._work(store, keys)
+                self._tell(keys)
+                over = store is None or self._finish(store)
             except Exception:  # the thread's last line of defence: a store that fails is a store that did not happen
                 log.exception("a background commit failed; its chunks are not shared")
                 self._stats.failed("commit_error")
-            finally:
-                if store is not None:
-                    with self._changed:
-                        self._queue.popleft()
+            if store is not None and over:
+                with self._changed:
+                    self._queue.popleft()
 
     def _has_work(self) -> bool:
         return bool(self._queue or self._touches or self._stopping or self._has_letters())
@@ -135,29 +138,29 @@ class Committer:
     def _has_letters(self) -> bool:
         return bool((self._unanswered or self._leases or self._removals) and self._client.connected)
 
-    def _work(self, store: PendingStore | None, keys: list[ChunkKey] | None) -> None:
-        if store is not None:
-            self._finish(store)
-        elif self._client.connected:
-            try:
-                while self._leases:
-                    self._client.release(self._leases.popleft())
-                if keys:
-                    self._client.touch(keys)
-                while self._removals:
-                    self._client.remove(self._removals.popleft())
-                while self._unanswered:
-                    self._client.abort(self._unanswered[0])
-                    self._unanswered.popleft()
-            except VCacheError as error:
-                log.debug("touch, abort: %s", error)
+    def _tell(self, keys: list[ChunkKey] | None) -> None:
+        """What is there to be told now, and nothing that comes in meanwhile: a store may wait behind it."""
+        if not self._client.connected:
+            return
+        try:
+            for _ in range(len(self._leases)):
+                self._client.release(self._leases.popleft())
+            if keys:
+                self._client.touch(keys)
+            for _ in range(len(self._removals)):
+                self._client.remove(self._removals.popleft())
+            for _ in range(len(self._unanswered)):
+                self._client.abort(self._unanswered[0])
+                self._unanswered.popleft()
+        except VCacheError as error:
+            log.debug("touch, abort: %s", error)
 
-    def _finish(self, store: PendingStore) -> None:
-        """Commit a store once nothing of it writes any more. Too late, the server says so and takes the slots back."""
+    def _finish(self, store: PendingStore) -> bool:
+        """Commit a store if nothing of it writes any more; False if something does. Too late, the server says so and takes the slots
+        back, however long that took: nobody else had them meanwhile."""
         for written in (store.completion, store.sealed):
-            while written is not None and not written.wait(RETRY_SECONDS):
-                if self._stopping:
-                    return
+            if written is not None and not written.wait(_SLICE_SECONDS):
+                return False
         if store.completion.seconds is not None:
             self._stats.add_time("store_copy", store.completion.seconds)
         try:
@@ -167,10 +170,11 @@ class Committer:
             log.debug("commit: %s", error)
             self._stats.failed("commit_unavailable")
             self._unanswered.append(store.reservation)
-            return
+            return True
         if not visible:
             self._stats.failed("reservation_void")
-            return
+            return True
         self._stats.count(chunks_stored=visible, tokens_stored=store.tokens, bytes_stored=store.nbytes)
         if self.on_visible is not None:
             self.on_visible(store.keys)
+        return True

@@ -208,9 +208,13 @@ class VCacheEngine:
         while at < len(keys):
             lease = self._io.lease(keys[at:])
             pooled = len(lease.keys) if lease is not None else 0
-            # On its way while the pool's are copied.
-            fetch = self._io.fetch(keys[at + pooled :])
-            loaded, got = 0, None
+            fetch, loaded, got = None, 0, None
+            try:
+                # On its way while the pool's are copied.
+                fetch = self._io.fetch(keys[at + pooled :])
+            except (VCacheError, RuntimeError) as error:
+                # What is leased can be had all the same, and its lease is ended behind it.
+                self._io.miss("fetch", error)
             try:
                 if lease is not None:
                     loaded, got = self._load(lease, at, first, kvcaches, slots)

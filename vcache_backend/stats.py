@@ -19,7 +19,7 @@ TIMES = (
 the store below the pool; a put is one batch, in the background."""
 METADATA = ("acquire", "release", "reserve", "commit")
 DATA = ("retrieve_copy", "store_copy")
-NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog")
+NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late")
 
 
 class EngineStats:

@@ -24,7 +24,7 @@ FAILURES = (
     *("lease_lost", "server", "segment", "checksum", "timeout", "copy", "refused"),
     *("store", "store_absent", "store_bad", "store_late", OTHER),
 )
-NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", OTHER)
+NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", OTHER)
 NOT_WRITTEN = ("backlog", "down", "gone", "full", "too_large", "failed", "codec", OTHER)
 """Causes; one that is not listed is counted as `other`, so that the number of Prometheus series is bounded."""
 MAX_KEPT = 256
