@@ -285,7 +285,7 @@ def test_a_real_gpu_machine_is_described_without_a_failed_check(config: Config) 
 
 def test_a_folder_closed_to_others_is_fine_and_an_open_one_is_not(config: Config) -> None:
     folder = config.server.path.parent
-    for mode, status in ((0o700, "ok"), (0o755, "warn"), (0o777, "fail"), (0o1777, "warn")):
+    for mode, status in ((0o700, "ok"), (0o755, "warn"), (0o777, "fail"), (0o1777, "fail")):
         folder.chmod(mode)
         finding = only(doctor.check_socket(config))
         assert (finding.status, f"mode {mode:04o}" in finding.detail) == (status, True)

@@ -22,6 +22,7 @@ from vcache_backend.errors import ServerUnavailable
 from vcache_backend.integration.lmcache import start_server
 from vcache_backend.integration.lmcache.start_server import LAUNCHED, VARIABLE, ensure, is_named_in, wait_for
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.endpoint import beside
 
 MODULE = [sys.executable, "-m", "vcache_backend.integration.lmcache.start_server"]
 
@@ -76,12 +77,12 @@ def test_a_server_is_started_where_there_is_none_and_outlives_its_starter(path: 
         status, said = starter.wait()
     assert (status, said.count("\n")) == (0, 1)
     (pid,) = servers(path)
-    assert said.startswith(f"vcache: metadata server started at {path}, pid {pid}, log {path.with_suffix('.log')}")
+    assert said.startswith(f"vcache: metadata server started at {path}, pid {pid}, log {beside(path, '.log')}")
     assert answers(path)
     # Neither a signal to the starter's group or session nor the end of LMCache's pipe reaches it.
     assert os.getsid(pid) == os.getpgid(pid) == pid
-    assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in (1, 2)] == [str(path.with_suffix(".log"))] * 2
-    assert "serving" in path.with_suffix(".log").read_text()
+    assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in (1, 2)] == [str(beside(path, ".log"))] * 2
+    assert "serving" in beside(path, ".log").read_text()
 
 
 def test_one_that_is_there_is_left_alone(path: Path, launch: Callable[..., Child]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from model import chunk_key
 from processes import Child, Raw, Stage, eventually, make_memfd, stage
 
+from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.processes import spin
 
 KIB = 1 << 10
@@ -264,11 +265,11 @@ def test_a_signal_ends_it_cleanly_and_removes_the_socket(stage_: Stage, number: 
 
 
 def test_a_journal_that_cannot_be_written_is_one_line_not_a_traceback(stage_: Stage) -> None:
-    stage_.path.with_suffix(".journal").mkdir(parents=True)
+    beside(stage_.path, ".journal").mkdir(parents=True)
     server = stage_.undo.enter_context(Child([*_python_server(), "--socket", str(stage_.path)]))
     status, said = server.wait()
     assert status == 1
-    assert f"server.journal: cannot use {stage_.path.with_suffix('.journal')}" in said
+    assert f"server.journal: cannot use {beside(stage_.path, '.journal')}" in said
     assert "Traceback" not in said
 
 

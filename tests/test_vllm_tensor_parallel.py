@@ -10,6 +10,7 @@ from vllm_cases import CHUNK, Instance, Node, missing, new_tokens, node
 
 from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.messages import ChunkKey
 
 WHY_NOT = missing(())
@@ -61,4 +62,4 @@ def test_a_chunk_of_which_one_shard_is_gone_is_a_miss(here: Node, pair: Instance
 
 def _keys(here: Node) -> list[ChunkKey]:
     """Of the committed chunks, from the server's journal."""
-    return list(journal.read(here.socket.with_suffix(".journal")).chunks)
+    return list(journal.read(beside(here.socket, ".journal")).chunks)

@@ -80,6 +80,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     spin_seconds: how long after a look-up, lease or reservation the server looks for the next request without sleeping, since
     waking a sleeping core costs ten times the request; 0: never. None: a second on a host of 16 cores or more, else 5 ms. Not on a
     single core.
+    allow_uids: users besides its own and root who may connect, and so read and rewrite every chunk.
     save_ahead: share of the pool to have free or saved below, counted from the next victim on, where workers save what is evicted
     (`fallback.policy: on_evict`).
     """
@@ -93,7 +94,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     journal: bool = True
     max_chunks: PositiveInt = 4_000_000
     max_clients: PositiveInt = 1024
-    allow_uids: list[int] = []
+    allow_uids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     save_ahead: Fraction = 0.125
     eviction: EvictionConfig = EvictionConfig()
 
@@ -106,7 +107,8 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
 class ClientConfig(_Section, frozen=True, kw_only=True):
     """Deadlines of a worker's or scheduler's calls, in seconds. After one is missed the breaker opens: calls fail at
     once, and a background thread tries to connect again every `retry_seconds` (doubling up to `retry_max_seconds`).
-    `spin_seconds`: how long a call looks for its answer before it sleeps; as for the server, not on a single core."""
+    `spin_seconds`: how long a call looks for its answer before it sleeps; as for the server, not on a single core.
+    `server_uid`: the user whose server may be spoken to, besides one of this user's or root's."""
 
     connect_seconds: Positive = 0.5
     request_seconds: Positive = 0.25
@@ -115,6 +117,7 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
     retry_seconds: Positive = 0.1
     retry_max_seconds: Positive = 2.0
     spin_seconds: NotNegative = 0.0002
+    server_uid: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class PoolConfig(_Section, frozen=True, kw_only=True):

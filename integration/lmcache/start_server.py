@@ -22,6 +22,7 @@ from vcache_backend import config as configuration
 from vcache_backend.config import ClientConfig, Config
 from vcache_backend.errors import ConfigError, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.endpoint import beside, folder_fault
 
 from .settings import read
 
@@ -62,8 +63,10 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
     if not _silence(path):
         return f"the metadata server at {path} is there already"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = path.with_suffix(".log")
-    with _alone(path.with_suffix(".start"), deadline):
+    if fault := folder_fault(path, {os.getuid(), 0}):
+        raise ConfigError(f"server.socket: {fault}")
+    log = beside(path, ".log")
+    with _alone(beside(path, ".start"), deadline):
         if not _silence(path):
             return f"the metadata server at {path} is there already"
         server = _spawn(config, path, log)

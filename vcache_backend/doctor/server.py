@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from vcache_backend.config import ClientConfig, Config
 from vcache_backend.doctor.finding import Finding
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.endpoint import folder_fault
 from vcache_backend.metadata_server.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -25,6 +25,7 @@ from vcache_backend.metadata_server.messages import (
     Reported,
     Welcome,
 )
+from vcache_backend.metadata_server.processes import peer
 
 SERVER_SECONDS = 1.0
 REPORT_SECONDS = 3600.0
@@ -39,8 +40,9 @@ def check_socket(config: Config) -> Iterator[Finding]:
         detail = f"{path} is longer than the {MAX_SOCKET_PATH} bytes a socket's path may have"
         yield Finding("socket", "fail", detail, "set a shorter server.socket")
         return
+    trusted = _trusted(config)
     try:
-        folder = path.parent.stat()
+        fault, folder = folder_fault(path, trusted), path.parent.lstat()
     except FileNotFoundError:
         yield Finding("socket", "warn", f"{path.parent} does not exist yet", "`vcache serve` makes it")
         return
@@ -49,14 +51,17 @@ def check_socket(config: Config) -> Iterator[Finding]:
         return
     mode = stat.S_IMODE(folder.st_mode)
     detail = f"{path} (folder of uid {folder.st_uid}, mode {mode:04o})"
-    if folder.st_uid not in (os.getuid(), 0) and folder.st_uid not in config.server.allow_uids:
-        yield Finding("socket", "fail", f"{detail}: another user's", "set server.socket to a folder of this user")
-    elif mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        yield Finding("socket", "fail", f"{detail}: anyone can put a socket of theirs there", f"chmod o-w {path.parent}")
-    elif mode & 0o077:
+    if fault:
+        yield Finding("socket", "fail", f"{detail}: {fault}", "see docs/operations.md")
+    elif mode & 0o077 and not config.server.allow_uids:
         yield Finding("socket", "warn", f"{detail}: other users can reach it", f"chmod 700 {path.parent}")
     else:
         yield Finding("socket", "ok", detail)
+
+
+def _trusted(config: Config) -> set[int]:
+    named = config.client.server_uid
+    return {os.getuid(), 0} | ({named} if named is not None else set())
 
 
 def check_server(config: Config) -> Iterator[Finding]:
@@ -65,7 +70,7 @@ def check_server(config: Config) -> Iterator[Finding]:
     start = "start it: `vcache serve`"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         try:
-            reply, pid = _greet(channel, path, time.monotonic() + SERVER_SECONDS)
+            reply, pid = _greet(channel, path, time.monotonic() + SERVER_SECONDS, _trusted(config))
         except FileNotFoundError:
             yield Finding("server", "warn", f"no socket at {path}", start)
             return
@@ -86,18 +91,20 @@ def check_server(config: Config) -> Iterator[Finding]:
         yield Finding("pid namespace", "warn", "the server runs in a pid namespace that this process cannot see", advice)
 
 
-def _greet(channel: socket.socket, path: str, deadline: float) -> tuple[AnyReply, int]:
+def _greet(channel: socket.socket, path: str, deadline: float, trusted: set[int]) -> tuple[AnyReply, int]:
     """(the answer to our hello, the server's pid as seen from here: 0 from a separate pid namespace)."""
     channel.settimeout(_remaining(deadline))
     channel.connect(path)
-    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid = peer(channel)
+    if uid not in trusted:
+        raise PermissionError(f"a process of uid {uid} serves there; set client.server_uid: {uid} to trust it")
     body = msgspec.msgpack.encode(Hello(version=PROTOCOL_VERSION, device="host", medium="host"))
     channel.sendall(len(body).to_bytes(4, "little") + body)
     size = int.from_bytes(_receive(channel, 4, deadline), "little")
     if size > MAX_FRAME_BYTES:
         raise OSError(f"a frame of {size:,} B: whoever listens there is not vcache")
     reply = msgspec.msgpack.decode(_receive(channel, size, deadline), type=AnyReply)
-    return reply, int.from_bytes(credentials[:4], sys.byteorder)
+    return reply, pid
 
 
 def _receive(channel: socket.socket, count: int, deadline: float) -> bytes:

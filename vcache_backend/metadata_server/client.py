@@ -18,7 +18,7 @@ from vcache_backend.errors import ProtocolError, Refused, ServerTimeout, ServerU
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.link import Link
+from vcache_backend.metadata_server.link import Link, Unwelcome
 
 log = logging.getLogger(__name__)
 
@@ -253,16 +253,31 @@ class Client:
     def _try_connect(self) -> bool:
         """Connect and say hello, within `connect_seconds`. Nobody sees the new connection before the server's welcome."""
         deadline = time.perf_counter() + self._config.connect_seconds
-        link = Link(self._config.spin_seconds)
+        link = Link(self._config.spin_seconds, self._config.server_uid)
         try:
             welcome = link.open(self._path, self._hello, deadline)
         except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             link.close()
-            self._down = f"no metadata server at {self._path}: {str(error) or 'no answer'}; start one with `vcache serve`"
+            self._down = self._no_connection(error)
             return False
         self._link = link
         self._greet(welcome)
         return True
+
+    def _no_connection(self, error: Exception) -> str:
+        """Why there is none, and what to do about it: not more than is known."""
+        match error:
+            case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
+                return f"no metadata server at {self._path}: {error}; start one with `vcache serve`"
+            case TimeoutError() | BlockingIOError():
+                seconds = self._config.connect_seconds
+                return (
+                    f"the metadata server at {self._path} did not answer in {seconds:g} s: it is stopped, or has too much to do"
+                )
+            case Unwelcome():
+                return f"no connection to the metadata server at {self._path}: {error}"
+            case _:
+                return f"no connection to the metadata server at {self._path}: {error}; its log may say why"
 
     def _greet(self, welcome: m.Welcome) -> None:
         for line in welcome.mismatches:

@@ -11,25 +11,41 @@ from pathlib import Path
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes, wire
+from vcache_backend.metadata_server.endpoint import folder_fault
+
+
+class Unwelcome(ConnectionError):
+    """Somebody is there who must not be spoken to, or who refuses; the text says who and why."""
 
 
 class Link:
     """One connected socket. Not thread-safe: its client's lock guards it. Deadlines are times of `time.perf_counter`."""
 
-    def __init__(self, spin_seconds: float) -> None:
+    def __init__(self, spin_seconds: float, server_uid: int | None = None) -> None:
+        self._trusted = {os.getuid(), 0} | ({server_uid} if server_uid is not None else set())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._receiver = wire.Receiver()
         self._reader = wire.FrameReader()
         self._spin = processes.spin(spin_seconds)
 
     def open(self, path: Path, hello: m.Hello, deadline: float) -> m.Welcome:
-        """Connect and be welcomed. ConnectionError with the server's words if it refuses; OSError."""
+        """Connect and be welcomed. Unwelcome: another user could serve there, or does, or the server refuses; OSError.
+
+        Nothing is sent before it is known whose the server is.
+        """
+        if fault := folder_fault(path, self._trusted):
+            raise Unwelcome(f"{fault}, or name its user in client.server_uid if that is meant")
         self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
         self._socket.connect(str(path))
         self._socket.setblocking(False)
+        _, uid = processes.peer(self._socket)
+        if uid not in self._trusted:
+            raise Unwelcome(
+                f"a process of uid {uid} serves there, this one has uid {os.getuid()}; set client.server_uid: {uid} to trust it"
+            )
         reply = self.exchange(wire.frame(hello), deadline)
         if not isinstance(reply, m.Welcome):
-            raise ConnectionError(reply.message if isinstance(reply, m.Error) else f"unexpected {type(reply).__name__}")
+            raise Unwelcome(reply.message if isinstance(reply, m.Error) else f"it answered a hello with {type(reply).__name__}")
         return reply
 
     def exchange(
@@ -66,6 +82,8 @@ class Link:
                 sent = self._socket.send(rest) if fd is None else socket.send_fds(self._socket, [rest], [fd])
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline)
+            except (BrokenPipeError, ConnectionResetError):
+                return  # it closed the connection; the last it said may be there to be read, and says why
             else:
                 rest, fd = rest[sent:], None
 

@@ -22,8 +22,9 @@ from vcache_backend.errors import ConfigError, ProtocolError, raising_as
 from vcache_backend.metadata_server import journal as journals
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes, wire
-from vcache_backend.metadata_server.connection import Connection, listening
+from vcache_backend.metadata_server.connection import Connection
 from vcache_backend.metadata_server.directory import Client, Directory, Limits
+from vcache_backend.metadata_server.endpoint import Endpoint, beside
 from vcache_backend.metadata_server.eviction import POLICIES
 from vcache_backend.metadata_server.journal import Journal, ProcessId
 from vcache_backend.metadata_server.service import Service
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 BUSY_TICK_SECONDS = 0.05
 IDLE_TICK_SECONDS = 0.5
+PATH_SECONDS = 0.01
+"""Whether the socket's path still leads here is looked at so often, as long as there is anything to do."""
 HELLO_SECONDS = 5.0
 """A connection that says no hello within this time is closed."""
 MAX_UNSENT_BYTES = 2 * m.MAX_FRAME_BYTES
@@ -52,40 +55,51 @@ class Server:
         self._stopping = False
         self._spin_until = 0.0
         self._spin_seconds = processes.spin(config.spin_seconds)
-        earlier = config.path.with_suffix(".lock").exists()
+        self._looked = time.monotonic()
         with ExitStack() as undo:
-            self._listener = undo.enter_context(listening(config.path))
+            self._endpoint = undo.enter_context(Endpoint(config.path, open_to_others=bool(config.allow_uids)))
+            self._listener = self._endpoint.listener
             self._epoll = undo.enter_context(select.epoll())
             self._epoll.register(self._listener, select.EPOLLIN)
-            self._service = self._start_service(config.path.with_suffix(".journal"), earlier)
+            self._service = self._start_service(beside(config.path, ".journal"), self._endpoint.earlier)
             undo.callback(self._service.close)
             self._recover_until = time.monotonic() + config.recover_seconds
             self._undo = undo.pop_all()
         self._watch_quarantined()
 
     def run(self) -> None:
-        """Serve until stopped. Everything is closed and the socket removed on return."""
+        """Serve until stopped. Everything is closed and the socket removed on return.
+
+        ConfigError as soon as the socket's path leads elsewhere: what it leads to then stays.
+        """
         log.info("serving %s", self._config.path)
-        next_tick = time.monotonic()
         with self._undo:
-            while not self._stopping:
-                now = time.monotonic()
-                events = self._epoll.poll(0.0 if now < self._spin_until else max(0.0, next_tick - now))
-                for fd, _events in events:
-                    self._on_ready(fd)
-                if now >= next_tick:
-                    self._tick()
-                    next_tick = now + (BUSY_TICK_SECONDS if self._busy() else IDLE_TICK_SECONDS)
-                elif not events:
-                    os.sched_yield()  # spinning, or woken for nothing: whoever else wants this core goes first
-                    continue
-                self._write_journal()
-                self._send()
-            for connection in list(self._connections.values()):
-                connection.close()
-            if self._journal is not None:
-                self._journal.close()
+            try:
+                self._serve()
+            finally:
+                for connection in list(self._connections.values()):
+                    connection.close()
+                if self._journal is not None:
+                    self._journal.close()
         log.info("stopped")
+
+    def _serve(self) -> None:
+        next_tick = time.monotonic()
+        while not self._stopping:
+            now = time.monotonic()
+            events = self._epoll.poll(0.0 if now < self._spin_until else max(0.0, next_tick - now))
+            self._check_path()
+            for fd, _events in events:
+                self._on_ready(fd)
+            if now >= next_tick:
+                self._tick()
+                next_tick = now + (BUSY_TICK_SECONDS if self._busy() else IDLE_TICK_SECONDS)
+            elif not events:
+                os.sched_yield()  # spinning, or woken for nothing: whoever else wants this core goes first
+                continue
+            self._check_path()
+            self._write_journal()
+            self._send()
 
     def stop(self) -> None:
         """End `run` within a tick. May be called from a signal handler."""
@@ -214,7 +228,18 @@ class Server:
 
     # ---- turns
 
+    def _check_path(self) -> None:
+        """Whoever serves the path now may have this server's segments: not one more answer. Also after having been stopped."""
+        now = time.monotonic()
+        if now < self._looked + PATH_SECONDS:
+            return
+        self._looked = now
+        if reason := self._endpoint.lost():
+            what = f"{self._config.path} does not lead to this server any more ({reason})"
+            raise ConfigError(f"server.socket: {what}; it stops, since two servers must not use the same segments")
+
     def _tick(self) -> None:
+        self._endpoint.keep_fresh()
         directory = self._service.directory
         directory.tick()
         self._service.collect_dropped()

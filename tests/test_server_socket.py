@@ -1,0 +1,214 @@
+"""Whose the socket is: one server at one path, files of its own beside it, nobody's files but its own touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import PATIENT, Child, Raw, Stage, stage, start_server
+
+from vcache_backend.errors import ServerUnavailable
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.endpoint import FRESH_SECONDS, Endpoint, beside
+
+NOBODY = 65534
+OURS = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+
+
+@pytest.fixture
+def stage_(tmp_path: Path) -> Iterator[Stage]:
+    with stage(tmp_path) as made:
+        yield made
+
+
+def refused(path: Path) -> str:
+    """What a server says that does not start there."""
+    with Child([sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(path)]) as server:
+        status, said = server.wait()
+    assert status == 1
+    assert "Traceback" not in said
+    return said
+
+
+# ---- two servers
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_second_server_leaves_a_living_one_s_socket_alone_even_without_its_lock(stage_: Stage, stopped: bool) -> None:
+    server = stage_.server()
+    beside(stage_.path, ".lock").unlink()
+    if stopped:
+        with server.stopped():
+            said = refused(stage_.path)
+    else:
+        said = refused(stage_.path)
+    assert "another server already serves" in said
+    assert stage_.raw().ask("list_segments") == ["segments", []]
+
+
+def test_a_server_whose_path_leads_to_another_one_answers_nothing_more(stage_: Stage) -> None:
+    """Stopped while lock and socket were taken from under it, with a question waiting for when it goes on."""
+    first = stage_.server()
+    asker = stage_.raw()
+    with first.stopped():
+        asker.send("list_segments")
+        beside(stage_.path, ".lock").unlink()
+        stage_.path.unlink()
+        second = stage_.server()
+    assert asker.receive() is None
+    status, said = first.wait()
+    assert status == 1
+    assert f"{stage_.path} does not lead to this server any more (another socket is there)" in said
+    assert "Traceback" not in said
+    assert second.process.poll() is None
+    assert stage_.raw().ask("list_segments") == ["segments", []]
+
+
+def test_the_socket_a_killed_server_left_is_taken_over(stage_: Stage) -> None:
+    stage_.server().kill()
+    assert stage_.path.exists()
+    stage_.server()
+    assert stage_.raw().welcome
+
+
+def test_what_cleaners_of_tmp_would_find_old_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "vcache.sock"
+    with Endpoint(path) as endpoint:
+        files = [path, beside(path, ".lock"), beside(path, ".journal")]
+        files[2].touch()
+        for file in files:
+            os.utime(file, (0, 0))
+        endpoint.keep_fresh()
+        assert [file.stat().st_mtime for file in files] == [0, 0, 0]
+        later = time.monotonic() + FRESH_SECONDS
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+        endpoint.keep_fresh()
+        assert all(file.stat().st_mtime for file in files)
+
+
+# ---- names
+
+
+def test_a_file_that_is_no_socket_is_not_deleted(tmp_path: Path) -> None:
+    file, link = tmp_path / "notes.txt", tmp_path / "link"
+    file.write_text("mine")
+    link.symlink_to(file)
+    for path in (file, link):
+        assert "is no socket; it stays" in refused(path)
+    assert file.read_text() == "mine"
+    assert link.is_symlink()
+
+
+def test_every_name_of_a_socket_has_files_of_its_own(tmp_path: Path) -> None:
+    names = ("pool.gpu0", "pool.gpu1", "pool", "x.journal")
+    servers = [start_server(tmp_path / name) for name in names]
+    try:
+        for name in names:
+            with Raw(tmp_path / name) as raw:
+                assert raw.ask("list_segments") == ["segments", []]
+        assert {file.name for file in tmp_path.iterdir() if file.is_file()} == {
+            f"{name}{suffix}" for name in names for suffix in (".lock", ".journal")
+        }
+    finally:
+        for server in servers:
+            server.__exit__(None, None, None)
+
+
+# ---- folders
+
+
+@OURS
+def test_a_folder_that_others_can_write_is_refused_by_server_and_client(tmp_path: Path) -> None:
+    folder = tmp_path / "vcache-0"
+    path = folder / "vcache.sock"
+
+    def both_say(why: str) -> None:
+        assert why in refused(path)
+        with Client(path, PATIENT, reconnect=False) as client, pytest.raises(ServerUnavailable) as raised:
+            client.require()
+        assert why in str(raised.value)
+
+    folder.mkdir()
+    os.chown(folder, NOBODY, NOBODY)
+    both_say(f"{folder} belongs to uid {NOBODY}, not to uid 0")
+    os.chown(folder, 0, 0)
+    folder.chmod(0o1777)
+    both_say(f"`chmod go-w {folder}`")
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    both_say(f"{folder} is no folder")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.write_text("mine")
+    path = tmp_path / "vcache.sock"
+    beside(path, ".lock").symlink_to(private)
+    assert "server.socket: cannot use" in refused(path)
+    assert private.read_text() == "mine"
+
+
+# ---- who serves, who may come in
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from vcache_backend.config import ClientConfig
+from vcache_backend.metadata_server.client import Client
+os.setgid(65534); os.setuid(65534)
+client = Client(Path(sys.argv[1]), ClientConfig(connect_seconds=10, request_seconds=10, **eval(sys.argv[2])), reconnect=False)
+try:
+    client.require()
+    print("segments", client.list_segments())
+except Exception as error:
+    print("refused:", error)
+"""
+ROGUE = """
+import os, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+os.setgid(65534); os.setuid(65534)
+listener.listen()
+print("listening", flush=True)
+peer, _ = listener.accept()
+peer.settimeout(10)
+print("got", len(peer.recv(1 << 16)), "bytes", flush=True)
+"""
+
+
+@OURS
+def test_a_client_sends_nothing_to_another_user_s_server(stage_: Stage) -> None:
+    rogue = stage_.script(ROGUE)
+    rogue.expect("listening")
+    with Client(stage_.path, PATIENT, reconnect=False) as client, pytest.raises(ServerUnavailable) as raised:
+        client.require()
+    assert f"uid {NOBODY}" in str(raised.value)
+    assert "client.server_uid" in str(raised.value)
+    assert "vcache serve" not in str(raised.value)
+    rogue.expect("got 0 bytes")
+
+
+@OURS
+def test_other_users_are_let_in_where_the_server_allows_them_and_they_name_its_user(tmp_path: Path) -> None:
+    open_up = tmp_path
+    while open_up != Path("/tmp") and open_up != open_up.parent:
+        open_up.chmod(open_up.stat().st_mode | 0o011)  # pytest's own folders, not ours
+        open_up = open_up.parent
+    with stage(tmp_path / "folder") as here:
+        allowing = here.server(allow_uids=[NOBODY])
+        assert stat.S_IMODE(here.path.parent.stat().st_mode) == 0o711
+        assert stat.S_IMODE(here.path.stat().st_mode) == 0o666
+        here.script(AS_NOBODY, "dict(server_uid=0)").expect("segments []")
+        allowing.signal(signal.SIGTERM)
+        allowing.wait()
+        here.server(allow_uids=[1234])
+        said = here.script(AS_NOBODY, "{}").expect("refused:")
+        assert f"uid {NOBODY} may not use the server of uid 0" in said
+        assert "server.allow_uids" in said

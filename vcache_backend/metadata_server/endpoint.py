@@ -1,0 +1,154 @@
+"""Where a server listens: the socket's folder and the files beside it, who may come in, and whether the path is still its own."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import time
+from collections.abc import Collection
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from vcache_backend.errors import ConfigError
+
+FRESH_SECONDS = 3600.0
+"""So often the files are touched: cleaners of /tmp remove what nobody touched for days."""
+LISTENS_SECONDS = 1.0
+"""A connection to a socket that is there already is accepted, or refused, by the kernel: at once."""
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """The socket's lock, journal or log: its whole name and `suffix`, so that no two sockets share one."""
+    return path.with_name(path.name + suffix)
+
+
+def folder_fault(path: Path, trusted: Collection[int]) -> str:
+    """Why somebody else may put a socket or a file of theirs at `path`, and what to do; empty if only `trusted` uids can.
+
+    OSError where there is no such folder.
+    """
+    folder = path.parent
+    status = folder.lstat()
+    other = f"set server.socket to a folder of your own, or remove {folder}"
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{folder} is no folder but {stat.filemode(status.st_mode)[0]!r}, a link maybe; {other}"
+    if status.st_uid not in trusted:
+        return f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {other}"
+    if status.st_mode & 0o022:
+        return f"{folder} (mode {stat.S_IMODE(status.st_mode):04o}) can be written by others; `chmod go-w {folder}`, or {other}"
+    return ""
+
+
+class Endpoint:
+    """A listening socket and its lock, which keeps a second server away. ConfigError where there cannot be one.
+
+    Only this user can reach it; with `open_to_others` everybody can connect, and whoever accepts looks at the peer's uid.
+    `earlier`: another server was here before.
+    """
+
+    def __init__(self, path: Path, open_to_others: bool = False) -> None:
+        self._path = path
+        self._undo = ExitStack()
+        with ExitStack() as undo:
+            try:
+                self._make_folder(open_to_others)
+                self.earlier = any(os.path.lexists(file) for file in (path, beside(path, ".lock"), beside(path, ".journal")))
+                self._lock(undo)
+                self._make_way()
+                self.listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                self._bind(undo, 0o666 if open_to_others else 0o600)
+            except OSError as error:
+                raise ConfigError(f"server.socket: cannot use {path}: {error}") from error
+            self._undo = undo.pop_all()
+        self._fresh_until = time.monotonic() + FRESH_SECONDS
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._undo.close()
+
+    def lost(self) -> str:
+        """Why the path does not lead here any more; empty while it does."""
+        try:
+            found = _identity(self._path)
+        except FileNotFoundError:
+            return "it was removed"
+        except OSError as error:
+            return str(error)
+        return "" if found == self._own else "another socket is there"
+
+    def keep_fresh(self) -> None:
+        """Touch socket, lock and journal when it is time to."""
+        if time.monotonic() < self._fresh_until:
+            return
+        self._fresh_until = time.monotonic() + FRESH_SECONDS
+        for path in (self._path, beside(self._path, ".lock"), beside(self._path, ".journal")):
+            try:
+                os.utime(path, follow_symlinks=False)
+            except OSError:
+                continue  # a journal there need not be; a socket that is gone is `lost`
+
+    def _make_folder(self, open_to_others: bool) -> None:
+        folder = self._path.parent
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            fault = folder_fault(self._path, {os.getuid(), 0})
+            if fault:
+                raise ConfigError(f"server.socket: {fault}") from None
+        if open_to_others and folder.stat().st_uid == os.getuid():
+            folder.chmod(folder.stat().st_mode | 0o111)
+
+    def _lock(self, undo: ExitStack) -> None:
+        path = beside(self._path, ".lock")
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        undo.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"server.socket: another server already serves {self._path}") from error
+        os.utime(lock)
+
+    def _make_way(self) -> None:
+        """Remove the socket of a server that is gone, and nothing else."""
+        try:
+            mode = self._path.lstat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(mode):
+            raise ConfigError(f"server.socket: {self._path} is there and is no socket; it stays: remove it, or name another path")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            caller.settimeout(LISTENS_SECONDS)
+            try:
+                caller.connect(str(self._path))
+            except ConnectionRefusedError:
+                self._path.unlink()
+                return
+            except (BlockingIOError, TimeoutError):
+                pass  # so many wait for it already
+        raise ConfigError(f"server.socket: another server already serves {self._path}, though nobody holds its lock")
+
+    def _bind(self, undo: ExitStack, mode: int) -> None:
+        umask = os.umask(0o777 & ~mode)
+        try:
+            self.listener.bind(str(self._path))
+        finally:
+            os.umask(umask)
+        self._own = _identity(self._path)
+        undo.callback(self._remove)
+        self.listener.listen(256)
+        self.listener.setblocking(False)
+
+    def _remove(self) -> None:
+        if not self.lost():
+            self._path.unlink(missing_ok=True)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.lstat()
+    return status.st_dev, status.st_ino
