@@ -42,6 +42,10 @@ class ScriptedServer:
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
+    def hang_up(self) -> None:
+        """On the first who came."""
+        self._sockets[0].shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -329,7 +333,51 @@ def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(
     assert client.lookup([B]) == 2
 
 
+def test_a_connection_that_a_call_ends_is_no_later_one(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
+    """The server says goodbye, the heartbeat notices, and there is a new connection before the call has come to its end."""
+    goodbye = ["error", "go away", True]
+    server = scripted(lambda request: goodbye)
+    client = stage_.client(msgspec.structs.replace(QUICK, heartbeat_seconds=0.02))
+
+    class Slow:
+        """The client's lock, whose user is held up behind it until there is a second connection."""
+
+        def __init__(self, lock: Any) -> None:
+            self.acquire, self._lock = lock.acquire, lock
+
+        def release(self) -> None:
+            self._lock.release()
+            if threading.current_thread() is threading.main_thread():
+                client._lock = self._lock
+                server.hang_up()
+                eventually(lambda: client.connections_lost and client.connected)
+
+    client._lock = Slow(client._lock)  # type: ignore[assignment]
+    with pytest.raises(Refused, match="go away"):
+        client.lookup([A])
+    assert (client.connected, client.connections_lost) == (True, 1)
+
+
 # ---- its own life
+
+
+def test_a_call_under_way_ends_when_its_client_is_closed(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
+    server = scripted(lambda request: None)
+    client = stage_.client(msgspec.structs.replace(PATIENT, request_seconds=10 * SECONDS), reconnect=False)
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            client.lookup([A])
+        except VCacheError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    eventually(lambda: any(request[0] == "lookup" for request in server.seen))
+    client.close()
+    thread.join(SECONDS)
+    assert [type(error) for error in errors] == [ServerUnavailable]
 
 
 def test_close_is_idempotent_and_ends_the_background_thread(stage_: Stage) -> None:

@@ -72,12 +72,20 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection and end the background thread. Idempotent."""
+        """Close the connection and end the background thread; calls under way end as ServerUnavailable. Idempotent."""
         self._stop.set()
         self._wake.set()
+        link, forked = self._link, os.getpid() != self._pid
+        if link is not None and not forked:
+            link.interrupt()
         if self._keeper is not None and self._keeper is not threading.current_thread():
             self._keeper.join(self._config.connect_seconds + self._config.control_seconds)
-        self._drop("the client was closed")
+        # In a forked child the lock may be held by a thread that is not there.
+        if forked or self._lock.acquire(timeout=self._config.control_seconds):
+            if self._link is not None:
+                self._drop(self._link, "the client was closed")
+            if not forked:
+                self._lock.release()
 
     @property
     def connected(self) -> bool:
@@ -208,33 +216,45 @@ class Client:
         if not self._lock.acquire(timeout=deadline - started):
             raise ServerTimeout(self._late(request, deadline - started, "waiting for other calls"))
         try:
-            reply = self._connection().exchange(data, deadline, fd, received)
+            return self._exchange(request, kind, data, started, deadline, fd, received)
+        finally:
+            self._lock.release()
+
+    def _exchange(
+        self,
+        request: m.Request,
+        kind: type[R],
+        data: bytes,
+        started: float,
+        deadline: float,
+        fd: int | None,
+        received: list[int] | None,
+    ) -> R:
+        """Ask on the present connection, which ends if the answer is late or wrong. Under the lock."""
+        link = self._link
+        if link is None:
+            raise ServerUnavailable(self._down)
+        try:
+            reply = link.exchange(data, deadline, fd, received)
             self._note(request, started)
         except TimeoutError as error:
-            self._drop(self._late(request, deadline - started, "no answer"))
+            self._drop(link, self._late(request, deadline - started, "no answer"))
             raise ServerTimeout(self._down) from error
         except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._drop(f"connection to the metadata server at {self._path} lost: {error}")
+            self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
             raise ServerUnavailable(self._down) from error
         except BaseException:
             # A signal handler raised: the answer is still to come, and must not be taken for the next call's.
-            self._drop(f"a call to the metadata server at {self._path} was interrupted")
+            self._drop(link, f"a call to the metadata server at {self._path} was interrupted")
             raise
-        finally:
-            self._lock.release()
         if isinstance(reply, m.Error):
             if reply.fatal:
-                self._drop(f"the metadata server at {self._path} closed the connection: {reply.message}")
+                self._drop(link, f"the metadata server at {self._path} closed the connection: {reply.message}")
             raise Refused(reply.message)
         if not isinstance(reply, kind):
-            self._drop(f"the metadata server answered {type(request).__name__} with {type(reply).__name__}")
+            self._drop(link, f"the metadata server answered {type(request).__name__} with {type(reply).__name__}")
             raise ServerUnavailable(self._down)
         return reply
-
-    def _connection(self) -> Link:
-        if self._link is None:
-            raise ConnectionError(self._down)
-        return self._link
 
     def _note(self, request: m.Request, started: float) -> None:
         """Remember how long the call took, waiting included. Under the lock."""
@@ -294,15 +314,13 @@ class Client:
             log.info("connected to the metadata server at %s", self._path)
         self._complained = ""
 
-    def _drop(self, reason: str) -> None:
-        """Open the breaker: close the socket, remember why, wake the background thread."""
-        link, self._link = self._link, None
-        if link is None:
-            return
-        self._down = reason
-        self.connections_lost += 1
+    def _drop(self, link: Link, reason: str) -> None:
+        """Open the breaker: close the socket, remember why, wake the background thread. Under the lock, so that nobody uses it."""
         link.close()
-        self._wake.set()
+        if self._link is link:
+            self._link, self._down = None, reason
+            self.connections_lost += 1
+            self._wake.set()
 
     def _keep(self) -> None:
         """The background thread: heartbeats while connected, reconnection with growing pauses while not."""

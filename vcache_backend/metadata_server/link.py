@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from vcache_backend.errors import ProtocolError
@@ -72,7 +73,13 @@ class Link:
                 reply: m.AnyReply = wire.reply_decoder.decode(frames[0])
                 return reply
 
+    def interrupt(self) -> None:
+        """End the connection for whoever waits for an answer on it. Any thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
+        """Not while somebody exchanges: the number of a closed socket is given to the next file that is opened."""
         self._socket.close()
 
     def _send(self, data: bytes, fd: int | None, deadline: float) -> None:
