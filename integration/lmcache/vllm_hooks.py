@@ -120,8 +120,10 @@ def _supply_connector() -> None:
     @functools.wraps(create)
     def create_gpu_connector(config: Any, metadata: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
         if engine == vllm and source.torch_device_type == "cpu" and names_our_plugin(config):
+            from .. import amx
             from .gpu_connector import VCacheGPUConnector
 
+            amx.permit()
             return VCacheGPUConnector()
         return create(config, metadata, engine, *args, **kwargs)
 

@@ -26,7 +26,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
 
-from .. import room, round_trip
+from .. import amx, room, round_trip
 from . import below, compat, facts
 from .compat import refusal
 from .events import Events, StoredBlocks
@@ -64,6 +64,8 @@ class WorkerSide:
         self._vllm, self._kv_config, self._config, self._meter = vllm_config, kv_cache_config, config, meter
         self._pp_rank, self._tp_rank = pp_rank, tp_rank
         self._model = facts.read_model(vllm_config, config.connector.model)
+        if self._model.device_type == "cpu":
+            amx.permit()
         shards = 1 if self._model.use_mla else self._model.tp_size
         self._rank = pp_rank * shards + tp_rank % shards
         self._number = pp_rank * self._model.tp_size + tp_rank
