@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -260,7 +260,9 @@ class Raw:
         return message
 
     def ask(self, *message: Any, fds: tuple[int, ...] = ()) -> list[Any] | None:
-        self.send(*message, fds=fds)
+        """A message and its answer. If the server has closed the connection, the last it said, or None."""
+        with suppress(BrokenPipeError):
+            self.send(*message, fds=fds)
         return self.receive()
 
     def closed(self) -> bool:

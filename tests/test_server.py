@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import stat
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from model import chunk_key
-from processes import Child, Raw, Stage, eventually, make_memfd, stage
+from processes import SECONDS, Child, Raw, Stage, eventually, make_memfd, stage
 
 from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.processes import spin
@@ -306,11 +307,15 @@ def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(stage_: S
     stage_.server(max_clients=2)
     first, _ = stage_.raw(), stage_.raw()
     third = stage_.raw(hello=False)
+    # The server may have closed it before the hello comes.
+    gone = select.poll()
+    gone.register(third.socket, select.POLLRDHUP)
+    assert gone.poll(1000 * SECONDS)
     reply = ask(third, "hello", 1, "host", "host", {})
     assert "raise server.max_clients" in reply[1]
     assert third.closed()
     first.close()
-    eventually(lambda: stage_.raw(hello=False).ask("hello", 1, "host", "host", {})[0] == "welcome")
+    eventually(lambda: ask(stage_.raw(hello=False), "hello", 1, "host", "host", {})[0] == "welcome")
 
 
 @pytest.mark.parametrize(("cores", "default"), [(1, 0.0), (2, 0.005), (15, 0.005), (16, 1.0)])
