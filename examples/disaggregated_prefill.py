@@ -8,14 +8,14 @@ it sends a few prompts to the proxy and prints, for each, how many tokens the de
 and whether its tokens are those that the prefill server gives if it answers itself. With --stay the servers then stay up for your own
 requests until Ctrl-C. Exit code 0 if every prompt came from the pool, with the right tokens.
 
-By hand (each vLLM computes on the first GPU it sees, and must see the other's too, to map the pool's memory):
+By hand (each vLLM needs to see its own GPU only: the pool's memory on the other one is mapped all the same):
 
     vcache serve
     export PYTHONHASHSEED=0       # the same everywhere, since the names of KV depend on it
-    CUDA_VISIBLE_DEVICES=0,1 vllm serve MODEL --port 8100 --kv-transfer-config '{"kv_role":"kv_producer",
+    CUDA_VISIBLE_DEVICES=0 vllm serve MODEL --port 8100 --kv-transfer-config '{"kv_role":"kv_producer",
       "kv_connector":"VCacheConnector", "kv_connector_module_path":"vcache_backend.integration.vllm_connector",
       "kv_load_failure_policy":"recompute"}'
-    CUDA_VISIBLE_DEVICES=1,0 vllm serve MODEL --port 8200 --kv-transfer-config '{"kv_role":"kv_consumer",
+    CUDA_VISIBLE_DEVICES=1 vllm serve MODEL --port 8200 --kv-transfer-config '{"kv_role":"kv_consumer",
       "kv_connector":"VCacheConnector", "kv_connector_module_path":"vcache_backend.integration.vllm_connector",
       "kv_load_failure_policy":"recompute", "kv_connector_extra_config":{"pool":{"segment_bytes":0}}}'
     python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
@@ -162,9 +162,8 @@ def site(options: argparse.Namespace, shape: Shape, folder: Path) -> Iterator[Si
         common += [] if options.model else ["--skip-tokenizer-init"]
         common += [f"--max-model-len={max(options.lengths) + TAIL + 2 * NEW_TOKENS}"]
         both = []
-        for role, port, gpus in (("prefill", options.ports[1], options.gpus), ("decode", options.ports[2], options.gpus[::-1])):
-            # Each computes on its first GPU, and must see the other's to map the pool's memory there.
-            visible = {} if options.cpu else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        for number, (role, port) in enumerate(zip(("prefill", "decode"), options.ports[1:], strict=True)):
+            visible = {} if options.cpu else {"CUDA_VISIBLE_DEVICES": options.gpus[number]}
             environment = {**ALWAYS, **shape.environment, **visible, **({} if options.model else {"HF_HUB_OFFLINE": "1"})}
             command = [
                 *common,

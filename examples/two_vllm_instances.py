@@ -214,9 +214,8 @@ def processes(options: argparse.Namespace, shape: Shape, folder: Path) -> Iterat
         undo.callback(server.kill)
         client = undo.enter_context(connect(server, path))
         both = []
-        for name, gpus in (("A", options.gpus), ("B", options.gpus[::-1])):
-            # Each computes on its first GPU, and must see the other's to map the pool's memory there.
-            visible = {} if options.cpu else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        for number, name in enumerate("AB"):
+            visible = {} if options.cpu else {"CUDA_VISIBLE_DEVICES": options.gpus[number]}
             command = [str(Path(__file__).resolve()), "--instance", settings]
             both.append(Process(f"instance {name}", command, {**environment, **visible}, folder / f"{name}.log"))
             undo.callback(both[-1].kill)

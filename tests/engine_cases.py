@@ -297,13 +297,15 @@ class TrustingEngine(VCacheEngine):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker process is started with. `copier` and `engine`: the plain ones, or planted ones."""
+    """What a worker process is started with. `copier` and `engine`: the plain ones, or planted ones. visible: the GPUs it sees; empty:
+    those that this process sees."""
 
     config: Config
     arrangement: Arrangement
     sizes: Sizes
     copier: Literal["plain", "pausing", "unfinished", "wrong"] = "plain"
     trusting: bool = False
+    visible: str = ""
 
 
 class WorkerLoop:
@@ -426,6 +428,9 @@ class Lines(logging.Handler):
 def _work(setup: Setup, pipe: Connection) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     torch.set_num_threads(1)
+    if setup.visible:
+        # CUDA looks at it when it is first used, which in a spawned process is yet to come.
+        os.environ["CUDA_VISIBLE_DEVICES"] = setup.visible
     worker: WorkerLoop | None = None
     try:
         worker = WorkerLoop(setup, pipe)
@@ -565,7 +570,7 @@ class Node:
         chunk_size: int = CHUNK,
         **more: Any,
     ) -> Worker:
-        """A worker process on `device`. more: `copier`, `trusting` (see Setup)."""
+        """A worker process on `device`. more: `copier`, `trusting`, `visible` (see Setup)."""
         config = self.config(device, segment_bytes, chunk_size)
         return self.undo.enter_context(Worker(Setup(config=config, arrangement=arrangement, sizes=sizes, **more)))
 
@@ -615,7 +620,13 @@ class Step(NamedTuple):
 
 
 def across(
-    folder: Path, devices: tuple[str, str], arrangement: Arrangement, sizes: Sizes, count: int, chunk_size: int
+    folder: Path,
+    devices: tuple[str, str],
+    arrangement: Arrangement,
+    sizes: Sizes,
+    count: int,
+    chunk_size: int,
+    visible: tuple[str, str] = ("", ""),
 ) -> Iterator[Step]:
     """Two worker processes, one on each device, share `count` tokens each way; then one is killed and its successor reads on.
 
@@ -626,10 +637,10 @@ def across(
     with node(folder) as here:
         here.serve()
 
-        def start(device: str) -> Worker:
-            return here.worker(device, segment_bytes, arrangement, sizes, chunk_size)
+        def start(number: int) -> Worker:
+            return here.worker(devices[number], segment_bytes, arrangement, sizes, chunk_size, visible=visible[number])
 
-        first, second = start(devices[0]), start(devices[1])
+        first, second = start(0), start(1)
         segments = len(here.client().list_segments())
         yield Step(segments == 2, f"{segments} segments of {segment_bytes:,} B, lent by {devices[0]} and {devices[1]}")
         for family, (writer, reader) in enumerate([(first, second), (second, first)], start=1):
@@ -639,7 +650,7 @@ def across(
         digest = first.ask("store", prompt(count, 3), places(sizes, count, 5))
         first.ask("flush")
         first.kill()
-        successor = start(devices[0])
+        successor = start(0)
         after = len(here.client().list_segments())
         yield Step(after == segments, f"worker on {devices[0]} SIGKILLed; its successor finds {after} segments")
         for name, worker in (("its successor", successor), (f"the one on {devices[1]}", second)):

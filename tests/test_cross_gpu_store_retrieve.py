@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from engine_cases import FLASH, MLA, PACKED, PACKED_HND, Arrangement, Sizes, across, report
 
+from vcache_backend.vram_pool import devices
+
 SIZES = Sizes(layers=8, heads=8, dim=128, blocks=320)
 COUNT, CHUNK_SIZE = 4096, 256
 ARRANGEMENTS = [FLASH, PACKED, PACKED_HND, MLA]
@@ -24,6 +26,15 @@ ARRANGEMENTS = [FLASH, PACKED, PACKED_HND, MLA]
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda a: a.name)
 def test_two_gpus_share_every_byte_and_a_successor_finds_them(tmp_path: Path, arrangement: Arrangement) -> None:
     for step in across(tmp_path, ("cuda:0", "cuda:1"), arrangement, SIZES, COUNT, CHUNK_SIZE):
+        assert step.right, step.text
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.timeout(300)
+def test_two_processes_that_see_one_gpu_each_share_every_byte(tmp_path: Path) -> None:
+    """As two instances with `CUDA_VISIBLE_DEVICES=0` and `=1` do: each calls its own GPU cuda:0, and cannot name the other's."""
+    visible = (devices.resolve("cuda:0").name, devices.resolve("cuda:1").name)
+    for step in across(tmp_path, ("cuda:0", "cuda:0"), FLASH, SIZES, COUNT, CHUNK_SIZE, visible):
         assert step.right, step.text
 
 

@@ -272,6 +272,18 @@ def test_gpus_that_cannot_be_used_fail_with_the_reason(config: Config, monkeypat
     assert "pip install" in finding.detail
 
 
+def test_gpus_that_are_not_visible_are_named_as_not_looked_at(
+    config: Config, gpus: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_checks, "_PRESENT", tmp_path)
+    for number in range(3):
+        (tmp_path / f"gpu{number}").mkdir()
+    finding = by_check(list(doctor.check_gpus(config)))["other gpus"]
+    assert (finding.status, finding.detail[:27]) == ("ok", "2 of 3 GPUs are visible her")
+    (tmp_path / "gpu2").rmdir()
+    assert "other gpus" not in by_check(list(doctor.check_gpus(config)))
+
+
 @pytest.mark.gpu
 def test_a_real_gpu_machine_is_described_without_a_failed_check(config: Config) -> None:
     findings = by_check(diagnose(config))

@@ -1,6 +1,7 @@
 """The processes of a run: the metadata server, LMCache's MP server, and vLLM instances (`instances`, `settings`).
 
-Both GPUs stay visible to every instance, for peer mappings; the one it computes on is first in CUDA_VISIBLE_DEVICES.
+Both GPUs are visible to every instance, as in every run so far; the one it computes on is first in CUDA_VISIBLE_DEVICES. It need not
+be so: memory of a GPU that a process does not see is mapped all the same.
 """
 
 from __future__ import annotations

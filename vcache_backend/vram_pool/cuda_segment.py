@@ -65,7 +65,7 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
     try:
         whole = _Whole(driver, ordinal, fd, nbytes)
     except DriverError as error:
-        hidden = f"; {owner} is not visible to this process, make it so (CUDA_VISIBLE_DEVICES)" if seen is None else ""
+        hidden = f"; {owner} is not visible here, so nobody asked whether there is peer access" if seen is None else ""
         raise SegmentError(f"GPU {reader.name} cannot map {nbytes:,} B of GPU {owner}: {error}{hidden}") from error
     return view(whole, ordinal)
 
