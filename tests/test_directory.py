@@ -7,6 +7,7 @@ import pytest
 from model import FakeClock, chunk_key
 
 from vcache_backend.metadata_server import journal
+from vcache_backend.metadata_server.claims import CLAIM_SECONDS, ROUNDING_BYTES
 from vcache_backend.metadata_server.directory import Client, Directory, Limits
 from vcache_backend.metadata_server.eviction import LRU
 from vcache_backend.metadata_server.journal import ProcessId
@@ -709,6 +710,40 @@ def test_a_segment_is_dropped_only_after_its_last_lease_and_reservation(director
     assert there(directory, B) == []
     assert directory.drop_segment(SegmentId("s0")) == (0, True)
     assert directory.segment_infos() == []
+
+
+def test_of_several_who_start_at_once_one_makes_the_memory(directory: Directory, clock: FakeClock) -> None:
+    beside = msgspec.structs.replace(OTHER, device=WRITER.device)
+    assert directory.lend(WRITER, 4 * KIB).nbytes == 0, "it is there"
+    claim = directory.lend(WRITER, 10 * KIB)
+    assert claim.nbytes == 6 * KIB
+    assert directory.lend(beside, 10 * KIB).nbytes == 0, "somebody is about to make it"
+    assert directory.lend(READER, 10 * KIB).nbytes == 10 * KIB, "another device"
+    assert directory.lend(beside, 12 * KIB).nbytes == 2 * KIB, "who wants more makes the rest"
+    assert directory.redeem(WRITER, claim.claim, WRITER.device, 6 * KIB)
+    assert not directory.redeem(WRITER, claim.claim, WRITER.device, 6 * KIB), "once"
+
+
+def test_a_claim_ends_with_its_time_and_with_its_connection(directory: Directory, clock: FakeClock) -> None:
+    beside = msgspec.structs.replace(OTHER, device=WRITER.device)
+    late = directory.lend(WRITER, 10 * KIB)
+    clock.advance(CLAIM_SECONDS + 1)
+    lost = directory.lend(beside, 10 * KIB)
+    assert lost.nbytes == 6 * KIB
+    assert not directory.redeem(WRITER, late.claim, WRITER.device, 6 * KIB)
+    directory.disconnect(beside)
+    again = directory.lend(WRITER, 10 * KIB)
+    assert again.nbytes == 6 * KIB
+    assert not directory.redeem(beside, lost.claim, WRITER.device, 6 * KIB)
+    assert not directory.redeem(WRITER, again.claim, WRITER.device, 6 * KIB + ROUNDING_BYTES + 1), "more than was claimed"
+
+
+def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> None:
+    directory, added = make(clock), journal.SegmentAdded(SegmentId("s0"), WRITER.device, WRITER.medium, 4 * KIB)
+    directory.restore(journal.State(segments={SegmentId("s0"): added}))
+    assert directory.lend(WRITER, 4 * KIB).nbytes == 0
+    directory.forget_absent()
+    assert directory.lend(WRITER, 4 * KIB).nbytes == 4 * KIB
 
 
 def test_a_segment_offered_twice_is_added_once(directory: Directory) -> None:

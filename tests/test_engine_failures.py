@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import random
 import re
@@ -40,6 +41,8 @@ from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.vram_pool.copier import Finished, HostCopier
+from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.pool import Pool
 
 
 class NoCopier(HostCopier):
@@ -411,6 +414,39 @@ def test_a_lease_ends_though_a_store_goes_on(here: Node) -> None:
     copier.finished.set()
     assert engine.flush(SECONDS)
     assert engine.lookup(prompt(CHUNK, 2)) == CHUNK
+
+
+# ---- workers that start together
+
+
+def _lend(path: Path, barrier: Any) -> None:
+    with Client(path, SNAPPY, "host", "host") as client:
+        barrier.wait(SECONDS)
+        Pool(client, Device("host", "host"), ROOMY)
+        barrier.wait(SECONDS)
+        barrier.wait(SECONDS)
+
+
+def test_workers_of_one_device_that_start_at_once_lend_its_share_exactly_once(here: Node) -> None:
+    here.serve()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "vcache_backend.engine"])
+    barrier = context.Barrier(7)
+    children = [context.Process(target=_lend, args=(here.path, barrier), daemon=True) for _ in range(6)]
+    try:
+        for child in children:
+            child.start()
+        barrier.wait(SECONDS)
+        barrier.wait(SECONDS)
+        client = here.client()
+        eventually(lambda: client.list_segments())
+        time.sleep(3 * SNAPPY.heartbeat_seconds)
+        assert [segment.nbytes for segment in client.list_segments()] == [ROOMY]
+        barrier.wait(SECONDS)
+    finally:
+        for child in children:
+            child.kill()
+            child.join(SECONDS)
 
 
 # ---- readers that die or hang

@@ -152,15 +152,19 @@ class Client:
 
     # ---- segments and the server
 
-    def add_segment(self, info: m.SegmentInfo, fd: int) -> int:
-        """Register a segment with a copy of `fd`; how many chunks of before a restart it brought back."""
-        request = m.AddSegment(info.id, info.device, info.medium, info.nbytes)
+    def lend(self, nbytes: int) -> m.Lendable:
+        """What of `nbytes` that the pool shall have on this client's device is to be made here and now."""
+        return self._call(m.Lend(nbytes), m.Lendable)
+
+    def add_segment(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> int:
+        """Register a segment, made under `claim` if any, with a copy of `fd`; how many chunks of before a restart it brought back."""
+        request = m.AddSegment(info.id, info.device, info.medium, info.nbytes, claim)
         return self._call(request, m.Added, self._config.control_seconds, fd).chunks
 
-    def offer(self, info: m.SegmentInfo, fd: int) -> int:
+    def offer(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> int:
         """`add_segment` now, and again after every reconnection until `withdraw`. `fd` stays the caller's and open till then."""
         self.remember(info, fd)
-        return self.add_segment(info, fd)
+        return self.add_segment(info, fd, claim)
 
     def remember(self, info: m.SegmentInfo, fd: int) -> None:
         """`offer` from the next reconnection on: for segments the server has now."""

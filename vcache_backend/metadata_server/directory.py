@@ -16,6 +16,7 @@ import msgspec
 from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server.allocator import padded
 from vcache_backend.metadata_server.awaited import Awaited
+from vcache_backend.metadata_server.claims import Claims
 from vcache_backend.metadata_server.eviction import EvictionPolicy
 from vcache_backend.metadata_server.journal import ProcessId
 from vcache_backend.metadata_server.leases import Leases
@@ -24,6 +25,7 @@ from vcache_backend.metadata_server.messages import (
     RANK_BYTES,
     ChunkKey,
     Leased,
+    Lendable,
     Location,
     Medium,
     Pin,
@@ -80,6 +82,7 @@ class Directory:
         self.placement = Placement(lambda: next(self._ids))
         self.leases = Leases(limits.lease_seconds, self._unheld)
         self.reservations = Reservations(limits.reservation_seconds, limits.quarantine_seconds)
+        self._claims = Claims()
         self._saving = Saving(limits.save_ahead, self.placement, self.leases)
         self.counters: Counter[str] = Counter()
         self._reserves_from = 0.0
@@ -284,6 +287,7 @@ class Directory:
         """The connection is gone: its leases end, see `GRACE_SECONDS`; its reservations are void, their slots quarantined."""
         self.leases.drop_client(client.id, self._now())
         self._saving.drop_client(client.id)
+        self._claims.drop_client(client.id)
         for id_, reservation in self.reservations.items():
             if reservation.client == client.id:
                 self.reservations.void(id_, self._now())
@@ -312,6 +316,18 @@ class Directory:
         self._keep_watermarks()
 
     # ---- segments
+
+    def lend(self, client: Client, nbytes: int) -> Lendable:
+        """What is missing of `nbytes` on the client's device and nobody else is about to make: the client may, soon."""
+        live = sum(segment.nbytes for segment in self.placement.segments.values() if segment.device == client.device)
+        absent = sum(info.nbytes for info in self.absent_segments().values() if info.device == client.device)
+        claim = next(self._ids)
+        lendable = self._claims.grant(claim, client.id, client.device, nbytes - live - absent, self._now())
+        return Lendable(claim if lendable else 0, lendable)
+
+    def redeem(self, client: Client, claim: int, device: str, nbytes: int) -> bool:
+        """A segment made under a claim of this client has come, which ends the claim; False if it is too late or too large."""
+        return self._claims.redeem(claim, client.id, device, nbytes, self._now())
 
     def add_segment(self, info: SegmentInfo) -> int:
         """A segment is usable from now on. Returns how many chunks it brings back from before a restart."""

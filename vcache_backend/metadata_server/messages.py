@@ -113,11 +113,21 @@ class Hello(Request, frozen=True, tag="hello"):
 
 
 class AddSegment(Request, frozen=True, tag="add_segment"):
-    """Register (or, after a server restart, offer again) a segment; its fd comes along → `Added`."""
+    """Register (or, after a server restart, offer again) a segment; its fd comes along → `Added`.
+
+    `claim`: of the `Lendable` it was made under; refused if that has ended meanwhile. 0: somebody wants it there whatever else is.
+    """
 
     id: Annotated[SegmentId, msgspec.Meta(min_length=1, max_length=64)]
     device: Text
     medium: Medium
+    nbytes: Bytes
+    claim: int = 0
+
+
+class Lend(Request, frozen=True, tag="lend"):
+    """How much of its device's memory may this client make now, if the pool shall have `nbytes` there in all? → `Lendable`."""
+
     nbytes: Bytes
 
 
@@ -287,6 +297,14 @@ class Added(Reply, frozen=True, tag="added"):
     chunks: int
 
 
+class Lendable(Reply, frozen=True, tag="lendable"):
+    """`nbytes`: to be made and added as one segment, within `CLAIM_SECONDS`, on this connection. 0: it is there, others are about to
+    make it, or it may be offered again after a restart; ask again later."""
+
+    claim: int
+    nbytes: int
+
+
 class Opened(Reply, frozen=True, tag="opened"):
     """The fd comes along."""
 
@@ -374,6 +392,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
 AnyRequest = (
     Hello
     | AddSegment
+    | Lend
     | OpenSegment
     | DropSegment
     | ListSegments
@@ -396,5 +415,18 @@ AnyRequest = (
     | Unsaved
 )
 AnyReply = (
-    Welcome | Error | Added | Opened | Dropped | Segments | Reserved | Leased | ToSave | Count | Verdict | Present | ServerStats
+    Welcome
+    | Error
+    | Added
+    | Lendable
+    | Opened
+    | Dropped
+    | Segments
+    | Reserved
+    | Leased
+    | ToSave
+    | Count
+    | Verdict
+    | Present
+    | ServerStats
 )

@@ -78,7 +78,9 @@ class Service:
             case m.Clear(namespace):
                 return m.Count(directory.clear(namespace)), None
             case m.AddSegment():
-                return self._add_segment(request, fds), None
+                return self._add_segment(client, request, fds), None
+            case m.Lend(nbytes):
+                return directory.lend(client, nbytes), None
             case m.OpenSegment(id_):
                 return self._open_segment(id_)
             case m.DropSegment(id_):
@@ -122,7 +124,7 @@ class Service:
         while self.fds:
             os.close(self.fds.popitem()[1])
 
-    def _add_segment(self, request: m.AddSegment, fds: list[int]) -> m.Added:
+    def _add_segment(self, client: Client, request: m.AddSegment, fds: list[int]) -> m.Added:
         if len(fds) != 1:
             raise Refuse(f"add_segment {request.id}: {len(fds)} fds came along; exactly 1 is needed")
         absent = self.directory.absent_segments().get(request.id)
@@ -135,6 +137,10 @@ class Service:
             return m.Added(0)
         if request.medium == "host":
             _check_memfd(request, fds[0])
+        if request.claim and not self.directory.redeem(client, request.claim, request.device, request.nbytes):
+            raise Refuse(
+                f"segment {request.id}: its claim on {request.device} has ended, or is on less; ask again what may be lent"
+            )
         info = m.SegmentInfo(request.id, request.device, request.medium, request.nbytes)
         chunks = self.directory.add_segment(info)
         self.fds[request.id] = fds.pop()

@@ -12,7 +12,7 @@ import torch
 from vcache_backend.config import Config
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import Location, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.messages import Lendable, Location, SegmentId, SegmentInfo
 from vcache_backend.vram_pool import segment as segments
 from vcache_backend.vram_pool.devices import Device, can_read
 from vcache_backend.vram_pool.segment import MappedSegment
@@ -42,7 +42,7 @@ class Pool:
         """
         self.device = device
         self._client = client
-        self._segment_bytes, self._unfit = segment_bytes, unfit
+        self._segment_bytes, self._unfit = int(segment_bytes), unfit
         self._mapped: dict[SegmentId, MappedSegment] = {}
         self._unreadable: set[SegmentId] = set()
         self._contributed = 0
@@ -105,31 +105,45 @@ class Pool:
             self._contribute(infos)
 
     def _contribute(self, infos: list[SegmentInfo]) -> None:
-        """Once per server life, make what is missing of the own device's share. A segment dropped later stays dropped."""
-        if self._contributed == self._client.epoch:
+        """Once per server life, see to it that the own device's share is there, however many workers want to: whom the server tells to
+        makes it, the others ask again until it is there. A segment dropped later stays dropped."""
+        epoch = self._client.epoch
+        if self._contributed == epoch:
             return
-        own = [info for info in infos if info.device == self.device.name]
-        if any(info.state == "absent" for info in own):
-            # Somebody may still hold its memory and offer it again; if not, the server forgets it soon.
-            return
-        self._contributed = self._client.epoch
-        there = sum(info.nbytes for info in own if info.state == "live")
-        missing = self._segment_bytes - there
-        if missing <= 0:
-            return
-        reason = self._unfit(self._segment_bytes, missing)
-        if reason is not None:
-            log.error("nothing of %s is lent to the pool: %s", self.device, reason)
+        there = sum(info.nbytes for info in infos if info.device == self.device.name and info.state == "live")
+        if there >= self._segment_bytes:
+            self._contributed = epoch
             return
         try:
-            with segments.create(self.device, missing) as owned:
-                mapped = segments.map_segment(owned.info, owned.fd, self.device)
-            self._mapped[mapped.id] = mapped
-            self._client.offer(mapped.info, mapped.fd)
+            lendable = self._client.lend(self._segment_bytes)
         except VCacheError as error:
-            log.error("no segment on %s: %s; chunks go to other devices of the pool, if there are any", self.device, error)
+            log.debug("lend: %s", error)
             return
+        if lendable.nbytes and self._lend(lendable):
+            self._contributed = epoch
+
+    def _lend(self, lendable: Lendable) -> bool:
+        """Make a segment and hand it over; False if that is to be tried again."""
+        reason = self._unfit(self._segment_bytes, lendable.nbytes)
+        if reason is not None:
+            log.error("nothing of %s is lent to the pool: %s", self.device, reason)
+            return True
+        try:
+            with segments.create(self.device, lendable.nbytes) as owned:
+                mapped = segments.map_segment(owned.info, owned.fd, self.device)
+        except SegmentError as error:
+            log.error("no segment on %s: %s; chunks go to other devices of the pool, if there are any", self.device, error)
+            return True
+        try:
+            self._client.offer(mapped.info, mapped.fd, lendable.claim)
+        except VCacheError as error:
+            log.warning("segment %s on %s is given up: %s", mapped.id, self.device, error)
+            self._client.withdraw(mapped.id)
+            mapped.close()
+            return False
+        self._mapped[mapped.id] = mapped
         log.info("lent %s B of %s to the pool as segment %s", f"{mapped.nbytes:,}", self.device, mapped.id)
+        return True
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
         """A segment that appeared since the last heartbeat."""
