@@ -472,6 +472,49 @@ def test_the_first_rank_broadcasts_mla_chunks_as_lmcache_lays_them_out(served: P
     assert served.settled()
 
 
+# ---- other KV caches, other requests
+
+
+def move_house(inside: Inside) -> None:
+    """From now on the same worker has its KV in other tensors."""
+    inside.cache = Cache(inside.setup.arrangement, inside.setup.sizes)
+
+
+def test_kv_caches_are_those_of_each_call(served: Pool) -> None:
+    """As in LMCache's own tests, which store from one and retrieve into another."""
+    engine = served.engine()
+    engine.store(chunks(2))
+    engine.do(move_house)
+    assert said(engine.retrieve(chunks(2))) == all_of(2 * CHUNK)
+    engine.store(chunks(3, family=2))
+    engine.do(move_house)
+    assert engine.lookup(chunks(3, family=2), "r") == 3 * CHUNK
+    assert said(engine.retrieve(chunks(3, family=2))) == all_of(3 * CHUNK)
+
+
+def put_two_requests_at_once(inside: Inside, prompts: list[list[int]]) -> bool:
+    keys, objs = [], []
+    inside.cache.poison()
+    for seed, prompt in enumerate(prompts):
+        shapes, dtypes = inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()
+        keys.append(inside.keys(prompt)[0])
+        objs.append(inside.backend.allocate(shapes, dtypes))
+        slots = torch.arange(CHUNK) + seed * CHUNK
+        inside.cache.fill(inside.shard(prompt), slots)
+        where = {"kvcaches": inside.cache.tensors, "slot_mapping": slots}
+        inside.engine.gpu_connector.batched_from_gpu([objs[-1]], [0], [CHUNK], **where)
+    inside.backend.batched_submit_put_task(keys, objs)
+    return inside.flush()
+
+
+def test_chunks_of_two_requests_put_at_once_are_stored_each_from_its_own_slots(served: Pool) -> None:
+    engine = served.engine()
+    prompts = [chunks(1), chunks(1, family=2)]
+    assert engine.do(put_two_requests_at_once, prompts)
+    for prompt in prompts:
+        assert said(engine.retrieve(prompt)) == all_of(CHUNK)
+
+
 # ---- what others ask of a storage backend
 
 

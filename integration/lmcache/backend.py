@@ -77,8 +77,10 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     # ---- for the GPU connector
 
     def bind(self, kvcaches: Any) -> PoolWorker | None:
-        """The worker for these KV caches, made when they are first seen; None if the plugin stepped aside."""
-        if self._worker is None and not self.reason:
+        """The worker, made when KV caches are first seen and turned to these; None if the plugin stepped aside."""
+        if self._worker is not None:
+            self._worker.kvcaches = kvcaches
+        elif not self.reason:
             try:
                 self._worker = self._starter.bind(kvcaches)
             except Exception as error:  # noqa: BLE001 as in the constructor

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from lmcache.v1.memory_management import MemoryObj
 
-from vcache_backend.arguments import KVCaches
 from vcache_backend.chunk_io import ChunkIO
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import plan_chunks
@@ -27,13 +26,14 @@ LEASE = "vcache_lease"
 class Foreign:
     """What memory objects hand out as bytes, and what comes in as such. In the worker's main thread."""
 
-    def __init__(self, io: ChunkIO, kvcaches: KVCaches) -> None:
-        self.io, self._kvcaches = io, kvcaches
+    def __init__(self, io: ChunkIO, paged: Callable[[], PagedKV]) -> None:
+        """paged: the KV caches that the worker works with."""
+        self.io, self._paged = io, paged
         self._scratch: torch.Tensor | None = None
 
     def share(self) -> None:
         """Other tiers will want bytes: make the memory they are handed out in."""
-        kv = self.io.bind(self._kvcaches)
+        kv = self._paged()
         self._scratch = torch.empty(kv.chunk_bytes(self.io.chunk_size), dtype=torch.uint8, device=kv.device)
 
     def load(self, kv: PagedKV, part: list[tuple[Any, int]], slots: Slots, skip: int) -> int | None:
@@ -66,12 +66,12 @@ class Foreign:
         setattr(obj.meta, LEASE, obj.shared)
         views = self.io.views([obj.location])
         if views:
-            return views[0].tensor[: self.io.bind(self._kvcaches).chunk_bytes(self.io.chunk_size)].clone()
+            return views[0].tensor[: self._paged().chunk_bytes(self.io.chunk_size)].clone()
         # LMCache dies of an exception here. Without its lease the chunk counts as lost.
         lease = obj.shared.take()
         if lease is not None:
             self.io.let_go(lease)
-        return torch.zeros(obj.form.nbytes, dtype=torch.uint8, device=self.io.bind(self._kvcaches).device)
+        return torch.zeros(obj.form.nbytes, dtype=torch.uint8, device=self._paged().device)
 
     def clones_held(self, objs: Sequence[MemoryObj]) -> bool:
         """Did the leases of those that are clones hold until now? Ends them."""
@@ -88,11 +88,11 @@ class Foreign:
     def copy_out(self, written: torch.cuda.Event | None) -> Callable[[DeferredObj], torch.Tensor]:
         def copy_out(obj: DeferredObj) -> torch.Tensor:
             """For a tier that wants the bytes now, on its own stream, which is the current one."""
-            kv, size = self.io.bind(self._kvcaches), self.io.chunk_size
+            assert obj.source is not None
+            kvcaches, slots, start = obj.source
+            kv, size = self.io.bind(kvcaches), self.io.chunk_size
             if written is not None:
                 torch.cuda.current_stream().wait_event(written)
-            assert obj.source is not None
-            slots, start = obj.source
             # Made once: there may be no memory left later, and LMCache dies of an exception here. It uses the bytes before it
             # asks for the next, on one stream.
             if self._scratch is None:

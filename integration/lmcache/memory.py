@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
 
+from vcache_backend.arguments import KVCaches
 from vcache_backend.chunk_io import Lease
 from vcache_backend.metadata_server.messages import ChunkKey
 
@@ -155,13 +156,21 @@ class ChunkObj(MemoryObj):  # type: ignore[misc]
         return None
 
 
+class Source(NamedTuple):
+    """The tokens of a chunk in KV caches: at `slots[start:]` (int64), the slots of a request's tokens."""
+
+    kvcaches: KVCaches
+    slots: Any
+    start: int
+
+
 class DeferredObj(ChunkObj):
     """What `allocate` gives: no place in the pool yet. The GPU connector notes where the tokens lie; `put` moves them.
 
-    source: slots of the request (int64), index in them of the chunk's first token, and who can copy it out of the KV cache.
+    source: where its tokens lie. copy_out: who can copy it out of the KV cache.
     """
 
-    source: tuple[Any, int] | None = None
+    source: Source | None = None
     copy_out: Callable[[DeferredObj], torch.Tensor] | None = None
 
     def bytes(self) -> torch.Tensor:

@@ -24,7 +24,7 @@ from vcache_backend.vram_pool.slots import SlotView
 from .below import Below
 from .foreign import AT_ONCE, Foreign
 from .keys import KeyMaker, scoped
-from .memory import ChunkObj, DeferredObj, FetchedObj, Form, LeasedObj, SharedLease
+from .memory import ChunkObj, DeferredObj, FetchedObj, Form, LeasedObj, SharedLease, Source
 from .pins import Pins
 from .plans import Slots, is_whole, planned
 
@@ -50,6 +50,7 @@ class _Loading:
 class PoolWorker:
     """One rank's chunks in the pool. Look-ups in any thread; the rest in the worker's main thread.
 
+    kvcaches: those that loads go to, and that the next `note` is of.
     settles: `load` only launches, and the caller will ask `settle`, in the same step, which loads held. What is queued on the
     current stream comes after the copy in any case; the host prepares it meanwhile.
     """
@@ -67,8 +68,8 @@ class PoolWorker:
     ) -> None:
         """`rank` of `ranks` that hold a shard of every chunk. needs_scope: leave alone keys that do not say whose they are (see
         `vllm_hooks`). metadata: LMCache's, which knows the shapes it takes a chunk for."""
-        self.below, self.foreign = below, Foreign(io, kvcaches)
-        self.io, self._kvcaches = io, kvcaches
+        self.below, self.foreign = below, Foreign(io, self.paged)
+        self.io, self.kvcaches = io, kvcaches
         self._names, self._first_rank, self._ranks = KeyMaker(namespace, rank), KeyMaker(namespace, 0), ranks
         self._needs_scope = needs_scope
         self._form = Form.of(metadata.get_shapes(io.chunk_size), metadata.get_dtypes(), None)
@@ -147,7 +148,7 @@ class PoolWorker:
         The chunk of `objs[i]` begins with token `starts[i]`; no token before `skip` is written. Returns the index of the first
         token that is not valid now: its lease did not hold, its bytes were not there or not right; None if all are.
         """
-        kv, failed = self.io.bind(self._kvcaches), []
+        kv, failed = self.paged(), []
         pairs = list(zip(objs, starts, strict=True))
         for origin, group in groupby(pairs, key=lambda pair: _origin(pair[0])):
             part = list(group)
@@ -168,7 +169,7 @@ class PoolWorker:
         Under the lease of the look-up, if it has time for a copy, which spares naming and leasing them again. Run by run: what the
         pool has, then what is only below, and so on up to the first chunk that is nowhere.
         """
-        kv, size = self.io.bind(self._kvcaches), self.io.chunk_size
+        kv, size = self.paged(), self.io.chunk_size
         at, names = first, list[ChunkKey]()
         lease = self._pins.take(keys[0], lambda lease: self._covered(lease, keys, first))
         pinned = lease is not None
@@ -230,10 +231,10 @@ class PoolWorker:
         written = torch.cuda.current_stream().record_event() if self._on_gpu else None
         for obj, start in zip(objs, starts, strict=True):
             if isinstance(obj, DeferredObj):
-                obj.source, obj.copy_out = (slots, start), self.foreign.copy_out(written)
+                obj.source, obj.copy_out = Source(self.kvcaches, slots, start), self.foreign.copy_out(written)
 
     def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
-        """Store noted chunks in one launch. Visible once copied; those that are there already are not copied again.
+        """Store noted chunks, those of one `note` in one launch. Visible once copied; those that are there already are not copied again.
 
         Others are refused: a chunk of the pool is what vLLM's KV blocks hold, byte for byte, and who reads it could not tell.
         """
@@ -247,9 +248,12 @@ class PoolWorker:
             )
         if not sources or not self._mine([key for key, _ in sources]):
             return
-        slots: Slots = sources[0][1][0]
-        names = self._names.keys([key for key, _ in sources])
-        self.io.store(self.io.bind(self._kvcaches), names, [first for _, (_, first) in sources], slots, [])
+        # Those of one `note`, which LMCache puts at once, lie at the same slots.
+        for _, noted in groupby(sources, key=lambda pair: (id(pair[1].kvcaches), id(pair[1].slots))):
+            part = list(noted)
+            kvcaches, slots, _ = part[0][1]
+            names = self._names.keys([key for key, _ in part])
+            self.io.store(self.io.bind(kvcaches), names, [source.start for _, source in part], slots, [])
 
     def stored(self, keys: Sequence[CacheEngineKey]) -> list[CacheEngineKey]:
         """Those of `keys` that are in the pool, once this rank's stores so far are over, which is waited for."""
@@ -274,6 +278,9 @@ class PoolWorker:
         return forgotten
 
     # ---- inside
+
+    def paged(self) -> PagedKV:
+        return self.io.bind(self.kvcaches)
 
     @property
     def _on_gpu(self) -> bool:
