@@ -111,7 +111,6 @@ class Place:
 class Model:
     lease_seconds: float
     reservation_seconds: float
-    quarantine_seconds: float
     max_chunks: int
     segments: dict[str, Place] = field(default_factory=dict)
     absent: dict[str, Place] = field(default_factory=dict)
@@ -227,9 +226,18 @@ class Model:
             self.slots.remove(slot)
         return len(write.slots)
 
-    def void(self, id_: int, now: float) -> None:
+    def left(self, segment: str) -> None:
+        """A segment is no longer in the pool: nobody waits for those who may still write to it."""
+        for id_, write in list(self.writes.items()):
+            for slot in [slot for slot in write.slots if slot.location.segment == segment]:
+                write.slots.remove(slot)
+                self.slots.remove(slot)
+            if not write.slots:
+                del self.writes[id_]
+
+    def void(self, id_: int) -> None:
         write = self.writes[id_]
-        write.client, write.deadline = None, now + self.quarantine_seconds
+        write.client = None
         for slot in write.slots:
             slot.state = "void"
 
@@ -250,12 +258,8 @@ class Model:
     def tick(self, now: float) -> None:
         self.expire_leases(now)
         for id_, write in list(self.writes.items()):
-            if now <= write.deadline:
-                continue
-            if write.client is None:
-                self.given_back(id_)
-            else:
-                self.void(id_, now)
+            if write.client is not None and now > write.deadline:
+                self.void(id_)
 
     def disconnect(self, client: Client, now: float) -> None:
         for id_, held in list(self.leases.items()):
@@ -265,7 +269,7 @@ class Model:
                     self.end_lease(id_)
         for id_, write in self.writes.items():
             if write.client == client.id:
-                self.void(id_, now)
+                self.void(id_)
 
     def process_gone(self, process: ProcessId) -> None:
         for id_, write in list(self.writes.items()):
@@ -279,9 +283,9 @@ class Model:
             self.before += [(until, slot) for slot in held.slots]
             self.end_lease(id_)
         for id_ in self.writes:
-            self.void(id_, now)
-        self.reserves_from = now + GRACE_SECONDS
+            self.void(id_)
         self.absent |= {name: Place(place.device, place.nbytes) for name, place in self.segments.items()}
+        self.reserves_from = now + GRACE_SECONDS if self.absent else 0.0
         self.segments = {}
         self.order = []
 

@@ -199,6 +199,14 @@ def test_status_shows_what_happened_since_the_last_look() -> None:
     assert row.split() == ["evicted", "27", "10"]
 
 
+def test_status_shows_whose_slots_are_in_quarantine() -> None:
+    assert "quarantine until" not in text_of(status.render(STATS))
+    waiting = ServerStats(
+        **{name: getattr(STATS, name) for name in STATS.__struct_fields__} | {"quarantined_slots": {4711: 1024}}
+    )
+    assert any(line.split() == ["4711", "1,024"] for line in text_of(status.render(waiting)).splitlines())
+
+
 def test_after_a_restart_of_the_server_there_is_no_since() -> None:
     now = ServerStats(**{name: getattr(STATS, name) for name in STATS.__struct_fields__} | {"epoch": 6})
     assert "a second" not in text_of(status.render(now, STATS, 2.0))

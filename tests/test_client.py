@@ -25,7 +25,7 @@ from vcache_backend.metadata_server.client import Client
 
 A, B = chunk_key(1), chunk_key(2)
 KIB = 1 << 10
-WELCOME = ["welcome", 1, 77, 10.0, 30.0, []]
+WELCOME = ["welcome", 2, 77, 10.0, 30.0, []]
 
 
 class ScriptedServer:
@@ -167,7 +167,7 @@ def test_every_call_is_answered(stage_: Stage) -> None:
     client = stage_.client()
     fd = make_memfd(4 * KIB)
     stage_.undo.callback(os.close, fd)
-    assert client.add_segment(info("s0", 4 * KIB), fd) == 0
+    client.add_segment(info("s0", 4 * KIB), fd)
     reserved = client.reserve([A, B], KIB)
     assert client.commit(reserved.reservation) == 2
     assert client.lookup([A, B]) == 2
@@ -307,9 +307,9 @@ def test_two_answers_to_one_question_are_not_trusted(stage_: Stage, scripted: Ca
 
 def test_a_hello_that_is_refused_is_told_with_its_reason(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
     server = scripted(lambda request: None)
-    server.hello = ["error", "the client speaks protocol 1, this server 2", True]
+    server.hello = ["error", "the client speaks protocol 2, this server 3", True]
     client = stage_.client(QUICK, reconnect=False)
-    with pytest.raises(ServerUnavailable, match="the client speaks protocol 1, this server 2"):
+    with pytest.raises(ServerUnavailable, match="the client speaks protocol 2, this server 3"):
         client.require()
 
 

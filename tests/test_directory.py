@@ -67,7 +67,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def directory(clock: FakeClock) -> Directory:
-    """One segment of four 1-KiB chunks on the writer's device; leases 10 s, reservations 30 s, quarantine 600 s."""
+    """One segment of four 1-KiB chunks on the writer's device; leases 10 s, reservations 30 s."""
     directory = make(clock)
     lend(directory)
     return directory
@@ -233,14 +233,15 @@ def test_a_process_that_is_gone_frees_only_what_it_can_no_longer_commit(director
     assert directory.abort(READER, theirs.reservation) == 1
 
 
-def test_a_quarantine_ends_after_its_time_even_if_the_writer_lives(directory: Directory, clock: FakeClock) -> None:
-    directory.reserve(WRITER, [A], KIB)
+def test_no_time_ends_a_quarantine(directory: Directory, clock: FakeClock) -> None:
+    """A stopped writer goes on where it was, however late."""
+    reserved = directory.reserve(WRITER, [A], KIB)
     directory.disconnect(WRITER)
-    clock.advance(599)
+    clock.advance(1e9)
     directory.tick()
     assert used(directory) == KIB
-    clock.advance(1.1)
-    directory.tick()
+    assert directory.reservations.writers() == {WRITER.process.pid: 1}
+    assert directory.abort(Client(99, WRITER.process, WRITER.device, WRITER.medium), reserved.reservation) == 1
     assert used(directory) == 0
     assert directory.reservations.counts() == (0, 0)
 
@@ -784,7 +785,7 @@ def restarted(directory: Directory, clock: FakeClock, after: float = GRACE_SECON
     """`after` seconds after its start."""
     state = replayed(directory)
     successor = Directory(LRU(), Limits(), clock, first_id=1_000_000)
-    successor.restore(state, earlier=False)
+    successor.restore(state)
     clock.advance(after)
     return successor
 
@@ -844,16 +845,12 @@ def test_nothing_is_written_before_the_leases_of_the_earlier_server_are_past_the
     assert places(put(again, E)) == [("s0", 0)]
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-def test_a_server_that_remembers_nothing_refuses_only_if_there_may_have_been_an_earlier_one(
-    clock: FakeClock, earlier: bool
-) -> None:
+def test_a_server_that_remembers_nothing_reserves_at_once(clock: FakeClock) -> None:
+    """It is lent fresh memory only, which no reader of before knows."""
     directory = make(clock)
-    directory.restore(journal.State(), earlier)
+    directory.restore(journal.State())
     lend(directory)
-    assert (directory.reserve(WRITER, [A], KIB).slots == [Refusal.FULL]) is earlier
-    clock.advance(GRACE_SECONDS)
-    assert len(places(put(directory, B))) == 1
+    assert len(places(put(directory, A))) == 1
 
 
 def test_slots_being_written_at_the_restart_wait_for_their_writer(directory: Directory, clock: FakeClock) -> None:
@@ -876,31 +873,31 @@ def test_generations_never_repeat_across_a_restart(directory: Directory, clock: 
 def test_segments_nobody_offers_again_are_given_up(directory: Directory, clock: FakeClock) -> None:
     put(directory, A)
     again = restarted(directory, clock)
-    assert again.forget_absent() == 1
+    assert again.forget_absent(["s0"]) == 1
     assert again.absent_segments() == {}
-    assert again.add_segment(S0) == 0
-    assert there(again, A) == []
+    assert again.contains([A]) == [False]
 
 
-def test_a_segment_given_up_and_offered_late_still_spares_the_slots_of_a_living_writer(
-    directory: Directory, clock: FakeClock
+@pytest.mark.parametrize("how", ["given up after a restart", "dropped"])
+def test_memory_that_leaves_the_pool_is_left_to_whoever_may_still_write_there(
+    directory: Directory, clock: FakeClock, how: str
 ) -> None:
-    directory.reserve(WRITER, [A], KIB)
-    again = restarted(directory, clock)
-    again.forget_absent()
-    again.add_segment(S0)
-    assert ("s0", 0) not in places(again.reserve(READER, [B, C, D], KIB))
-
-
-def test_a_segment_given_up_and_offered_late_survives_another_restart(directory: Directory, clock: FakeClock) -> None:
-    directory.reserve(WRITER, [A], KIB)
-    again = restarted(directory, clock)
-    again.records[:0] = directory.records
-    again.forget_absent()
-    again.add_segment(S0)
-    put(again, B, C, D, client=READER)
-    third = restarted(again, clock)
-    assert third.add_segment(S0) == 3
+    lend(directory, "s1", device="gpu-1")
+    other = directory.reserve(READER, [A], KIB)
+    directory.reserve(WRITER, [B], KIB)
+    directory.disconnect(WRITER)
+    if how == "dropped":
+        assert directory.drop_segment(SegmentId("s0")) == (0, True)
+    else:
+        earlier, directory = directory, restarted(directory, clock)
+        directory.add_segment(SegmentInfo(SegmentId("s1"), "gpu-1", "cuda", 4 * KIB))
+        directory.forget_absent(["s0"])
+        directory.records[:0] = earlier.records
+    assert directory.quarantined_processes() == (set() if how == "dropped" else {READER.process})
+    told = replayed(directory)
+    told.check()
+    assert set(told.segments) == {"s1"}
+    assert set(told.held) == {other.reservation}
 
 
 def test_a_chunk_stored_anew_is_not_replaced_by_its_copy_of_before_the_restart(directory: Directory, clock: FakeClock) -> None:

@@ -28,7 +28,7 @@ from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Loc
 from vcache_backend.metadata_server.saving import SAVER_SECONDS
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-LIMITS = Limits(lease_seconds=10, reservation_seconds=30, quarantine_seconds=100, max_chunks=14, save_ahead=0.6)
+LIMITS = Limits(lease_seconds=10, reservation_seconds=30, max_chunks=14, save_ahead=0.6)
 SEGMENTS = {"s0": ("gpu-0", 4096), "s1": ("gpu-1", 3072), "s2": ("gpu-0", 1536), "s3": ("gpu-2", 5120)}
 DEVICES = ["gpu-0", "gpu-1", "gpu-9"]
 SPACES = [b"space--0", b"space--1"]
@@ -45,7 +45,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         self.memory = Memory()
-        self.model = Model(LIMITS.lease_seconds, LIMITS.reservation_seconds, LIMITS.quarantine_seconds, LIMITS.max_chunks)
+        self.model = Model(LIMITS.lease_seconds, LIMITS.reservation_seconds, LIMITS.max_chunks)
         self.directory = Directory(LRU(), LIMITS, self.clock)
         self.journal = journal.State()
         self.compacting: tuple[journal.State, Iterator[journal.Record]] | None = None
@@ -57,7 +57,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.saved: set[int] = set()
         self.saving: dict[int, int] = {}
         self.tokens = self.numbers = 0
-        self.highest_id = 0
+        self.highest_id = self.highest_generation = 0
         self.restarted = False
 
     # ---- helpers
@@ -83,8 +83,8 @@ class DirectoryMachine(RuleBasedStateMachine):
             if isinstance(location, Location):
                 self.tokens += 1
                 slots.append(Slot(key, location, self.tokens, "open"))
-                assert location.generation > self.highest_id, "a generation was used before"
-        self.highest_id = max([self.highest_id, *(slot.location.generation for slot in slots)])
+                assert location.generation > self.highest_generation, "a generation was used before"
+        self.highest_generation = max([self.highest_generation, *(slot.location.generation for slot in slots)])
         return slots
 
     def write(self, id_: int) -> None:
@@ -92,7 +92,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.memory.write(slot.location, slot.token)
 
     def forget_writers(self) -> None:
-        """Writers whose reservation is closed have stopped: they said so, they died, or their quarantine ran out."""
+        """Writers whose reservation is closed have stopped: they said so, they died, or the memory is theirs alone by now."""
         self.writers = {id_: process for id_, process in self.writers.items() if id_ in self.model.writes}
 
     # ---- clients
@@ -470,8 +470,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         for slot in live:
             self.model.forget(slot)
         assert chunks == len(live)
-        assert gone is not any(slot.location.segment == name for slot in self.model.slots)
+        assert gone is not any(slot.location.segment == name and slot.state != "void" for slot in self.model.slots)
         if gone:
+            self.model.left(name)
+            self.forget_writers()
             del self.model.segments[name], self.memory.bytes_of[name]
             # Readers of before hold the memory by their mappings; another segment of that name is other memory.
             self.model.before = [(until, slot) for until, slot in self.model.before if slot.location.segment != name]
@@ -492,11 +494,15 @@ class DirectoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.absent)
     def give_up_awaited_segments(self) -> None:
         resting = [s for s in self.model.slots if s.location.segment in self.model.absent and s.state == "live"]
-        self.directory.forget_absent()
+        assert self.directory.forget_absent(self.directory.absent_segments()) == len(resting)
         for slot in resting:
             self.model.slots.remove(slot)
-        kept = {slot.location.segment for slot in self.model.slots}
-        self.model.absent = {name: place for name, place in self.model.absent.items() if name in kept}
+        for name in self.model.absent:
+            self.model.left(name)
+            del self.memory.bytes_of[name]
+            self.model.before = [(until, slot) for until, slot in self.model.before if slot.location.segment != name]
+        self.model.absent = {}
+        self.forget_writers()
 
     # ---- the server's life
 
@@ -505,7 +511,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         """The server dies and another one starts from the journal; the workers and their kernels go on. wait: until it reserves."""
         self.restarted = True
         self.keep_journal()
-        assert journal.newest_id(self.journal) <= self.highest_id
+        assert self.journal.generation >= self.highest_generation
         self.model.restart(self.clock.now)
         self.directory = Directory(LRU(), LIMITS, self.clock, first_id=self.highest_id + 1000)
         self.directory.restore(self.journal)

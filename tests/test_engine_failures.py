@@ -259,6 +259,41 @@ def test_a_pool_whose_memory_died_with_everybody_is_lent_again(here: Node) -> No
     assert get(engine, mine, prompt(2 * CHUNK)) == 2 * CHUNK
 
 
+def test_a_writer_that_wakes_after_a_restart_without_a_journal_writes_over_nobody(here: Node) -> None:
+    """The worker lends fresh memory; the writer, still in its copy, has the old to itself."""
+    server = here.serve(journal=False)
+    mine, theirs = Cache(), Cache()
+    owner = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
+    writer = here.worker("host:b", copier="pausing")
+    writer.until_paused("store", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
+    server.kill()
+    here.serve(journal=False)
+    other = prompt(2 * CHUNK, 2)
+
+    def stored() -> bool:
+        put(owner, mine, other)
+        return owner.lookup(other) == 2 * CHUNK
+
+    eventually(stored)
+    writer.resume()
+    writer.answer()
+    assert get(owner, theirs, other) == 2 * CHUNK
+
+
+def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_have_yet_to_unmap(here: Node) -> None:
+    server = here.serve(journal=False)
+    client = here.undo.enter_context(Client(here.path, SNAPPY, "host:a"))
+    refusals = [None, "it is mapped elsewhere", "it is mapped elsewhere", None]
+    pool = Pool(client, Device("host:a", "host"), ROOMY, lambda whole, new: refusals.pop(0))
+    here.undo.callback(pool.close)
+    (first,) = client.list_segments()
+    server.kill()
+    here.serve(journal=False)
+    eventually(lambda: not refusals)
+    (second,) = eventually(lambda: client.connected and client.list_segments())
+    assert second.id != first.id
+
+
 def test_what_the_background_could_not_say_is_no_error_in_the_log(here: Node, caplog: pytest.LogCaptureFixture) -> None:
     server = here.serve()
     mine = Cache()

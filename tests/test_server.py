@@ -49,7 +49,7 @@ def memfd() -> Iterator[int]:
 @pytest.fixture
 def worker(raw: Raw, memfd: int) -> Raw:
     """A connection on whose node one host segment has room for four chunks of 1 KiB."""
-    assert raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["added", 0]
+    assert raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["added", 0, True]
     return raw
 
 
@@ -70,13 +70,13 @@ def put(raw: Raw, *keys: bytes) -> list[Any]:
 
 def test_hello_is_welcomed_with_version_epoch_and_times(raw: Raw) -> None:
     name, version, epoch, lease_seconds, reservation_seconds, mismatches = raw.welcome
-    assert (name, version, lease_seconds, reservation_seconds, mismatches) == ("welcome", 1, 10.0, 30.0, [])
+    assert (name, version, lease_seconds, reservation_seconds, mismatches) == ("welcome", 2, 10.0, 30.0, [])
     assert isinstance(epoch, int)
     assert epoch > 0
 
 
 def test_a_second_hello_is_refused_and_the_connection_stays(raw: Raw) -> None:
-    reply = ask(raw, "hello", 1, "host", "host", {})
+    reply = ask(raw, "hello", 2, "host", "host", {})
     assert (reply[0], reply[2]) == ("error", False)
     assert ask(raw, "lookup", [A], 1) == ["count", 0]
 
@@ -88,8 +88,8 @@ def test_add_segment_then_segments(worker: Raw) -> None:
 def test_open_segment_hands_out_the_very_memory(worker: Raw, memfd: int) -> None:
     reply = ask(worker, "open_segment", "s0")
     assert reply == ["opened", ["s0", "host", "host", 4096, 0, 0, 0, 0, 4096, 0, "live"]]
-    assert len(worker.fds) == 1
-    assert os.fstat(worker.fds[0]).st_ino == os.fstat(memfd).st_ino
+    _witness, fd = worker.fds
+    assert os.fstat(fd).st_ino == os.fstat(memfd).st_ino
 
 
 def test_reserve_commit_lookup(worker: Raw) -> None:
@@ -185,7 +185,7 @@ def test_stats_count_what_happened(worker: Raw) -> None:
     put(worker, A, B)
     ask(worker, "lookup", [A, B, C], 1)
     ask(worker, "acquire", [A])
-    name, epoch, uptime, clients, chunks, leases, reservations, quarantined, counters, latency, segments, _, rss, _ = ask(
+    name, epoch, uptime, clients, chunks, leases, reservations, quarantined, counters, latency, segments, _, rss, _, slots = ask(
         worker, "stats"
     )
     assert (name, epoch, clients, chunks, leases, reservations, quarantined) == ("server_stats", worker.welcome[2], 1, 2, 1, 0, 0)
@@ -195,15 +195,16 @@ def test_stats_count_what_happened(worker: Raw) -> None:
     assert uptime >= 0
     assert segments[0][:7] == ["s0", "host", "host", 4096, 2048, 2, 1]
     assert rss > 1 << 20
+    assert slots == {}
 
 
 def test_instances_of_one_model_that_cannot_share_are_told_why(stage_: Stage, server: Child) -> None:
     one, other = stage_.raw(hello=False), stage_.raw(hello=False)
     layout = {"model": "llama", "dtype": "bf16", "namespace": "aa"}
-    assert ask(one, "hello", 1, "host", "host", layout)[5] == []
-    (line,) = ask(other, "hello", 1, "host", "host", layout | {"dtype": "fp16", "namespace": "bb"})[5]
+    assert ask(one, "hello", 2, "host", "host", layout)[5] == []
+    (line,) = ask(other, "hello", 2, "host", "host", layout | {"dtype": "fp16", "namespace": "bb"})[5]
     assert "dtype: 'fp16' here, 'bf16' there" in line
-    assert ask(stage_.raw(hello=False), "hello", 1, "host", "host", {"model": "qwen", "namespace": "cc"})[5] == []
+    assert ask(stage_.raw(hello=False), "hello", 2, "host", "host", {"model": "qwen", "namespace": "cc"})[5] == []
 
 
 # ---- segments that are refused
@@ -231,7 +232,7 @@ def test_a_host_segment_must_be_a_sealed_memfd_of_its_size(raw: Raw, tmp_path: P
 
 
 def test_the_same_segment_with_another_size_is_refused(worker: Raw, memfd: int) -> None:
-    assert worker.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["added", 0]
+    assert worker.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["added", 0, True]
     reply = worker.ask("add_segment", "s0", "host", "host", 2 * KIB, fds=(memfd,))
     assert reply is not None
     assert "is 4,096 B of host on host, not 2,048 B" in reply[1]
@@ -311,11 +312,11 @@ def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(stage_: S
     gone = select.poll()
     gone.register(third.socket, select.POLLRDHUP)
     assert gone.poll(1000 * SECONDS)
-    reply = ask(third, "hello", 1, "host", "host", {})
+    reply = ask(third, "hello", 2, "host", "host", {})
     assert "raise server.max_clients" in reply[1]
     assert third.closed()
     first.close()
-    eventually(lambda: ask(stage_.raw(hello=False), "hello", 1, "host", "host", {})[0] == "welcome")
+    eventually(lambda: ask(stage_.raw(hello=False), "hello", 2, "host", "host", {})[0] == "welcome")
 
 
 @pytest.mark.parametrize(("cores", "default"), [(1, 0.0), (2, 0.005), (15, 0.005), (16, 1.0)])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from model import chunk_key
 from processes import PATIENT, QUICK, SECONDS, Child, Stage, eventually, info, make_memfd, read_at, stage, write_at
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
+from vcache_backend.errors import ConfigError, ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside
@@ -32,8 +34,6 @@ import os, sys, time
 from pathlib import Path
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.endpoint import beside
-from vcache_backend.metadata_server.endpoint import beside
 sys.path.insert(0, "tests")
 from model import chunk_key
 client = Client(Path(sys.argv[1]), ClientConfig(request_seconds=10, heartbeat_seconds=60))
@@ -158,21 +158,17 @@ def test_contents_survive_ten_restarts(stage_: Stage, memfd: int) -> None:
     eventually(lambda: client.connected and client.contains(stored) == [False] * 6 + [True] * 4)
 
 
-@pytest.mark.parametrize("journal", [True, False])
 def test_a_slot_leased_from_a_killed_server_is_not_handed_out_before_the_grace_of_the_lease_is_over(
-    stage_: Stage, memfd: int, journal: bool
+    stage_: Stage, memfd: int
 ) -> None:
-    """The next server starts at once, in this process, and knows the leased chunk's slot, if at all, as one to evict."""
-    server = stage_.server(journal=journal)
+    """The next server starts at once, in this process, and knows the leased chunk's slot as one to evict."""
+    server = stage_.server()
     writer, reader = stage_.client(QUICK), stage_.client(QUICK)
     writer.offer(info("s0", 4 * KIB), memfd)
     put(writer, memfd, A, B, C, D)
     asked = time.monotonic()
     leased = reader.acquire([A, B, C, D])
     server.kill()
-    again = Server(ServerConfig(socket=str(stage_.path), journal=journal))
-    running = threading.Thread(target=again.run)
-    running.start()
 
     def handed_out() -> bool:
         try:
@@ -180,42 +176,131 @@ def test_a_slot_leased_from_a_killed_server_is_not_handed_out_before_the_grace_o
         except ServerUnavailable:
             return False
 
-    try:
+    with running(stage_):
         eventually(handed_out)
         assert time.monotonic() > asked + m.GRACE_SECONDS
         assert reader.release(leased.lease) is False
+
+
+@contextmanager
+def running(stage_: Stage, **config: Any) -> Iterator[Server]:
+    """A server in this process."""
+    server = Server(ServerConfig(socket=str(stage_.path), **config))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
     finally:
-        again.stop()
-        running.join(SECONDS)
-    assert not running.is_alive()
+        server.stop()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
 
 
-def test_without_a_journal_a_restart_is_cold(stage_: Stage, memfd: int) -> None:
+def test_a_lease_of_another_life_names_nothing_though_the_clock_was_set_back(
+    stage_: Stage, memfd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each life grants one lease, at the same time of day, before anything else has a number."""
+    monkeypatch.setattr(time, "time_ns", lambda: 1_700_000_000 * 10**9)
+    leases, epochs = [], set()
+    for name in ("s0", "s1"):
+        with running(stage_, journal=False):
+            client = stage_.client(reconnect=False)
+            client.add_segment(info(name, 4 * KIB), memfd)
+            eventually(lambda client=client: client.reserve([A], KIB).reservation)
+            put(client, memfd, B)
+            leases.append(client.acquire([B]).lease)
+            epochs.add(client.epoch)
+            assert client.release(leases[0]) is (len(leases) == 1)
+    assert len(epochs) == 2
+
+
+def restart_with(stage_: Stage, client: Client, server: Child, **config: Any) -> Child:
+    """Kill the server, start another one, wait until `client` has offered it what it holds."""
+    before = client.epoch
+    server.kill()
+    eventually(lambda: not client.connected)
+    again = stage_.server(**config)
+    eventually(lambda: client.connected and client.epoch != before)
+    return again
+
+
+def test_memory_that_no_journal_knows_is_never_handed_out_again(stage_: Stage, memfd: int) -> None:
+    """Somebody may be stopped between his reservation and his copy, and no journal tells who and where."""
     server = stage_.server(journal=False)
     client = stage_.client(QUICK)
     client.offer(info("s0", 4 * KIB), memfd)
-    put(client, memfd, A)
-    server.kill()
-    eventually(lambda: not client.connected)
-    stage_.server(journal=False)
-    eventually(lambda: client.connected and len(client.list_segments()) == 1)
-    assert client.lookup([A]) == 0
+    stage_.script(RESERVE_AND_WAIT).expect("reserved")
+    restart_with(stage_, client, server, journal=False)
+    eventually(lambda: client.list_segments() == [] and not client._offers)
+    assert client.reserve([E], KIB).slots == [m.Refusal.NO_SEGMENT]
 
 
-def test_a_damaged_journal_costs_contents_but_not_the_start(stage_: Stage, memfd: int) -> None:
-    server = stage_.server()
+def flipped(journal: Path, old: bytes) -> bytes:
+    data = bytearray(journal.read_bytes())
+    data[-40] ^= 4
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [flipped, lambda journal, old: old, lambda journal, old: journal.read_bytes()[: len(old)] + b"torn"],
+    ids=["a bit flipped", "an older copy of it put back", "cut"],
+)
+def test_a_journal_that_is_not_the_last_word_costs_the_contents_and_nothing_else(
+    stage_: Stage, memfd: int, damage: Callable[[Path, bytes], bytes]
+) -> None:
+    """When the older copy was made, C was where E is now."""
+    server, journal = stage_.server(), beside(stage_.path, ".journal")
     client = stage_.client(QUICK)
     client.offer(info("s0", 4 * KIB), memfd)
-    put(client, memfd, A)
-    put(client, memfd, B)
-    server.kill()
-    journal = beside(stage_.path, ".journal")
-    journal.write_bytes(journal.read_bytes()[:-3] + b"\xc1\xc1\xc1")
-    before = client.epoch
-    stage_.server()
-    eventually(lambda: client.connected and client.epoch != before)
-    eventually(lambda: client.lookup([A]) == 1)
-    assert client.lookup([B]) == 0
+    put(client, memfd, A, B, C, D)
+    old = journal.read_bytes()
+    client.remove([C])
+    put(client, memfd, E)
+    assert old != journal.read_bytes()[: len(old) - 1]
+    journal.write_bytes(damage(journal, old))
+    server = restart_with(stage_, client, server)
+    eventually(lambda: client.list_segments() == [])
+    assert client.contains([A, B, C, D, E]) == [False] * 5
+    fresh = make_memfd(4 * KIB)
+    stage_.undo.callback(os.close, fresh)
+    client.offer(info("s1", 4 * KIB), fresh)
+    eventually(lambda: has_room(client))  # not at once: readers of before count on their grace
+    put(client, fresh, E)
+    restart_with(stage_, client, server)
+    eventually(lambda: client.contains([C, E]) == [False, True])
+    assert beside(journal, ".damaged").exists() is (damage is flipped)
+
+
+def test_a_server_that_can_neither_write_nor_remove_its_journal_goes_on_and_the_next_does_not_believe_it(
+    stage_: Stage, memfd: int
+) -> None:
+    server, journal = stage_.server(), beside(stage_.path, ".journal")
+    client = stage_.client(QUICK)
+    client.offer(info("s0", 4 * KIB), memfd)
+    put(client, memfd, A, B, C, D)
+    stale = journal.rename(beside(journal, ".stale"))
+    journal.mkdir()
+    size = stale.stat().st_size
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (size, size))
+    client.remove([C])
+    put(client, memfd, E)
+    server.expect("journal: [Errno 27] File too large; going on without one")
+    assert client.lookup([E]) == 1
+    journal.rmdir()
+    stale.rename(journal)
+    restart_with(stage_, client, server)
+    eventually(lambda: client.list_segments() == [])
+    assert client.contains([A, B, C, D, E]) == [False] * 5
+
+
+def test_no_server_starts_beside_one_that_still_writes_the_journal(stage_: Stage) -> None:
+    server = stage_.server()
+    with server.stopped():
+        for path in (stage_.path, beside(stage_.path, ".lock")):
+            path.unlink()
+        with pytest.raises(ConfigError, match=f"pid {server.pid} still serves"):
+            Server(ServerConfig(socket=str(stage_.path)))
 
 
 def test_segments_nobody_offers_again_are_given_up(stage_: Stage, memfd: int) -> None:
@@ -346,7 +431,7 @@ def test_a_writer_that_only_hangs_up_keeps_its_slots_until_it_is_gone(stage_: St
 
 
 def test_a_writer_that_is_stopped_keeps_its_slots_past_its_reservation(stage_: Stage, memfd: int) -> None:
-    """A stopped process has not stopped its GPU's copies: only quarantine_seconds or its end give the slots back."""
+    """A stopped process has not stopped its GPU's copies: only its word or its end give the slots back."""
     stage_.server(reservation_seconds=0.2)
     client = stage_.client()
     client.add_segment(info("s0", 4 * KIB), memfd)
@@ -354,19 +439,10 @@ def test_a_writer_that_is_stopped_keeps_its_slots_past_its_reservation(stage_: S
     writer.expect("reserved")
     writer.signal(signal.SIGSTOP)
     eventually(lambda: client.stats().quarantined == 1)
+    assert client.stats().quarantined_slots == {writer.pid: 4}
     assert not has_room(client)
     writer.kill()
     eventually(lambda: has_room(client))
-
-
-def test_a_quarantine_ends_after_its_time(stage_: Stage, memfd: int) -> None:
-    stage_.server(quarantine_seconds=0.5)
-    client = stage_.client()
-    client.add_segment(info("s0", 4 * KIB), memfd)
-    writer = stage_.script(RESERVE_AND_HANG_UP)
-    writer.expect("hung up")
-    eventually(lambda: has_room(client))
-    assert writer.process.poll() is None
 
 
 def test_a_dead_writer_s_slots_come_back_though_its_child_keeps_the_connection_open(stage_: Stage, memfd: int) -> None:

@@ -264,15 +264,15 @@ def test_another_protocol_version_gets_a_clear_error(stage_: Stage, server: Chil
         reply = guest.ask("hello", 999, "host", "host", {})
         assert reply is not None
         assert reply[0] == "error"
-        assert "the client speaks protocol 999, this server 1; install the same vcache-backend" in reply[1]
+        assert "the client speaks protocol 999, this server 2; install the same vcache-backend" in reply[1]
         assert guest.closed()
 
 
 def test_a_later_version_s_hello_of_another_shape_gets_a_clear_error(stage_: Stage, server: Child) -> None:
     with Raw(stage_.path, hello=False) as guest:
-        reply = guest.ask("hello", 2, {"everything": "changed"})
+        reply = guest.ask("hello", 3, {"everything": "changed"})
         assert reply is not None
-        assert "no hello of protocol 1" in reply[1]
+        assert "no hello of protocol 2" in reply[1]
         assert guest.closed()
 
 

@@ -75,7 +75,6 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     """The metadata server. Times in seconds.
 
     lease_seconds: how long a read lease lasts. reservation_seconds: how long a slot may stay uncommitted.
-    quarantine_seconds: when a slot whose writer lives but never answered for it is given back all the same.
     recover_seconds: how long after a restart the server waits for workers to offer their segments' fds again.
     spin_seconds: how long after a look-up, lease or reservation the server looks for the next request without sleeping, since
     waking a sleeping core costs ten times the request; 0: never. None: a second on a host of 16 cores or more, else 5 ms. Not on a
@@ -88,7 +87,6 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     socket: str = ""
     lease_seconds: Positive = 10.0
     reservation_seconds: Positive = 30.0
-    quarantine_seconds: Positive = 600.0
     recover_seconds: Positive = 60.0
     spin_seconds: NotNegative | None = None
     journal: bool = True

@@ -58,6 +58,8 @@ def render(stats: ServerStats, before: ServerStats | None = None, seconds: float
         parts.append(_latencies(stats))
     if stats.namespaces:
         parts.append(_namespaces(stats))
+    if stats.quarantined_slots:
+        parts.append(_quarantine(stats))
     if stats.reports:
         parts.append(_reports(stats.reports))
     return Group(*parts)
@@ -144,6 +146,13 @@ def _namespaces(stats: ServerStats) -> RenderableType:
     table = _table("Namespaces", "namespace", "what it is")
     for name, what in sorted(stats.namespaces.items()):
         table.add_row(name, what)
+    return table
+
+
+def _quarantine(stats: ServerStats) -> RenderableType:
+    table = _table("Slots in quarantine until their writer ends or answers", "pid", "slots")
+    for pid, slots in sorted(stats.quarantined_slots.items()):
+        table.add_row(str(pid), f"{slots:,}", style="yellow")
     return table
 
 

@@ -13,7 +13,7 @@ from vcache_backend.metadata_server.placement import Entry
 
 class Awaited:
     """What a journal brought back and is not usable yet. A chunk rests here until its segment comes, it is removed, or a newer
-    copy of it is stored elsewhere; a place that may still be written stays known whatever happens to the chunks."""
+    copy of it is stored elsewhere; a place that may still be written stays known as long as its segment is awaited."""
 
     def __init__(self) -> None:
         self._segments: dict[SegmentId, tuple[SegmentInfo, list[Entry]]] = {}
@@ -50,21 +50,11 @@ class Awaited:
         """The writer of this place is done with it."""
         self._segments[entry.location.segment][1].remove(entry)
 
-    def give_up(self) -> tuple[list[journal.Record], int]:
-        """Stop waiting for the chunks: what to record, and how many are lost. Segments with places still written stay."""
-        records: list[journal.Record] = []
-        lost = 0
-        for id_, (info, entries) in list(self._segments.items()):
-            chunks = self.forget([entry.key for entry in entries if self.rests(entry)])
-            lost += len(chunks)
-            written = [entry for entry in entries if entry.reservation]
-            if written:
-                self._segments[id_] = (info, written)
-                records.append(journal.Gone(chunks))
-            else:
-                del self._segments[id_]
-                records.append(journal.SegmentGone(id_))
-        return records, lost
+    def give_up(self, id_: SegmentId) -> tuple[list[Entry], int]:
+        """Stop waiting for a segment: its places that may still be written, and how many chunks are lost."""
+        _, entries = self._segments.pop(id_)
+        chunks = self.forget([entry.key for entry in entries if self.rests(entry)])
+        return [entry for entry in entries if entry.reservation], len(chunks)
 
     def rests(self, entry: Entry) -> bool:
         """Is this the chunk that its segment would bring back?"""

@@ -53,6 +53,7 @@ class Client:
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
+        self._witness: int | None = None
         self._down = f"never connected to {path}"
         self._complained = ""
         self._wake = threading.Event()
@@ -84,6 +85,7 @@ class Client:
         if forked or self._lock.acquire(timeout=self._config.control_seconds):
             if self._link is not None:
                 self._drop(self._link, "the client was closed")
+            self._keep_witness([])
             if not forked:
                 self._lock.release()
 
@@ -156,15 +158,22 @@ class Client:
         """What of `nbytes` that the pool shall have on this client's device is to be made here and now."""
         return self._call(m.Lend(nbytes), m.Lendable)
 
-    def add_segment(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> int:
-        """Register a segment, made under `claim` if any, with a copy of `fd`; how many chunks of before a restart it brought back."""
-        request = m.AddSegment(info.id, info.device, info.medium, info.nbytes, claim)
-        return self._call(request, m.Added, self._config.control_seconds, fd).chunks
+    def add_segment(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> None:
+        """Register a new segment, made under `claim` if any, with a copy of `fd`."""
+        self._add_segment(m.AddSegment(info.id, info.device, info.medium, info.nbytes, claim), fd)
 
-    def offer(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> int:
-        """`add_segment` now, and again after every reconnection until `withdraw`. `fd` stays the caller's and open till then."""
+    def _add_segment(self, request: m.AddSegment, fd: int) -> m.Added:
+        return self._call(request, m.Added, self._config.control_seconds, fd)
+
+    def offer(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> None:
+        """`add_segment` now, and again after every reconnection until `withdraw`, or until a server does not take its memory again.
+        `fd` stays the caller's and open till then. If this raises, nothing is offered again, though the server may have it."""
         self.remember(info, fd)
-        return self.add_segment(info, fd, claim)
+        try:
+            self.add_segment(info, fd, claim)
+        except BaseException:
+            self.withdraw(info.id)
+            raise
 
     def remember(self, info: m.SegmentInfo, fd: int) -> None:
         """`offer` from the next reconnection on: for segments the server has now."""
@@ -278,15 +287,23 @@ class Client:
         """Connect and say hello, within `connect_seconds`. Nobody sees the new connection before the server's welcome."""
         deadline = time.perf_counter() + self._config.connect_seconds
         link = Link(self._config.spin_seconds, self._config.server_uid)
+        received: list[int] = []
         try:
-            welcome = link.open(self._path, self._hello, deadline)
+            welcome = link.open(self._path, self._hello, deadline, self._witness, received)
         except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             link.close()
+            wire.close_fds(received)
             self._down = self._no_connection(error)
             return False
+        self._keep_witness(received)
         self._link = link
         self._greet(welcome)
         return True
+
+    def _keep_witness(self, fds: list[int]) -> None:
+        """Of the server that has just welcomed this client, in place of its predecessor's."""
+        wire.close_fds(([] if self._witness is None else [self._witness]) + fds[1:])
+        self._witness = fds[0] if fds else None
 
     def _no_connection(self, error: Exception) -> str:
         """Why there is none, and what to do about it: not more than is known."""
@@ -309,11 +326,15 @@ class Client:
         restarted, self.epoch = self.epoch not in (0, welcome.epoch), welcome.epoch
         for info, fd in list(self._offers.values()):
             try:
-                chunks = self.add_segment(info, fd)
+                added = self._add_segment(m.AddSegment(info.id, info.device, info.medium, info.nbytes, again=True), fd)
             except VCacheError as error:
                 log.warning("segment %s could not be offered again: %s", info.id, error)
+                continue
+            if added.taken:
+                log.info("segment %s offered again: %d chunks are back", info.id, added.chunks)
             else:
-                log.info("segment %s offered again: %d chunks are back", info.id, chunks)
+                self.withdraw(info.id)
+                log.warning("segment %s is not taken again: the server does not know what lies in it", info.id)
         if restarted or self._complained:
             log.info("connected to the metadata server at %s", self._path)
         self._complained = ""

@@ -8,7 +8,7 @@ reused before its lease ends (2); a reserved slot comes back only when its write
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
 import msgspec
@@ -59,7 +59,6 @@ class Limits(msgspec.Struct, frozen=True):
 
     lease_seconds: float = 10.0
     reservation_seconds: float = 30.0
-    quarantine_seconds: float = 600.0
     max_chunks: int = 4_000_000
     low_water: float = 0.0
     high_water: float = 0.0
@@ -69,7 +68,8 @@ class Limits(msgspec.Struct, frozen=True):
 class Directory:
     """All methods are called from the server's loop. `now` is a monotonic clock in seconds.
 
-    Ids (leases, reservations, generations) count up from `first_id`, which no earlier life of the server reached.
+    Ids of leases and reservations count up from `first_id`, near which no earlier life of the server had any; generations from the
+    newest that `restore` brings.
     """
 
     def __init__(self, policy: EvictionPolicy, limits: Limits, now: Callable[[], float], first_id: int = 1) -> None:
@@ -77,11 +77,12 @@ class Directory:
         self._limits = limits
         self._policy = policy
         self._ids = count(first_id)
+        self._generations = count(1)
         self._live: dict[ChunkKey, Entry] = {}
         self._awaited = Awaited()
-        self.placement = Placement(lambda: next(self._ids))
+        self.placement = Placement(lambda: next(self._generations))
         self.leases = Leases(limits.lease_seconds, self._unheld)
-        self.reservations = Reservations(limits.reservation_seconds, limits.quarantine_seconds)
+        self.reservations = Reservations(limits.reservation_seconds)
         self._claims = Claims()
         self._saving = Saving(limits.save_ahead, self.placement, self.leases)
         self.counters: Counter[str] = Counter()
@@ -290,7 +291,7 @@ class Directory:
         self._claims.drop_client(client.id)
         for id_, reservation in self.reservations.items():
             if reservation.client == client.id:
-                self.reservations.void(id_, self._now())
+                self.reservations.void(id_)
 
     def process_gone(self, process: ProcessId) -> None:
         """The process is really gone, so nothing of it writes any more: its void reservations' slots are free."""
@@ -303,16 +304,12 @@ class Directory:
         return {reservation.process for _, reservation in self.reservations.items() if reservation.client is None}
 
     def tick(self) -> None:
-        """Whatever time brings: leases and reservations end, quarantines run out, watermarks are kept."""
+        """Whatever time brings: leases and reservations end, watermarks are kept."""
         now = self._now()
         self.leases.expire(now)
-        for id_, reservation in self.reservations.overdue(now):
-            if reservation.client is None:
-                self._give_back(id_)
-                self.counters["expired_quarantines"] += 1
-            else:
-                self.reservations.void(id_, now)
-                self.counters["expired_reservations"] += 1
+        for id_ in self.reservations.overdue(now):
+            self.reservations.void(id_)
+            self.counters["expired_reservations"] += 1
         self._keep_watermarks()
 
     # ---- segments
@@ -345,13 +342,18 @@ class Directory:
         return len(chunks)
 
     def drop_segment(self, id_: SegmentId) -> tuple[int, bool]:
-        """Evict the segment's chunks and take no new ones; (chunks evicted, is it gone?). Call again until it is."""
+        """Evict the segment's chunks and take no new ones; (chunks evicted, is it gone?). Call again until it is.
+
+        Slots in quarantine are not waited for: whoever still writes there has the memory to itself.
+        """
         segment = self.placement.segments[id_]
         segment.draining = True
         entries = [entry for entry in segment.occupants.values() if not entry.reservation and not entry.doomed]
         self._forget(entries)
-        if segment.occupants:
+        quarantined = [entry for entry in segment.occupants.values() if self.reservations.quarantined(entry)]
+        if len(quarantined) < len(segment.occupants):
             return len(entries), False
+        self.reservations.let_go(quarantined)
         del self.placement.segments[id_]
         self.records.append(journal.SegmentGone(id_))
         return len(entries), True
@@ -360,11 +362,14 @@ class Directory:
         """Segments of before a restart whose fd nobody has offered yet."""
         return self._awaited.segments()
 
-    def forget_absent(self) -> int:
-        """Give up on their chunks; returns how many are lost. A place somebody may still write stays known, should its segment
-        come after all; call again until none is awaited."""
-        records, lost = self._awaited.give_up()
-        self.records += records
+    def forget_absent(self, ids: Iterable[SegmentId]) -> int:
+        """Stop waiting for these; how many chunks are lost. Their memory must not be used again: somebody may still write there."""
+        lost = 0
+        for id_ in ids:
+            written, chunks = self._awaited.give_up(id_)
+            self.reservations.let_go(written)
+            self.records.append(journal.SegmentGone(id_))
+            lost += chunks
         return lost
 
     def segment_infos(self) -> list[SegmentInfo]:
@@ -378,24 +383,23 @@ class Directory:
 
     # ---- journal
 
-    def restore(self, state: journal.State, earlier: bool = True) -> None:
-        """Take over what an earlier server knew. Segments are absent until offered again; reservations are void.
-
-        earlier: there may have been one, whatever of it `state` tells, and its readers.
-        """
+    def restore(self, state: journal.State) -> None:
+        """Take over what an earlier server knew. Segments are absent until offered again; reservations are void."""
+        self._generations = count(1 + state.generation)
         written = self._awaited.restore(state)
-        if earlier or state.segments:
+        if state.segments:
             # Who got a lease from the earlier server may count on it.
             self._reserves_from = self._now() + GRACE_SECONDS
         for id_, held in state.held.items():
-            self.reservations.restore(id_, held.process, written[id_], self._now())
+            self.reservations.restore(id_, held.process, written[id_])
 
     def snapshot(self) -> Iterator[journal.Record]:
         """The whole state as records, a slice at a time. Requests may change the state in between if they are recorded too."""
-        newest = next(self._ids)
+        newest = next(self._generations)
         keys = list(self._policy.coldest_first())
         live, absent = list(self.placement.segments.values()), self._awaited.contents()
         reservations = self.reservations.items()
+        yield journal.Counted(newest)
         for segment in live:
             if segment.id in self.placement.segments:
                 yield journal.SegmentAdded(segment.id, segment.device, segment.medium, segment.nbytes)

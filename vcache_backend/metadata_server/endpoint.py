@@ -46,7 +46,6 @@ class Endpoint:
     """A listening socket and its lock, which keeps a second server away. ConfigError where there cannot be one.
 
     Only this user can reach it; with `open_to_others` everybody can connect, and whoever accepts looks at the peer's uid.
-    `earlier`: another server was here before.
     """
 
     def __init__(self, path: Path, open_to_others: bool = False) -> None:
@@ -55,7 +54,6 @@ class Endpoint:
         with ExitStack() as undo:
             try:
                 self._make_folder(open_to_others)
-                self.earlier = any(os.path.lexists(file) for file in (path, beside(path, ".lock"), beside(path, ".journal")))
                 self._lock(undo)
                 self._make_way()
                 self.listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

@@ -2,20 +2,42 @@
 
 Written with `write(2)`, never synced: it has to outlive the server process, not the machine (the VRAM does not either).
 Compaction copies the live state into a new file a slice at a time while records go to both files, so no request waits for it.
+
+The file: a header (`_HEADER`: magic, format, epoch, the writer's pid and start time; then their CRC-32), and frames. A frame is a
+record's length, a CRC-32, the frame's number and the record as MessagePack. Numbers grow through a server's life, compactions
+included; each CRC covers its frame and everything before it. What a file cannot tell, that it was cut between two frames or is an
+older copy of itself, the server's witness tells (see `witness`).
 """
 
 from __future__ import annotations
 
 import os
+import stat
+import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from zlib import crc32
 
 import msgspec
 
-from vcache_backend.metadata_server.messages import ChunkKey, Location, Medium, SegmentId
+from vcache_backend.metadata_server.allocator import Extents, padded
+from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Location, Medium, SegmentId
 
 COMPACT_BYTES = 64 << 20
 """A journal smaller than this is never compacted."""
+FORMAT = 2
+_MAGIC = b"vcache-j"
+_HEADER = struct.Struct("<8sIQIQ")
+_CRC = struct.Struct("<I")
+_FRAME = struct.Struct("<IIQ")
+HEADER_BYTES = _HEADER.size + _CRC.size
+FRAME_BYTES = _FRAME.size
+"""Of each frame, before its record."""
+
+
+class Damaged(Exception):
+    """The file cannot be what a server wrote; the text says where and why."""
 
 
 class ProcessId(msgspec.Struct, frozen=True, array_like=True):
@@ -76,12 +98,22 @@ class Pinned(msgspec.Struct, frozen=True, array_like=True, tag="P", gc=False):
     pin: int
 
 
-Record = SegmentAdded | SegmentGone | Held | Published | Returned | Live | Gone | Pinned
+class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
+    """Part of a snapshot: every generation up to this one may have been used."""
+
+    generation: int
+
+
+Record = SegmentAdded | SegmentGone | Held | Published | Returned | Live | Gone | Pinned | Counted
 
 
 class State(msgspec.Struct):
-    """What a journal says: segments, committed chunks coldest first as (location, pin), open reservations."""
+    """What a journal says: segments, committed chunks coldest first as (location, pin), open reservations; whose it is (`epoch`, 0
+    without a journal), the number of its last frame, and the newest generation."""
 
+    epoch: int = 0
+    frame: int = 0
+    generation: int = 0
     segments: dict[SegmentId, SegmentAdded] = {}
     chunks: dict[ChunkKey, tuple[Location, int]] = {}
     held: dict[int, Held] = {}
@@ -93,8 +125,10 @@ class State(msgspec.Struct):
             case SegmentGone(id=id):
                 self.segments.pop(id, None)
                 self.chunks = {key: chunk for key, chunk in self.chunks.items() if chunk[0].segment != id}
+                self.held = {number: kept for number, held in self.held.items() if (kept := _without(held, id)) is not None}
             case Held(reservation=reservation):
                 self.held[reservation] = record
+                self.generation = max(self.generation, *(location.generation for location in record.locations))
             case Published(reservation=reservation):
                 held = self.held.pop(reservation, None)
                 for key, location in reversed(list(zip(held.keys, held.locations, strict=True)) if held else []):
@@ -103,6 +137,8 @@ class State(msgspec.Struct):
                 self.held.pop(reservation, None)
             case Live(keys=keys, locations=locations, pins=pins):
                 self.chunks.update(zip(keys, zip(locations, pins, strict=True), strict=True))
+            case Counted(generation=generation):
+                self.generation = max(self.generation, generation)
             case Gone(keys=keys):
                 for key in keys:
                     self.chunks.pop(key, None)
@@ -111,97 +147,185 @@ class State(msgspec.Struct):
                     if key in self.chunks:
                         self.chunks[key] = (self.chunks[key][0], pin)
 
+    def check(self) -> None:
+        """ValueError unless this can be the state of a pool: known segments, slots inside them that do not overlap, keys of our own."""
+        taken: dict[SegmentId, list[tuple[int, int]]] = {id_: [] for id_ in self.segments}
+        places = [(key, location) for key, (location, _) in self.chunks.items()]
+        places += [pair for held in self.held.values() for pair in zip(held.keys, held.locations, strict=True)]
+        for key, location in places:
+            if len(key) != KEY_BYTES or location.length < 1 or location.segment not in taken:
+                raise ValueError(f"chunk {key.hex()} at {location} cannot be")
+            taken[location.segment].append((location.offset, padded(location.length)))
+        for id_, slots in taken.items():
+            Extents(self.segments[id_].nbytes, slots)
+
+
+def _without(held: Held, segment: SegmentId) -> Held | None:
+    """A reservation less its slots in a segment that is gone; None if that leaves none."""
+    pairs = [(k, at) for k, at in zip(held.keys, held.locations, strict=True) if at.segment != segment]
+    return Held(held.reservation, held.process, [k for k, _ in pairs], [at for _, at in pairs]) if pairs else None
+
+
+def writer(path: Path) -> ProcessId | None:
+    """Who wrote the journal; None if there is none, or none with a whole header. OSError if it cannot be read."""
+    try:
+        _, process = _header(_content(path, HEADER_BYTES))
+    except (FileNotFoundError, Damaged):
+        return None
+    return process
+
 
 def read(path: Path) -> State:
-    """Replay a journal. A torn or damaged end is ignored from the first bad record on; no file is an empty state."""
+    """Replay a journal; no file is an empty state. A last frame that is not all there was never promised to anybody: it is left out.
+
+    Raises Damaged for everything else that is not as it was written, OSError if the file cannot be read."""
     state = State()
-    decoder = msgspec.msgpack.Decoder(Record)
     try:
-        data = memoryview(path.read_bytes())
+        data = memoryview(_content(path))
     except FileNotFoundError:
         return state
-    at = 0
-    while at + 4 <= len(data):
-        size = int.from_bytes(data[at : at + 4], "little")
-        frame = data[at + 4 : at + 4 + size]
-        try:
-            state.apply(decoder.decode(frame))
-        except (msgspec.DecodeError, ValueError):
+    state.epoch, _ = _header(data)
+    decoder = msgspec.msgpack.Decoder(Record)
+    at = HEADER_BYTES
+    chain = crc32(data[: _HEADER.size])
+    while at + _FRAME.size <= len(data):
+        size, crc, number = _FRAME.unpack_from(data, at)
+        end = at + _FRAME.size + size
+        if end > len(data):
             break
-        at += 4 + size
+        chain = crc32(data[at + 8 : end], chain)
+        if chain != crc or number <= state.frame:
+            raise Damaged(f"the frame at byte {at:,} of {len(data):,} is not what was written (after frame {state.frame})")
+        try:
+            state.apply(decoder.decode(data[at + _FRAME.size : end]))
+        except (msgspec.DecodeError, ValueError) as error:
+            raise Damaged(f"the record at byte {at:,} of {len(data):,} is none: {error}") from error
+        state.frame, at = number, end
+    try:
+        state.check()
+    except ValueError as error:
+        raise Damaged(f"its records contradict each other: {error}") from error
     return state
 
 
-def newest_id(state: State) -> int:
-    """The largest reservation id or generation in a journal's state; 0 if it is empty."""
-    locations = [location for location, _ in state.chunks.values()]
-    locations += [location for held in state.held.values() for location in held.locations]
-    return max([0, *state.held, *(location.generation for location in locations)])
+def _content(path: Path, most: int = -1) -> bytes:
+    """The file's bytes, or the first `most`. Neither a symbolic link nor what another user put there is followed."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError("it is no regular file; move it away")
+        if found.st_uid != os.geteuid():
+            raise OSError(f"it belongs to uid {found.st_uid}, not to {os.geteuid()}; move it away")
+        return file.read(most)
+
+
+def _header(data: bytes | memoryview) -> tuple[int, ProcessId]:
+    """(epoch, writer) of a file that begins so."""
+    if len(data) < HEADER_BYTES or crc32(data[: _HEADER.size]) != _CRC.unpack_from(data, _HEADER.size)[0]:
+        raise Damaged(f"its first {HEADER_BYTES} bytes are no header of format {FORMAT}")
+    magic, format_, epoch, pid, started = _HEADER.unpack_from(data)
+    if (magic, format_) != (_MAGIC, FORMAT):
+        raise Damaged(f"it is of format {format_}, not {FORMAT}")
+    return epoch, ProcessId(pid, started)
 
 
 class Journal:
-    """The open file, owned by the server's loop. OSErrors (a full disk) reach the loop, which goes on without a journal."""
+    """The open files, owned by the server's loop. OSErrors (a full disk) reach the loop, which goes on without a journal."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, epoch: int, process: ProcessId) -> None:
+        self.frame = 0
+        """Number of the last frame in the file that a restart would read: what the witness is to say."""
+        self._numbered = 0
+        self._path, self._fresh = path, path.with_name(path.name + ".new")
+        header = _HEADER.pack(_MAGIC, FORMAT, epoch, process.pid, process.started)
+        self._header = header + _CRC.pack(crc32(header))
         self._encoder = msgspec.msgpack.Encoder()
-        self._file = self._create(path.with_suffix(".new"))
-        self._next: int | None = None
+        self._next: _File | None = None
         self._slices: Iterator[Record] | None = None
-        self._size = 0
         self._base = 0
+        self._file = _File(self._fresh, self._header)
 
     def start(self, snapshot: Iterator[Record]) -> None:
         """Write the state the server starts from, then put this file in the old one's place."""
         for record in snapshot:
-            self._size += self._write(self._file, [record])
-        self._base = self._size
-        self._path.with_suffix(".new").replace(self._path)
+            self._write([record], self._file)
+        self._base = self._file.size
+        self._fresh.replace(self._path)
+        self.frame = self._numbered
 
     def append(self, records: list[Record]) -> None:
         """Write records; they are safe against this process's death on return."""
-        self._size += self._write(self._file, records)
-        if self._next is not None:
-            self._write(self._next, records)
+        self._write(records, self._file, self._next)
+        self.frame = self._numbered
 
     def compact(self, snapshot: Callable[[], Iterator[Record]]) -> None:
         """One slice of compaction, if one is due or under way. Called between requests."""
         if self._slices is None:
-            if self._size < max(COMPACT_BYTES, 4 * self._base):
+            if self._file.size < max(COMPACT_BYTES, 4 * self._base):
                 return
-            self._next, self._slices = self._create(self._path.with_suffix(".new")), snapshot()
+            self._next, self._slices = _File(self._fresh, self._header), snapshot()
         assert self._next is not None
         record = next(self._slices, None)
         if record is not None:
-            self._write(self._next, [record])
+            self._write([record], self._next)
             return
-        self._path.with_suffix(".new").replace(self._path)
-        os.close(self._file)
+        self._fresh.replace(self._path)
+        self.frame = self._numbered
+        self._file.close()
         self._file, self._next, self._slices = self._next, None, None
-        self._base = self._size = os.fstat(self._file).st_size
+        self._base = self._file.size
 
     def abandon(self) -> None:
-        """The file can no longer be kept true: remove it, since a stale journal would bring back the wrong chunks."""
+        """Close the files and remove them where that is possible. Those that stay prove nothing once the witness says so."""
         self.close()
-        for path in (self._path, self._path.with_suffix(".new")):
-            path.unlink(missing_ok=True)
+        for path in (self._path, self._fresh):
+            with suppress(OSError):
+                path.unlink()
 
     def close(self) -> None:
-        for fd in (self._file, self._next):
-            if fd is not None and fd >= 0:
-                os.close(fd)
-        self._file, self._next = -1, None
+        """Idempotent."""
+        self._file.close()
+        if self._next is not None:
+            self._next.close()
 
-    def _create(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-
-    def _write(self, fd: int, records: list[Record]) -> int:
-        out = bytearray()
+    def _write(self, records: list[Record], *files: _File | None) -> None:
+        numbered = []
         for record in records:
-            frame = self._encoder.encode(record)
-            out += len(frame).to_bytes(4, "little")
-            out += frame
-        view = memoryview(out)
+            self._numbered += 1
+            numbered.append((self._numbered, self._encoder.encode(record)))
+        for file in files:
+            if file is not None:
+                file.append(numbered)
+
+
+class _File:
+    """One file of a journal, new: whatever had its name is unlinked, not written to."""
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        path.unlink(missing_ok=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._chain = crc32(header[: _HEADER.size])
+        self.size = 0
+        self._put(header)
+
+    def append(self, numbered: list[tuple[int, bytes]]) -> None:
+        """Frames of (number, record), chained to what is there."""
+        out = bytearray()
+        for number, body in numbered:
+            covered = number.to_bytes(8, "little") + body
+            self._chain = crc32(covered, self._chain)
+            out += len(body).to_bytes(4, "little") + self._chain.to_bytes(4, "little") + covered
+        self._put(out)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _put(self, data: bytes | bytearray) -> None:
+        view = memoryview(data)
         while view:
-            view = view[os.write(fd, view) :]
-        return len(out)
+            view = view[os.write(self._fd, view) :]
+        self.size += len(data)

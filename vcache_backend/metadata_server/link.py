@@ -29,10 +29,11 @@ class Link:
         self._reader = wire.FrameReader()
         self._spin = processes.spin(spin_seconds)
 
-    def open(self, path: Path, hello: m.Hello, deadline: float) -> m.Welcome:
+    def open(self, path: Path, hello: m.Hello, deadline: float, witness: int | None, received: list[int]) -> m.Welcome:
         """Connect and be welcomed. Unwelcome: another user could serve there, or does, or the server refuses; OSError.
 
-        Nothing is sent before it is known whose the server is.
+        Nothing is sent before it is known whose the server is. `witness`: of the server before, to be shown to this one, whose own
+        is put into `received`.
         """
         if fault := folder_fault(path, self._trusted):
             raise Unwelcome(f"{fault}, or name its user in client.server_uid if that is meant")
@@ -44,7 +45,7 @@ class Link:
             raise Unwelcome(
                 f"a process of uid {uid} serves there, this one has uid {os.getuid()}; set client.server_uid: {uid} to trust it"
             )
-        reply = self.exchange(wire.frame(hello), deadline)
+        reply = self.exchange(wire.frame(hello), deadline, witness, received)
         if not isinstance(reply, m.Welcome):
             raise Unwelcome(reply.message if isinstance(reply, m.Error) else f"it answered a hello with {type(reply).__name__}")
         return reply

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 8 << 20
 MAX_KEYS = 1 << 16
 """Most keys in one request; a request of more is refused and the connection stays usable."""
@@ -101,7 +101,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(Request, frozen=True, tag="hello"):
-    """First frame of a connection → `Welcome`, or `Error` and the connection closes.
+    """First frame of a connection → `Welcome`, or `Error` and the connection closes. The witness of the server that the client was
+    connected to before comes along as an fd, if there was one.
 
     `layout` is the instance's layout as text, field by field (see `vcache_backend.chunk.Layout`); empty for tools.
     """
@@ -113,9 +114,10 @@ class Hello(Request, frozen=True, tag="hello"):
 
 
 class AddSegment(Request, frozen=True, tag="add_segment"):
-    """Register (or, after a server restart, offer again) a segment; its fd comes along → `Added`.
+    """Register a segment; its fd comes along → `Added`.
 
     `claim`: of the `Lendable` it was made under; refused if that has ended meanwhile. 0: somebody wants it there whatever else is.
+    `again`: it was offered before, on an earlier connection. Then it is taken only if the server knows what lies in it.
     """
 
     id: Annotated[SegmentId, msgspec.Meta(min_length=1, max_length=64)]
@@ -123,6 +125,7 @@ class AddSegment(Request, frozen=True, tag="add_segment"):
     medium: Medium
     nbytes: Bytes
     claim: int = 0
+    again: bool = False
 
 
 class Lend(Request, frozen=True, tag="lend"):
@@ -275,7 +278,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """`epoch` changes at every server start. `mismatches`: a line for each instance of the model that cannot share, and why."""
+    """`epoch` is another one at every server start; the server's witness comes along as an fd (see `witness`). `mismatches`: a line
+    for each instance of the model that cannot share, and why."""
 
     version: int
     epoch: int
@@ -292,9 +296,11 @@ class Error(Reply, frozen=True, tag="error"):
 
 
 class Added(Reply, frozen=True, tag="added"):
-    """`chunks`: how many chunks of an earlier server life the segment brought back."""
+    """`chunks`: how many chunks of an earlier server life the segment brought back. `taken`: False if it was offered again and its
+    memory cannot be used any more: the server knows nothing of it, and an earlier writer may still write there. Lend a fresh one."""
 
     chunks: int
+    taken: bool = True
 
 
 class Lendable(Reply, frozen=True, tag="lendable"):
@@ -372,7 +378,8 @@ class Latency(msgspec.Struct, frozen=True, array_like=True):
 
 class ServerStats(Reply, frozen=True, tag="server_stats"):
     """Counters since the server's start. `lookup_*` count chunks asked and found; `latency` is by request name.
-    `reports`: the newest, oldest first; a server from before `Report` sends none."""
+    `reports`: the newest, oldest first; a server from before `Report` sends none. `quarantined_slots`: slots that wait until their
+    writer, by its pid, ends or answers for them."""
 
     epoch: int
     uptime_seconds: float
@@ -387,6 +394,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     namespaces: dict[str, str]
     rss_bytes: int
     reports: list[Reported] = []
+    quarantined_slots: dict[int, int] = {}
 
 
 AnyRequest = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 from pathlib import Path
@@ -42,10 +43,25 @@ def identity(pid: int) -> ProcessId:
     return ProcessId(pid, int(stat.rpartition(")")[2].split()[19]))
 
 
+def lives(process: ProcessId) -> bool:
+    """Does it run? A zombie does not. OSError if that cannot be found out."""
+    if identity(process.pid) != process:
+        return False
+    pidfd = open_pidfd(process)
+    if pidfd is None:
+        return False
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return not poll.poll(0)
+    finally:
+        os.close(pidfd)
+
+
 def open_pidfd(process: ProcessId) -> int | None:
     """A pidfd that becomes readable when the process is gone; None if it is gone already.
 
-    Raises OSError where the process cannot be watched (pid 0, no permission): quarantines then run their full time.
+    Raises OSError where the process cannot be watched (pid 0, no permission): its slots then wait until it answers for them itself.
     """
     try:
         pidfd = os.pidfd_open(process.pid)

@@ -14,8 +14,8 @@ MAX_RESERVATIONS_PER_CLIENT = 4096
 
 
 class Reservation(msgspec.Struct, gc=False):
-    """`client` is None once it can no longer be committed (expired, connection lost, server restarted): the slots then
-    wait in quarantine until the writer answers for them or is gone, at most until `deadline`."""
+    """`client` is None once it can no longer be committed (after `deadline`, connection lost, server restarted): the slots then
+    wait in quarantine until the writer answers for them or is gone, however long that takes."""
 
     client: int | None
     process: ProcessId
@@ -26,9 +26,8 @@ class Reservation(msgspec.Struct, gc=False):
 class Reservations:
     """The table of reservations. Times in seconds on the server's monotonic clock."""
 
-    def __init__(self, seconds: float, quarantine_seconds: float) -> None:
+    def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._quarantine_seconds = quarantine_seconds
         self._by_id: dict[int, Reservation] = {}
         self._of_client: Counter[int] = Counter()
         self._pending: dict[ChunkKey, int] = {}
@@ -58,9 +57,9 @@ class Reservations:
         self._by_id[id_] = Reservation(client, process, now + self.seconds, entries)
         self._of_client[client] += 1
 
-    def restore(self, id_: int, process: ProcessId, entries: list[Entry], now: float) -> None:
+    def restore(self, id_: int, process: ProcessId, entries: list[Entry]) -> None:
         """A reservation of an earlier server: void from the start."""
-        self._by_id[id_] = Reservation(None, process, now + self._quarantine_seconds, entries)
+        self._by_id[id_] = Reservation(None, process, 0.0, entries)
 
     def close(self, id_: int) -> Reservation:
         """Take it out of the table; its keys are free for others."""
@@ -68,15 +67,37 @@ class Reservations:
         self._free_keys(id_, reservation)
         return self._by_id.pop(id_)
 
-    def void(self, id_: int, now: float) -> None:
+    def void(self, id_: int) -> None:
         """It can no longer be committed, and others may store its keys; its slots stay out of use."""
         reservation = self._by_id[id_]
         self._free_keys(id_, reservation)
         reservation.client = None
-        reservation.deadline = now + self._quarantine_seconds
 
-    def overdue(self, now: float) -> list[tuple[int, Reservation]]:
-        return [(id_, r) for id_, r in self._by_id.items() if now > r.deadline]
+    def overdue(self, now: float) -> list[int]:
+        """Open ones whose time is over."""
+        return [id_ for id_, r in self._by_id.items() if r.client is not None and now > r.deadline]
+
+    def quarantined(self, entry: Entry) -> bool:
+        """Does this slot wait for a writer that can no longer commit it?"""
+        reservation = self._by_id.get(entry.reservation)
+        return reservation is not None and reservation.client is None
+
+    def let_go(self, entries: list[Entry]) -> None:
+        """These quarantined slots leave the pool with their memory: nobody need answer for them any more."""
+        gone = {id(entry) for entry in entries}
+        for id_ in {entry.reservation for entry in entries}:
+            kept = [entry for entry in self._by_id[id_].entries if id(entry) not in gone]
+            self._by_id[id_].entries = kept
+            if not kept:
+                del self._by_id[id_]
+
+    def writers(self) -> Counter[int]:
+        """Quarantined slots by the pid of their writer."""
+        slots: Counter[int] = Counter()
+        for reservation in self._by_id.values():
+            if reservation.client is None:
+                slots[reservation.process.pid] += len(reservation.entries)
+        return slots
 
     def counts(self) -> tuple[int, int]:
         """(open, quarantined)."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import secrets
 import select
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from vcache_backend.metadata_server.endpoint import Endpoint, beside
 from vcache_backend.metadata_server.eviction import POLICIES
 from vcache_backend.metadata_server.journal import Journal, ProcessId
 from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.witness import NEVER, Proof, Witness
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class Server:
             self._listener = self._endpoint.listener
             self._epoll = undo.enter_context(select.epoll())
             self._epoll.register(self._listener, select.EPOLLIN)
-            self._service = self._start_service(beside(config.path, ".journal"), self._endpoint.earlier)
+            self._service = self._start_service(beside(config.path, ".journal"), undo)
             undo.callback(self._service.close)
             self._recover_until = time.monotonic() + config.recover_seconds
             self._undo = undo.pop_all()
@@ -79,8 +82,6 @@ class Server:
             finally:
                 for connection in list(self._connections.values()):
                     connection.close()
-                if self._journal is not None:
-                    self._journal.close()
         log.info("stopped")
 
     def _serve(self) -> None:
@@ -105,32 +106,40 @@ class Server:
         """End `run` within a tick. May be called from a signal handler."""
         self._stopping = True
 
-    def _start_service(self, path: Path, earlier: bool) -> Service:
-        """path: of the journal. earlier: another server was here before."""
+    def _start_service(self, path: Path, undo: ExitStack) -> Service:
+        """path: of the journal."""
         config, eviction = self._config, self._config.eviction
+        myself, epoch = processes.identity(os.getpid()), 1 + secrets.randbits(62)
         with raising_as({OSError: ConfigError}, f"server.journal: cannot use {path}"):
-            state = journals.read(path) if config.journal else journals.State()
-        first_id = max(time.time_ns(), 1 + journals.newest_id(state))
+            writer = journals.writer(path)
+            if writer not in (None, myself) and processes.lives(writer):
+                raise ConfigError(
+                    f"server.socket: pid {writer.pid} still serves, it writes {path}; stop it, or use another socket"
+                )
+            state = _read(path) if config.journal else journals.State()
         limits = Limits(
             lease_seconds=config.lease_seconds,
             reservation_seconds=config.reservation_seconds,
-            quarantine_seconds=config.quarantine_seconds,
             max_chunks=config.max_chunks,
             low_water=eviction.low_water,
             high_water=eviction.high_water,
             save_ahead=config.save_ahead,
         )
-        directory = Directory(POLICIES[eviction.policy](), limits, time.monotonic, first_id)
-        directory.restore(state, earlier)
+        directory = Directory(POLICIES[eviction.policy](), limits, time.monotonic, _first_id(state.held))
+        directory.restore(state)
+        self._witness = Witness(epoch)
+        undo.callback(self._witness.close)
         with raising_as({OSError: ConfigError}, f"server.journal: cannot use {path}"):
             if config.journal:
-                self._journal = Journal(path)
+                self._journal = Journal(path, epoch, myself)
+                undo.callback(self._journal.close)
                 self._journal.start(directory.snapshot())
+                self._witness.reached(self._journal.frame)
             else:
                 path.unlink(missing_ok=True)
         if state.segments:
             log.info("journal: %d chunks in %d segments wait to be offered again", len(state.chunks), len(state.segments))
-        return Service(directory, epoch=first_id)
+        return Service(directory, epoch, Proof(state.epoch, state.frame))
 
     # ---- events
 
@@ -219,12 +228,17 @@ class Server:
         if request.version != m.PROTOCOL_VERSION:
             theirs, ours = request.version, m.PROTOCOL_VERSION
             raise ProtocolError(f"the client speaks protocol {theirs}, this server {ours}; install the same vcache-backend")
+        for fd in connection.fds:
+            self._service.hear_witness(fd)
+        wire.close_fds(connection.fds)
+        connection.fds.clear()
         connection.client = Client(connection.number, connection.process, request.device, request.medium)
         mismatches = self._service.mismatches(connection.number, request.layout)
         for line in mismatches:
             log.warning("pid %d: %s", connection.process.pid, line)
         lease, reservation = self._config.lease_seconds, self._config.reservation_seconds
-        connection.queue(m.Welcome(m.PROTOCOL_VERSION, self._service.epoch, lease, reservation, mismatches))
+        welcome = m.Welcome(m.PROTOCOL_VERSION, self._service.epoch, lease, reservation, mismatches)
+        connection.queue(welcome, self._witness.fd)
 
     # ---- turns
 
@@ -249,7 +263,7 @@ class Server:
             if connection.client is None and now > connection.accepted + HELLO_SECONDS:
                 self._disconnect(connection)
         absent = directory.absent_segments()
-        if absent and now > self._recover_until and (lost := directory.forget_absent()):
+        if absent and now > self._recover_until and (lost := directory.forget_absent(absent)):
             seconds = self._config.recover_seconds
             log.warning("%d segments were not offered again within %g s; %d chunks are lost", len(absent), seconds, lost)
 
@@ -264,8 +278,10 @@ class Server:
                 if records:
                     self._journal.append(records)
                 self._journal.compact(self._service.directory.snapshot)
+                self._witness.reached(self._journal.frame)
             except OSError as error:
                 log.error("journal: %s; going on without one, a restart will be cold", error)
+                self._witness.reached(NEVER)
                 self._journal.abandon()
                 self._journal = None
         records.clear()
@@ -321,6 +337,25 @@ class Server:
     def _process_gone(self, pidfd: int) -> None:
         self._service.directory.process_gone(self._watched.pop(pidfd))
         os.close(pidfd)
+
+
+def _read(path: Path) -> journals.State:
+    """The journal's state; an empty one if it is damaged. It is kept aside then, for whoever wants to know what happened."""
+    try:
+        return journals.read(path)
+    except journals.Damaged as damage:
+        aside = path.with_name(path.name + ".damaged")
+        path.replace(aside)
+        log.error("journal %s is damaged: %s; starting empty, the file is kept as %s", path, damage, aside)
+        return journals.State()
+
+
+def _first_id(taken: Iterable[int]) -> int:
+    """From where ids can count up without meeting any of `taken`, or of another life of the server."""
+    while True:
+        first = 1 + secrets.randbits(62)
+        if not any(first <= id_ < first + (1 << 48) for id_ in taken):
+            return first
 
 
 def serve(config: ServerConfig) -> None:

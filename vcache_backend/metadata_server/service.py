@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import resource
+import struct
 import time
 from typing import assert_never
 
@@ -13,6 +14,7 @@ from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.directory import Client, Directory
 from vcache_backend.metadata_server.reports import Reports
+from vcache_backend.metadata_server.witness import Proof
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +29,10 @@ class Refuse(Exception):
 class Service:
     """Answers requests. Runs in the server's one thread; owns the segments' fds from registration until they are dropped."""
 
-    def __init__(self, directory: Directory, epoch: int) -> None:
+    def __init__(self, directory: Directory, epoch: int, proof: Proof) -> None:
+        """`proof`: of the journal that the directory was restored from."""
         self.directory = directory
+        self._proof = proof
         self.epoch = epoch
         self.layouts: dict[int, dict[str, str]] = {}
         self.latency: dict[str, Histogram] = {}
@@ -113,6 +117,17 @@ class Service:
             self.layouts[client] = layout
         return list(lines)
 
+    def hear_witness(self, fd: int) -> None:
+        """A client brings the witness of the server it knew before. Nothing of before is used if that refutes the journal."""
+        try:
+            refuted = self._proof.refuted_by(fd)
+        except (OSError, struct.error) as error:
+            log.warning("a client brought a witness that is none: %s", error)
+            return
+        if refuted and (absent := self.directory.absent_segments()):
+            lost = self.directory.forget_absent(absent)
+            log.error("journal: %s; %d chunks in %d segments are lost, fresh memory is used", refuted, lost, len(absent))
+
     def collect_dropped(self) -> None:
         """Finish dropping segments whose last lease or reservation ended, and let go of their memory."""
         for id_, segment in list(self.directory.placement.segments.items()):
@@ -135,6 +150,10 @@ class Service:
                 raise Refuse(f"segment {request.id} is {was}, not {request.nbytes:,} B of {request.medium} on {request.device}")
         if live is not None:
             return m.Added(0)
+        if request.again and not (absent and self._proof.proven):
+            return self._decline(request.id, known=absent is not None)
+        if absent and not request.again:
+            raise Refuse(f"segment {request.id} is known from before a restart: offer it again, or make one with another id")
         if request.medium == "host":
             _check_memfd(request, fds[0])
         if request.claim and not self.directory.redeem(client, request.claim, request.device, request.nbytes):
@@ -145,6 +164,13 @@ class Service:
         chunks = self.directory.add_segment(info)
         self.fds[request.id] = fds.pop()
         return m.Added(chunks)
+
+    def _decline(self, id_: m.SegmentId, known: bool) -> m.Added:
+        """Memory of before that nothing proves to be as the journal says: an earlier writer may still write there."""
+        lost = self.directory.forget_absent([id_] if known else [])
+        why = "no journal knows it" if not known else f"no witness proves the journal; {lost} chunks are lost"
+        log.warning("segment %s is not taken again: %s. Its worker lends fresh memory", id_, why)
+        return m.Added(0, taken=False)
 
     def _open_segment(self, id_: m.SegmentId) -> tuple[m.Reply, int]:
         if id_ not in self.fds:
@@ -184,6 +210,7 @@ class Service:
             namespaces={layout.get("namespace", ""): layout.get("model", "") for layout in self.layouts.values()},
             rss_bytes=_rss_bytes(),
             reports=self.reports.newest_last(),
+            quarantined_slots=dict(directory.reservations.writers()),
         )
 
 

@@ -21,6 +21,10 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 
+MAX_WAITS = 30
+"""Heartbeats. Memory that a restarted server did not take again is free once every process that has it mapped knows."""
+
+
 class Pool:
     """Segments of the node, mapped for `device`. Any thread.
 
@@ -46,6 +50,7 @@ class Pool:
         self._mapped: dict[SegmentId, MappedSegment] = {}
         self._unreadable: set[SegmentId] = set()
         self._contributed = 0
+        self._waits = 0
         self._lock = threading.Lock()
         client.on_segments = self._follow
         try:
@@ -94,10 +99,13 @@ class Pool:
         """Make this view agree with the server's list."""
         with self._lock:
             known = {info.id for info in infos}
-            for id_ in self._mapped.keys() - known:
+            gone = self._mapped.keys() - known
+            for id_ in gone:
                 self._client.withdraw(id_)
                 self._mapped.pop(id_).close()
-                log.info("segment %s was dropped; unmapped", id_)
+                log.info("segment %s is not in the pool any more; unmapped", id_)
+            if gone and self._contributed != self._client.epoch:
+                self._waits = MAX_WAITS
             self._unreadable &= known
             for info in infos:
                 if info.state == "live" and info.medium == self.device.medium and info.id not in self._mapped:
@@ -124,26 +132,32 @@ class Pool:
 
     def _lend(self, lendable: Lendable) -> bool:
         """Make a segment and hand it over; False if that is to be tried again."""
-        reason = self._unfit(self._segment_bytes, lendable.nbytes)
-        if reason is not None:
-            log.error("nothing of %s is lent to the pool: %s", self.device, reason)
-            return True
         try:
-            with segments.create(self.device, lendable.nbytes) as owned:
-                mapped = segments.map_segment(owned.info, owned.fd, self.device)
+            mapped = self._make(lendable.nbytes)
         except SegmentError as error:
-            log.error("no segment on %s: %s; chunks go to other devices of the pool, if there are any", self.device, error)
+            self._waits -= 1
+            if self._waits >= 0:
+                return False
+            log.error(
+                "nothing of %s is lent to the pool: %s; chunks go to other devices of it, if there are any", self.device, error
+            )
             return True
         try:
             self._client.offer(mapped.info, mapped.fd, lendable.claim)
         except VCacheError as error:
             log.warning("segment %s on %s is given up: %s", mapped.id, self.device, error)
-            self._client.withdraw(mapped.id)
             mapped.close()
             return False
         self._mapped[mapped.id] = mapped
         log.info("lent %s B of %s to the pool as segment %s", f"{mapped.nbytes:,}", self.device, mapped.id)
         return True
+
+    def _make(self, nbytes: int) -> MappedSegment:
+        reason = self._unfit(self._segment_bytes, nbytes)
+        if reason is not None:
+            raise SegmentError(reason)
+        with segments.create(self.device, nbytes) as owned:
+            return segments.map_segment(owned.info, owned.fd, self.device)
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
         """A segment that appeared since the last heartbeat."""

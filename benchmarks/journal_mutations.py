@@ -1,0 +1,340 @@
+"""Journals damaged in many ways: does a restarted server ever believe one that is not its predecessor's last word?
+
+Histories are made by a real directory and a real journal: stores, evictions, removals, pins, dropped segments, writers that never
+answer, compactions. Then the file is changed and a server's parts start from it: journal, directory, service; the segments' holders
+bring the witness and offer their memory again. Wrong is a key that is found where it was not, and a slot given away that a chunk has
+which the server no longer knows, or that somebody may still be writing to. A cold start is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from vcache_backend.metadata_server import journal as journals
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import service as services
+from vcache_backend.metadata_server.allocator import padded
+from vcache_backend.metadata_server.directory import Client, Directory, Limits
+from vcache_backend.metadata_server.eviction import LRU
+from vcache_backend.metadata_server.journal import Journal, ProcessId
+from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.witness import Proof, Witness
+from vcache_backend.vram_pool import host_segment
+
+from .mooncake_site import write_rows
+from .results import Row, row
+
+MUTATIONS = 100_000
+EACH = 500
+"""Mutations of one history."""
+STEPS = 60
+SEGMENTS = {m.SegmentId(name): size for name, size in (("s0", 16 << 10), ("s1", 8 << 10), ("s2", 12 << 10))}
+SIZES = (1024, 1024, 1024, 700, 2048)
+WRITERS = [Client(number, ProcessId(100 + number, number), "host", "host") for number in (1, 2, 3)]
+OTHER = Client(9, ProcessId(900, 9), "host", "host")
+
+
+class History:
+    """One life of a server: its journal's bytes when it was killed, those of some moments before, and what was true then."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.epoch = 1 + self.random.getrandbits(62)
+        self.witness = Witness(self.epoch)
+        self.now = 1000.0
+        self.directory = Directory(LRU(), Limits(), lambda: self.now, 1 + self.random.getrandbits(62))
+        self.path = folder / "made.journal"
+        self._journal = Journal(self.path, self.epoch, WRITERS[0].process)
+        self._journal.start(self.directory.snapshot())
+        self._open: list[tuple[Client, int]] = []
+        self.older: list[bytes] = []
+        for name in SEGMENTS:
+            self.directory.add_segment(m.SegmentInfo(name, "host", "host", SEGMENTS[name]))
+        for step in range(STEPS):
+            self.older += [self.path.read_bytes()] if step % 12 == 0 else []
+            self._step()
+            self._journal.append(self.directory.records)
+            self.directory.records.clear()
+            self._journal.compact(self.directory.snapshot)
+        self.frame = self._journal.frame
+        self._journal.close()
+        self.bytes = self.path.read_bytes()
+        self.frames = list(_frames(self.bytes))
+        self.live = {key: entry.location for key, entry in self.directory._live.items()}
+        self.written = [entry.location for _, held in self.directory.reservations.items() for entry in held.entries]
+
+    def _keys(self, most: int) -> list[m.ChunkKey]:
+        return [_key(self.random.randrange(60)) for _ in range(self.random.randint(1, most))]
+
+    def _step(self) -> None:
+        directory, pick = self.directory, self.random
+        client, what = pick.choice(WRITERS), pick.random()
+        self.now += pick.choice((0.1, 1.0, 5.0))
+        if what < 0.5:
+            reservation = directory.reserve(client, list(dict.fromkeys(self._keys(5))), pick.choice(SIZES)).reservation
+            if reservation and pick.random() < 0.8:
+                directory.commit(client, reservation, [])
+            elif reservation:
+                self._open.append((client, reservation))
+        elif what < 0.6 and self._open:
+            writer, reservation = self._open.pop(pick.randrange(len(self._open)))
+            _ = directory.commit(writer, reservation, []) if pick.random() < 0.5 else directory.abort(writer, reservation)
+        elif what < 0.75:
+            directory.remove(self._keys(4))
+        elif what < 0.85:
+            directory.set_pin(self._keys(4), pick.choice((m.Pin.NONE, m.Pin.SOFT)))
+        elif what < 0.9:
+            directory.disconnect(client)
+        elif what < 0.92:
+            directory.process_gone(client.process)
+        elif what < 0.93:
+            name = pick.choice(list(directory.placement.segments) or [m.SegmentId("s0")])
+            if name in directory.placement.segments:
+                directory.drop_segment(name)
+        else:
+            directory.tick()
+
+
+def _key(number: int) -> m.ChunkKey:
+    return m.ChunkKey(number.to_bytes(m.KEY_BYTES, "big"))
+
+
+def _frames(data: bytes) -> Iterator[tuple[int, int]]:
+    """Where each frame starts and ends; first the header."""
+    at, end = 0, journals.HEADER_BYTES
+    while end <= len(data):
+        yield at, end
+        at, end = end, end + journals.FRAME_BYTES + int.from_bytes(data[end : end + 4], "little")
+
+
+# ---- mutations
+
+
+def _flip(here: History, other: History) -> bytes:
+    data = bytearray(here.bytes)
+    for _ in range(here.random.choice((1, 1, 1, 2, 8))):
+        data[here.random.randrange(len(data))] ^= 1 << here.random.randrange(8)
+    return bytes(data)
+
+
+def _set(here: History, other: History) -> bytes:
+    data = bytearray(here.bytes)
+    data[here.random.randrange(len(data))] = here.random.choice((0, 1, 0x7F, 0xC1, 0xFF))
+    return bytes(data)
+
+
+def _cut(here: History, other: History) -> bytes:
+    return here.bytes[: here.random.randrange(len(here.bytes))]
+
+
+def _cut_at_a_boundary(here: History, other: History) -> bytes:
+    return here.bytes[: here.random.choice(here.frames)[0]]
+
+
+def _cut_and_go_on(here: History, other: History) -> bytes:
+    return _cut(here, other) + here.random.randbytes(here.random.randrange(200))
+
+
+def _rearranged(change: Callable[[History, list[bytes]], None]) -> Callable[[History, History], bytes]:
+    def mutate(here: History, other: History) -> bytes:
+        frames = [here.bytes[start:end] for start, end in here.frames]
+        change(here, frames)
+        return b"".join(frames)
+
+    return mutate
+
+
+def _duplicate(here: History, frames: list[bytes]) -> None:
+    frames.insert(here.random.randrange(1, len(frames) + 1), here.random.choice(frames))
+
+
+def _swap(here: History, frames: list[bytes]) -> None:
+    one, two = here.random.randrange(len(frames)), here.random.randrange(len(frames))
+    frames[one], frames[two] = frames[two], frames[one]
+
+
+def _remove(here: History, frames: list[bytes]) -> None:
+    del frames[here.random.randrange(len(frames))]
+
+
+def _zero(here: History, other: History) -> bytes:
+    """A page, or a part of one, that never reached the disk."""
+    data = bytearray(here.bytes)
+    start, size = here.random.randrange(len(data)), here.random.choice((64, 512, 4096))
+    end = min(start + size, len(data))
+    data[start:end] = bytes(end - start)
+    return bytes(data)
+
+
+def _insert_zeros(here: History, other: History) -> bytes:
+    at = here.random.choice([here.random.randrange(len(here.bytes)), here.random.choice(here.frames)[0]])
+    return here.bytes[:at] + bytes(here.random.choice((16, 512, 4096))) + here.bytes[at:]
+
+
+def _copy_within(here: History, other: History) -> bytes:
+    data = bytearray(here.bytes)
+    start, to, size = here.random.randrange(len(data)), here.random.randrange(len(data)), here.random.randrange(1, 400)
+    data[to : to + size] = data[start : start + size]
+    return bytes(data)
+
+
+def _concatenate(here: History, other: History) -> bytes:
+    return here.random.choice((here.bytes, *here.older)) + here.random.choice((here.bytes, other.bytes, *here.older))
+
+
+def _older(here: History, other: History) -> bytes:
+    return here.random.choice(here.older)
+
+
+def _of_another_life(here: History, other: History) -> bytes:
+    return here.random.choice((other.bytes, *other.older))
+
+
+def _another_header(here: History, other: History) -> bytes:
+    size = journals.HEADER_BYTES
+    return here.random.choice((here.bytes[:size] + other.bytes[size:], other.bytes[:size] + here.bytes[size:]))
+
+
+def _nothing(here: History, other: History) -> bytes:
+    return here.bytes
+
+
+KINDS: dict[str, Callable[[History, History], bytes]] = {
+    "bits flipped": _flip,
+    "a byte set": _set,
+    "cut": _cut,
+    "cut between records": _cut_at_a_boundary,
+    "cut, then garbage": _cut_and_go_on,
+    "a record twice": _rearranged(_duplicate),
+    "records swapped": _rearranged(_swap),
+    "a record missing": _rearranged(_remove),
+    "zeroed": _zero,
+    "zeros put in": _insert_zeros,
+    "bytes copied over others": _copy_within,
+    "two files in one": _concatenate,
+    "an older copy": _older,
+    "of another life": _of_another_life,
+    "another's header": _another_header,
+    "untouched": _nothing,
+}
+
+
+# ---- what a restarted server makes of it
+
+
+def restarted(here: History, path: Path, fds: dict[m.SegmentId, int], believe: bool) -> Service:
+    """A server's parts, started from the file, once every segment was offered. believe: whatever can be read is taken for true."""
+    here.witness.reached(here.frame)
+    try:
+        state = journals.read(path)
+    except journals.Damaged:
+        state = journals.State()
+    clock = here.now + 1000.0
+    directory = Directory(LRU(), Limits(), lambda: clock, 1)
+    directory.restore(state)
+    clock += 1.0
+    proof = Proof(state.epoch, state.frame)
+    service = Service(directory, 1, proof)
+    if believe:
+        proof.proven = True
+    else:
+        service.hear_witness(here.witness.fd)
+    for name, fd in fds.items():
+        mine = [os.dup(fd)]
+        service.answer(OTHER, m.AddSegment(name, "host", "host", SEGMENTS[name], again=True), mine)
+        for left in mine:
+            os.close(left)
+    return service
+
+
+def wrongs(here: History, directory: Directory) -> int:
+    """Keys that are not where they were, and slots given away that were somebody's."""
+    known = {entry.location for entry in directory._live.values()}
+    wrong = sum(here.live.get(key) != entry.location for key, entry in directory._live.items())
+    taken = [*here.written, *(location for location in here.live.values() if location not in known)]
+    for number in range(1000, 1100):
+        (slot,) = directory.reserve(OTHER, [_key(number)], 1024).slots
+        if not isinstance(slot, m.Location):
+            break
+        wrong += any(_overlap(slot, other) for other in taken)
+    return wrong
+
+
+def _overlap(one: m.Location, two: m.Location) -> bool:
+    starts = one.offset < two.offset + padded(two.length) and two.offset < one.offset + padded(one.length)
+    return one.segment == two.segment and starts
+
+
+@contextmanager
+def _memory() -> Iterator[dict[m.SegmentId, int]]:
+    with ExitStack() as undo:
+        fds = {}
+        for name, nbytes in SEGMENTS.items():
+            fds[name] = host_segment.allocate(name, nbytes)
+            undo.callback(os.close, fds[name])
+        yield fds
+
+
+class Counts:
+    """`warm`: how many of them brought chunks back, by kind."""
+
+    def __init__(self) -> None:
+        self.mutations = self.wrong = 0
+        self.warm: Counter[str] = Counter()
+
+
+def run(mutations: int, seed: int = 1, believe: bool = False) -> Counts:
+    """So many mutations, the same ones for the same seed."""
+    counts, kinds = Counts(), list(KINDS.items())
+    quiet = patch.object(services.log, "disabled", True)
+    with tempfile.TemporaryDirectory() as name, _memory() as fds, patch.object(journals, "COMPACT_BYTES", 3000), quiet:
+        folder, round_ = Path(name), 0
+        while counts.mutations < mutations:
+            here, other = (History(folder, seed * 1_000_003 + 2 * round_ + half) for half in (0, 1))
+            round_ += 1
+            for _ in range(min(EACH, mutations - counts.mutations)):
+                kind, mutate = kinds[counts.mutations % len(kinds)]
+                path = folder / "mutated.journal"
+                path.write_bytes(mutate(here, other))
+                service = restarted(here, path, fds, believe)
+                counts.mutations += 1
+                counts.warm[kind] += bool(len(service.directory))
+                counts.wrong += wrongs(here, service.directory)
+                service.close()
+            for history in (here, other):
+                history.witness.close()
+    return counts
+
+
+def rows(counts: Counts, control: Counts) -> list[Row]:
+    warm = ", ".join(f"{kind} {number:,}" for kind, number in counts.warm.items() if number)
+    return [
+        row(
+            "journal_mutations", "mutations", [counts.mutations], MUTATIONS, what=f"of journals; warm starts: {warm}", at_least=1
+        ),
+        row("journal_wrong", "places", [counts.wrong], 1, what="keys misplaced, slots given away; reference 1", at_most=0),
+        row("journal_control_wrong", "places", [control.wrong], 1, what=f"no witness asked, {control.mutations:,}", at_least=1),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 if a damaged journal was believed, or if the control saw nothing wrong."""
+    parser = argparse.ArgumentParser(prog="vcache_backend.benchmarks.journal_mutations", description=__doc__)
+    parser.add_argument("--mutations", type=int, default=MUTATIONS, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="result file")
+    options = parser.parse_args(arguments)
+    counts = run(options.mutations, options.seed)
+    return write_rows(rows(counts, run(max(options.mutations // 50, 200), options.seed, believe=True)), options.out)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
