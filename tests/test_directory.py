@@ -743,7 +743,7 @@ def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> 
     directory, added = make(clock), journal.SegmentAdded(SegmentId("s0"), WRITER.device, WRITER.medium, 4 * KIB)
     directory.restore(journal.State(segments={SegmentId("s0"): added}))
     assert directory.lend(WRITER, 4 * KIB).nbytes == 0
-    directory.forget_absent()
+    directory.forget_absent([SegmentId("s0")])
     assert directory.lend(WRITER, 4 * KIB).nbytes == 4 * KIB
 
 
