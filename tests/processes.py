@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import resource
 import select
 import signal
 import socket
@@ -96,6 +97,13 @@ class Child:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(SECONDS)
+
+    def descriptors(self, limit: int | None = None) -> set[int]:
+        """Numbers of its open files; `limit` becomes its (soft) RLIMIT_NOFILE."""
+        if limit is not None:
+            _, hard = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (limit, hard))
+        return {int(fd) for fd in os.listdir(f"/proc/{self.pid}/fd")}
 
     def fds(self) -> list[str]:
         """What its file descriptors point to."""
@@ -241,8 +249,10 @@ class Raw:
             os.close(self.fds.pop())
 
     def send(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
+        """A server that has closed the connection already may have said why: that is for `receive`."""
         body = msgpack.packb(list(message), use_bin_type=True)
-        self.send_bytes(len(body).to_bytes(4, "little") + body, fds)
+        with suppress(BrokenPipeError):
+            self.send_bytes(len(body).to_bytes(4, "little") + body, fds)
 
     def send_bytes(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
         if fds:

@@ -312,7 +312,7 @@ def test_a_path_too_long_for_a_socket_fails_before_anyone_tries_it() -> None:
 def test_a_server_that_answers_is_greeted_as_a_tool_would(config: Config) -> None:
     with server(config, lambda _: frame(WELCOME)) as got:
         finding = only(doctor.check_server(config))
-    assert got == [["hello", PROTOCOL_VERSION, "host", "host", {}]]
+    assert got == [["hello", PROTOCOL_VERSION, "host", "host", {}, 0]]
     assert (finding.status, finding.detail) == ("ok", f"{config.server.path} answers, protocol {PROTOCOL_VERSION}, epoch 7")
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from model import chunk_key
-from processes import SECONDS, Child, Raw, Stage, eventually, make_memfd, stage
+from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memfd, stage
 
+from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.processes import spin
 
@@ -185,8 +186,8 @@ def test_stats_count_what_happened(worker: Raw) -> None:
     put(worker, A, B)
     ask(worker, "lookup", [A, B, C], 1)
     ask(worker, "acquire", [A])
-    name, epoch, uptime, clients, chunks, leases, reservations, quarantined, counters, latency, segments, _, rss, _, slots = ask(
-        worker, "stats"
+    name, epoch, uptime, clients, chunks, leases, reservations, quarantined, counters, latency, segments, _, rss, _, slots, _ = (
+        ask(worker, "stats")
     )
     assert (name, epoch, clients, chunks, leases, reservations, quarantined) == ("server_stats", worker.welcome[2], 1, 2, 1, 0, 0)
     assert (counters["lookup_chunks"], counters["lookup_hits"], counters["committed"]) == (3, 2, 2)
@@ -198,13 +199,89 @@ def test_stats_count_what_happened(worker: Raw) -> None:
     assert slots == {}
 
 
-def test_instances_of_one_model_that_cannot_share_are_told_why(stage_: Stage, server: Child) -> None:
-    one, other = stage_.raw(hello=False), stage_.raw(hello=False)
-    layout = {"model": "llama", "dtype": "bf16", "namespace": "aa"}
+def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_looks(
+    stage_: Stage, server: Child, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that joins says it in its own log; the statistics say it as long as both are there."""
+    layout = {"model": "llama", "extra.hash_probe": "17", "namespace": "aa", "pp_rank": "0"}
+    one = stage_.raw(hello=False)
     assert ask(one, "hello", 2, "host", "host", layout)[5] == []
-    (line,) = ask(other, "hello", 2, "host", "host", layout | {"dtype": "fp16", "namespace": "bb"})[5]
-    assert "dtype: 'fp16' here, 'bf16' there" in line
+    other = Client(stage_.path, PATIENT, layout=layout | {"extra.hash_probe": "-4", "namespace": "bb"}, reconnect=False)
+    here = f"pid {os.getpid()} on host"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"another instance of 'llama' ({here}) does not share")
+    assert "extra.hash_probe: '-4' here, '17' there" in line
+    assert "same PYTHONHASHSEED" in line
     assert ask(stage_.raw(hello=False), "hello", 2, "host", "host", {"model": "qwen", "namespace": "cc"})[5] == []
+    next_stage = ask(stage_.raw(hello=False), "hello", 2, "host", "host", layout | {"pp_rank": "1", "namespace": "dd"})
+    assert ["'17' here, '-4' there" in line for line in next_stage[5]] == [True], "the stages of one instance are no mismatch"
+    (mismatch,) = other.stats().mismatches
+    assert (mismatch.model, mismatch.field) == ("llama", "extra.hash_probe")
+    assert dict(mismatch.values)["-4"] == [here]
+    assert "PYTHONHASHSEED" in mismatch.advice
+    with stage_.client() as looking:
+        other.close()
+        eventually(lambda: not looking.stats().mismatches)
+
+
+def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> None:
+    """Without a model, with names for a terminal, or as large as a frame: its own hello may be refused, every other one is not."""
+    nameless = stage_.raw(hello=False)
+    assert ask(nameless, "hello", 2, "host", "host", {"namespace": "aa"})[0] == "welcome"
+    assert ask(stage_.raw(hello=False), "hello", 2, "host", "host", {})[0] == "welcome"
+    victim = {"model": "llama", "namespace": "aa"}
+    for layout in ({**victim, "dtype": "x" * (4 << 20)}, {**victim, "\x1b[2J": "x"}, dict.fromkeys(map(str, range(65)), "x")):
+        assert "hello of protocol" in ask(stage_.raw(hello=False), "hello", 2, "host", "host", layout)[1]
+    assert ask(stage_.raw(hello=False), "hello", 2, "\x1b]0;owned\x07", "host", {})[0] == "error"
+    crowd = [stage_.raw(hello=False) for _ in range(40)]
+    for number, one in enumerate(crowd):
+        ask(one, "hello", 2, "host", "host", {**victim, "namespace": str(number), **dict.fromkeys("abcdef", f"{number}" * 300)})
+    said = ask(stage_.raw(hello=False), "hello", 2, "host", "host", victim)
+    assert said[0] == "welcome"
+    assert len(said[5]) == 8
+    assert len(str(said)) < 8_000
+
+
+def test_a_client_s_process_may_have_any_name(stage_: Stage, server: Child) -> None:
+    """A process name is bytes, cut at 15: half a character, brackets, newlines."""
+    child = stage_.script(
+        """
+import os, sys, time
+from pathlib import Path
+from vcache_backend.metadata_server.client import Client
+Path("/proc/self/comm").write_bytes(b"\\xe6\\xa8) R 1\\n(\\xff")
+with Client(Path(sys.argv[1]), __import__("processes").PATIENT, reconnect=False) as client:
+    print("segments", client.list_segments())
+"""
+    )
+    child.expect("segments []")
+
+
+def test_who_is_refused_and_does_not_read_is_let_go_of_all_the_same(stage_: Stage, server: Child) -> None:
+    raw = stage_.raw()
+    before = server.descriptors()
+    others = [stage_.raw() for _ in range(3)]
+    for other in others:
+        for _ in range(1000):
+            other.send("stats")  # more answers than its socket holds
+        other.send_bytes(b"\xff" * 8)
+    eventually(lambda: server.descriptors() == before)
+    assert ask(raw, "list_segments") == ["segments", []]
+
+
+def test_unfinished_frames_take_a_bounded_amount_of_memory(stage_: Stage, server: Child) -> None:
+    raw = stage_.raw()
+    before, closed = server.descriptors(), 0
+    for _ in range(100):
+        half = stage_.raw()
+        try:
+            half.send_bytes((2 << 20).to_bytes(4, "little") + bytes((2 << 20) - 1))
+        except OSError:
+            closed += 1
+        resident = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        assert resident < 192 << 20
+    assert ask(raw, "list_segments") == ["segments", []]
+    eventually(lambda: server.descriptors() <= before)
 
 
 # ---- segments that are refused

@@ -6,6 +6,8 @@ import os
 import resource
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -458,6 +460,64 @@ def test_a_dead_writer_s_slots_come_back_though_its_child_keeps_the_connection_o
         os.kill(orphan, 0)
     finally:
         os.kill(orphan, signal.SIGKILL)
+
+
+IN_A_PID_NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+ISOLATES = subprocess.run([*IN_A_PID_NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not ISOLATES, reason="needs the right to make a pid namespace")
+def test_between_pid_namespaces_a_writer_s_slots_come_back_when_it_is_gone_and_not_before(stage_: Stage, memfd: int) -> None:
+    """As between containers: neither sees the other's pid. The writer's own pidfd, which it sends, tells the server of its end."""
+    command = [*IN_A_PID_NAMESPACE, sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(stage_.path)]
+    config = stage_.path.parent / "server.yaml"
+    config.write_text("server:\n  reservation_seconds: 0.2\n")
+    stage_.undo.enter_context(Child([*command, "--config", str(config)])).expect("serving")
+    client = stage_.client()
+    client.add_segment(info("s0", 4 * KIB), memfd)
+    inside = [*IN_A_PID_NAMESPACE, sys.executable, "-c", RESERVE_AND_WAIT, str(stage_.path)]
+    unshare = stage_.undo.enter_context(Child(inside))
+    unshare.expect("reserved")
+    writer = int(Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text())
+    os.kill(writer, signal.SIGSTOP)
+    eventually(lambda: client.stats().quarantined == 1)
+    time.sleep(1.2)
+    assert not has_room(client)
+    os.kill(writer, signal.SIGKILL)
+    eventually(lambda: has_room(client))
+
+
+def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(stage_: Stage, memfd: int) -> None:
+    """Exactly one is free: the writer's pidfd takes it, and nothing is left to look at the process with."""
+    server = stage_.server(reservation_seconds=0.3)
+    writer = stage_.raw()
+    assert writer.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) [0] == "added"
+    assert writer.ask("reserve", [A, B, C, D], KIB)[1]
+    used = server.descriptors()
+    first, second = [number for number in range(max(used) + 3) if number not in used][:2]
+    assert first < second
+    server.descriptors(limit=second)
+    time.sleep(1.2)
+    stats = writer.ask("stats")
+    assert stats[7] == 1, "quarantined"
+    assert writer.ask("reserve", [E], KIB)[3] == [m.Refusal.FULL]
+
+
+def test_without_descriptors_new_clients_wait_and_cost_nothing(stage_: Stage) -> None:
+    server = stage_.server()
+    raw = stage_.raw()
+    server.descriptors(limit=3)
+    waiting = [stage_.raw(hello=False) for _ in range(3)]
+    for one in waiting:
+        one.send("hello", m.PROTOCOL_VERSION, "host", "host", {})
+    time.sleep(1)
+    assert raw.ask("list_segments") == ["segments", []]
+    server.descriptors(limit=1000)
+    assert all(one.receive()[0] == "welcome" for one in waiting)
+    server.signal(signal.SIGTERM)
+    _, said = server.wait()
+    assert said.count("no new client can connect") == 1
+    assert said.count("\n") < 10
 
 
 # ---- readers die

@@ -16,7 +16,7 @@ from vcache_backend.metadata_server.messages import Reported, SegmentInfo, Serve
 
 BAR_WIDTH = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_FOLDED = ("what it is", "report")
+_FOLDED = ("what it is", "report", "value", "instances", "what to do")
 """Columns whose text may take several lines."""
 
 
@@ -60,6 +60,8 @@ def render(stats: ServerStats, before: ServerStats | None = None, seconds: float
         parts.append(_namespaces(stats))
     if stats.quarantined_slots:
         parts.append(_quarantine(stats))
+    if stats.mismatches:
+        parts.append(_mismatches(stats))
     if stats.reports:
         parts.append(_reports(stats.reports))
     return Group(*parts)
@@ -78,7 +80,7 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
         counts = (f"{count:,}" for count in (info.chunks, info.leased, info.reserved, info.evictions))
         state = Text(info.state, style="" if info.state == "live" else "yellow")
         sizes = (size(info.used), size(info.nbytes))
-        table.add_row(info.id, info.device, bar(fraction), f"{fraction:4.0%}", *sizes, *counts, state)
+        table.add_row(Text(info.id), Text(info.device), bar(fraction), f"{fraction:4.0%}", *sizes, *counts, state)
     return table
 
 
@@ -145,7 +147,19 @@ def _latencies(stats: ServerStats) -> RenderableType:
 def _namespaces(stats: ServerStats) -> RenderableType:
     table = _table("Namespaces", "namespace", "what it is")
     for name, what in sorted(stats.namespaces.items()):
-        table.add_row(name, what)
+        table.add_row(Text(name), Text(what))
+    return table
+
+
+def _mismatches(stats: ServerStats) -> RenderableType:
+    """Who does not share, and why: a row for each value of each field that instances of one model differ in."""
+    table = _table("Not shared", "model", "field", "value", "instances", "what to do")
+    for mismatch in stats.mismatches:
+        advice = mismatch.advice or f"make {mismatch.field} the same everywhere"
+        for number, (value, who) in enumerate(mismatch.values):
+            first = (mismatch.model, mismatch.field) if not number else ("", "")
+            cells = (*first, value, ", ".join(who), advice if not number else "")
+            table.add_row(*map(Text, cells))
     return table
 
 

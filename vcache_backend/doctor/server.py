@@ -70,7 +70,7 @@ def check_server(config: Config) -> Iterator[Finding]:
     start = "start it: `vcache serve`"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         try:
-            reply, pid = _greet(channel, path, time.monotonic() + SERVER_SECONDS, _trusted(config))
+            reply = _greet(channel, path, time.monotonic() + SERVER_SECONDS, _trusted(config))
         except FileNotFoundError:
             yield Finding("server", "warn", f"no socket at {path}", start)
             return
@@ -86,16 +86,13 @@ def check_server(config: Config) -> Iterator[Finding]:
             yield Finding("server", "fail", f"{path}: {error}", advice)
             return
     yield from _judge(reply, path)
-    if pid == 0:
-        advice = "give both the same pid namespace (docker: --pid=host), or slots of dead workers stay until their timeout"
-        yield Finding("pid namespace", "warn", "the server runs in a pid namespace that this process cannot see", advice)
 
 
-def _greet(channel: socket.socket, path: str, deadline: float, trusted: set[int]) -> tuple[AnyReply, int]:
-    """(the answer to our hello, the server's pid as seen from here: 0 from a separate pid namespace)."""
+def _greet(channel: socket.socket, path: str, deadline: float, trusted: set[int]) -> AnyReply:
+    """The answer to our hello."""
     channel.settimeout(_remaining(deadline))
     channel.connect(path)
-    pid, uid = peer(channel)
+    _, uid = peer(channel)
     if uid not in trusted:
         raise PermissionError(f"a process of uid {uid} serves there; set client.server_uid: {uid} to trust it")
     body = msgspec.msgpack.encode(Hello(version=PROTOCOL_VERSION, device="host", medium="host"))
@@ -103,8 +100,8 @@ def _greet(channel: socket.socket, path: str, deadline: float, trusted: set[int]
     size = int.from_bytes(_receive(channel, 4, deadline), "little")
     if size > MAX_FRAME_BYTES:
         raise OSError(f"a frame of {size:,} B: whoever listens there is not vcache")
-    reply = msgspec.msgpack.decode(_receive(channel, size, deadline), type=AnyReply)
-    return reply, pid
+    reply: AnyReply = msgspec.msgpack.decode(_receive(channel, size, deadline), type=AnyReply)
+    return reply
 
 
 def _receive(channel: socket.socket, count: int, deadline: float) -> bytes:

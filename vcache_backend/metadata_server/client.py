@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -48,7 +50,8 @@ class Client:
         self.latency: dict[str, Histogram] = {}
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
         self._path, self._config = path, config
-        self._hello = m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {})
+        token = secrets.randbits(m.TOKEN_BITS)
+        self._hello = m.Hello(m.PROTOCOL_VERSION, device, medium, _shortened(layout or {}), token)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._link: Link | None = None
@@ -248,7 +251,7 @@ class Client:
         if link is None:
             raise ServerUnavailable(self._down)
         try:
-            reply = link.exchange(data, deadline, fd, received)
+            reply = link.exchange(data, deadline, () if fd is None else [fd], received)
             self._note(request, started)
         except TimeoutError as error:
             self._drop(link, self._late(request, deadline - started, "no answer"))
@@ -376,3 +379,16 @@ class Client:
         if not self._complained and not self._stop.is_set():
             self._complained = self._down
             log.warning("%s; KV is computed, not shared, until it is back", self._down)
+
+
+def _shortened(layout: dict[str, str]) -> dict[str, str]:
+    """What the protocol has room for: a longer value keeps its start and gets a digest, so that different ones stay different."""
+    first = sorted(layout, key=lambda name: (name not in ("namespace", "model"), name))[: m.MAX_FIELDS]
+    return {name[: m.MAX_FIELD_CHARS]: _short(layout[name]) for name in first}
+
+
+def _short(value: str) -> str:
+    if len(value) <= m.MAX_VALUE_CHARS:
+        return value
+    digest = hashlib.blake2b(value.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"{value[: m.MAX_VALUE_CHARS - len(digest) - 4]}... {digest}"

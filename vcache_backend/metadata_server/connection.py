@@ -9,24 +9,32 @@ from collections import deque
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.directory import Client
-from vcache_backend.metadata_server.journal import ProcessId
 
 
 class Connection:
-    """One client's socket and what is on its way."""
+    """One client's socket and what is on its way. `pid`: as this pid namespace has it, or 0."""
 
-    def __init__(self, sock: socket.socket, number: int, process: ProcessId) -> None:
+    def __init__(self, sock: socket.socket, number: int, pid: int) -> None:
         self.sock = sock
         self.number = number
-        self.process = process
+        self.pid = pid
         self.client: Client | None = None
         self.accepted = time.monotonic()
         self.reader = wire.FrameReader()
+        self.held = 0
+        self.held_since = 0.0
         self.fds: list[int] = []
         self.unsent: deque[tuple[memoryview, int | None, int]] = deque()
         self.unsent_bytes = 0
         self.blocked = False
         self.closing = False
+
+    def hold(self, completed: bool) -> int:
+        """Note how many bytes of an unfinished frame there are, and since when; by how many they grew. completed: a frame was."""
+        before, self.held = self.held, self.reader.held
+        if completed or not before:
+            self.held_since = time.monotonic()
+        return self.held - before
 
     def queue(self, reply: m.Reply, fd: int | None = None) -> None:
         data = wire.frame(reply)

@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,26 +46,36 @@ class Link:
             raise Unwelcome(
                 f"a process of uid {uid} serves there, this one has uid {os.getuid()}; set client.server_uid: {uid} to trust it"
             )
-        reply = self.exchange(wire.frame(hello), deadline, witness, received)
+        reply = self._introduce(hello, deadline, witness, received)
         if not isinstance(reply, m.Welcome):
             raise Unwelcome(reply.message if isinstance(reply, m.Error) else f"it answered a hello with {type(reply).__name__}")
         return reply
+
+    def _introduce(self, hello: m.Hello, deadline: float, witness: int | None, received: list[int]) -> m.AnyReply:
+        """Say hello, with a pidfd of this process: by it the server sees our end, whichever pid namespace it lives in."""
+        pidfd = processes.own_pidfd()
+        try:
+            fds = [fd for fd in (pidfd, witness) if fd is not None]
+            return self.exchange(wire.frame(hello), deadline, fds, received)
+        finally:
+            if pidfd is not None:
+                os.close(pidfd)
 
     def exchange(
         self,
         data: bytes,
         deadline: float,
-        fd: int | None = None,
+        fds: Sequence[int] = (),
         received: list[int] | None = None,
     ) -> m.AnyReply:
         """Send one framed request and read its one reply. TimeoutError at the deadline; the stream is then out of step."""
-        self._send(data, fd, deadline)
+        self._send(data, fds, deadline)
         while True:
-            piece, fds = self._receive(deadline)
+            piece, came = self._receive(deadline)
             if received is not None:
-                received += fds
+                received += came
             else:
-                wire.close_fds(fds)
+                wire.close_fds(came)
             if not piece:
                 raise ConnectionError("the server closed it")
             frames = self._reader.feed(piece)
@@ -83,17 +94,17 @@ class Link:
         """Not while somebody exchanges: the number of a closed socket is given to the next file that is opened."""
         self._socket.close()
 
-    def _send(self, data: bytes, fd: int | None, deadline: float) -> None:
+    def _send(self, data: bytes, fds: Sequence[int], deadline: float) -> None:
         rest = memoryview(data)
         while rest:
             try:
-                sent = self._socket.send(rest) if fd is None else socket.send_fds(self._socket, [rest], [fd])
+                sent = socket.send_fds(self._socket, [rest], fds) if fds else self._socket.send(rest)
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline)
             except (BrokenPipeError, ConnectionResetError):
                 return  # it closed the connection; the last it said may be there to be read, and says why
             else:
-                rest, fd = rest[sent:], None
+                rest, fds = rest[sent:], ()
 
     def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
         """One read; looks for it without sleeping at first, since the answer mostly is there sooner than a sleeper wakes."""

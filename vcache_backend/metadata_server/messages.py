@@ -31,7 +31,15 @@ Keys = Annotated[
     msgspec.Meta(max_length=MAX_KEYS),
 ]
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
-Text = Annotated[str, msgspec.Meta(max_length=256)]
+_PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f]*\Z"
+Text = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
+MAX_FIELDS = 64
+MAX_FIELD_CHARS = 64
+MAX_VALUE_CHARS = 1024
+"""Of a layout: how many fields it has, how long their names and their values are."""
+Field = Annotated[str, msgspec.Meta(max_length=MAX_FIELD_CHARS, pattern=_PRINTABLE)]
+Value = Annotated[str, msgspec.Meta(max_length=MAX_VALUE_CHARS)]
+TOKEN_BITS = 63
 MAX_REPORT_CHARS = 1024
 GRACE_SECONDS = 0.25
 """So long after it was granted or renewed (unless it was given for less) a lease holds whatever happens: its holder's connection
@@ -93,6 +101,16 @@ class Reported(msgspec.Struct, frozen=True, array_like=True):
     text: str
 
 
+class Mismatch(msgspec.Struct, frozen=True, array_like=True):
+    """A field in which connected instances of one model differ, so that they do not share. `values`: each one that it has, and which
+    instances have it. `advice`: what to do about it, where the field's name does not say so."""
+
+    model: str
+    field: str
+    values: list[tuple[str, list[str]]]
+    advice: str
+
+
 # ---- requests
 
 
@@ -101,16 +119,18 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(Request, frozen=True, tag="hello"):
-    """First frame of a connection → `Welcome`, or `Error` and the connection closes. The witness of the server that the client was
-    connected to before comes along as an fd, if there was one.
+    """First frame of a connection → `Welcome`, or `Error` and the connection closes. Along come, as fds, a pidfd of the client, and
+    the witness of the server that it was connected to before, if there was one.
 
-    `layout` is the instance's layout as text, field by field (see `vcache_backend.chunk.Layout`); empty for tools.
+    `layout` is the instance's layout as text, field by field (see `vcache_backend.chunk.Layout`); empty for tools. `token`: a number
+    that stays with the client, by which the server knows it again where it cannot see its pid.
     """
 
     version: int
     device: Text
     medium: Medium
-    layout: Annotated[dict[str, str], msgspec.Meta(max_length=64)] = {}
+    layout: Annotated[dict[Field, Value], msgspec.Meta(max_length=MAX_FIELDS)] = {}
+    token: Annotated[int, msgspec.Meta(ge=0, le=(1 << TOKEN_BITS) - 1)] = 0
 
 
 class AddSegment(Request, frozen=True, tag="add_segment"):
@@ -395,6 +415,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     rss_bytes: int
     reports: list[Reported] = []
     quarantined_slots: dict[int, int] = {}
+    mismatches: list[Mismatch] = []
 
 
 AnyRequest = (

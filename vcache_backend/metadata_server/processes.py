@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
+import secrets
 import select
 import socket
 import struct
 from pathlib import Path
 
+import msgspec
+
 from vcache_backend.metadata_server.journal import ProcessId
+from vcache_backend.metadata_server.messages import TOKEN_BITS
+
+log = logging.getLogger(__name__)
 
 SPIN_CORES = 2
 """With fewer cores than this, spinning takes the core from the very process that is waited for. (Measured on 2 cores: a
@@ -34,13 +42,18 @@ def peer(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def identity(pid: int) -> ProcessId:
-    """The process `pid` for good; start time 0 if it is already gone or invisible."""
+def started(pid: int) -> int:
+    """When process `pid` began, in ticks since boot; 0 if it is gone or hidden. OSError where that cannot be found out now."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ProcessId(pid, 0)
-    return ProcessId(pid, int(stat.rpartition(")")[2].split()[19]))
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(status.rpartition(b")")[2].split()[19])
+
+
+def identity(pid: int, token: int = 0) -> ProcessId:
+    """The process `pid` for good. One that this pid namespace does not show (pid 0) goes by the token it sent, or by a fresh one."""
+    return ProcessId(pid, started(pid)) if pid else ProcessId(0, token or secrets.randbits(TOKEN_BITS))
 
 
 def lives(process: ProcessId) -> bool:
@@ -61,13 +74,117 @@ def lives(process: ProcessId) -> bool:
 def open_pidfd(process: ProcessId) -> int | None:
     """A pidfd that becomes readable when the process is gone; None if it is gone already.
 
-    Raises OSError where the process cannot be watched (pid 0, no permission): its slots then wait until it answers for them itself.
+    OSError where that cannot be told: it is invisible, or descriptors are exhausted. It then counts as living.
     """
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return None
-    if identity(process.pid) != process:
+    try:
+        same = started(process.pid) == process.started
+    except BaseException:
         os.close(pidfd)
+        raise
+    if same:
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
+def is_pidfd(fd: int, pid: int) -> bool:
+    """Is `fd` a pidfd, and of process `pid` as far as that can be told (pid 0: it is invisible; -1: it is gone by now)?"""
+    for line in Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines():
+        if line.startswith(b"Pid:"):
+            return pid == 0 or int(line.split()[1]) in (pid, -1)
+    return False
+
+
+def own_pidfd() -> int | None:
+    """A pidfd of this process, for a server that may live in another pid namespace; None where the system has none."""
+    try:
+        return os.pidfd_open(os.getpid())
+    except OSError:
         return None
-    return pidfd
+
+
+def raise_descriptor_limit() -> int:
+    """Take as many descriptors as this process may have; how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):
+        return soft
+    return hard
+
+
+class _Process(msgspec.Struct):
+    pidfd: int | None
+    connections: int = 0
+    waited_for: bool = False
+
+
+class Watch:
+    """pidfds of the connected processes and of those whose end is waited for; the latter's are in `epoll`."""
+
+    def __init__(self, epoll: select.epoll) -> None:
+        self._epoll = epoll
+        self._processes: dict[ProcessId, _Process] = {}
+        self._waited: dict[int, ProcessId] = {}
+
+    def __contains__(self, fd: int) -> bool:
+        """Is this one waited for?"""
+        return fd in self._waited
+
+    def joined(self, process: ProcessId, pidfd: int | None) -> None:
+        """One more connection of `process`, which sent `pidfd` (ours from now on), or none."""
+        known = self._processes.setdefault(process, _Process(None))
+        known.connections += 1
+        if known.pidfd is None:
+            known.pidfd = pidfd
+        elif pidfd is not None:
+            os.close(pidfd)
+
+    def left(self, process: ProcessId) -> None:
+        """One connection less. Its pidfd stays until the next `wait_for`."""
+        self._processes[process].connections -= 1
+
+    def wait_for(self, wanted: set[ProcessId]) -> list[ProcessId]:
+        """Wait for the end of these and of no others; which of them are gone already."""
+        for process in [p for p, known in self._processes.items() if not known.connections and p not in wanted]:
+            self._forget(process)
+        gone = []
+        for process in wanted:
+            known = self._processes.setdefault(process, _Process(None))
+            if known.pidfd is None and process.pid:
+                try:
+                    known.pidfd = open_pidfd(process)
+                except OSError as error:
+                    log.debug("pid %d cannot be watched now: %s", process.pid, error)
+                    continue
+                if known.pidfd is None:
+                    gone.append(process)
+            if known.pidfd is not None and not known.waited_for:
+                self._epoll.register(known.pidfd, select.EPOLLIN)
+                self._waited[known.pidfd], known.waited_for = process, True
+        return gone
+
+    def ended(self, pidfd: int) -> ProcessId:
+        """Whose end `pidfd`, which is readable, tells."""
+        process = self._waited.pop(pidfd)
+        self._epoll.unregister(pidfd)
+        self._processes[process].waited_for = False
+        return process
+
+    def close(self) -> None:
+        """Let go of all pidfds."""
+        for process in list(self._processes):
+            self._forget(process)
+
+    def _forget(self, process: ProcessId) -> None:
+        pidfd = self._processes.pop(process).pidfd
+        if pidfd is None:
+            return
+        if self._waited.pop(pidfd, None) is not None:
+            # Closing alone would leave it in there: whoever sent it may hold the same open file.
+            self._epoll.unregister(pidfd)
+        os.close(pidfd)

@@ -28,7 +28,7 @@ from vcache_backend.metadata_server.connection import Connection
 from vcache_backend.metadata_server.directory import Client, Directory, Limits
 from vcache_backend.metadata_server.endpoint import Endpoint, beside
 from vcache_backend.metadata_server.eviction import POLICIES
-from vcache_backend.metadata_server.journal import Journal, ProcessId
+from vcache_backend.metadata_server.journal import Journal
 from vcache_backend.metadata_server.service import Service
 from vcache_backend.metadata_server.witness import NEVER, Proof, Witness
 
@@ -40,6 +40,11 @@ PATH_SECONDS = 0.01
 """Whether the socket's path still leads here is looked at so often, as long as there is anything to do."""
 HELLO_SECONDS = 5.0
 """A connection that says no hello within this time is closed."""
+HALF_FRAME_SECONDS = 5.0
+MAX_HELD_BYTES = 64 << 20
+"""A frame may be unfinished for so long, and all unfinished frames together may be so large."""
+SPARE_DESCRIPTORS = 64
+"""Not for clients: sockets, journals, /proc. A third each of the rest for connections, their pidfds and segments."""
 MAX_UNSENT_BYTES = 2 * m.MAX_FRAME_BYTES
 """A client that leaves more than this unread is disconnected."""
 
@@ -51,11 +56,17 @@ class Server:
         self._config = config
         self._uids = {os.getuid(), 0, *config.allow_uids}
         self._connections: dict[int, Connection] = {}
-        self._watched: dict[int, ProcessId] = {}
         self._numbers = 0
         self._receiver = wire.Receiver()
         self._journal: Journal | None = None
         self._stopping = False
+        self._held = 0
+        self._listens, self._paused = True, ""
+        limit = processes.raise_descriptor_limit()
+        share = max(1, (limit - SPARE_DESCRIPTORS) // 3)
+        self._max_clients = min(config.max_clients, share)
+        if self._max_clients < config.max_clients:
+            log.warning("%d descriptors are enough for %d clients, not for server.max_clients", limit, self._max_clients)
         self._spin_until = 0.0
         self._spin_seconds = processes.spin(config.spin_seconds)
         self._looked = time.monotonic()
@@ -64,6 +75,8 @@ class Server:
             self._listener = self._endpoint.listener
             self._epoll = undo.enter_context(select.epoll())
             self._epoll.register(self._listener, select.EPOLLIN)
+            self._watch = processes.Watch(self._epoll)
+            undo.callback(self._watch.close)
             self._service = self._start_service(beside(config.path, ".journal"), undo)
             undo.callback(self._service.close)
             self._recover_until = time.monotonic() + config.recover_seconds
@@ -146,8 +159,8 @@ class Server:
     def _on_ready(self, fd: int) -> None:
         if fd == self._listener.fileno():
             self._accept()
-        elif fd in self._watched:
-            self._process_gone(fd)
+        elif fd in self._watch:
+            self._service.directory.process_gone(self._watch.ended(fd))
         elif fd in self._connections:
             connection = self._connections[fd]
             try:
@@ -157,19 +170,22 @@ class Server:
             except OSError:
                 self._disconnect(connection)
             except Exception:
-                log.exception("a request of pid %d could not be answered; its connection is closed", connection.process.pid)
+                log.exception("a request of pid %d could not be answered; its connection is closed", connection.pid)
                 self._disconnect(connection)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # it went away again
         except OSError as error:
-            log.warning("accept: %s", error)
+            self._pause(error)
             return
+        self._paused = ""
         sock.setblocking(False)
         pid, uid = processes.peer(sock)
         self._numbers += 1
-        connection = Connection(sock, self._numbers, processes.identity(pid))
+        connection = Connection(sock, self._numbers, pid)
         self._connections[sock.fileno()] = connection
         self._epoll.register(sock, select.EPOLLIN)
         self._service.directory.counters["clients_total"] += 1
@@ -177,8 +193,24 @@ class Server:
             log.warning("refused a connection of uid %d (pid %d)", uid, pid)
             allowed = "its own user and root; add the uid to server.allow_uids to let it in"
             self._refuse(connection, f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}")
-        elif len(self._connections) > self._config.max_clients:
-            self._refuse(connection, f"{self._config.max_clients} clients are connected; raise server.max_clients")
+        elif len(self._connections) > self._max_clients:
+            what = (
+                "server.max_clients" if self._max_clients == self._config.max_clients else "its limit of descriptors (ulimit -n)"
+            )
+            self._refuse(connection, f"{self._max_clients} clients are connected; raise {what}")
+
+    def _pause(self, error: OSError) -> None:
+        """Descriptors or memory are exhausted: whoever waits to connect waits on, and costs nothing meanwhile."""
+        if not self._paused:
+            log.warning("no new client can connect for now: %s; %d are connected", error, len(self._connections))
+        self._paused = str(error)
+        self._listens = False
+        self._epoll.unregister(self._listener)
+
+    def _listen_again(self) -> None:
+        if not self._listens:
+            self._listens = True
+            self._epoll.register(self._listener, select.EPOLLIN)
 
     def _read(self, connection: Connection) -> None:
         data, fds = self._receiver.receive(connection.sock)
@@ -193,11 +225,21 @@ class Server:
         try:
             if len(connection.fds) > wire.MAX_FDS:
                 raise ProtocolError(f"{len(connection.fds)} fds came with one frame; at most {wire.MAX_FDS} may")
-            for body in connection.reader.feed(data):
+            frames = connection.reader.feed(data)
+            self._held += connection.hold(bool(frames))
+            if self._held > MAX_HELD_BYTES:
+                self._drop_oldest_half()
+            for body in frames:
                 self._on_frame(connection, body)
         except ProtocolError as error:
             self._service.directory.counters["protocol_errors"] += 1
             self._refuse(connection, str(error))
+
+    def _drop_oldest_half(self) -> None:
+        """Of all unfinished frames the one that was begun first: one that is under way takes milliseconds."""
+        oldest = min((c for c in self._connections.values() if c.held), key=lambda connection: connection.held_since)
+        log.warning("pid %d leaves %d B of a frame unfinished; its connection is closed", oldest.pid, oldest.held)
+        self._disconnect(oldest)
 
     def _on_frame(self, connection: Connection, body: bytes) -> None:
         try:
@@ -228,17 +270,27 @@ class Server:
         if request.version != m.PROTOCOL_VERSION:
             theirs, ours = request.version, m.PROTOCOL_VERSION
             raise ProtocolError(f"the client speaks protocol {theirs}, this server {ours}; install the same vcache-backend")
+        process = processes.identity(connection.pid, request.token)
+        self._watch.joined(process, self._take_pidfd(connection))
         for fd in connection.fds:
             self._service.hear_witness(fd)
         wire.close_fds(connection.fds)
         connection.fds.clear()
-        connection.client = Client(connection.number, connection.process, request.device, request.medium)
-        mismatches = self._service.mismatches(connection.number, request.layout)
-        for line in mismatches:
-            log.warning("pid %d: %s", connection.process.pid, line)
+        connection.client = Client(connection.number, process, request.device, request.medium)
+        mismatches = self._service.layouts.add(connection.client, request.layout)
+        if mismatches:
+            log.warning("pid %d: %s; %d such instances", connection.pid, mismatches[0], len(mismatches))
         lease, reservation = self._config.lease_seconds, self._config.reservation_seconds
         welcome = m.Welcome(m.PROTOCOL_VERSION, self._service.epoch, lease, reservation, mismatches)
         connection.queue(welcome, self._witness.fd)
+
+    def _take_pidfd(self, connection: Connection) -> int | None:
+        """The pidfd of its process that came with the hello, ours now; None if none did."""
+        for fd in connection.fds:
+            if processes.is_pidfd(fd, connection.pid):
+                connection.fds.remove(fd)
+                return fd
+        return None
 
     # ---- turns
 
@@ -254,13 +306,15 @@ class Server:
 
     def _tick(self) -> None:
         self._endpoint.keep_fresh()
+        self._listen_again()
         directory = self._service.directory
         directory.tick()
         self._service.collect_dropped()
         self._watch_quarantined()
         now = time.monotonic()
         for connection in list(self._connections.values()):
-            if connection.client is None and now > connection.accepted + HELLO_SECONDS:
+            unsaid = connection.client is None and now > connection.accepted + HELLO_SECONDS
+            if unsaid or (connection.held and now > connection.held_since + HALF_FRAME_SECONDS):
                 self._disconnect(connection)
         absent = directory.absent_segments()
         if absent and now > self._recover_until and (lost := directory.forget_absent(absent)):
@@ -295,14 +349,14 @@ class Server:
             except OSError:
                 self._disconnect(connection)
                 continue
-            if connection.unsent_bytes > MAX_UNSENT_BYTES or (connection.closing and not connection.unsent):
+            if connection.unsent_bytes > MAX_UNSENT_BYTES or connection.closing:
                 self._disconnect(connection)
             elif connection.blocked != bool(connection.unsent):
                 connection.blocked = bool(connection.unsent)
                 self._epoll.modify(connection.sock, select.EPOLLIN | (select.EPOLLOUT if connection.blocked else 0))
 
     def _refuse(self, connection: Connection, message: str) -> None:
-        """Say why, then close."""
+        """Say why, then close, read or not."""
         connection.queue(m.Error(message, fatal=True))
         connection.closing = True
 
@@ -310,11 +364,14 @@ class Server:
         if self._connections.pop(connection.sock.fileno(), None) is None:
             return
         connection.close()
+        self._held -= connection.held
+        self._listen_again()
         if connection.client is not None:
+            self._watch.left(connection.client.process)
             for reservation in connection.untold():
                 self._service.directory.abort(connection.client, reservation)
             self._service.directory.disconnect(connection.client)
-            self._service.layouts.pop(connection.number, None)
+            self._service.layouts.drop(connection.number)
             self._watch_quarantined()
 
     # ---- processes
@@ -322,21 +379,8 @@ class Server:
     def _watch_quarantined(self) -> None:
         """Watch every process whose death would free slots; act at once for those that are gone already."""
         directory = self._service.directory
-        for process in directory.quarantined_processes() - set(self._watched.values()):
-            try:
-                pidfd = processes.open_pidfd(process)
-            except OSError as error:
-                log.debug("pid %d cannot be watched (%s): its slots wait their full quarantine", process.pid, error)
-                continue
-            if pidfd is None:
-                directory.process_gone(process)
-            else:
-                self._watched[pidfd] = process
-                self._epoll.register(pidfd, select.EPOLLIN)
-
-    def _process_gone(self, pidfd: int) -> None:
-        self._service.directory.process_gone(self._watched.pop(pidfd))
-        os.close(pidfd)
+        for process in self._watch.wait_for(directory.quarantined_processes()):
+            directory.process_gone(process)
 
 
 def _read(path: Path) -> journals.State:

@@ -13,6 +13,7 @@ from typing import assert_never
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.directory import Client, Directory
+from vcache_backend.metadata_server.layouts import Layouts
 from vcache_backend.metadata_server.reports import Reports
 from vcache_backend.metadata_server.witness import Proof
 
@@ -34,7 +35,7 @@ class Service:
         self.directory = directory
         self._proof = proof
         self.epoch = epoch
-        self.layouts: dict[int, dict[str, str]] = {}
+        self.layouts = Layouts()
         self.latency: dict[str, Histogram] = {}
         self.fds: dict[m.SegmentId, int] = {}
         self.reports = Reports(time.time)
@@ -106,16 +107,6 @@ class Service:
                 raise Refuse("hello was said already on this connection")
             case _:
                 assert_never(request)
-
-    def mismatches(self, client: int, layout: dict[str, str]) -> list[str]:
-        """Remember the layout of an instance; lines for every other one of the same model that cannot share with it."""
-        lines: dict[str, None] = {}
-        for other in self.layouts.values():
-            if layout.get("model") == other.get("model") and layout.get("namespace") != other.get("namespace"):
-                lines[_difference(layout, other)] = None
-        if layout:
-            self.layouts[client] = layout
-        return list(lines)
 
     def hear_witness(self, fd: int) -> None:
         """A client brings the witness of the server it knew before. Nothing of before is used if that refutes the journal."""
@@ -207,18 +198,12 @@ class Service:
             counters=counters,
             latency={n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99)) for n, h in self.latency.items()},
             segments=directory.segment_infos(),
-            namespaces={layout.get("namespace", ""): layout.get("model", "") for layout in self.layouts.values()},
+            namespaces=self.layouts.namespaces(),
             rss_bytes=_rss_bytes(),
             reports=self.reports.newest_last(),
             quarantined_slots=dict(directory.reservations.writers()),
+            mismatches=self.layouts.mismatches(),
         )
-
-
-def _difference(layout: dict[str, str], other: dict[str, str]) -> str:
-    """Why two instances of one model do not share, in words."""
-    names = [name for name in layout.keys() | other.keys() if name != "namespace" and layout.get(name) != other.get(name)]
-    differ = "; ".join(f"{name}: {layout.get(name)!r} here, {other.get(name)!r} there" for name in sorted(names))
-    return f"another instance of {layout['model']!r} does not share its chunks with this one: {differ}"
 
 
 def _check_memfd(request: m.AddSegment, fd: int) -> None:

@@ -61,6 +61,11 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
+    @property
+    def held(self) -> int:
+        """Bytes of a frame whose end has yet to come."""
+        return len(self._buffer)
+
     def feed(self, data: bytes | memoryview) -> list[bytes]:
         """The frames that `data` completes. ProtocolError on a length above the limit: the stream cannot be trusted."""
         self._buffer += data

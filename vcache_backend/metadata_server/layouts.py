@@ -1,0 +1,100 @@
+"""Who of the connected instances does not share with whom, and why. Pure."""
+
+from __future__ import annotations
+
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.directory import Client
+
+MAX_LINES = 8
+"""Most lines about others that one instance is told."""
+MAX_MISMATCHES = 64
+MAX_INSTANCES = 16
+"""Most fields, and instances with one value of a field, that the statistics name."""
+MAX_SHOWN_CHARS = 64
+MAX_LINE_CHARS = 600
+"""Of a name or value, and of a line."""
+_APART = ("namespace", "pp_rank")
+"""Differs between instances that differ elsewhere, or between the stages of one instance."""
+_SEED = "start all instances with the same PYTHONHASHSEED (0 for example), and the same hash algorithm"
+ADVICE = {"extra.hash_probe": _SEED, "extra.hash_root": _SEED}
+"""For fields whose names do not say what to set."""
+
+
+class Layouts:
+    """The layouts of the connected instances, as their hellos told them. Those without a model are of tools."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[Client, dict[str, str]]] = {}
+        self._mismatches: list[m.Mismatch] | None = []
+
+    def add(self, client: Client, layout: dict[str, str]) -> list[str]:
+        """Remember an instance; a line for each other namespace of the same model: it cannot share with that."""
+        others: dict[str, tuple[Client, dict[str, str]]] = {}
+        for who, other in self._of.values():
+            if layout.get("model") and other["model"] == layout["model"]:
+                others.setdefault(other.get("namespace", ""), (who, other))
+        others.pop(layout.get("namespace", ""), None)
+        differences = [(who, other, _differing(layout, other)) for who, other in list(others.values())[:MAX_LINES]]
+        if layout.get("model"):
+            self._of[client.id] = client, layout
+            self._mismatches = None
+        return [_line(layout, who, other, fields) for who, other, fields in differences if fields]
+
+    def drop(self, client: int) -> None:
+        """The instance is gone."""
+        if self._of.pop(client, None) is not None:
+            self._mismatches = None
+
+    def namespaces(self) -> dict[str, str]:
+        """Each namespace, and the model it is of."""
+        return {printable(layout.get("namespace", "")): printable(layout["model"]) for _, layout in self._of.values()}
+
+    def mismatches(self) -> list[m.Mismatch]:
+        """In what connected instances of one model differ now."""
+        if self._mismatches is None:
+            self._mismatches = self._compare()
+        return self._mismatches
+
+    def _compare(self) -> list[m.Mismatch]:
+        values: dict[tuple[str, str], dict[str, list[str]]] = {}
+        instances = list(self._of.values())
+        names = {name for _, layout in instances for name in layout}.difference(("model", *_APART))
+        for client, layout in instances:
+            for name in names:
+                value = layout.get(name, "")
+                values.setdefault((layout["model"], name), {}).setdefault(value, []).append(_who(client))
+        return [
+            m.Mismatch(
+                printable(model),
+                printable(name),
+                [(printable(value), who[:MAX_INSTANCES]) for value, who in list(by_value.items())[:MAX_INSTANCES]],
+                ADVICE.get(name, ""),
+            )
+            for (model, name), by_value in sorted(values.items())
+            if len(by_value) > 1
+        ][:MAX_MISMATCHES]
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal or a log: not too long, and nothing in it that a terminal would act on."""
+    short = text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in short)
+
+
+def _differing(layout: dict[str, str], other: dict[str, str]) -> list[str]:
+    return sorted(name for name in layout.keys() | other.keys() if name not in _APART and layout.get(name) != other.get(name))
+
+
+def _line(layout: dict[str, str], who: Client, other: dict[str, str], fields: list[str]) -> str:
+    """Why two instances of one model do not share, in words."""
+    differ = [
+        f"{printable(name)}: {printable(layout.get(name, ''))!r} here, {printable(other.get(name, ''))!r} there"
+        for name in fields[:MAX_LINES]
+    ]
+    advice = dict.fromkeys(ADVICE[name] for name in fields if name in ADVICE)
+    whose = f"another instance of {printable(layout['model'])!r} ({_who(who)})"
+    return "; ".join([f"{whose} does not share its chunks with this one: {differ[0]}", *advice, *differ[1:]])[:MAX_LINE_CHARS]
+
+
+def _who(client: Client) -> str:
+    return f"pid {client.process.pid} on {client.device}" if client.process.pid else f"another pid namespace, {client.device}"
