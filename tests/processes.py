@@ -266,7 +266,7 @@ class Raw:
         if head is None:
             return None
         body = self._exactly(int.from_bytes(head, "little"))
-        message: list[Any] = msgpack.unpackb(body, raw=False)
+        message: list[Any] = msgpack.unpackb(body, raw=False, strict_map_key=False)
         return message
 
     def ask(self, *message: Any, fds: tuple[int, ...] = ()) -> list[Any] | None:
