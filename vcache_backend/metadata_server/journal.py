@@ -16,12 +16,13 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain, pairwise
 from pathlib import Path
 from zlib import crc32
 
 import msgspec
 
-from vcache_backend.metadata_server.allocator import Extents, padded
+from vcache_backend.metadata_server.allocator import ALIGNMENT, padded
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Location, Medium, SegmentId
 
 COMPACT_BYTES = 64 << 20
@@ -150,14 +151,20 @@ class State(msgspec.Struct):
     def check(self) -> None:
         """ValueError unless this can be the state of a pool: known segments, slots inside them that do not overlap, keys of our own."""
         taken: dict[SegmentId, list[tuple[int, int]]] = {id_: [] for id_ in self.segments}
-        places = [(key, location) for key, (location, _) in self.chunks.items()]
-        places += [pair for held in self.held.values() for pair in zip(held.keys, held.locations, strict=True)]
+        places = chain(
+            ((key, location) for key, (location, _) in self.chunks.items()),
+            *(zip(held.keys, held.locations, strict=True) for held in self.held.values()),
+        )
         for key, location in places:
-            if len(key) != KEY_BYTES or location.length < 1 or location.segment not in taken:
+            start = location.offset
+            if len(key) != KEY_BYTES or location.length < 1 or start < 0 or start % ALIGNMENT or location.segment not in taken:
                 raise ValueError(f"chunk {key.hex()} at {location} cannot be")
-            taken[location.segment].append((location.offset, padded(location.length)))
+            taken[location.segment].append((start, start + padded(location.length)))
         for id_, slots in taken.items():
-            Extents(self.segments[id_].nbytes, slots)
+            slots.sort()
+            for (start, end), (after, _) in pairwise([*slots, (self.segments[id_].nbytes // ALIGNMENT * ALIGNMENT, 0)]):
+                if end > after:
+                    raise ValueError(f"slot [{start}, {end}) of segment {id_} ends behind {after}")
 
 
 def _without(held: Held, segment: SegmentId) -> Held | None:
@@ -187,14 +194,14 @@ def read(path: Path) -> State:
     state.epoch, _ = _header(data)
     decoder = msgspec.msgpack.Decoder(Record)
     at = HEADER_BYTES
-    chain = crc32(data[: _HEADER.size])
+    crc_of_all = crc32(data[: _HEADER.size])
     while at + _FRAME.size <= len(data):
         size, crc, number = _FRAME.unpack_from(data, at)
         end = at + _FRAME.size + size
         if end > len(data):
             break
-        chain = crc32(data[at + 8 : end], chain)
-        if chain != crc or number <= state.frame:
+        crc_of_all = crc32(data[at + 8 : end], crc_of_all)
+        if crc_of_all != crc or number <= state.frame:
             raise Damaged(f"the frame at byte {at:,} of {len(data):,} is not what was written (after frame {state.frame})")
         try:
             state.apply(decoder.decode(data[at + _FRAME.size : end]))

@@ -58,6 +58,6 @@ class Proof:
         if frame > self._frame:
             came = "given up, or taken over by another server since" if frame == NEVER else f"at frame {frame}"
             return f"it ends at frame {self._frame}, but was {came}"
-        self.proven = True
         os.pwrite(fd, NEVER.to_bytes(8, "little"), 8)
+        self.proven = True
         return ""
