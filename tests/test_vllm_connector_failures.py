@@ -188,6 +188,22 @@ def test_chunks_that_leave_between_look_up_and_lease_are_computed(
     case.hits_again(reader)
 
 
+def test_what_was_computed_from_anothers_failed_load_is_not_stored(
+    here: FailureNode, engines: Engines, a: Instance, case: Case
+) -> None:
+    """The second request of the step has the first one's blocks from vLLM's own prefix cache, before they are filled."""
+    reader = engines.get(IN_STEP)
+    longer = Prompt(case.tokens[:HITS] + new_tokens(2 * CHUNK + 9))
+    expected = a.run(longer._replace(params=UNCACHED, salt="nobody has this"))[0]
+    with meddled(reader, VIEWS, "raise", times=1):
+        answers = reader.run(case.prompt, longer, together=True)
+    case.right(answers[:1])
+    assert answers[1].agrees(expected)
+    # Not what the step that failed had made of it.
+    found = eventually(lambda: (answer := a.again(longer.tokens)).cached == HITS + 2 * CHUNK and answer)
+    assert found.agrees(expected)
+
+
 # ---- a server that is gone
 
 

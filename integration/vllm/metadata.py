@@ -67,13 +67,15 @@ class Load:
 class Store:
     """Consecutive chunks of a request that this step completes. keys: of rank 0. blocks: vLLM's numbers, those of all chunks in order.
 
-    prefix: the keys of all chunks before them. said: what to tell routers of each chunk, where anybody listens.
+    prefix: the keys of all chunks before them. before: the blocks of those, in a step that also loads. said: what to tell routers of
+    each chunk, where anybody listens.
     """
 
     request_id: str
     keys: list[ChunkKey]
     blocks: list[int]
     prefix: list[ChunkKey]
+    before: list[int] = field(default_factory=list)
     said: list[StoredBlocks] = field(default_factory=list)
 
 
@@ -97,9 +99,9 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Said(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler, after a step. failed: requests whose loads did not hold. flushed: all that was stored in earlier steps is
-    in the pool or never will be. segments: those this worker can read, where that changed. links: how workers reach the store below,
-    by their numbers, where that changed."""
+    """Workers to scheduler, after a step. failed: requests whose loads did not hold, or that built on blocks of one whose did not.
+    flushed: all that was stored in earlier steps is in the pool or never will be. segments: those this worker can read, where that
+    changed. links: how workers reach the store below, by their numbers, where that changed."""
 
     failed: set[str]
     flushed: bool = False

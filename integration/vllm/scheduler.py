@@ -273,5 +273,6 @@ class SchedulerSide:
         if self._publishes:
             bounds = [(chunk * self._size, (chunk + 1) * self._size) for chunk in range(first, ready)]
             said = [stored_blocks(request, start, end, self._hash_block) for start, end in bounds]
-        meta.stores.append(Store(request.request_id, tracked.keys[first:ready], blocks, tracked.keys[:first], said))
+        before = tracked.blocks[: first * self._per_chunk] if meta.loads else []
+        meta.stores.append(Store(request.request_id, tracked.keys[first:ready], blocks, tracked.keys[:first], before, said))
         tracked.stored = ready

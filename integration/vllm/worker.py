@@ -32,7 +32,7 @@ from .compat import refusal
 from .events import Events, StoredBlocks
 from .keys import of_rank
 from .loading import Blocks, Context, Loading
-from .metadata import Link, Load, Said, Shard, StepMetadata
+from .metadata import Link, Load, Said, Shard, StepMetadata, Store
 from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
@@ -74,8 +74,6 @@ class WorkerSide:
         self._loads: list[Loading] = []
         self._in_step: list[Loading] = []
         self._lost: list[Load] = []
-        self._spoiled: set[str] = set()
-        """Requests whose load failed in this step."""
         self._recomputes_in_step = compat.recomputes_in_step(vllm_config)
         self._readable: frozenset[SegmentId] = frozenset()
         self._link = Link()
@@ -140,7 +138,7 @@ class WorkerSide:
 
     def begin(self, meta: StepMetadata) -> None:
         """A step begins: nothing of its model run is queued yet."""
-        self._meta, self._spoiled = meta, set()
+        self._meta = meta
         # None of them must get lost, whatever happens here: vLLM waits for its end, or counts on its bytes.
         self._lost += meta.loads
         context = self._context
@@ -165,10 +163,7 @@ class WorkerSide:
         context, stores = self._context, self._meta.stores
         if context is None:
             return
-        # What was computed from bytes that are not right must not get into the pool.
-        self._settle_step()
-        spoiled = self._spoiled | {load.request_id for load in self._lost}
-        for store in [store for store in stores if store.request_id not in spoiled]:
+        for store in self._sound(stores):
             keys, prefix = of_rank(store.keys, self._rank), of_rank(store.prefix, self._rank)
             try:
                 if store.said:
@@ -240,6 +235,17 @@ class WorkerSide:
 
     # ---- inside
 
+    def _sound(self, stores: list[Store]) -> list[Store]:
+        """Without those that were computed from a block which a load of this step has not filled, whosever: vLLM gives a request's blocks
+        to others before they are."""
+        self._settle_step()
+        unfilled = self._invalid.union(*(load.blocks[load.skip : load.stop] for load in self._lost))
+        if not unfilled:
+            return stores
+        spoiled = {store.request_id for store in stores if not unfilled.isdisjoint(store.before + store.blocks)}
+        self._failed |= spoiled
+        return [store for store in stores if store.request_id not in spoiled]
+
     def _gather(
         self, context: Context, keys: list[ChunkKey], blocks: Blocks, prefix: list[ChunkKey], promoted: bool = False
     ) -> None:
@@ -292,7 +298,6 @@ class WorkerSide:
         lost, self._lost = self._lost, []
         for load in lost:
             self._failed.add(load.request_id)
-            self._spoiled.add(load.request_id)
             self._invalid |= set(load.blocks[load.skip : load.stop])
             if load.granted is not None:
                 self._step_failed(load)
@@ -338,7 +343,6 @@ class WorkerSide:
         if not loading.invalid:
             return
         self._failed.add(loading.load.request_id)
-        self._spoiled.add(loading.load.request_id)
         self._invalid |= set(loading.invalid)
         with suppress(Exception):  # a number too few
             self._meter.recomputed(len(loading.invalid) * self._model.block_size)
