@@ -41,7 +41,7 @@ from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.vram_pool.copier import Finished, HostCopier
-from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.pool import Pool
 
 
@@ -290,6 +290,21 @@ def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_have_yet_to_
     server.kill()
     here.serve(journal=False)
     eventually(lambda: not refusals)
+    (second,) = eventually(lambda: client.connected and client.list_segments())
+    assert second.id != first.id
+
+
+@pytest.mark.gpu
+def test_a_gpu_lends_fresh_memory_once_everybody_has_unmapped_the_old(here: Node) -> None:
+    """The two do not fit at once."""
+    device, most = resolve("cuda:0"), int(0.6 * torch.cuda.mem_get_info(0)[0])
+    server = here.serve(journal=False)
+    client = here.undo.enter_context(Client(here.path, SNAPPY, device.name, "cuda"))
+    here.undo.callback(Pool(client, device, most).close)
+    here.worker("cuda:0")
+    (first,) = client.list_segments()
+    server.kill()
+    here.serve(journal=False)
     (second,) = eventually(lambda: client.connected and client.list_segments())
     assert second.id != first.id
 
