@@ -462,6 +462,17 @@ def test_clear_forgets_one_namespace_and_no_other(directory: Directory) -> None:
     assert used(directory) == 0
 
 
+def test_what_is_being_written_during_a_clear_is_never_seen(directory: Directory) -> None:
+    """It may be of before a reset. Its slot comes back when its writer says that it is done."""
+    foreign = chunk_key(0, namespace=b"another!")
+    early, other = (directory.reserve(WRITER, [key], KIB).reservation for key in (A, foreign))
+    directory.clear(b"namespac")
+    put(directory, A)
+    assert (directory.commit(WRITER, early, []), directory.commit(WRITER, other, [])) == (0, 1)
+    assert there(directory, A, foreign) == [A, foreign]
+    assert used(directory) == 2 * KIB
+
+
 # ---- placement
 
 

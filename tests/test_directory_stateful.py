@@ -382,6 +382,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         wanted = [key for key in ALL_KEYS if key.startswith(space)]
         slots = [slot for slot in map(self.model.live, wanted) if slot is not None]
         assert self.directory.clear(space) == len(slots)
+        for id_, write in self.model.writes.items():
+            if write.client is not None and any(slot.key.startswith(space) for slot in write.slots):
+                self.model.void(id_)
         for slot in slots:
             self.model.forget(slot)
         self.model.forget_resting(wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,9 +39,10 @@ from test_cli import vcache
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.fallback import fetch, objects
+from vcache_backend.fallback.isolated import IsolatedStore
 from vcache_backend.fallback.mooncake import MooncakeStore
 from vcache_backend.fallback.writer import FIRST_PART
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Present
 
 __all__ = ["depot", "model", "nodes", "own_depot"]
 pytestmark = needs_mooncake
@@ -131,10 +133,10 @@ def test_what_the_pool_has_is_a_hit_though_nobody_says_what_is_below(
     made, cache = engine(nodes[0], depot, model), Cache()
     put(made, cache, prompt(2 * CHUNK))
 
-    def late(keys: list[ChunkKey]) -> list[bool]:
+    def late(keys: list[ChunkKey]) -> Present:
         raise ServerTimeout("planted")
 
-    monkeypatch.setattr(made._client, "contains", late)
+    monkeypatch.setattr(made._client, "present", late)
     assert get(made, cache, prompt(LENGTH)) == 2 * CHUNK
     assert made.get_stats()["failures"] == {"fetch: ServerTimeout": 1}
     assert nodes[0].client().stats().leases == 0
@@ -392,26 +394,43 @@ def test_vcache_clear_reaches_below_where_it_is_told_to(
     assert engine(nodes[1], depot, f"{model}, another").lookup(other) == CHUNK
 
 
-def test_what_is_cleared_is_not_found_until_it_is_gone(nodes: list[Node], own_depot: Depot, model: str) -> None:
-    """However long the master does not answer: those are chunks of before."""
-    cache, tokens, gate = Cache(), fresh(LENGTH), threading.Event()
-    one, two = (engine(at, own_depot, model, failures=1, call_seconds=1.0, get_seconds=0.5) for at in nodes)
-    through(one, cache, tokens)
-    tier, keys = two._io.tier, two.keys(tokens)
+def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Node], own_depot: Depot, model: str) -> None:
+    """By nobody on the node, though its put ends after the reset, and whatever the server forgets. A node that was not reset has it."""
+    cache, tokens = Cache(), prompt(LENGTH)
+    one, two = (engine(nodes[0], own_depot, model) for _ in range(2))
+    other = engine(nodes[1], own_depot, model)
+    keys = one.keys(tokens)
+    tier = one._io.tier
     assert tier is not None
-    assert two.lookup(tokens) == LENGTH
-    tier.index.clear(keys[0][:NAMESPACE_BYTES], gate.wait)
-    assert two.lookup(tokens) == get(two, cache, tokens) == 0
-    assert tier.access.ask([objects.name(key) for key in keys]) == 5
-    own_depot.master.stop()
-    gate.set()
-    eventually(lambda: not tier.access.usable)
-    own_depot.master.cont()
-    eventually(lambda: tier.index.usable)
-    assert tier.access.ask([objects.name(key) for key in keys]) == 0
-    # It goes on.
-    through(two, cache, tokens)
-    assert tier.index.contains_prefix(keys) == 5
+    assert isinstance(tier.access.store, IsolatedStore)
+    assert tier.access.store.pid
+    os.kill(tier.access.store.pid, signal.SIGSTOP)
+    put(one, cache, tokens)
+    eventually(lambda: tier._writer is not None and tier._writer._writing)
+    with nodes[0].client() as client:
+        assert client.clear(keys[0][:NAMESPACE_BYTES], reset=True) == 5
+    os.kill(tier.access.store.pid, signal.SIGCONT)
+    assert one.flush(SECONDS, through=True)
+    assert get(other, cache, tokens) == LENGTH
+
+    def nothing() -> bool:
+        return [made.lookup(tokens) for made in (one, two)] == [get(made, cache, tokens) for made in (one, two)] == [0, 0]
+
+    assert nothing()
+    for forgetful in (False, True):
+        nodes[0].server.kill()
+        if forgetful:
+            (journal,) = nodes[0].path.parent.glob("*.journal")
+            journal.unlink()
+        nodes[0].serve()
+        eventually(lambda: one._io.client.connected and two._io.client.connected)
+        assert nothing()
+    # It goes on, once the server gives out room again.
+    eventually(lambda: through(one, cache, tokens) or one.lookup(tokens) == LENGTH)  # type: ignore[func-returns-value]
+    with nodes[0].client() as client:
+        client.clear()
+    eventually(lambda: two.lookup(tokens) == LENGTH)
+    assert get(two, cache, tokens) == LENGTH
 
 
 def test_writing_begins_with_few_chunks_and_goes_on_with_more(

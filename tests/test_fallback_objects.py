@@ -65,7 +65,9 @@ def test_the_format_is_what_the_documentation_of_the_module_says() -> None:
     assert head[:8] == b"VCKV" + (1).to_bytes(2, "little") + CODEC.to_bytes(2, "little")
     assert [int.from_bytes(head[at : at + 8], "little") for at in (8, 16)] == [RAW_BYTES, PAYLOAD_BYTES]
     assert (head[32:58], head[64:96]) == (KEY, FINGERPRINT)
-    assert objects.name(KEY) == "vcache1/" + KEY.hex()
+    text = KEY.hex()
+    assert objects.name(KEY) == f"vcache1/{text[:16]}.0/{text[16:]}"
+    assert objects.name(KEY, 31) == f"vcache1/{text[:16]}.1f/{text[16:]}"
 
 
 def test_no_flipped_bit_of_the_header_is_accepted() -> None:

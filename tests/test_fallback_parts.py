@@ -161,7 +161,7 @@ def test_a_store_that_is_down_is_not_asked() -> None:
     index = Index(config, access)
     try:
         assert access.ask(["vcache1/x"]) is None
-        assert index.contains_prefix([key(1)]) == 0
+        assert index.contains_prefix([key(1)], 0) == 0
         assert access.call("get", lambda: pytest.fail("the store was called"), 5) == 5
     finally:
         access.close()

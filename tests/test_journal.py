@@ -219,7 +219,7 @@ def test_a_segment_that_is_gone_takes_its_chunks_along() -> None:
 CLIENT = Client(1, WRITER, "gpu-0", "cuda")
 
 
-@pytest.mark.parametrize("when", range(12))
+@pytest.mark.parametrize("when", range(13))
 def test_compaction_between_any_two_requests_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
     """Every request that touches the journal happens while slices of the snapshot are being copied, whatever the slice."""
     monkeypatch.setattr(journal, "COMPACT_BYTES", 1)
@@ -247,6 +247,7 @@ def test_compaction_between_any_two_requests_loses_nothing(path: Path, monkeypat
         lambda: directory.set_pin([chunk_key(1), chunk_key(6)], 2),
         lambda: directory.commit(CLIENT, put(30, 31, 5), []),
         lambda: put(40),
+        lambda: directory.clear(b"namespac", reset=True),
         lambda: directory.drop_segment(SegmentId("s1")),
         lambda: [directory.commit(CLIENT, put(n), []) for n in range(50, 60)],
     ]
@@ -270,6 +271,7 @@ def test_compaction_between_any_two_requests_loses_nothing(path: Path, monkeypat
     }
     assert set(told.held) == {id_ for id_, _ in directory.reservations.items()}
     assert set(told.segments) == set(directory.placement.segments)
+    assert told.epochs == directory.epochs.all()
     assert path.stat().st_mode & 0o777 == 0o600
 
 

@@ -61,7 +61,7 @@ def ask(raw: Raw, *message: Any) -> list[Any]:
 
 
 def put(raw: Raw, *keys: bytes) -> list[Any]:
-    _, reservation, _, slots, _ = ask(raw, "reserve", list(keys), KIB)
+    _, reservation, _, slots, *_ = ask(raw, "reserve", list(keys), KIB)
     assert ask(raw, "commit", reservation, []) == ["count", len(keys)]
     return slots
 
@@ -94,7 +94,7 @@ def test_open_segment_hands_out_the_very_memory(worker: Raw, memfd: int) -> None
 
 
 def test_reserve_commit_lookup(worker: Raw) -> None:
-    name, reservation, seconds, slots, reason = ask(worker, "reserve", [A, B], KIB)
+    name, reservation, seconds, slots, reason, _ = ask(worker, "reserve", [A, B], KIB)
     assert (name, seconds, reason) == ("reserved", 30.0, "")
     assert [slot[:3] for slot in slots] == [["s0", 0, KIB], ["s0", KIB, KIB]]
     assert slots[0][3] != slots[1][3]
@@ -141,25 +141,41 @@ def test_a_lease_is_renewed_and_released_by_whoever_knows_it(stage_: Stage, work
 
 def test_acquire_renew_release(worker: Raw) -> None:
     slots = put(worker, A, B)
-    name, lease, seconds, locations = ask(worker, "acquire", [A, B, C])
+    name, lease, seconds, locations, _ = ask(worker, "acquire", [A, B, C])
     assert (name, seconds, locations) == ("leased", 10.0, slots)
     assert ask(worker, "renew", lease) == ["verdict", True]
     assert ask(worker, "release", lease) == ["verdict", True]
     assert ask(worker, "release", lease) == ["verdict", False]
     assert ask(worker, "renew", lease) == ["verdict", False]
-    assert ask(worker, "acquire", [C]) == ["leased", 0, 0.0, []]
+    assert ask(worker, "acquire", [C]) == ["leased", 0, 0.0, [], 0]
 
 
 def test_contains_touch_pin_remove_clear(worker: Raw) -> None:
     put(worker, A, B)
     put(worker, C)
-    assert ask(worker, "contains", [A, D, C]) == ["present", [True, False, True]]
+    assert ask(worker, "contains", [A, D, C]) == ["present", [True, False, True], 0]
     assert ask(worker, "touch", [A, B, D]) == ["count", 2]
     assert ask(worker, "pin", [A, D], 2) == ["count", 1]
     assert ask(worker, "remove", [B, D]) == ["count", 1]
     assert ask(worker, "clear", b"another!") == ["count", 0]
     assert ask(worker, "clear", b"namespac") == ["count", 2]
     assert ask(worker, "clear", b"") == ["count", 0]
+
+
+def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(worker: Raw) -> None:
+    other = b"another!" + A[8:]
+
+    def epochs() -> list[int]:
+        return [ask(worker, "contains", [key])[2] for key in (A, other)]
+
+    assert ask(worker, "clear", b"namespac", True) == ["count", 0]
+    first, theirs = epochs()
+    assert first > theirs == 0
+    # It comes with room and with leases, too.
+    put(worker, A)
+    assert [ask(worker, "reserve", [A], KIB)[-1], ask(worker, "acquire", [A])[-1]] == [first, first]
+    ask(worker, "clear", b"", True)
+    assert first < epochs()[0] == epochs()[1]
 
 
 def test_drop_segment_lets_go_of_the_memory(worker: Raw, server: Child) -> None:

@@ -486,22 +486,23 @@ def test_after_a_reset_nothing_of_before_is_taken_from_below(two: Two, a: Instan
     _, old = two.keep(a, tokens)
     assert b.one(tokens).cached == HITS
     assert b.ask("reset")
+    before = two.names()
     b.one(new_tokens(5))
-    eventually(lambda: not old & two.names())
     assert b.one(tokens).cached == 0
-    # What is stored from then on is below, and found there.
-    eventually(lambda: old <= two.names())
+    # What is stored from then on is below, under names of its own, and found there.
+    eventually(lambda: len(two.names() - before) == HITS // CHUNK)
+    assert old <= before
     two.empty()
     assert b.again(tokens).cached == HITS
 
 
-def test_a_link_slower_than_computing_is_tried_now_and_then(two: Two, a: Instance, b: Instance) -> None:
+def test_a_link_slower_than_computing_is_tried_now_and_then(two: Two, b: Instance) -> None:
     settings = two.settings(ROOM, min_bandwidth=1 << 50, retry_seconds=1.0, retry_max_seconds=600)
     assert b.restart(model=str(two.second.model), kv_transfer_config=two.second.transfer(settings)) == ""
     two.empty()
     first, second, third = (new_tokens(8 * CHUNK + 17) for _ in range(3))
     for tokens in (first, second, third):
-        two.keep(a, tokens)
+        two.keep(b, tokens)
     # The first load measures; what it said is doubted once.
     eventually(lambda: (two.empty(), b.again(first))[1].cached == 8 * CHUNK)
     assert b.one(second).cached == 8 * CHUNK
@@ -545,11 +546,6 @@ def test_one_worker_that_cannot_read_the_store_is_enough_to_leave_it(own_depot: 
         assert (below.usable, below.bandwidth) == (False, 2e9)
         below.hear({1: link(True, 3e9)})
         assert (below.usable, below.bandwidth) == (True, 6e9)
-        own_depot.master.stop()
-        below.clear(bytes(8))
-        assert not below.usable
-        own_depot.master.cont()
-        eventually(lambda: below.usable)
 
 
 def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(ours: SimpleNamespace) -> None:
@@ -562,7 +558,7 @@ def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(ours: SimpleN
         store_blocks=lambda *_: SimpleNamespace(completion=copy, tokens=CHUNK, nbytes=CHUNK_BYTES),
     )
     context = SimpleNamespace(io=io, kv=None, kernel_blocks=lambda blocks: blocks)
-    loading = SimpleNamespace(to_promote=lambda: ([ChunkKey(b"")], np.array([[7, 9]]), []))
+    loading = SimpleNamespace(epochs={0}, to_promote=lambda: ([ChunkKey(b"")], np.array([[7, 9]]), []))
     side._promote(context, loading)
     side._fence(context, ours.metadata.StepMetadata(fresh=[[8]]))
     assert fenced == []

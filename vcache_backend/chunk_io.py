@@ -194,9 +194,10 @@ class ChunkIO:
 
     def contains(self, key: ChunkKey) -> int:
         """0: in the pool; 1: below it; -1: nowhere known. No lease."""
-        if self.client.contains([key])[0]:
+        answer = self.client.present([key])
+        if answer.present[0]:
             return 0
-        return 1 if self.tier is not None and self.tier.index.contains_prefix([key]) else -1
+        return 1 if self.tier is not None and self.tier.index.contains_prefix([key], answer.epoch) else -1
 
     def lease(self, keys: list[ChunkKey]) -> Lease | None:
         """Lease the leading run of chunks that are there; None if there are none."""
@@ -273,8 +274,9 @@ class ChunkIO:
         """Begin to read the leading run of chunks that the pool has not; None if nothing is below. To be cancelled if it is not used up."""
         if self.tier is None or not keys or not self.tier.index.usable or self.tier.index.known_absent(keys[0]):
             return None
-        pooled = self.client.contains(list(keys))
-        return self.tier.fetch(keys[: pooled.index(True) if True in pooled else len(keys)])
+        answer = self.client.present(list(keys))
+        pooled = answer.present
+        return self.tier.fetch(keys[: pooled.index(True) if True in pooled else len(keys)], answer.epoch)
 
     def upload(self, kv: PagedKV, copy: CopyPlan, chunks: Sequence[Staged], after: Mark | None = None) -> Completion:
         """Scatter what a fetch brought, as `Copier.scatter` does; `most_staged` at once. Given back by the caller, once complete."""
@@ -364,24 +366,24 @@ class ChunkIO:
         firsts: Sequence[int],
         slots: Slots,
         prefix: list[ChunkKey],
-        promoted: bool = False,
+        fetched_in: int | None = None,
     ) -> int:
         """Reserve, gather in one launch, and leave the commit to the background; how many chunks are on their way.
 
         The tokens of chunk `keys[i]` have their places at `slots[firsts[i] : firsts[i] + chunk_size]`. `prefix`: the chunks
-        before the first of `keys`. Chunks that are there already are not copied. `promoted`: they came from below, and must not make
-        another chunk be lost.
+        before the first of `keys`. Chunks that are there already are not copied. `fetched_in`: they came from below, in that epoch:
+        they are not stored if it is over, and must not make another chunk be lost.
         """
         size = self.chunk_size
 
         def planned(chosen: Sequence[int]) -> CopyPlan:
             return plan(kv, size, slots, [Piece(slot, firsts[i], 0, size) for slot, i in enumerate(chosen)])
 
-        stored = self._store(kv, keys, prefix, planned, None, promoted)
+        stored = self._store(kv, keys, prefix, planned, None, fetched_in)
         return stored.tokens // size if stored is not None else 0
 
     def store_blocks(
-        self, kv: PagedKV, keys: Sequence[ChunkKey], blocks: Slots, prefix: list[ChunkKey], promoted: bool = False
+        self, kv: PagedKV, keys: Sequence[ChunkKey], blocks: Slots, prefix: list[ChunkKey], fetched_in: int | None = None
     ) -> PendingStore | None:
         """`store` for chunks that lie in whole blocks, while the current stream goes on: the copy reads what that stream has
         written by now. None if nothing is copied.
@@ -393,7 +395,7 @@ class ChunkIO:
         def planned(chosen: Sequence[int]) -> CopyPlan:
             return plan_blocks(kv, self.chunk_size, blocks[list(chosen)].reshape(-1))
 
-        return self._store(kv, keys, prefix, planned, self.copier.mark(), promoted)
+        return self._store(kv, keys, prefix, planned, self.copier.mark(), fetched_in)
 
     def _store(
         self,
@@ -402,7 +404,7 @@ class ChunkIO:
         prefix: list[ChunkKey],
         planned: Callable[[Sequence[int]], CopyPlan],
         after: Mark | None,
-        promoted: bool,
+        fetched_in: int | None,
     ) -> PendingStore | None:
         """planned: the copy of some of `keys`, by their numbers, into slots 0, 1, ..."""
         if not keys:
@@ -412,7 +414,14 @@ class ChunkIO:
             return None
         asked = time.monotonic()
         with self.stats.timed("reserve"):
-            reserved = self.client.reserve(list(keys), self.slot_bytes(kv), promoted)
+            reserved = self.client.reserve(list(keys), self.slot_bytes(kv), fetched_in is not None)
+        if self.tier is not None:
+            self.tier.index.hear(reserved.epoch)
+        if fetched_in not in (None, reserved.epoch):
+            # A reset came in between: these are chunks of before.
+            if reserved.reservation:
+                self.committer.give_back(reserved.reservation)
+            return None
         places = [(i, slot) for i, slot in enumerate(reserved.slots) if isinstance(slot, Location)]
         self._note_refusals(reserved.slots, reserved.reason)
         if not places:

@@ -198,7 +198,7 @@ def clear(
     if below and fallback.policy == "off":
         raise ConfigError("no store below the pool: fallback.policy is off; name the file that sets it with --config")
     with _client(config_file, socket) as client:
-        count = client.clear(prefix)
+        count = client.clear(prefix, reset=below)
     typer.echo(f"{count:,} chunks forgotten")
     if below:
         from vcache_backend.fallback import isolated

@@ -189,14 +189,14 @@ class VCacheEngine:
     # ---- inside
 
     def _store(
-        self, keys: list[ChunkKey], start: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64], promoted: bool = False
+        self, keys: list[ChunkKey], start: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64], fetched_in: int | None = None
     ) -> None:
         size = self._layout.chunk_size
         lowest = slots[: len(keys) * size].reshape(-1, size).min(axis=1)
         chunks = [chunk for chunk in range(start, len(keys)) if lowest[chunk] >= 0]
         if chunks:
             wanted, firsts = [keys[chunk] for chunk in chunks], [chunk * size for chunk in chunks]
-            self._io.store(self._io.bind(kvcaches), wanted, firsts, slots, keys[: chunks[0]], promoted)
+            self._io.store(self._io.bind(kvcaches), wanted, firsts, slots, keys[: chunks[0]], fetched_in)
 
     def _retrieve(
         self, keys: list[ChunkKey], first: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]
@@ -249,7 +249,7 @@ class VCacheEngine:
         covered = planned(0, count).covered(len(slots))
         self._io.note_fetched(keys[at : at + count], int(covered.sum()))
         if self._io.promotes:
-            self._store(keys[: at + count], at, kvcaches, slots, promoted=True)
+            self._store(keys[: at + count], at, kvcaches, slots, fetched_in=fetch.epoch)
         return count, covered
 
     def _load(

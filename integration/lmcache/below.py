@@ -64,11 +64,6 @@ class Below:
         if self.io.tier is not None:
             self.io.tier.forget(names)
 
-    def clear(self) -> None:
-        """Remove every chunk of the namespace, soon, and find none until then."""
-        if self.io.tier is not None:
-            self.io.tier.clear()
-
     # ---- at once into the KV cache
 
     def load(self, kv: PagedKV, fetch: Fetch, start: int, slots: Slots, skip: int) -> int:
@@ -84,7 +79,7 @@ class Below:
             return 0
         count = self.io.load_fetched(kv, fetch, of)
         if count:
-            self._loaded(kv, fetch.keys[:count], starts[:count], slots, skip)
+            self._loaded(kv, fetch.keys[:count], {fetch.epoch}, starts[:count], slots, skip)
         return count
 
     def rescue(self, kv: PagedKV, names: Sequence[ChunkKey], starts: list[int], slots: Slots, skip: int) -> int:
@@ -127,7 +122,9 @@ class Below:
         except RuntimeError as error:
             self.io.miss("fetch", error)
             return None
-        return None if memory is None else FetchedObj(form, staged.key, memory.copy_(staged.chunk), self.io.device.ordinal)
+        if memory is None:
+            return None
+        return FetchedObj(form, staged.key, staged.epoch, memory.copy_(staged.chunk), self.io.device.ordinal)
 
     def load_objects(self, kv: PagedKV, part: list[tuple[FetchedObj, int]], slots: Slots, skip: int) -> int | None:
         """`objects` into the KV cache, each from its token on, as `PoolWorker.load` does."""
@@ -138,25 +135,29 @@ class Below:
             if not is_whole(self.io, kv, copy, starts, skip) or any(obj.memory is None for obj in objs):
                 self.io.stats.failed("fallback_load")
                 return starts[0]
-            staged = [Staged(obj.key, memory, Buffer(-1, memory)) for obj in objs if (memory := obj.memory) is not None]
+            staged = [
+                Staged(obj.key, obj.epoch, memory, Buffer(-1, memory)) for obj in objs if (memory := obj.memory) is not None
+            ]
             scattered = self.io.upload(kv, copy, staged)
             if not self.io.complete(scattered, COPY_SECONDS):
                 _LEFT.append((scattered, staged))
                 self.io.stats.failed("fallback_load")
                 return starts[0]
-            self._loaded(kv, [obj.key for obj in objs], starts, slots, skip)
+            self._loaded(kv, [obj.key for obj in objs], {obj.epoch for obj in objs}, starts, slots, skip)
         return None
 
     # ---- afterwards
 
-    def _loaded(self, kv: PagedKV, names: Sequence[ChunkKey], starts: list[int], slots: Slots, skip: int) -> None:
-        """These are in the KV cache: count them, and store those that are there as a whole in the pool."""
+    def _loaded(
+        self, kv: PagedKV, names: Sequence[ChunkKey], epochs: set[int], starts: list[int], slots: Slots, skip: int
+    ) -> None:
+        """These, stored in `epochs`, are in the KV cache: count them, and store those that are there as a whole in the pool."""
         size = self.io.chunk_size
         self.io.note_fetched(names, sum(size - min(max(skip - at, 0), size) for at in starts))
         whole = [(name, at) for name, at in zip(names, starts, strict=True) if at >= skip]
-        if not whole or not self.io.promotes:
+        if not whole or not self.io.promotes or len(epochs) > 1:
             return
         try:
-            self.io.store(kv, [name for name, _ in whole], [at for _, at in whole], slots, [], promoted=True)
+            self.io.store(kv, [name for name, _ in whole], [at for _, at in whole], slots, [], fetched_in=min(epochs))
         except (VCacheError, RuntimeError) as error:
             self.io.miss("promote", error)

@@ -222,12 +222,13 @@ class LeasedObj(ChunkObj):
 
 
 class FetchedObj(ChunkObj):
-    """A chunk from the store below the pool, in host memory of its own. memory: None once the last reference is gone."""
+    """A chunk from the store below the pool, in host memory of its own. memory: None once the last reference is gone. epoch: the one it
+    was stored in."""
 
-    def __init__(self, form: Form, key: ChunkKey, memory: torch.Tensor, ordinal: int | None) -> None:
+    def __init__(self, form: Form, key: ChunkKey, epoch: int, memory: torch.Tensor, ordinal: int | None) -> None:
         """ordinal: of the worker's GPU."""
         super().__init__(form)
-        self.key, self._ordinal = key, ordinal
+        self.key, self.epoch, self._ordinal = key, epoch, ordinal
         self.memory: torch.Tensor | None = memory
 
     def bytes(self) -> torch.Tensor:

@@ -272,10 +272,8 @@ class PoolWorker:
         return self.io.client.remove(names, force)
 
     def clear(self) -> int:
-        """Forget every chunk of the namespace, of all instances and ranks, those below soon; how many chunks were in the pool."""
-        forgotten = self.io.client.clear(self.io.layout.namespace().prefix)
-        self.below.clear()
-        return forgotten
+        """Forget every chunk of the namespace, of all instances and ranks, below as well; how many chunks were in the pool."""
+        return self.io.client.clear(self.io.layout.namespace().prefix, reset=True)
 
     # ---- inside
 

@@ -75,11 +75,6 @@ class Below:
             # All of them load at once, each its shard; a chunk is there when the slowest has it.
             self._index.bandwidth.value = min(rates) * self._ranks
 
-    def clear(self, namespace: bytes) -> None:
-        """Remove the namespace's chunks, those of before a reset, in the background, and find nothing until they are gone."""
-        if self._index is not None:
-            self._index.clear(namespace)
-
     def close(self) -> None:
         """Idempotent."""
         if self._access is not None:
@@ -111,6 +106,8 @@ class Reading:
         self._last: Fetch | None = None
         self._next = self._stop = 0
         self.cause = ""
+        self.epochs: set[int] = set()
+        """Those that the chunks were stored in which came from here."""
 
     @property
     def under_way(self) -> bool:
@@ -148,6 +145,7 @@ class Reading:
         """The next chunks that are here, as many as one copy takes. To be given back once that is complete."""
         chunks = self._fetch.ready(self._io.most_staged) if self._fetch is not None else []
         self._next += len(chunks)
+        self.epochs |= {chunk.epoch for chunk in chunks}
         return chunks
 
     def give_back(self, chunks: Sequence[Staged]) -> None:

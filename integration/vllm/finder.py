@@ -185,15 +185,12 @@ class Finder:
             self._below.hear(links)
 
     def clear(self) -> bool:
-        """Remove every chunk of the namespace; False if the server did not answer. What is below goes in the background, and is not found
-        meanwhile."""
+        """Have no chunk of the namespace found again, in the pool or below; False if the server did not answer."""
         if not self._shards or not self.open():
             return True
-        if self._below is not None:
-            self._below.clear(self._prefix)
         try:
             if self._client is not None:
-                self._client.clear(self._prefix)
+                self._client.clear(self._prefix, reset=True)
         except VCacheError as error:
             log.warning("the pool was not cleared, so nothing is read from it: %s", error)
             return False

@@ -88,8 +88,6 @@ class Loading:
     def __init__(self, context: Context, load: Load, mark: Mark | None) -> None:
         """mark: a point in the model's stream; who owned these blocks before has no work queued after it."""
         self.load, self.invalid, self.cancelled = load, list[int](), False
-        self.promotes = load.promote
-        """May what comes from below go into the pool?"""
         self._context, self._mark = context, mark
         self._keys = of_rank(load.keys, context.rank)
         self._ids = context.kernel_blocks(np.array(load.blocks, dtype=np.int64))
@@ -155,12 +153,17 @@ class Loading:
         except VCacheError:
             log.debug("a copy failed; `advance` will say so", exc_info=True)
 
+    @property
+    def epochs(self) -> set[int]:
+        """Those that the chunks were stored in which came from below."""
+        return self._below.epochs
+
     def to_promote(self) -> tuple[list[ChunkKey], Blocks, list[ChunkKey]]:
         """Once all of it is in place: the chunks that came from below and have all their blocks here, those blocks (vLLM's numbers, a row
         a chunk), and the chunks before the first of them."""
         each, load = self._context.per_chunk, self.load
         chunks = [chunk for chunk in self._fetched if (chunk + 1) * each <= load.stop]
-        if not (chunks and self.promotes) or self.invalid or self.cancelled:
+        if not (chunks and load.promote) or len(self.epochs) > 1 or self.invalid or self.cancelled:
             return [], np.empty((0, each), dtype=np.int64), []
         blocks = np.array([load.blocks[chunk * each : (chunk + 1) * each] for chunk in chunks], dtype=np.int64)
         before = of_rank(load.prefix, self._context.rank) + self._keys[: chunks[0]]

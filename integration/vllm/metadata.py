@@ -84,7 +84,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to workers, one a step.
 
     fresh: blocks that get a new owner in this step, in lists. cancelled: requests that ended while their load was under way.
-    flush: wait for the stores of earlier steps, and say so. idle: no model runs in this step. opaque: nobody knows which blocks get
+    flush: say when the stores of earlier steps have begun. idle: no model runs in this step. opaque: nobody knows which blocks get
     a new owner.
     """
 
@@ -100,8 +100,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 @dataclass
 class Said(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler, after a step. failed: requests whose loads did not hold, or that built on blocks of one whose did not.
-    flushed: all that was stored in earlier steps is in the pool or never will be. segments: those this worker can read, where that
-    changed. links: how workers reach the store below, by their numbers, where that changed."""
+    flushed: every store of the steps so far has its reservation, so that a reset ends it. segments: those this worker can read, where
+    that changed. links: how workers reach the store below, by their numbers, where that changed."""
 
     failed: set[str]
     flushed: bool = False

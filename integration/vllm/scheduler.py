@@ -151,7 +151,7 @@ class SchedulerSide:
                 self.finder.readable = said.segments
             self.finder.hear(said.links)
             if said.flushed and self._clearing:
-                # What steps before the reset had still under way is in the pool by now.
+                # Steps of before the reset may have stored since; what they have not committed yet never comes.
                 self._clearing = self._flush = not self.finder.clear()
         self.events.collect(getattr(output, "kv_cache_events", None))
         for request_id in output.finished_recving or ():
@@ -171,7 +171,7 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Forget every chunk of the namespace, those on their way included; False if the server did not answer."""
-        # Until the stores under way are over, and cleared too, nothing is looked up.
+        # Until the steps under way are over, and what they store is cleared too, nothing is looked up.
         self._flush = self._clearing = True
         for tracked in self._requests.values():
             # Answers of before count no more.

@@ -43,7 +43,6 @@ IN_STEP_SECONDS = 30.0
 """How long a step waits for a load that it needs; a copy takes a thousandth of that."""
 MAX_TO_SAY = 4096
 """Chunks whose store routers are to be told of; some of them are never stored."""
-FLUSH_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
 
 
@@ -174,13 +173,7 @@ class WorkerSide:
                 context.io.miss("store", error)
                 self._meter.failed("store")
         if self._meta.flush:
-            # What loads bring that began before is not to come back into the pool after a reset.
-            for loading in self._loads:
-                loading.promotes = False
-            context.io.flush(FLUSH_SECONDS, through=True)
-            if context.io.tier is not None:
-                # What was written of the chunks so far is about to be removed.
-                context.io.tier.doubt()
+            # Nothing is waited for: whatever reservation there is by now, the scheduler's next reset makes it void.
             self._flushed = True
 
     def finished(self) -> set[str]:
@@ -247,12 +240,14 @@ class WorkerSide:
         return [store for store in stores if store.request_id not in spoiled]
 
     def _gather(
-        self, context: Context, keys: list[ChunkKey], blocks: Blocks, prefix: list[ChunkKey], promoted: bool = False
+        self, context: Context, keys: list[ChunkKey], blocks: Blocks, prefix: list[ChunkKey], fetched_in: int | None = None
     ) -> None:
         """Store chunks out of `blocks`, vLLM's numbers, which get no new owner before they are read."""
         started = perf_counter()
         flat = blocks.reshape(-1)
-        pending = context.io.store_blocks(context.kv, keys, context.kernel_blocks(flat).reshape(len(keys), -1), prefix, promoted)
+        pending = context.io.store_blocks(
+            context.kv, keys, context.kernel_blocks(flat).reshape(len(keys), -1), prefix, fetched_in
+        )
         if pending is not None:
             seconds = perf_counter() - started
             self._gathers.append(_Gather(pending.completion, flat, pending.tokens, pending.nbytes, seconds))
@@ -262,7 +257,7 @@ class WorkerSide:
         try:
             keys, blocks, prefix = loading.to_promote()
             if keys and context.io.promotes and self._invalid.isdisjoint(blocks.reshape(-1).tolist()):
-                self._gather(context, keys, blocks, prefix, promoted=True)
+                self._gather(context, keys, blocks, prefix, fetched_in=min(loading.epochs))
         except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
             context.io.miss("promote", error)
             with suppress(Exception):  # a number too few

@@ -105,13 +105,6 @@ class Access:
         listed = list(names)
         self._asking.submit(lambda: self.call("remove", lambda: self.store.remove(listed), None))
 
-    def insist(self, what: str, call: Callable[[], T]) -> T | None:
-        """`call`, in this thread, again and again, until the store has done it; None if this was closed before."""
-        while True:
-            done = self.call(what, call, None)
-            if done is not None or self._stop.wait(self._config.retry_seconds):
-                return done
-
     def failed(self, what: str, why: str, again: Callable[[], None] | None = None) -> None:
         """A call failed or was late. again: what failed, to be tried before the store is trusted again; raises StoreDown."""
         self._stats.failed(f"fallback_{what}")

@@ -34,9 +34,10 @@ MEASURED_BYTES = 1 << 20
 
 
 class Staged(NamedTuple):
-    """One chunk that came. chunk: its bytes, 1-D uint8 on the host, valid until it is given back."""
+    """One chunk that came. epoch: the one it was stored in. chunk: its bytes, 1-D uint8 on the host, valid until it is given back."""
 
     key: ChunkKey
+    epoch: int
     chunk: torch.Tensor
     buffer: Buffer
 
@@ -83,8 +84,10 @@ class Fetch:
     the first chunk that is not there, not right, or late.
     """
 
-    def __init__(self, source: Source, keys: Sequence[ChunkKey]) -> None:
-        self.keys = list(keys)
+    def __init__(self, source: Source, keys: Sequence[ChunkKey], epoch: int) -> None:
+        """epoch: the one in which the chunks were stored that are wanted."""
+        self.keys, self.epoch = list(keys), epoch
+        self._fingerprint = objects.in_epoch(source.fingerprint, epoch)
         self._source = source
         self._arrived = threading.Condition()
         self._staged: dict[int, Staged] = {}
@@ -150,7 +153,7 @@ class Fetch:
             called = any(part.start in self._calls for part in self._parts if self._given in part)
         if called:
             source.stats.count(fallback_late=1)
-            source.access.failed("get", f"nothing came in {source.seconds:g} s", lambda: _try_again(source, key))
+            source.access.failed("get", f"nothing came in {source.seconds:g} s", lambda: _try_again(source, self._name(key)))
         elif waited < QUEUED * source.seconds:
             return
         self._stop(self._given, "timeout")
@@ -179,7 +182,7 @@ class Fetch:
         with self._arrived:
             self._calls.add(part.start)
             self._moved = time.monotonic()
-        names = [objects.name(key) for key in keys]
+        names = [self._name(key) for key in keys]
         spans = [buffer.span(source.ring.nbytes) for buffer in buffers]
         got = source.access.call("get", lambda: source.access.store.get_into(names, spans), [-1] * len(keys))
         for index, buffer, nbytes in zip(part, buffers, got, strict=True):
@@ -193,7 +196,7 @@ class Fetch:
         chunk = self._checked(index, key, buffer, nbytes) if index < self._end else None
         with self._arrived:
             if chunk is not None and index < self._end:
-                self._staged[index], self._moved = Staged(key, chunk, buffer), time.monotonic()
+                self._staged[index], self._moved = Staged(key, self.epoch, chunk, buffer), time.monotonic()
                 self._came = came = self._came + 1
                 self._arrived.notify_all()
         if not came:
@@ -201,6 +204,9 @@ class Fetch:
         elif came == len(self.keys):
             seconds = time.monotonic() - self._started - self._waited
             self._source.bandwidth.add(came * self._source.chunk_bytes, seconds)
+
+    def _name(self, key: ChunkKey) -> str:
+        return objects.name(key, self.epoch)
 
     def _checked(self, index: int, key: ChunkKey, buffer: Buffer, nbytes: int) -> torch.Tensor | None:
         """The chunk of an object, if it is what it should be."""
@@ -211,12 +217,12 @@ class Fetch:
             self._stop(index, "absent" if nbytes == 0 else "store")
             return None
         try:
-            return opened(source, key, buffer, nbytes)
+            return opened(source, self._fingerprint, key, buffer, nbytes)
         except VCacheError as error:
             reason = error.reason if isinstance(error, BadObject) else "codec"
             if source.stats.failed(f"fallback_bad_{reason}") == 1:
-                log.error("object %s of the store is not what it should be, and is removed: %s", objects.name(key), error)
-            source.access.forget([objects.name(key)])
+                log.error("object %s of the store is not what it should be, and is removed: %s", self._name(key), error)
+            source.access.forget([self._name(key)])
             source.absent([key])
             self._stop(index, "bad")
             return None
@@ -234,10 +240,10 @@ def parts(count: int, most: int) -> list[range]:
     return made
 
 
-def opened(source: Source, key: ChunkKey, buffer: Buffer, nbytes: int) -> torch.Tensor:
+def opened(source: Source, fingerprint: bytes, key: ChunkKey, buffer: Buffer, nbytes: int) -> torch.Tensor:
     """The chunk in a buffer that an object of `nbytes` bytes was read into. Raises BadObject, CodecError."""
     codec = source.codec
-    length = objects.check(buffer.memory.numpy(), nbytes, key, source.fingerprint, codec.id, source.chunk_bytes)
+    length = objects.check(buffer.memory.numpy(), nbytes, key, fingerprint, codec.id, source.chunk_bytes)
     payload = buffer.memory[HEADER_BYTES : HEADER_BYTES + length]
     if codec.name == "raw":
         return payload
@@ -254,13 +260,13 @@ def buffer_bytes(codec: Codec, chunk_bytes: int) -> int:
     return -(-(HEADER_BYTES + codec.bound(chunk_bytes)) // 64) * 64 + chunk_bytes
 
 
-def _try_again(source: Source, key: ChunkKey) -> None:
+def _try_again(source: Source, name: str) -> None:
     """Read what was late once more: is the store to be trusted again? Its absence is an answer, too."""
     buffers = source.ring.take(1, 0.1)
     if not buffers:
         raise StoreDown("all staging buffers wait for calls of the store's")
     try:
         span = buffers[0].span(source.ring.nbytes)
-        source.access.store.get_into([objects.name(key)], [span])
+        source.access.store.get_into([name], [span])
     finally:
         source.ring.give(buffers)

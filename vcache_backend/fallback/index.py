@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from vcache_backend.config import FallbackConfig
 from vcache_backend.fallback import objects
@@ -14,8 +12,6 @@ from vcache_backend.fallback.fetch import Bandwidth
 from vcache_backend.fallback.recent import Recent
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import RANK_BYTES, ChunkKey
-
-log = logging.getLogger(__name__)
 
 MOST_REMEMBERED = 1 << 16
 KNOWN_SECONDS = 60.0
@@ -33,29 +29,20 @@ class Index:
         self.below = Recent(KNOWN_SECONDS, MOST_REMEMBERED, time.monotonic)
         """Chunks that were written or read lately: not to be written again."""
         self.bandwidth = Bandwidth()
+        self.epoch = 0
+        """Of the namespace, as the server last said."""
         self._next_try = 0.0
-        self._clearing, self._counting = 0, threading.Lock()
 
     @property
     def usable(self) -> bool:
-        return self._access.usable and not self._clearing
+        return self._access.usable
 
-    def clear(self, namespace: bytes, first: Callable[[], object] = lambda: None) -> None:
-        """Remove every chunk of a namespace, whoever wrote it, in the background, and find none until that is done, for as long as the
-        store does not answer. first: what has to be over before. Never blocks."""
-        with self._counting:
-            self._clearing += 1
-        threading.Thread(target=self._clear, args=(namespace, first), name="vcache-fallback-clear", daemon=True).start()
-
-    def _clear(self, namespace: bytes, first: Callable[[], object]) -> None:
-        first()
-        removed = self._access.insist("clear", lambda: self._access.store.remove_under(objects.start(namespace)))
-        if removed is None:
-            return
-        self.below.clear()
-        log.info("%d objects of namespace %s were removed from the store below the pool", removed, namespace.hex())
-        with self._counting:
-            self._clearing -= 1
+    def hear(self, epoch: int) -> None:
+        """The namespace is in this epoch. What was found out in another is forgotten."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._absent.clear()
+            self.below.clear()
 
     def known_absent(self, key: ChunkKey) -> bool:
         """Was it found to be absent a short while ago?"""
@@ -72,12 +59,13 @@ class Index:
         self._next_try = now + self._config.retry_max_seconds
         return False
 
-    def contains_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks are below, as far as can be told in time."""
+    def contains_prefix(self, keys: Sequence[ChunkKey], epoch: int) -> int:
+        """How many leading chunks are below, as far as can be told in time. epoch: the server's answer to who asked it just now."""
+        self.hear(epoch)
         asked = self._absent.first(keys)
         if not asked or not self.usable:
             return 0
-        found = self._access.ask([objects.name(key) for key in keys[:asked]])
+        found = self._access.ask([objects.name(key, epoch) for key in keys[:asked]])
         if found is not None and found < asked:
             self.absent(keys[found : found + 1])
             # Of those behind it nobody said anything.
@@ -91,9 +79,9 @@ class Index:
         if not rest or not self.usable or rest[0] in self._absent or self.too_slow():
             return found
         shards = [shard for key in rest for shard in of_all_ranks(key, ranks)]
-        pooled = client.contains(shards)
-        missing = [index for index, there in enumerate(pooled) if not there]
-        below = self.contains_prefix([shards[index] for index in missing])
+        pooled = client.present(shards)
+        missing = [index for index, there in enumerate(pooled.present) if not there]
+        below = self.contains_prefix([shards[index] for index in missing], pooled.epoch)
         whole = missing[below] if below < len(missing) else len(shards)
         return found + whole // ranks
 

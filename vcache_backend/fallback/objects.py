@@ -8,13 +8,14 @@ match to the bit is not an object. xxh3 finds damage, it does not keep out who f
 from __future__ import annotations
 
 import struct
+from hashlib import blake2b
 from typing import Final, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.errors import ConfigError, VCacheError
-from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
+from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
 
 Buffer = npt.NDArray[np.uint8]
 """One dimension of host memory, contiguous."""
@@ -40,14 +41,24 @@ class BadObject(VCacheError):
         self.reason: Reason = reason
 
 
-def name(key: ChunkKey) -> str:
-    """The name of a chunk's object in the store. The key holds its namespace and rank."""
-    return NAME_PREFIX + key.hex()
+def name(key: ChunkKey, epoch: int = 0) -> str:
+    """The name of the object of a chunk that was stored in `epoch`. The key holds its namespace and rank.
+
+    A reset raises the epoch: what is written late, by whoever slept through it, has a name that nobody asks for any more.
+    """
+    return f"{start(key[:NAMESPACE_BYTES])}.{epoch:x}/{key[NAMESPACE_BYTES:].hex()}"
 
 
-def start(prefix: bytes) -> str:
-    """How the names of all objects begin whose keys begin with `prefix`."""
-    return NAME_PREFIX + prefix.hex()
+def start(namespace: bytes) -> str:
+    """How the names of all objects of a namespace begin, of every epoch; of all objects with b""."""
+    return NAME_PREFIX + namespace.hex()
+
+
+def in_epoch(fingerprint: bytes, epoch: int) -> bytes:
+    """The fingerprint in the headers of a namespace's objects of one epoch."""
+    if not epoch:
+        return fingerprint
+    return blake2b(epoch.to_bytes(8, "big"), key=fingerprint, digest_size=FINGERPRINT_BYTES, person=b"vcache-epoch-1").digest()
 
 
 def digest(data: Buffer | bytes) -> int:

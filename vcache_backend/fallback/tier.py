@@ -35,8 +35,6 @@ CHECKERS = 4
 library's speed instead of 0.80, medians of six runs)."""
 _BACKLOG = 1 << 14
 CLOSE_SECONDS = 3.0
-CLEAR_SECONDS = 30.0
-"""How long writes under way are waited for that may bring back what is to be removed: longer than `call_seconds` lets one be."""
 
 
 class Tier:
@@ -110,8 +108,7 @@ class Tier:
             views,
             self._device.ordinal,
             self._stats,
-            self.index.below,
-            self.index.written,
+            self.index,
         )
         self._writer = Writer(sink, settings.writers, settings.queue_chunks, saves=settings.policy == "on_evict")
         self._bound = chunk_bytes
@@ -123,11 +120,12 @@ class Tier:
         if self._writer is not None:
             self._writer.doubt()
 
-    def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
-        """Begin to read these; None where nothing can come."""
+    def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch | None:
+        """Begin to read these, as they were stored in `epoch`; None where nothing can come."""
+        self.index.hear(epoch)
         if self._source is None or not keys or not self.index.usable:
             return None
-        return Fetch(self._source, keys)
+        return Fetch(self._source, keys, epoch)
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """These are in the pool from now on. Never blocks."""
@@ -141,12 +139,7 @@ class Tier:
     def forget(self, keys: Sequence[ChunkKey]) -> None:
         """Remove these from the store, soon."""
         self.index.absent(keys)
-        self.access.forget([objects.name(key) for key in keys])
-
-    def clear(self) -> None:
-        """Remove every chunk of the namespace, whoever wrote it, in the background; until then nothing is below. After the pool was
-        cleared: what is still to be written of it is gone then."""
-        self.index.clear(self._namespace.prefix, lambda: self.flush(CLEAR_SECONDS))
+        self.access.forget([objects.name(key, self.index.epoch) for key in keys])
 
     def flush(self, seconds: float) -> bool:
         """Wait until what was offered is written or dropped; False if it is not after so many seconds."""

@@ -19,8 +19,8 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.fallback import objects
 from vcache_backend.fallback.access import Access
 from vcache_backend.fallback.codecs import Codec, CodecError
+from vcache_backend.fallback.index import Index
 from vcache_backend.fallback.objects import HEADER_BYTES
-from vcache_backend.fallback.recent import Recent
 from vcache_backend.fallback.staging import Buffer, Ring
 from vcache_backend.fallback.store import Put
 from vcache_backend.metadata_server.client import Client
@@ -49,8 +49,8 @@ DROPPED = ("backlog", "down", "gone", "full", "too_large", "failed", "codec")
 
 @dataclass
 class Sink:
-    """What all writes of one worker share. namespace: the first bytes of its keys. views: addresses of pool slots. below: chunks that
-    are in the store already. written: told which are there from now on."""
+    """What all writes of one worker share. namespace: the first bytes of its keys. views: addresses of pool slots. index: knows what is
+    in the store already, and is told what is there from now on."""
 
     access: Access
     ring: Ring
@@ -63,8 +63,7 @@ class Sink:
     views: Callable[[Sequence[Location]], list[SlotView]]
     device: int | None
     stats: EngineStats
-    below: Recent
-    written: Callable[[Sequence[ChunkKey]], None]
+    index: Index
 
     @property
     def batch(self) -> int:
@@ -73,8 +72,10 @@ class Sink:
 
 @dataclass
 class _Batch:
-    """Sealed objects on their way. unfit: what cannot be one. lease: held until they are written, 0 if they may leave the pool before."""
+    """Sealed objects of one epoch on their way. unfit: what cannot be one. lease: held until they are written, 0 if they may leave the
+    pool before."""
 
+    epoch: int
     keys: list[ChunkKey] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -117,9 +118,9 @@ class Writer:
         Never blocks: what is too much is dropped, and counted."""
         if self._saves:
             with self._changed:
-                self._there += [key for key in keys if key in self._sink.below]
+                self._there += [key for key in keys if key in self._sink.index.below]
             return
-        fresh = [key for key in keys if key not in self._sink.below]
+        fresh = [key for key in keys if key not in self._sink.index.below]
         with self._changed:
             room = max(self._most - len(self._waiting), 0)
             self._waiting += fresh[:room]
@@ -189,9 +190,10 @@ class Writer:
         sink = self._sink
         while keys:
             leased = sink.client.acquire(keys)
+            sink.index.hear(leased.epoch)
             run = len(leased.locations)
             if leased.lease:
-                batch = self._copied_out(keys[:run], leased.locations)
+                batch = self._copied_out(keys[:run], leased.locations, leased.epoch)
                 if self._held(leased.lease):
                     self._hand_over(batch)
                 else:
@@ -207,7 +209,7 @@ class Writer:
         offered = sink.client.save(sink.namespace, sink.rank, most)
         if not offered.lease:
             return False
-        names = [objects.name(key) for key in offered.keys]
+        names = [objects.name(key, offered.epoch) for key in offered.keys]
         there = sink.access.ask(names) or 0
         if there:
             # An earlier life of the server, or another node, had them written.
@@ -215,7 +217,7 @@ class Writer:
         if there == len(names) or not sink.access.usable:
             self._held(offered.lease)
             return len(offered.keys) == most
-        batch = self._copied_out(offered.keys[there:], offered.locations[there:])
+        batch = self._copied_out(offered.keys[there:], offered.locations[there:], offered.epoch)
         batch.lease = offered.lease
         # Not to be offered for ever.
         self._tell_saved(batch.unfit)
@@ -226,9 +228,10 @@ class Writer:
             self._held(offered.lease)
         return len(offered.keys) == most
 
-    def _copied_out(self, keys: Sequence[ChunkKey], locations: Sequence[Location]) -> _Batch:
-        """The chunks as sealed objects in buffers; what has no buffer or no address is dropped."""
-        sink, batch = self._sink, _Batch()
+    def _copied_out(self, keys: Sequence[ChunkKey], locations: Sequence[Location], epoch: int) -> _Batch:
+        """The chunks, stored in `epoch`, as sealed objects in buffers; what has no buffer or no address is dropped."""
+        sink, batch = self._sink, _Batch(epoch)
+        fingerprint = objects.in_epoch(sink.fingerprint, epoch)
         views = sink.views(locations)
         self._dropped("gone", len(keys) - len(views))
         # Buffers come back as earlier batches are written, which takes as long as the link does.
@@ -240,7 +243,7 @@ class Writer:
             return batch
         for key, view, buffer in zip(keys, views, buffers, strict=False):
             try:
-                size = self._seal(key, view, buffer)
+                size = self._seal(key, fingerprint, view, buffer)
             except (CodecError, RuntimeError) as error:
                 if sink.stats.failed("fallback_codec") == 1:
                     log.warning("chunk %s is not written to the store: %s", key.hex(), error)
@@ -253,7 +256,7 @@ class Writer:
             batch.sizes.append(size)
         return batch
 
-    def _seal(self, key: ChunkKey, view: SlotView, buffer: Buffer) -> int:
+    def _seal(self, key: ChunkKey, fingerprint: bytes, view: SlotView, buffer: Buffer) -> int:
         sink, memory = self._sink, buffer.memory
         chunk, need, digest = view.tensor[: sink.chunk_bytes], sink.chunk_bytes, None
         if sink.codec.name != "raw":
@@ -266,7 +269,7 @@ class Writer:
             self._from_device(memory[HEADER_BYTES : HEADER_BYTES + need], chunk)
         else:
             digest = objects.copy_and_hash(memory[HEADER_BYTES : HEADER_BYTES + need].numpy(), chunk.numpy())
-        return objects.seal(memory.numpy(), key, sink.fingerprint, sink.codec.id, sink.chunk_bytes, need, digest)
+        return objects.seal(memory.numpy(), key, fingerprint, sink.codec.id, sink.chunk_bytes, need, digest)
 
     def _from_device(self, target: torch.Tensor, chunk: torch.Tensor) -> None:
         """Wait for the copy of a chunk into pinned memory, on a stream of this thread's."""
@@ -322,7 +325,7 @@ class Writer:
         sink, store = self._sink, self._sink.access.store
         keys, buffers, sizes = batch.keys, batch.buffers, batch.sizes
         for attempt in range(FULL_RETRIES + 1):
-            names = [objects.name(key) for key in keys]
+            names = [objects.name(key, batch.epoch) for key in keys]
             spans = [buffer.span(size) for buffer, size in zip(buffers, sizes, strict=True)]
             started = time.perf_counter()
             put = sink.access.call("put", lambda n=names, s=spans: store.put(n, s), [Put.FAILED] * len(names))  # type: ignore[misc]
@@ -332,7 +335,8 @@ class Writer:
             stored = [i for i, outcome in enumerate(put) if outcome is Put.STORED]
             sink.stats.count(fallback_written=len(stored), bytes_fallback_written=sum(sizes[i] for i in stored))
             there = [keys[i] for i in stored]
-            sink.written(there)
+            if batch.epoch == sink.index.epoch:
+                sink.index.written(there)
             if self._saves:
                 self._tell_saved(there)
             for outcome in (Put.TOO_LARGE, Put.FAILED):

@@ -108,7 +108,11 @@ class Client:
         return self._call(m.Lookup(keys, ranks), m.Count).count
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
-        return self._call(m.Contains(keys), m.Present).present
+        return self.present(keys).present
+
+    def present(self, keys: list[m.ChunkKey]) -> m.Present:
+        """`contains`, with the epoch in which to look below for those that are not there."""
+        return self._call(m.Contains(keys), m.Present)
 
     def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
         return self._call(m.Acquire(keys), m.Leased)
@@ -137,8 +141,9 @@ class Client:
     def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
         return self._call(m.Remove(keys, force), m.Count).count
 
-    def clear(self, namespace: bytes = b"") -> int:
-        return self._call(m.Clear(namespace), m.Count, self._config.control_seconds).count
+    def clear(self, namespace: bytes = b"", reset: bool = False) -> int:
+        """Forget chunks of a namespace; how many. reset: nor is anything found again that was offloaded of it."""
+        return self._call(m.Clear(namespace, reset), m.Count, self._config.control_seconds).count
 
     def save(self, namespace: bytes, rank: int, limit: int) -> m.ToSave:
         """Up to `limit` chunks (at most `MAX_SAVE`) of a namespace (8 bytes) and rank to copy to the store below, under a lease.

@@ -17,6 +17,7 @@ from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server.allocator import padded
 from vcache_backend.metadata_server.awaited import Awaited
 from vcache_backend.metadata_server.claims import Claims
+from vcache_backend.metadata_server.epochs import Epochs
 from vcache_backend.metadata_server.eviction import EvictionPolicy
 from vcache_backend.metadata_server.journal import ProcessId
 from vcache_backend.metadata_server.leases import Leases
@@ -84,6 +85,7 @@ class Directory:
         self.leases = Leases(limits.lease_seconds, self._unheld)
         self.reservations = Reservations(limits.reservation_seconds)
         self._claims = Claims()
+        self.epochs = Epochs()
         self._saving = Saving(limits.save_ahead, self.placement, self.leases)
         self.counters: Counter[str] = Counter()
         self._reserves_from = 0.0
@@ -278,9 +280,20 @@ class Directory:
         self.counters["removed"] += len(there)
         return len(there)
 
-    def clear(self, namespace: bytes) -> int:
-        """Forget all chunks of a namespace (all chunks with b"")."""
+    def clear(self, namespace: bytes, reset: bool = False) -> int:
+        """Forget all chunks of a namespace (all chunks with b""), also such as are being written: their reservations are void. `reset`:
+        raise its epoch."""
+        for id_, reservation in self.reservations.items():
+            if reservation.client is not None and any(entry.key.startswith(namespace) for entry in reservation.entries):
+                self.reservations.void(id_)
+        if reset:
+            self.raise_epoch(namespace)
         return self.remove([key for keys in (self._live, self._awaited.keys()) for key in keys if key.startswith(namespace)])
+
+    def raise_epoch(self, namespace: bytes) -> None:
+        """Nothing is found again that was offloaded of a namespace so far, or of all with b""."""
+        self.epochs.advance(namespace)
+        self.records.append(journal.Epochs(self.epochs.all()))
 
     # ---- clients and time
 
@@ -386,6 +399,7 @@ class Directory:
     def restore(self, state: journal.State) -> None:
         """Take over what an earlier server knew. Segments are absent until offered again; reservations are void."""
         self._generations = count(1 + state.generation)
+        self.epochs.restore(state.epochs)
         written = self._awaited.restore(state)
         if state.segments:
             # Who got a lease from the earlier server may count on it.
@@ -396,6 +410,7 @@ class Directory:
     def snapshot(self) -> Iterator[journal.Record]:
         """The whole state as records, a slice at a time. Requests may change the state in between if they are recorded too."""
         newest = next(self._generations)
+        yield journal.Epochs(self.epochs.all())
         keys = list(self._policy.coldest_first())
         live, absent = list(self.placement.segments.values()), self._awaited.contents()
         reservations = self.reservations.items()

@@ -105,7 +105,13 @@ class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
     generation: int
 
 
-Record = SegmentAdded | SegmentGone | Held | Published | Returned | Live | Gone | Pinned | Counted
+class Epochs(msgspec.Struct, frozen=True, array_like=True, tag="E"):
+    """Those of all namespaces, see epochs.py; b"": of every one that is not among them."""
+
+    epochs: dict[bytes, int]
+
+
+Record = SegmentAdded | SegmentGone | Held | Published | Returned | Live | Gone | Pinned | Counted | Epochs
 
 
 class State(msgspec.Struct):
@@ -118,6 +124,7 @@ class State(msgspec.Struct):
     segments: dict[SegmentId, SegmentAdded] = {}
     chunks: dict[ChunkKey, tuple[Location, int]] = {}
     held: dict[int, Held] = {}
+    epochs: dict[bytes, int] = {}
 
     def apply(self, record: Record) -> None:
         match record:
@@ -147,6 +154,8 @@ class State(msgspec.Struct):
                 for key in keys:
                     if key in self.chunks:
                         self.chunks[key] = (self.chunks[key][0], pin)
+            case Epochs(epochs=epochs):
+                self.epochs = epochs
 
     def check(self) -> None:
         """ValueError unless this can be the state of a pool: known segments, slots inside them that do not overlap, keys of our own."""

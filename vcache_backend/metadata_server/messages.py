@@ -250,9 +250,13 @@ class Remove(Request, frozen=True, tag="remove"):
 
 
 class Clear(Request, frozen=True, tag="clear"):
-    """Forget every chunk of one namespace (8 bytes), or all with b"" → `Count` removed."""
+    """Forget every chunk of one namespace (8 bytes), or all with b"", those being written included → `Count` removed.
+
+    `reset`: the weights have changed, or may have: raise the epoch too, so that nothing is found again that was offloaded before.
+    """
 
     namespace: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
+    reset: bool = False
 
 
 class Stats(Request, frozen=True, tag="stats"):
@@ -350,20 +354,23 @@ class Segments(Reply, frozen=True, tag="segments"):
 
 class Reserved(Reply, frozen=True, tag="reserved"):
     """A location or a `Refusal` for each key. `reservation` is 0 if nothing was reserved. `seconds`: how long the
-    reservation may stay uncommitted. `reason` explains a FULL, TOO_LARGE or NO_SEGMENT in words."""
+    reservation may stay uncommitted. `reason` explains a FULL, TOO_LARGE or NO_SEGMENT in words. `epoch`: of the keys' namespace."""
 
     reservation: int
     seconds: float
     slots: list[Location | int]
     reason: str = ""
+    epoch: int = 0
 
 
 class Leased(Reply, frozen=True, tag="leased"):
-    """Locations of the leading keys that are there; `lease` is 0 if there are none. `seconds` from the request's arrival."""
+    """Locations of the leading keys that are there; `lease` is 0 if there are none. `seconds` from the request's arrival.
+    `epoch`: the one that these chunks were stored in."""
 
     lease: int
     seconds: float
     locations: list[Location]
+    epoch: int = 0
 
 
 class ToSave(Reply, frozen=True, tag="to_save"):
@@ -374,6 +381,7 @@ class ToSave(Reply, frozen=True, tag="to_save"):
     seconds: float
     keys: list[ChunkKey]
     locations: list[Location]
+    epoch: int = 0
 
 
 class Count(Reply, frozen=True, tag="count"):
@@ -385,7 +393,10 @@ class Verdict(Reply, frozen=True, tag="verdict"):
 
 
 class Present(Reply, frozen=True, tag="present"):
+    """`epoch`: of the keys' namespace."""
+
     present: list[bool]
+    epoch: int = 0
 
 
 class Latency(msgspec.Struct, frozen=True, array_like=True):

@@ -152,7 +152,7 @@ class Server:
                 path.unlink(missing_ok=True)
         if state.segments:
             log.info("journal: %d chunks in %d segments wait to be offered again", len(state.chunks), len(state.segments))
-        return Service(directory, epoch, Proof(state.epoch, state.frame))
+        return Service(directory, epoch, Proof(state.epoch, state.frame, epoch))
 
     # ---- events
 

@@ -10,6 +10,8 @@ import struct
 import time
 from typing import assert_never
 
+import msgspec
+
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.directory import Client, Directory
@@ -61,11 +63,11 @@ class Service:
             case m.Lookup(keys, ranks):
                 return m.Count(directory.lookup(keys, ranks)), None
             case m.Acquire(keys):
-                return directory.acquire(client, keys), None
+                return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys)), None
             case m.Release(lease):
                 return m.Verdict(directory.release(client, lease)), None
             case m.Reserve(keys, nbytes, spare):
-                return directory.reserve(client, keys, nbytes, spare), None
+                return _in_epoch(directory.reserve(client, keys, nbytes, spare), directory.epochs.of(keys)), None
             case m.Commit(reservation, prefix):
                 return m.Count(directory.commit(client, reservation, prefix)), None
             case m.Abort(reservation):
@@ -73,15 +75,15 @@ class Service:
             case m.Renew(lease):
                 return m.Verdict(directory.renew(client, lease)), None
             case m.Contains(keys):
-                return m.Present(directory.contains(keys)), None
+                return m.Present(directory.contains(keys), directory.epochs.of(keys)), None
             case m.Touch(keys):
                 return m.Count(directory.touch(keys)), None
             case m.SetPin(keys, pin):
                 return m.Count(directory.set_pin(keys, pin)), None
             case m.Remove(keys, force):
                 return m.Count(directory.remove(keys, force)), None
-            case m.Clear(namespace):
-                return m.Count(directory.clear(namespace)), None
+            case m.Clear(namespace, reset):
+                return m.Count(directory.clear(namespace, reset)), None
             case m.AddSegment():
                 return self._add_segment(client, request, fds), None
             case m.Lend(nbytes):
@@ -97,7 +99,8 @@ class Service:
             case m.Report(level, text):
                 return self._report(client, level, text), None
             case m.Save(namespace, rank, limit):
-                return directory.save(client, namespace, rank, limit), None
+                offered = directory.save(client, namespace, rank, limit)
+                return _in_epoch(offered, directory.epochs.of(offered.keys)), None
             case m.Unsaved(namespace):
                 directory.unsaved(namespace)
                 return m.Count(0), None
@@ -110,11 +113,15 @@ class Service:
 
     def hear_witness(self, fd: int) -> None:
         """A client brings the witness of the server it knew before. Nothing of before is used if that refutes the journal."""
+        knew = self._proof.forgetful
         try:
             refuted = self._proof.refuted_by(fd)
         except (OSError, struct.error) as error:
             log.warning("a client brought a witness that is none: %s", error)
             return
+        if self._proof.forgetful and not knew:
+            # Resets may be among what is forgotten.
+            self.directory.raise_epoch(b"")
         if refuted and (absent := self.directory.absent_segments()):
             lost = self.directory.forget_absent(absent)
             log.error("journal: %s; %d chunks in %d segments are lost, fresh memory is used", refuted, lost, len(absent))
@@ -204,6 +211,10 @@ class Service:
             quarantined_slots=dict(directory.reservations.writers()),
             mismatches=self.layouts.mismatches(),
         )
+
+
+def _in_epoch(reply: m.Leased | m.Reserved | m.ToSave, epoch: int) -> m.Reply:
+    return msgspec.structs.replace(reply, epoch=epoch) if epoch else reply
 
 
 def _check_memfd(request: m.AddSegment, fd: int) -> None:
