@@ -41,6 +41,7 @@ from vcache_backend.errors import ServerTimeout
 from vcache_backend.fallback import fetch, objects
 from vcache_backend.fallback.isolated import IsolatedStore
 from vcache_backend.fallback.mooncake import MooncakeStore
+from vcache_backend.fallback.store import StoreDown
 from vcache_backend.fallback.writer import FIRST_PART
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Present
 
@@ -430,6 +431,33 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Nod
     with nodes[0].client() as client:
         client.clear()
     eventually(lambda: two.lookup(tokens) == LENGTH)
+    assert get(two, cache, tokens) == LENGTH
+
+
+def test_a_removal_that_hangs_or_fails_is_nothing_to_look_ups(
+    pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+    tier, cache, tokens, gone = two._io.tier, Cache(), fresh(LENGTH), fresh(LENGTH)
+    assert tier is not None
+    hung, go_on = threading.Event(), threading.Event()
+    for made in (tokens, gone):
+        through(one, cache, made)
+
+    def slow(names: Any) -> None:
+        hung.set()
+        go_on.wait(SECONDS)
+        raise StoreDown("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.access.store, "remove", slow)
+        for key in two.keys(gone):
+            tier.forget([key])
+        assert hung.wait(SECONDS)
+        assert two.lookup(tokens) == LENGTH
+        go_on.set()
+        eventually(lambda: two.get_stats()["failures"].get("fallback_remove") == 5)
+    assert tier.access.breaker.opened == 0
     assert get(two, cache, tokens) == LENGTH
 
 

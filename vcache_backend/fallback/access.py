@@ -40,6 +40,7 @@ class Access:
         self._pid = os.getpid()
         self.breaker = Breaker(config.failures, config.retry_seconds, config.retry_max_seconds, time.monotonic)
         self._asking = Workers("vcache-fallback-ask", 1, _BACKLOG)
+        self._removing = Workers("vcache-fallback-remove", 1, _BACKLOG)
         self._late: Job[int] | None = None
         self._suspect: Callable[[], None] | None = None
         self.on_back: Callable[[], None] = lambda: None
@@ -101,9 +102,17 @@ class Access:
         return result
 
     def forget(self, names: Sequence[str]) -> None:
-        """Remove objects, soon."""
+        """Remove objects, soon. Look-ups neither wait for it nor learn of its failure."""
         listed = list(names)
-        self._asking.submit(lambda: self.call("remove", lambda: self.store.remove(listed), None))
+        self._removing.submit(lambda: self._remove(listed))
+
+    def _remove(self, names: list[str]) -> None:
+        try:
+            if self.usable:
+                self.store.remove(names)
+        except StoreDown as error:
+            self._stats.failed("fallback_remove")
+            log.debug("remove: %s", error)
 
     def failed(self, what: str, why: str, again: Callable[[], None] | None = None) -> None:
         """A call failed or was late. again: what failed, to be tried before the store is trusted again; raises StoreDown."""
@@ -133,6 +142,7 @@ class Access:
         except Exception as error:  # noqa: BLE001 - the store's library is not ours
             log.debug("closing the store: %s", error)
         self._asking.close(CLOSE_SECONDS)
+        self._removing.close(CLOSE_SECONDS)
         self._keeper.join(CLOSE_SECONDS)
 
     def _keep(self) -> None:
