@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 128 << 20
 """Bytes of one call of the store's: enough that its fixed costs do not count, few enough that the copy of what came goes on beside."""
 BATCH_MOST = 16
-QUEUED = 5
-"""So many times as long as for a call a load waits for its turn."""
 MEASURED_BYTES = 1 << 20
 """A load of fewer says nothing about the bandwidth."""
 
@@ -57,7 +55,7 @@ class Bandwidth:
 @dataclass
 class Source:
     """What all reads of one worker share. workers: make the calls. checkers: look at what came. chunk_bytes: of a chunk in the KV
-    cache. seconds: how long a call may be without its next chunk. absent: told which are not there."""
+    cache. seconds: how long a load waits for its next chunk. absent: told which are not there. now: a monotonic clock."""
 
     access: Access
     workers: Workers
@@ -70,6 +68,7 @@ class Source:
     stats: EngineStats
     absent: Callable[[Sequence[ChunkKey]], None]
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
+    now: Callable[[], float] = time.monotonic
 
     @property
     def batch(self) -> int:
@@ -94,9 +93,9 @@ class Fetch:
         self._given = 0
         self._came = 0
         self._end = len(self.keys)
-        self._started = self._moved = time.monotonic()
-        self._calls: set[int] = set()
-        """First chunks of the batches whose call has begun."""
+        self._started = self._moved = source.now()
+        self._calls: dict[int, float] = {}
+        """When the call of a batch began, by its first chunk."""
         self._waited = 0.0
         self.cause = ""
         """Why it ended early: `absent`, `bad`, `timeout` or `store`."""
@@ -115,6 +114,7 @@ class Fetch:
                 count += 1
             chunks = [self._staged.pop(index) for index in range(self._given, self._given + count)]
             self._given += count
+            self._moved = self._source.now() if count else self._moved
         return chunks
 
     def wait(self, seconds: float) -> bool:
@@ -139,23 +139,20 @@ class Fetch:
     # ---- inside
 
     def _look_at_clock(self) -> None:
-        """A call that takes too long is a failure of the store. Waiting for a thread or for buffers, behind other loads, is not, and may
-        take longer; it ends all the same."""
-        source = self._source
-        waited = time.monotonic() - self._moved
-        if self._given >= self._end or waited < source.seconds:
+        """End what waits too long. That is a failure of the store where its call has taken as long; waiting for a thread or for buffers,
+        behind other loads, is not."""
+        source, now = self._source, self._source.now()
+        if self._given >= self._end or now - self._moved < source.seconds:
             return
         with self._arrived:
             if self._given in self._staged:
-                self._moved = time.monotonic()
+                self._moved = now
                 return
             key = self.keys[self._given]
-            called = any(part.start in self._calls for part in self._parts if self._given in part)
-        if called:
+            called = [self._calls.get(part.start, now) for part in self._parts if self._given in part]
+        if now - called[0] >= source.seconds:
             source.stats.count(fallback_late=1)
             source.access.failed("get", f"nothing came in {source.seconds:g} s", lambda: _try_again(source, self._name(key)))
-        elif waited < QUEUED * source.seconds:
-            return
         self._stop(self._given, "timeout")
 
     def _stop(self, at: int, cause: str) -> None:
@@ -172,16 +169,15 @@ class Fetch:
         source, keys = self._source, self.keys[part.start : part.stop]
         if part.start >= self._end:
             return
-        asked = time.monotonic()
-        buffers = source.ring.take(len(keys), QUEUED * source.seconds)
-        self._waited += time.monotonic() - asked
+        asked = source.now()
+        buffers = source.ring.take(len(keys), source.seconds)
+        self._waited += source.now() - asked
         if not buffers or part.start >= self._end:
             source.ring.give(buffers)
             self._stop(part.start, "timeout")
             return
         with self._arrived:
-            self._calls.add(part.start)
-            self._moved = time.monotonic()
+            self._calls[part.start] = source.now()
         names = [self._name(key) for key in keys]
         spans = [buffer.span(source.ring.nbytes) for buffer in buffers]
         got = source.access.call("get", lambda: source.access.store.get_into(names, spans), [-1] * len(keys))
@@ -196,13 +192,13 @@ class Fetch:
         chunk = self._checked(index, key, buffer, nbytes) if index < self._end else None
         with self._arrived:
             if chunk is not None and index < self._end:
-                self._staged[index], self._moved = Staged(key, self.epoch, chunk, buffer), time.monotonic()
+                self._staged[index], self._moved = Staged(key, self.epoch, chunk, buffer), self._source.now()
                 self._came = came = self._came + 1
                 self._arrived.notify_all()
         if not came:
             self._source.ring.give([buffer])
         elif came == len(self.keys):
-            seconds = time.monotonic() - self._started - self._waited
+            seconds = self._source.now() - self._started - self._waited
             self._source.bandwidth.add(came * self._source.chunk_bytes, seconds)
 
     def _name(self, key: ChunkKey) -> str:
