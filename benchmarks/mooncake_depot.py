@@ -140,7 +140,7 @@ class Depot:
     def fallback(self, **more: Any) -> FallbackConfig:
         """A tier on it, write_through; `more` of FallbackConfig's values."""
         mooncake = MooncakeConfig(master=self.address, hostname=HOST, local_buffer_bytes=ByteSize(0))
-        values: dict[str, Any] = {"policy": "write_through", "mooncake": mooncake}
+        values: dict[str, Any] = {"policy": "write_through", "min_bandwidth": ByteSize(0), "mooncake": mooncake}
         return FallbackConfig(**(values | more))
 
 

@@ -234,7 +234,7 @@ class Depot:
     def fallback(self, **more: Any) -> FallbackConfig:
         """A tier on it: write_through, with `more` of FallbackConfig's values; `mooncake` is a dict of MooncakeConfig's."""
         mooncake = self.config(**more.pop("mooncake", {}))
-        return FallbackConfig(**({"policy": "write_through", "mooncake": mooncake} | more))
+        return FallbackConfig(**({"policy": "write_through", "min_bandwidth": ByteSize(0), "mooncake": mooncake} | more))
 
 
 class Memory:

@@ -9,10 +9,12 @@ import time
 import pytest
 import torch
 
-from vcache_backend.config import FallbackConfig
+from vcache_backend.config import FallbackConfig, MooncakeConfig, from_dict
+from vcache_backend.fallback import codecs
 from vcache_backend.fallback.access import Access
 from vcache_backend.fallback.breaker import Breaker
-from vcache_backend.fallback.fetch import parts
+from vcache_backend.fallback.codecs import Geometry
+from vcache_backend.fallback.fetch import Fetch, Source, parts
 from vcache_backend.fallback.index import Index
 from vcache_backend.fallback.isolated import IsolatedStore
 from vcache_backend.fallback.jobs import Workers
@@ -158,7 +160,7 @@ def test_a_store_that_is_down_is_not_asked() -> None:
     """Nobody has opened it: no call and no wait."""
     config = FallbackConfig(policy="write_through", retry_seconds=60.0)
     access = Access(config, IsolatedStore(config), EngineStats())
-    index = Index(config, access)
+    index = Index(config, access, on_gpu=False)
     try:
         assert access.ask(["vcache1/x"]) is None
         assert index.contains_prefix([key(1)], 0) == 0
@@ -170,7 +172,7 @@ def test_a_store_that_is_down_is_not_asked() -> None:
 def test_slow_links_are_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     config = FallbackConfig(policy="write_through", min_bandwidth=1000, retry_max_seconds=60.0)  # type: ignore[arg-type]
     access = Access(config, IsolatedStore(config), EngineStats())
-    index = Index(config, access)
+    index = Index(config, access, on_gpu=False)
     try:
         assert not index.too_slow()
         index.bandwidth.add(1 << 20, 1.0)
@@ -186,6 +188,23 @@ def test_slow_links_are_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> N
         access.close()
 
 
+def test_a_link_is_measured_against_what_a_gpu_computes_unless_somebody_set_a_bound() -> None:
+    """Loopback TCP loses against an H200; RDMA, and computing on the CPU, are left alone."""
+    over_tcp, over_rdma = FallbackConfig(), FallbackConfig(mooncake=MooncakeConfig(protocol="rdma"))
+    assert [over_tcp.least_bandwidth(on_gpu) for on_gpu in (True, False)] == [5 * 10**9, 0]
+    assert [over_rdma.least_bandwidth(on_gpu) for on_gpu in (True, False)] == [0, 0]
+    for bound in (0, 1000):
+        assert from_dict({"fallback": {"min_bandwidth": bound}}).fallback.least_bandwidth(True) == bound
+    access = Access(over_tcp, IsolatedStore(over_tcp), EngineStats())
+    for on_gpu in (True, False):
+        index = Index(over_tcp, access, on_gpu)
+        assert not index.too_slow()
+        index.bandwidth.value = 4.4e9
+        # One is tried, to find out.
+        assert [index.too_slow() for _ in range(2)] == [False, on_gpu]
+    access.close()
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 16])
 def test_what_is_read_is_divided_among_calls_of_which_the_first_and_the_last_are_small(most: int) -> None:
     for count in range(50):
@@ -195,3 +214,37 @@ def test_what_is_read_is_divided_among_calls_of_which_the_first_and_the_last_are
         half = max(1, most // 2)
         assert all(len(made[end]) <= half for end in (0, -1) if made)
     assert [len(part) for part in parts(16, 4)] == [2, 4, 4, 4, 2]
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["behind another load", "in its own call"])
+def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(called: bool) -> None:
+    """The store is at fault only where its own call took that long."""
+    config, stats, clock = FallbackConfig(policy="write_through", failures=1), EngineStats(), Clock()
+    access, go_on, begun = Access(config, IsolatedStore(config), stats), threading.Event(), threading.Event()
+    workers, checkers, ring = Workers("test", 1, 10), Workers("test-check", 1, 10), Ring(256, 4, pinned=False)
+    codec = codecs.make("raw", Geometry("bfloat16", 64))
+
+    def hang(*_: object) -> list[int]:
+        begun.set()
+        go_on.wait(SECONDS)
+        return [0]
+
+    try:
+        if called:
+            access.call = hang  # type: ignore[method-assign, assignment]
+        else:
+            workers.submit(hang)
+        source = Source(access, workers, checkers, ring, codec, bytes(32), 128, 2.0, stats, lambda keys: None, now=clock)
+        fetch = Fetch(source, [key(1)], 0)
+        assert begun.wait(SECONDS)
+        clock.now += 1.9
+        assert not fetch.over
+        clock.now += 0.2
+        assert fetch.over
+        assert (fetch.cause, access.breaker.is_open) == ("timeout", called)
+    finally:
+        go_on.set()
+        assert workers.close(SECONDS)
+        checkers.close(SECONDS)
+        access.close()
+        ring.close()

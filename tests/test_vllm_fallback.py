@@ -539,7 +539,7 @@ def ours() -> SimpleNamespace:
 def test_one_worker_that_cannot_read_the_store_is_enough_to_leave_it(own_depot: Depot, ours: SimpleNamespace) -> None:
     """Of two workers both said so, in one step; what is slow is as slow as the slower one, which has half of each chunk."""
     link, told = ours.metadata.Link, ours.metadata.Said
-    with closing(ours.below.Below(own_depot.fallback(retry_seconds=0.1), 2)) as below:
+    with closing(ours.below.Below(own_depot.fallback(retry_seconds=0.1), 2, False)) as below:
         eventually(lambda: below.usable)
         said = told(set(), links={0: link(True, 4e9)}).aggregate(told(set(), links={1: link(False, 1e9)}))
         below.hear(said.links)

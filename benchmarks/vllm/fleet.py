@@ -248,7 +248,7 @@ class Fleet:
 
     def _serve_depot(self) -> None:
         self._depot = depot = self._undo.enter_context(Depot(self.folder, [STORE_POOLS * self.scale.pool_bytes]))
-        store = {"policy": "write_through", "mooncake.master": depot.address, "mooncake.hostname": HOST}
+        store = {"policy": "write_through", "min_bandwidth": 0, "mooncake.master": depot.address, "mooncake.hostname": HOST}
         store = {f"vcache.fallback.{name}": value for name, value in store.items()}
         self._door = msgspec.structs.replace(self._door, store=store)
 

@@ -34,8 +34,8 @@ class Below:
     A store that cannot be had, or that one of the workers cannot read now, has nothing.
     """
 
-    def __init__(self, config: FallbackConfig, ranks: int) -> None:
-        """ranks: shards of a chunk."""
+    def __init__(self, config: FallbackConfig, ranks: int, on_gpu: bool) -> None:
+        """ranks: shards of a chunk. on_gpu: where the KV caches are."""
         self._access: Access | None = None
         self._index: Index | None = None
         self._ranks = ranks
@@ -44,7 +44,7 @@ class Below:
             # Needs libraries of its own.
             from vcache_backend.fallback.tier import make_index
 
-            made = make_index(config, EngineStats())
+            made = make_index(config, on_gpu, EngineStats())
             self._access, self._index = made if made is not None else (None, None)
 
     @property

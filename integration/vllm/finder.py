@@ -86,7 +86,7 @@ class Finder:
             self._refuse("; ".join(problems))
         if not self.refused and self._below is None and all(getattr(shard, "below", False) for shard in shards.values()):
             # Now, since it takes a moment in the background until it is there.
-            self._below = Below(self._config.fallback, self.ranks)
+            self._below = Below(self._config.fallback, self.ranks, self._model.device_type != "cpu")
 
     def open(self) -> bool:
         """Connect, once everything that names depend on is known: the engine runs, and every worker has said what it holds. Can chunks

@@ -42,12 +42,16 @@ def _codec(tier: FallbackConfig) -> Finding:
 
 
 def _bandwidth(tier: FallbackConfig) -> Finding:
-    if tier.min_bandwidth == 0:
+    least = tier.least_bandwidth(on_gpu=True)
+    if not least:
         return Finding(
             "fallback bandwidth", "ok", "no bound: what is below is read, however slow that is (fallback.min_bandwidth)"
         )
-    least, pause = tier.min_bandwidth.about, f"{tier.retry_max_seconds:g} s"
-    detail = f"while less than {least}/s of KV comes from below it is computed, but for a try every {pause}"
+    detail = (
+        f"while less than {least.about}/s of KV comes from below it is computed, but for a try every {tier.retry_max_seconds:g} s"
+    )
+    if tier.min_bandwidth is None:
+        detail = f"for KV caches on a GPU: {detail} (fallback.min_bandwidth is not set)"
     return Finding("fallback bandwidth", "ok", detail)
 
 

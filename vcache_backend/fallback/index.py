@@ -23,8 +23,9 @@ class Index:
     bandwidth: what loads bring, to be compared with `min_bandwidth`; whoever loads in another process may set its value.
     """
 
-    def __init__(self, config: FallbackConfig, access: Access) -> None:
-        self._config, self._access = config, access
+    def __init__(self, config: FallbackConfig, access: Access, on_gpu: bool) -> None:
+        """on_gpu: where the KV caches are."""
+        self._config, self._access, self._least = config, access, config.least_bandwidth(on_gpu)
         self._absent = Recent(config.negative_seconds, MOST_REMEMBERED, time.monotonic)
         self.below = Recent(KNOWN_SECONDS, MOST_REMEMBERED, time.monotonic)
         """Chunks that were written or read lately: not to be written again."""
@@ -50,7 +51,7 @@ class Index:
 
     def too_slow(self) -> bool:
         """Is computing taken to be faster than the store? Not so for one look-up every `retry_max_seconds`, to find out."""
-        least, value = self._config.min_bandwidth, self.bandwidth.value
+        least, value = self._least, self.bandwidth.value
         if not least or value is None or value >= least:
             return False
         now = time.monotonic()

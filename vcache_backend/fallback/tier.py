@@ -49,7 +49,7 @@ class Tier:
         self._namespace, self._rank, self._device = layout.namespace(), rank, device
         self._codec = codecs.make(config.fallback.codec, codecs.Geometry(layout.dtype, layout.head_dim))
         self.access = Access(config.fallback, make_store(config.fallback), stats)
-        self.index = Index(config.fallback, self.access)
+        self.index = Index(config.fallback, self.access, device.ordinal is not None)
         # What came back may be another master, which knows no object.
         self.access.on_back = self.doubt
         self._source: Source | None = None
@@ -180,7 +180,7 @@ def make_store(config: FallbackConfig) -> FallbackStore:
     return IsolatedStore(config)
 
 
-def make_index(config: FallbackConfig, stats: EngineStats) -> tuple[Access, Index] | None:
+def make_index(config: FallbackConfig, on_gpu: bool, stats: EngineStats) -> tuple[Access, Index] | None:
     """For who only looks up: the store and its index. None where the tier is off, or cannot be had, which is logged."""
     if config.policy == "off":
         return None
@@ -189,4 +189,4 @@ def make_index(config: FallbackConfig, stats: EngineStats) -> tuple[Access, Inde
     except VCacheError as error:
         log.error("no store below the pool: %s", error)
         return None
-    return access, Index(config, access)
+    return access, Index(config, access, on_gpu)
