@@ -1,6 +1,6 @@
 # `make demo` and `make test` need nothing but Python 3.11-3.13: each sets up .venv by itself first. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit check format bench clean
+.PHONY: help setup demo test unit check format bench soak clean
 MAKEFLAGS += --no-print-directory
 
 BIN := .venv/bin
@@ -37,6 +37,9 @@ format: setup  ## put the code in its one format, repair what lint can repair
 
 bench: setup  ## measure this machine; ARGS are those of `vcache bench`
 	@$(BIN)/vcache bench $(ARGS)
+
+soak: setup  ## a quarter of an hour of kills, stops, damaged journals and full disks; every byte is checked; ARGS="--seed 1"
+	@$(BIN)/python -m vcache_backend.benchmarks.soak $(ARGS)
 
 clean:  ## remove .venv and everything built
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol
 from unittest.mock import patch
 
 from vcache_backend.metadata_server import journal as journals
@@ -66,8 +67,8 @@ class History:
             self._journal.compact(self.directory.snapshot)
         self.frame = self._journal.frame
         self._journal.close()
-        self.bytes = self.path.read_bytes()
-        self.frames = list(_frames(self.bytes))
+        self.data = self.path.read_bytes()
+        self.frames = list(frames(self.data))
         self.live = {key: entry.location for key, entry in self.directory._live.items()}
         self.written = [entry.location for _, held in self.directory.reservations.items() for entry in held.entries]
 
@@ -107,7 +108,7 @@ def _key(number: int) -> m.ChunkKey:
     return m.ChunkKey(number.to_bytes(m.KEY_BYTES, "big"))
 
 
-def _frames(data: bytes) -> Iterator[tuple[int, int]]:
+def frames(data: bytes) -> Iterator[tuple[int, int]]:
     """Where each frame starts and ends; first the header."""
     at, end = 0, journals.HEADER_BYTES
     while end <= len(data):
@@ -118,96 +119,105 @@ def _frames(data: bytes) -> Iterator[tuple[int, int]]:
 # ---- mutations
 
 
-def _flip(here: History, other: History) -> bytes:
-    data = bytearray(here.bytes)
+class Written(Protocol):
+    """A journal, where its frames start and end, and what it once was."""
+
+    random: random.Random
+    data: bytes
+    frames: list[tuple[int, int]]
+    older: list[bytes]
+
+
+def _flip(here: Written, other: Written) -> bytes:
+    data = bytearray(here.data)
     for _ in range(here.random.choice((1, 1, 1, 2, 8))):
         data[here.random.randrange(len(data))] ^= 1 << here.random.randrange(8)
     return bytes(data)
 
 
-def _set(here: History, other: History) -> bytes:
-    data = bytearray(here.bytes)
+def _set(here: Written, other: Written) -> bytes:
+    data = bytearray(here.data)
     data[here.random.randrange(len(data))] = here.random.choice((0, 1, 0x7F, 0xC1, 0xFF))
     return bytes(data)
 
 
-def _cut(here: History, other: History) -> bytes:
-    return here.bytes[: here.random.randrange(len(here.bytes))]
+def _cut(here: Written, other: Written) -> bytes:
+    return here.data[: here.random.randrange(len(here.data))]
 
 
-def _cut_at_a_boundary(here: History, other: History) -> bytes:
-    return here.bytes[: here.random.choice(here.frames)[0]]
+def _cut_at_a_boundary(here: Written, other: Written) -> bytes:
+    return here.data[: here.random.choice(here.frames)[0]]
 
 
-def _cut_and_go_on(here: History, other: History) -> bytes:
+def _cut_and_go_on(here: Written, other: Written) -> bytes:
     return _cut(here, other) + here.random.randbytes(here.random.randrange(200))
 
 
-def _rearranged(change: Callable[[History, list[bytes]], None]) -> Callable[[History, History], bytes]:
-    def mutate(here: History, other: History) -> bytes:
-        frames = [here.bytes[start:end] for start, end in here.frames]
+def _rearranged(change: Callable[[Written, list[bytes]], None]) -> Callable[[Written, Written], bytes]:
+    def mutate(here: Written, other: Written) -> bytes:
+        frames = [here.data[start:end] for start, end in here.frames]
         change(here, frames)
         return b"".join(frames)
 
     return mutate
 
 
-def _duplicate(here: History, frames: list[bytes]) -> None:
+def _duplicate(here: Written, frames: list[bytes]) -> None:
     frames.insert(here.random.randrange(1, len(frames) + 1), here.random.choice(frames))
 
 
-def _swap(here: History, frames: list[bytes]) -> None:
+def _swap(here: Written, frames: list[bytes]) -> None:
     one, two = here.random.randrange(len(frames)), here.random.randrange(len(frames))
     frames[one], frames[two] = frames[two], frames[one]
 
 
-def _remove(here: History, frames: list[bytes]) -> None:
+def _remove(here: Written, frames: list[bytes]) -> None:
     del frames[here.random.randrange(len(frames))]
 
 
-def _zero(here: History, other: History) -> bytes:
+def _zero(here: Written, other: Written) -> bytes:
     """A page, or a part of one, that never reached the disk."""
-    data = bytearray(here.bytes)
+    data = bytearray(here.data)
     start, size = here.random.randrange(len(data)), here.random.choice((64, 512, 4096))
     end = min(start + size, len(data))
     data[start:end] = bytes(end - start)
     return bytes(data)
 
 
-def _insert_zeros(here: History, other: History) -> bytes:
-    at = here.random.choice([here.random.randrange(len(here.bytes)), here.random.choice(here.frames)[0]])
-    return here.bytes[:at] + bytes(here.random.choice((16, 512, 4096))) + here.bytes[at:]
+def _insert_zeros(here: Written, other: Written) -> bytes:
+    at = here.random.choice([here.random.randrange(len(here.data)), here.random.choice(here.frames)[0]])
+    return here.data[:at] + bytes(here.random.choice((16, 512, 4096))) + here.data[at:]
 
 
-def _copy_within(here: History, other: History) -> bytes:
-    data = bytearray(here.bytes)
+def _copy_within(here: Written, other: Written) -> bytes:
+    data = bytearray(here.data)
     start, to, size = here.random.randrange(len(data)), here.random.randrange(len(data)), here.random.randrange(1, 400)
     data[to : to + size] = data[start : start + size]
     return bytes(data)
 
 
-def _concatenate(here: History, other: History) -> bytes:
-    return here.random.choice((here.bytes, *here.older)) + here.random.choice((here.bytes, other.bytes, *here.older))
+def _concatenate(here: Written, other: Written) -> bytes:
+    return here.random.choice((here.data, *here.older)) + here.random.choice((here.data, other.data, *here.older))
 
 
-def _older(here: History, other: History) -> bytes:
+def _older(here: Written, other: Written) -> bytes:
     return here.random.choice(here.older)
 
 
-def _of_another_life(here: History, other: History) -> bytes:
-    return here.random.choice((other.bytes, *other.older))
+def _of_another_life(here: Written, other: Written) -> bytes:
+    return here.random.choice((other.data, *other.older))
 
 
-def _another_header(here: History, other: History) -> bytes:
+def _another_header(here: Written, other: Written) -> bytes:
     size = journals.HEADER_BYTES
-    return here.random.choice((here.bytes[:size] + other.bytes[size:], other.bytes[:size] + here.bytes[size:]))
+    return here.random.choice((here.data[:size] + other.data[size:], other.data[:size] + here.data[size:]))
 
 
-def _nothing(here: History, other: History) -> bytes:
-    return here.bytes
+def _nothing(here: Written, other: Written) -> bytes:
+    return here.data
 
 
-KINDS: dict[str, Callable[[History, History], bytes]] = {
+KINDS: dict[str, Callable[[Written, Written], bytes]] = {
     "bits flipped": _flip,
     "a byte set": _set,
     "cut": _cut,

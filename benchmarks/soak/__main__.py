@@ -1,0 +1,226 @@
+"""Is a byte ever wrong? Engines retrieve, check and store while all that they share is killed, stopped, damaged and filled up.
+
+    python -m vcache_backend.benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--only KIND] [--out FILE]
+
+Workers with a pool far too small for their prompts, so that slots are written anew all the time, and one metadata server. Workers are
+killed and stopped, also amid their copies; the server is killed, stopped and started again with a damaged journal, on a full disk, with
+no descriptors left, with a clock that was set back, beside a second one; clients send garbage. A verified retrieve is one that brought
+something: each byte of each token is compared with what it must be, in blocks that were poisoned before, and all other blocks with
+their poison. The seed throws the same dice again; the processes run as they will.
+
+At the end, and alone with --control, the same workers ignore the verdict on their leases. Then wrong bytes must be seen, or the zero
+above proves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..mooncake_site import load
+from ..results import Row, document, write
+from .chaos import Found, Soak
+from .worker import Tally
+
+RETRIEVES = 100_000
+WORKERS = 10
+PAUSE = 1.0
+CONTROL_MISHAPS = ("worker stopped",)
+CONTROL_SECONDS = 120.0
+SHOWN = 10
+COLUMNS = 80
+DISK_BYTES = 32 << 20
+
+
+class Result(msgspec.Struct):
+    """Of one run, with its control."""
+
+    seed: int
+    seconds: float
+    tally: Tally
+    counts: dict[str, int]
+    stops: int
+    workers_died: int
+    servers_ended: int
+    disk: str
+    found: list[Found]
+    control: Tally | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Nothing wrong, nobody dead of it, and a wrong byte would have been seen."""
+        control = self.control is None or self.control.wrong > 0
+        return not (self.tally.wrong or self.tally.raised or self.workers_died or self.servers_ended) and control
+
+
+def run(
+    retrieves: int = RETRIEVES,
+    minutes: float = 0.0,
+    seed: int = 1,
+    workers: int = WORKERS,
+    pause: float = PAUSE,
+    only: Sequence[str] = (),
+    control: bool = True,
+) -> Result:
+    """retrieves: verified ones. minutes: for so long instead. pause: seconds between two mishaps, on average. only: kinds of mishaps."""
+
+    def over(tally: Tally, seconds: float) -> bool:
+        return seconds > 60 * minutes if minutes else tally.verified >= retrieves
+
+    with small_disk() as disk, Soak(seed, workers, disk, only) as soak:
+        seconds = soak.run(over, pause)
+        what = "a file system of its own" if disk is not None else "a limit on the size of the server's files"
+        counts = dict(sorted(soak.mishaps.counts.items()))
+        result = Result(seed, seconds, soak.tally, counts, soak.stops, soak.died, soak.servers_ended, what, soak.found)
+    if control:
+        result.control = run_control(seed, workers)
+    return result
+
+
+def run_control(seed: int, workers: int = WORKERS, seconds: float = CONTROL_SECONDS) -> Tally:
+    """Workers that ignore verdicts and are stopped amid their copies, until a byte is wrong, or for so long."""
+    with Soak(seed, workers, None, CONTROL_MISHAPS, trusting=True) as soak:
+        soak.run(lambda tally, passed: tally.wrong > 0 or passed > seconds, PAUSE)
+        return soak.tally
+
+
+@contextlib.contextmanager
+def small_disk() -> Iterator[Path | None]:
+    """An empty folder on a file system of its own, where this process has its own mounts and may have more; else None."""
+    if not _own_mounts():
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="vcache-soak-disk-") as folder:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "soak", folder], check=True, timeout=20)
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "--lazy", folder], check=True, timeout=20)
+
+
+def _own_mounts() -> bool:
+    """Did `main` start this process in a mount namespace of its own?"""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/mnt") != os.readlink(f"/proc/{os.getppid()}/ns/mnt")
+    return False
+
+
+def rows(result: Result, asked: int) -> list[Row]:
+    """asked: how many verified retrieves there were to be; 0: as many as came."""
+    tally, control = result.tally, result.control
+    what = json.dumps(
+        msgspec.to_builtins(tally) | result.counts | {"stops": result.stops, "seed": result.seed, "disk": result.disk}
+    )
+    what = f"{what} in {result.seconds:.0f} s; {load()}"
+    enough = tally.verified >= asked
+    made = [
+        Row(
+            "soak_retrieves",
+            tally.verified,
+            "retrieves",
+            asked,
+            tally.verified / (asked or 1),
+            1,
+            0.0,
+            what,
+            f">= {asked}",
+            enough,
+        ),
+        Row(
+            "soak_wrong", tally.wrong, "retrieves", 0, tally.wrong, tally.verified, 0.0, "with a wrong byte", "0", not tally.wrong
+        ),
+    ]
+    if control is not None:
+        what = f"with a wrong byte, where verdicts are ignored; {control.wrong_bytes} wrong bytes"
+        seen = control.wrong > 0
+        made.append(
+            Row("soak_control_wrong", control.wrong, "retrieves", 0, control.wrong, control.verified, 0.0, what, "> 0", seen)
+        )
+    return made
+
+
+def table(result: Result) -> str:
+    """80 columns."""
+    tally = result.tally
+    lines = [
+        ("verified retrieves", tally.verified, f"of {tally.retrieves:,}, in {result.seconds:.0f} s"),
+        ("tokens compared", tally.tokens, ""),
+        ("bytes compared", tally.nbytes, ""),
+        ("chunks stored", tally.stored, ""),
+        ("verdicts that refused", tally.refused, ""),
+        ("workers stopped", result.stops, f"{tally.stopped:,} by themselves, in a copy"),
+        *((name, count, "") for name, count in result.counts.items() if name != "worker stopped"),
+        ("servers that ended", result.servers_ended, "by themselves"),
+        ("workers that ended", result.workers_died, "by themselves"),
+        ("calls that raised", tally.raised, ""),
+        ("WRONG", tally.wrong, f"retrieves; {tally.wrong_bytes:,} bytes"),
+    ]
+    if result.control is not None:
+        lines.append(("control: wrong", result.control.wrong, f"of {result.control.verified:,}, verdicts ignored"))
+    said = [f"{name:<31}{count:>15,}  {what}".rstrip() for name, count, what in lines]
+    for found in result.found[:SHOWN]:
+        wrong = found.wrong
+        said += [
+            f"wrong at {found.at:g} s, pid {wrong.pid}: key {wrong.key}",
+            f"  segment {wrong.segment} offset {wrong.offset} generation {wrong.generation}",
+            f"  layer {wrong.layer} {wrong.part}, token {wrong.token}, byte {wrong.byte}; {wrong.nbytes:,} bytes differ",
+            f"  {wrong.whose}",
+            f"  leased {wrong.leased:g} s before; before that: {', '.join(found.before)}",
+        ]
+    said.append(f"seed {result.seed}; the disk was {result.disk}")
+    return "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="    ") for line in said)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 if a byte was wrong, a call raised, a server or worker ended by itself, or the control saw no wrong byte."""
+    parser = argparse.ArgumentParser(
+        prog="vcache_backend.benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--retrieves", type=int, default=RETRIEVES, help="verified ones (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=0.0, help="for so long, instead of so many retrieves")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="default: %(default)s")
+    parser.add_argument(
+        "--pause", type=float, default=PAUSE, help="seconds between two mishaps, on average (default: %(default)s)"
+    )
+    parser.add_argument("--only", action="append", default=[], metavar="KIND", help="this kind of mishap only; may be repeated")
+    parser.add_argument("--control", action="store_true", help="the control alone")
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
+    parser.add_argument("--out", type=Path, help="result file")
+    options = parser.parse_args(arguments)
+    if options.control:
+        seen = run_control(options.seed, options.workers)
+        print(f"{seen.wrong} wrong of {seen.verified:,} verified retrieves, verdicts ignored; seed {options.seed}")
+        return int(not seen.wrong)
+    result = run(options.retrieves, options.minutes, options.seed, options.workers, options.pause, options.only)
+    made = document(rows(result, 0 if options.minutes else options.retrieves))
+    if options.out:
+        write(options.out, made)
+    said = msgspec.json.format(msgspec.json.encode(made | {"soak": msgspec.to_builtins(result)}), indent=2).decode()
+    print(said if options.json else table(result))
+    return int(not result.ok)
+
+
+def _with_own_mounts() -> None:
+    """Become the same program in a mount namespace of its own, if root may: only there a disk can be full that is nobody else's."""
+    if os.geteuid() == 0 and not _own_mounts():
+        probe = subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True)
+        if probe.returncode == 0:
+            module = "vcache_backend.benchmarks.soak"
+            os.execvp("unshare", ["unshare", "--mount", sys.executable, "-m", module, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    _with_own_mounts()
+    raise SystemExit(main())

@@ -1,0 +1,223 @@
+"""Workers, a server and a pool that is far too small for them, and what happens to all three."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import msgspec
+
+from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, PoolConfig, ServerConfig
+
+from ..mooncake_chaos_worker import CHUNK_BYTES, CHUNK_TOKENS
+from .mishaps import LONGEST_STOP, Mishaps
+from .node import Node
+from .worker import Served, Settings, Tally, Wrong, run
+
+SECONDS = 60.0
+POOL_CHUNKS = 10
+"""Of each worker's segment; all prompts together have 64 chunks."""
+SEGMENTS = 3
+"""Devices that lend to the pool; further workers share one with an earlier one."""
+STOPS = 0.004
+"""Share of the copies in which a worker stops itself."""
+QUICK = ClientConfig(
+    connect_seconds=0.5,
+    request_seconds=0.5,
+    control_seconds=1.0,
+    heartbeat_seconds=0.2,
+    retry_seconds=0.05,
+    retry_max_seconds=0.2,
+)
+WAKE_SECONDS = 0.02
+PROGRESS_SECONDS = 15.0
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A wrong byte and what had happened before it, newest last."""
+
+    at: float
+    wrong: Wrong
+    before: list[str]
+
+
+class Worker:
+    """A worker process, forked from one that has imported everything: kills come often, and imports take seconds."""
+
+    _context = multiprocessing.get_context("forkserver")
+    _lock = threading.Lock()
+
+    def __init__(self, settings: Settings) -> None:
+        self.log = Path(settings.log)
+        with self._lock:
+            self._context.set_forkserver_preload([run.__module__])
+            self._pipe, theirs = self._context.Pipe()
+            self._process = self._context.Process(target=run, args=(settings, theirs), daemon=True)
+            self._process.start()
+            theirs.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def serve(self, lasting: float) -> Served:
+        """Raises EOFError or OSError if the process is gone, or silent for SECONDS."""
+        self._pipe.send(lasting)
+        if not self._pipe.poll(SECONDS):
+            raise TimeoutError(f"worker {self.pid} is silent")
+        served = self._pipe.recv()
+        assert isinstance(served, Served)
+        return served
+
+    def kill(self) -> None:
+        """Reaped. Idempotent."""
+        self._process.kill()
+        self._process.join(SECONDS)
+        self._pipe.close()
+
+    def tail(self, size: int = 1500) -> str:
+        """The end of its log."""
+        said = self.log.read_bytes()[-size:].decode(errors="replace") if self.log.exists() else ""
+        return f"worker {self.pid} ended or is silent; {self.log} ends with:\n{said}"
+
+
+class Soak:
+    """Everything of one run; nothing of it is left behind the context."""
+
+    def __init__(self, seed: int, workers: int, disk: Path | None, only: Sequence[str] = (), trusting: bool = False) -> None:
+        """disk: an empty folder on a small file system of its own, for socket and journal. only: kinds of mishaps, all by default.
+        trusting: workers that take every lease for one that held."""
+        self.tally, self.found, self.died, self.stops = Tally(), list[Found](), 0, 0
+        self._seed, self._trusting, self._lock = seed, trusting, threading.Lock()
+        self._over, self._nobody_works = threading.Event(), threading.Event()
+        self._started, self._errors, self._starts = time.monotonic(), list[BaseException](), 0
+        with ExitStack() as undo:
+            self._folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-soak-")))
+            self._node = Node(disk or self._folder / "node", self._folder / "server.log")
+            undo.callback(self._node.kill)
+            self._node.restart()
+            self._workers: list[Worker] = []
+            undo.callback(self._kill_all)
+            self._workers += [self._start(number) for number in range(workers)]
+            for worker in self._workers:
+                worker.serve(lasting=0.0)
+            self.mishaps = Mishaps(self._node, disk, self._pids, str(seed), only)
+            self._undo = undo.pop_all()
+
+    def __enter__(self) -> Soak:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._undo.close()
+
+    @property
+    def servers_ended(self) -> int:
+        """That nobody had told to."""
+        return self._node.ended
+
+    def run(self, over: Callable[[Tally, float], bool], pause: float) -> float:
+        """Until `over` says so of what was counted and of the seconds that took: how many. Raises what went wrong in the soak itself."""
+        jobs: list[Callable[[], None]] = [lambda number=number: self._work(number) for number in range(len(self._workers))]  # type: ignore[misc]
+        jobs += [lambda: self.mishaps.run(pause)]
+        threads = [threading.Thread(target=self._guarded, args=(job,), daemon=True) for job in jobs]
+        waker = threading.Thread(target=self._guarded, args=(self._wake,), daemon=True)
+        self._started = shown = time.monotonic()
+        for thread in (*threads, waker):
+            thread.start()
+        while not over(self.tally, time.monotonic() - self._started) and not self._errors:
+            time.sleep(0.05)
+            if time.monotonic() - shown > PROGRESS_SECONDS:
+                shown = time.monotonic()
+                self._show()
+        self._stop()
+        for thread in threads:
+            thread.join(SECONDS)
+        self._nobody_works.set()
+        waker.join(SECONDS)
+        if self._errors:
+            raise self._errors[0]
+        return time.monotonic() - self._started
+
+    def _show(self) -> None:
+        tally, seconds = self.tally, time.monotonic() - self._started
+        said = f"{tally.verified:,} verified retrieves, {tally.wrong} wrong, {tally.refused:,} refused"
+        print(f"{seconds:5.0f} s: {said}, {sum(self.mishaps.counts.values())} mishaps", file=sys.stderr, flush=True)
+
+    def _stop(self) -> None:
+        self._over.set()
+        self.mishaps.end()
+
+    # ---- workers
+
+    def _start(self, number: int) -> Worker:
+        self._starts += 1
+        config = Config(
+            server=ServerConfig(socket=str(self._node.path)),
+            client=QUICK,
+            pool=PoolConfig(device=f"host:{number % SEGMENTS}", segment_bytes=ByteSize(POOL_CHUNKS * CHUNK_BYTES)),
+            engine=EngineConfig(chunk_size=CHUNK_TOKENS),
+        )
+        log = str(self._folder / f"worker{number}.log")
+        return Worker(Settings(config, self._starts, f"{self._seed} {self._starts}", log, STOPS, self._trusting))
+
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+    def _pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers]
+
+    def _work(self, number: int) -> None:
+        """Let one worker serve, start another one when it is killed, and count."""
+        while not self._over.is_set():
+            worker = self._workers[number]
+            try:
+                served = worker.serve(lasting=0.5)
+            except (EOFError, OSError):
+                if worker.pid not in self.mishaps.killed:
+                    self.died += 1
+                    print(worker.tail(), file=sys.stderr, flush=True)
+                worker.kill()
+                self._workers[number] = self._start(number)
+                continue
+            with self._lock:
+                self.tally.add(served.tally)
+                at = time.monotonic() - self._started
+                self.found += [Found(round(at, 1), wrong, list(self.mishaps.recent)) for wrong in served.wrong]
+
+    def _wake(self) -> None:
+        """Send SIGCONT to who is stopped, by whom ever, some time later."""
+        dice, wakes = random.Random(f"wake {self._seed}"), dict[int, float]()
+        while not self._nobody_works.wait(WAKE_SECONDS):
+            now = time.monotonic()
+            for pid in self._pids():
+                if pid not in wakes and _stopped(pid):
+                    wakes[pid] = now + dice.uniform(0, LONGEST_STOP)
+                    self.stops += 1
+            for pid in [pid for pid, at in wakes.items() if at < now]:
+                del wakes[pid]
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def _guarded(self, job: Callable[[], None]) -> None:
+        """What fails here is the soak's own fault, and ends it."""
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001 - raised by `run`
+            self._errors.append(error)
+            self._stop()
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False

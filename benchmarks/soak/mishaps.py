@@ -1,0 +1,255 @@
+"""What goes wrong on a node: one thread that throws dice, and a moment's worth of each accident."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import wire
+
+from . import damage
+from .node import Node
+
+LONGEST_STOP = 3.0
+"""Of a worker, in seconds: longer than leases, reservations and quarantines last."""
+SERVER_STOP = 1.2
+HOUR_NS = 3600 * 10**9
+BALLAST = "ballast"
+COPIED = 0.3
+"""Mishaps before which the journal is copied."""
+HOSTILE = 6
+"""Connections of one hostile client."""
+
+
+class Mishaps:
+    """The kinds, by name, with how often they come. `run` throws them in its thread until it is over."""
+
+    def __init__(self, node: Node, disk: Path | None, pids: Callable[[], list[int]], seed: str, only: Sequence[str] = ()) -> None:
+        """disk: the folder of the journal if that is a small file system of its own. pids: of the workers that live. only: kinds."""
+        self.counts: Counter[str] = Counter()
+        self.recent: list[str] = []
+        self.killed: set[int] = set()
+        self._node, self._disk, self._pids, self._dice = node, disk, pids, random.Random(f"mishaps {seed}")
+        self._over = threading.Event()
+        self._journal, self._hostile = damage.Kept(node.journal, self._dice), ExitStack()
+        kinds: dict[str, tuple[int, Callable[[], object]]] = {
+            "worker killed": (4, self._kill_worker),
+            "worker stopped": (6, self._stop_worker),
+            "server killed": (2, self._kill_server),
+            "server terminated": (1, self._terminate_server),
+            "server stopped": (2, self._stop_server),
+            "clock set back": (1, self._set_clock),
+            "disk full": (2, self._fill_disk),
+            "descriptors exhausted": (2, self._take_descriptors),
+            "started with few descriptors": (1, self._start_poor),
+            "lock and socket removed": (1, self._remove_socket),
+            "hostile client": (4, self._attack),
+        }
+        kinds["journal damaged"] = 8, lambda: self._damage(self._dice.choice(damage.KINDS))
+        self.kinds = list(kinds)
+        self._weighed = {kind: kinds[kind] for kind in only or kinds}
+
+    def run(self, pause: float) -> None:
+        """pause: seconds between two of them, on average."""
+        with ExitStack() as undo:
+            undo.callback(self._leave)
+            while not self._over.wait(self._dice.expovariate(1 / pause)):
+                self.happen(self._dice.choices(list(self._weighed), [weight for weight, _ in self._weighed.values()])[0])
+
+    def happen(self, kind: str) -> None:
+        """One of this kind, now."""
+        self._node.look()
+        if self._dice.random() < COPIED:
+            with suppress(FileNotFoundError):
+                self._journal.take()
+        self.counts[kind] += 1
+        self.recent = [*self.recent[-5:], kind]
+        with suppress(ProcessLookupError):
+            self._weighed[kind][1]()
+
+    def end(self) -> None:
+        """Any thread."""
+        self._over.set()
+
+    # ---- workers
+
+    def _kill_worker(self) -> None:
+        pid = self._dice.choice(self._pids())
+        self.killed.add(pid)
+        os.kill(pid, signal.SIGKILL)
+
+    def _stop_worker(self) -> None:
+        """The soak wakes whoever sleeps."""
+        os.kill(self._dice.choice(self._pids()), signal.SIGSTOP)
+
+    # ---- the server
+
+    def _kill_server(self) -> None:
+        self._node.kill()
+        self._over.wait(self._dice.uniform(0, 0.3))
+        self._node.restart()
+
+    def _terminate_server(self) -> None:
+        self._node.terminate()
+        self._node.restart()
+
+    def _stop_server(self) -> None:
+        self._node.signal(signal.SIGSTOP)
+        self._over.wait(self._dice.uniform(0, SERVER_STOP))
+        self._node.signal(signal.SIGCONT)
+
+    def _set_clock(self) -> None:
+        """Each time further back, as when every start finds an emptier battery."""
+        self._node.kill()
+        self._node.clock -= self._dice.randrange(HOUR_NS)
+        self._node.restart()
+
+    def _remove_socket(self) -> None:
+        """Lock, socket or both go, and a second `serve` is started beside the first. Who begins now meets the second."""
+        lock, path = self._node.lock, self._node.path
+        for file in self._dice.choice([[lock], [path], [lock, path]]):
+            file.unlink(missing_ok=True)
+        with self._node.replaced() as second:
+            self.counts["a second server served"] += second
+            for _ in range(2 * second):
+                self._kill_worker()
+            self._over.wait(second * self._dice.uniform(0.5, 3))
+        if not path.exists():
+            self._node.restart()
+
+    # ---- its journal
+
+    def _damage(self, kind: str) -> None:
+        """Between the end of one server and the start of the next."""
+        self._dice.choice([self._node.kill, self._node.terminate])()
+        with suppress(FileNotFoundError, ValueError, IndexError):
+            self._journal.change(kind)
+        self._node.restart()
+
+    def _fill_disk(self) -> None:
+        """For a while; a third of the time a server starts on the full disk."""
+        with ExitStack() as undo:
+            if self._disk is None:
+                soft, hard = resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE)
+                size = self._node.journal.stat().st_size if self._node.journal.exists() else 0
+                resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE, (size + self._dice.randrange(2000), hard))
+                undo.callback(self._lift, self._node.pid, resource.RLIMIT_FSIZE, (soft, hard))
+            else:
+                undo.callback((self._disk / BALLAST).unlink, missing_ok=True)
+                self._fill(self._disk / BALLAST)
+            self._over.wait(self._dice.uniform(0.1, 1.5))
+            if self._disk is not None and self._dice.random() < 0.3:
+                self._node.kill()
+                self.counts["no start on a full disk"] += not self._node.start()
+        if self._dice.random() < 0.5:
+            self._node.kill()
+        self._awake()
+
+    def _fill(self, ballast: Path) -> None:
+        with ballast.open("wb", buffering=0) as file:
+            while True:
+                try:
+                    file.write(bytes(4096))
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    return
+
+    # ---- its descriptors
+
+    def _take_descriptors(self) -> None:
+        """A limit at or just above what it has; clients may connect and stay, or leave it its last one. A worker is stopped beside it."""
+        pid = self._node.pid
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        used = len(os.listdir(f"/proc/{pid}/fd"))
+        with ExitStack() as undo:
+            undo.callback(self._lift, pid, resource.RLIMIT_NOFILE, before)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + self._dice.choice([0, 1, 1, 2]), before[1]))
+            for _ in range(self._dice.choice([0, 8])):
+                self._connect(undo)
+            if self._dice.random() < 0.5:
+                self._stop_worker()
+            self._over.wait(self._dice.uniform(0.3, 2.5))
+
+    def _start_poor(self) -> None:
+        """After a kill: with so few that it cannot take everybody. If it refuses to start, that is an answer."""
+        self._node.kill()
+        self.counts["no start with few descriptors"] += not self._node.start(self._dice.randint(8, 24))
+        self._over.wait(self._dice.uniform(0.3, 2.0))
+        self._node.restart()
+
+    def _lift(self, pid: int, what: int, limits: tuple[int, int]) -> None:
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, what, limits)
+
+    def _awake(self) -> None:
+        """A server runs again, whatever became of the last one."""
+        self._node.look()
+        if not self._node.running:
+            self._node.restart()
+
+    # ---- those who mean no good
+
+    def _attack(self) -> None:
+        """Connections with garbage, half frames and nonsense in right frames; they stay until the next attack."""
+        self._leave()
+        with ExitStack() as undo:
+            for _ in range(HOSTILE):
+                made = self._connect(undo)
+                if made is not None:
+                    with suppress(OSError):
+                        made.sendall(self._nonsense())
+            self._hostile = undo.pop_all()
+
+    def _leave(self) -> None:
+        self._hostile.close()
+
+    def _connect(self, undo: ExitStack) -> socket.socket | None:
+        made = undo.enter_context(socket.socket(socket.AF_UNIX))
+        made.settimeout(0.1)
+        with suppress(OSError):
+            made.connect(str(self._node.path))
+            return made
+        return None
+
+    def _nonsense(self) -> bytes:
+        dice, hello = self._dice, wire.frame(m.Hello(m.PROTOCOL_VERSION, "host", "host", {}))
+        kinds: list[Callable[[], bytes]] = [
+            lambda: dice.randbytes(dice.randrange(1, 1 << 16)),
+            lambda: (1 << 31).to_bytes(4, "little") + dice.randbytes(64),
+            lambda: m.MAX_FRAME_BYTES.to_bytes(4, "little") + bytes(1000),
+            lambda: hello + dice.randbytes(100),
+            lambda: hello + b"".join(_framed(self._request()) for _ in range(200)),
+        ]
+        return dice.choice(kinds)()
+
+    def _request(self) -> list[Any]:
+        """A known name with arguments that mean nothing. Clear and reserve are left out: they would be granted."""
+        dice = self._dice
+        name = dice.choice(["commit", "abort", "lookup", "acquire", "renew", "release", "remove", "open_segment", "add_segment"])
+        values: list[Callable[[], Any]] = [
+            lambda: dice.getrandbits(62),
+            lambda: dice.randrange(4096),
+            lambda: [dice.randbytes(m.KEY_BYTES) for _ in range(dice.randrange(20))],
+            lambda: dice.randbytes(8).hex(),
+            lambda: None,
+        ]
+        return [name, *(dice.choice(values)() for _ in range(dice.randrange(4)))]
+
+
+def _framed(message: list[Any]) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "little") + body

@@ -1,0 +1,150 @@
+"""The metadata server that the soak torments: a real process, started on one socket again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vcache_backend.metadata_server.endpoint import beside
+
+from ..vllm.process import _die_with_parent
+
+START_SECONDS = 20.0
+_LAUNCHER = """
+import sys, time
+clock, offset = time.time_ns, int(sys.argv.pop(1))
+time.time_ns = lambda: clock() + offset
+time.time = lambda: time.time_ns() / 1e9
+from vcache_backend.metadata_server.__main__ import main
+sys.exit(main())
+"""
+"""The server's own `main`, with a wall clock that is so many ns ahead."""
+TIMES: dict[str, Any] = {
+    "lease_seconds": 0.6,
+    "reservation_seconds": 0.5,
+    "recover_seconds": 2.0,
+    "spin_seconds": 0.0,
+}
+"""Short, so that those who are stopped for a second or two overrun them."""
+
+
+class Node:
+    """A folder with a socket, and the server on it. One thread."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        """folder: of the socket and the journal, which may be a small disk. log: beside it."""
+        self.path = folder / "vcache.sock"
+        self.lock, self.journal = beside(self.path, ".lock"), beside(self.path, ".journal")
+        self._log, self._config = log, log.with_suffix(".yaml")
+        self._config.write_bytes(msgspec.yaml.encode({"server": TIMES}))
+        self._process: subprocess.Popen[bytes] | None = None
+        self.clock = 0
+        """ns that the wall clock of the next server is ahead."""
+        self.ended = 0
+        """Servers that ended although nobody told them to."""
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
+    def start(self, descriptors: int = 0) -> bool:
+        """A new server; False if it ended, or did not answer within START_SECONDS. descriptors: how many it may have at most; 0: as
+        many as this process."""
+
+        def limited() -> None:
+            _die_with_parent()
+            if descriptors:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+
+        command = [sys.executable, "-c", _LAUNCHER, str(self.clock), "--socket", str(self.path), "--config", str(self._config)]
+        with self._log.open("ab") as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=limited)
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and process.poll() is None:
+            if _answers(self.path, process.pid):
+                self._process = process
+                return True
+            time.sleep(0.02)
+        _end(process)
+        return False
+
+    def restart(self) -> None:
+        """The same, after this one's end. Raises RuntimeError if no server can be started."""
+        self.kill()
+        if not self.start():
+            raise RuntimeError(f"no metadata server starts; {self.tail()}")
+
+    def kill(self) -> None:
+        """SIGKILL, reaped. Idempotent."""
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+    def terminate(self) -> None:
+        """SIGTERM, and SIGKILL to a server that does not follow it."""
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(START_SECONDS)
+        self.kill()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def look(self) -> None:
+        """Start another one if the server has ended by itself, and count that."""
+        if self._process is not None and self._process.poll() is not None:
+            self.ended += 1
+            print(f"the metadata server ended with status {self._process.returncode}; {self.tail()}", file=sys.stderr, flush=True)
+            self.restart()
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[bool]:
+        """Start a second server beside this one: does it serve the path now? If so, the first one is killed at the end of the block,
+        unless it ended by itself, as it should; else the second one has ended."""
+        first, self._process = self._process, None
+        if not self.start():
+            self._process = first
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            assert first is not None
+            _end(first)
+
+    def tail(self, size: int = 1500) -> str:
+        """The end of the server's log."""
+        return f"{self._log} ends with:\n{self._log.read_bytes()[-size:].decode(errors='replace')}"
+
+
+def _answers(path: Path, pid: int) -> bool:
+    """Is it this process that answers on the socket?"""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(0.2)
+        probe.connect(str(path))
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return int.from_bytes(credentials[:4], sys.byteorder) == pid
+    return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGKILL)
+    process.wait(START_SECONDS)

@@ -1,0 +1,281 @@
+"""One worker of the soak: an engine that retrieves into poisoned blocks, checks every byte, and stores, until it is killed.
+
+What its KV must hold follows from the tokens alone (demo/content.py). Now and then it stops itself before, amid or behind a copy, as a
+process does that is swapped out or in a debugger; whoever watches it sends SIGCONT.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from vcache_backend.chunk_io import Lease
+from vcache_backend.config import Config
+from vcache_backend.demo.cache import Fault, PagedCache
+from vcache_backend.demo.content import block_digests, content, poison
+from vcache_backend.engine import VCacheEngine
+from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
+from vcache_backend.vram_pool import reference
+from vcache_backend.vram_pool.copier import Finished, HostCopier
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.planner import CopyPlan
+from vcache_backend.vram_pool.slots import SlotView
+
+from ..mooncake_chaos_worker import CHUNK_TOKENS, SHAPE, layout, prompt, some_family
+
+MOST_CHUNKS = 4
+FAMILIES = 16
+BLOCKS = 2 * MOST_CHUNKS * CHUNK_TOKENS // SHAPE.block_size
+BLOCKS_A_PROMPT = MOST_CHUNKS * CHUNK_TOKENS // SHAPE.block_size
+POISONS = 256
+"""Workers have poisons of their own, up to so many."""
+REMOVED = 0.01
+"""Share of the rounds that take a prompt's chunks out of the pool."""
+WRITERS_STOP = 4
+"""So much more often does a worker stop in a store, of which there are fewer."""
+OFFLINE_SECONDS = 0.02
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """config: the engine's. log: where the worker's output goes. stops: share of the copies in which it stops itself. trusting: take
+    every lease for one that held, whatever the server says, to see that wrong bytes are found."""
+
+    config: Config
+    number: int
+    seed: str
+    log: str
+    stops: float
+    trusting: bool = False
+
+
+class Wrong(msgspec.Struct, frozen=True):
+    """A token that `retrieve` said is in place, and whose bytes are another's: the first such byte of one retrieve, and what is known
+    of it. `byte`: of the token's K or V in that layer. `whose`: what the bytes are. `leased`: seconds since the lease was asked for."""
+
+    pid: int
+    key: str
+    segment: str
+    offset: int
+    generation: int
+    layer: int
+    part: str
+    token: int
+    byte: int
+    nbytes: int
+    whose: str
+    leased: float
+
+
+class Tally(msgspec.Struct):
+    """Counts. retrieves: calls of `retrieve`; verified: those that brought something, all of which was compared; refused: those whose
+    lease did not hold; stopped: copies in which a worker stopped itself, when it was awake again."""
+
+    retrieves: int = 0
+    verified: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    refused: int = 0
+    stored: int = 0
+    stopped: int = 0
+    raised: int = 0
+    wrong: int = 0
+    wrong_bytes: int = 0
+
+    def add(self, more: Tally) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(more, name))
+
+
+class Served(msgspec.Struct):
+    """What a worker answers."""
+
+    tally: Tally
+    wrong: list[Wrong]
+
+
+class StoppingCopier(HostCopier):
+    """Stops its process in some copies: before, between their halves, or behind. Host memory."""
+
+    def __init__(self, dice: random.Random, stops: float) -> None:
+        self.stopped = 0
+        self._dice, self._stops = dice, stops
+
+    def _run(self, move: Any, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Finished:
+        writes = move is reference.gather
+        if self._dice.random() >= self._stops * (WRITERS_STOP if writes else 1):
+            return super()._run(move, kv, plan, slots)
+        at = self._dice.choice([0, len(plan.blocks) // 2, len(plan.blocks)])
+        super()._run(move, kv, dataclasses.replace(plan, blocks=plan.blocks[:at]), slots)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.stopped += 1
+        return super()._run(move, kv, dataclasses.replace(plan, blocks=plan.blocks[at:]), slots)
+
+
+class Worker:
+    """The commands. One thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        torch.set_num_threads(1)
+        self._dice = random.Random(settings.seed)
+        self._cache = PagedCache(SHAPE, BLOCKS, torch.device("cpu"), settings.number % POISONS)
+        self._digests = {family: _digests(family) for family in range(1, FAMILIES + 1)}
+        self._copier = StoppingCopier(self._dice, settings.stops)
+        self._engine = VCacheEngine(settings.config, layout(), copier=self._copier)
+        self._engine.register(self._cache.kvcaches)
+        self._leases: list[Lease] = []
+        self._refused = 0
+        self._watch(settings.trusting)
+
+    def _watch(self, trusting: bool) -> None:
+        """Remember leases and verdicts. Every other verdict is asked for in the connector's way: not at all within the grace."""
+        io = self._engine._io
+        grant, end = io.lease, io.end
+        asking = False
+
+        def leased(keys: list[ChunkKey]) -> Lease | None:
+            got = grant(keys)
+            self._leases += [got] if got is not None else []
+            return got
+
+        def ended(lease: Lease) -> bool:
+            nonlocal asking
+            if asking or self._dice.random() < 0.5:
+                return end(lease)
+            asking = True
+            try:
+                return io.conclude(lease)
+            finally:
+                asking = False
+
+        def judged(lease: Lease) -> bool:
+            held = ended(lease)
+            self._refused += not (held or asking)
+            return held or trusting
+
+        io.lease, io.end = leased, judged  # type: ignore[method-assign]
+
+    def serve(self, lasting: float) -> Served:
+        """Rounds for so long; what happened in them."""
+        served, deadline = Served(Tally(), []), time.monotonic() + lasting
+        stored, stopped, refused = self._stored(), self._copier.stopped, self._refused
+        while time.monotonic() < deadline:
+            try:
+                self._round(served)
+            except Exception:  # noqa: BLE001 - none may come, and the parent shows it
+                traceback.print_exc()
+                served.tally.raised += 1
+        served.tally.stored = self._stored() - stored
+        served.tally.stopped, served.tally.refused = self._copier.stopped - stopped, self._refused - refused
+        return served
+
+    def _stored(self) -> int:
+        return self._engine._stats.counted("chunks_").get("stored", 0)
+
+    def _round(self, served: Served) -> None:
+        dice, cache, engine = self._dice, self._cache, self._engine
+        family, chunks = some_family(dice, FAMILIES), dice.randint(1, MOST_CHUNKS)
+        tokens = prompt(family, chunks)
+        digests = self._digests[family][: len(tokens) // SHAPE.block_size]
+        places = torch.tensor(dice.sample(range(BLOCKS), len(digests)))
+        slots = cache.slots(places, len(tokens))
+        self._leases.clear()
+        mask = engine.retrieve(tokens, None, cache.kvcaches, slots)
+        got = int(mask.sum())
+        if not bool(mask[:got].all()) or got % CHUNK_TOKENS:
+            raise AssertionError(f"what was retrieved is no prefix of chunks: {mask.nonzero().flatten().tolist()}")
+        blocks = got // SHAPE.block_size
+        # A load that was refused may have left something in the blocks that do not count.
+        cache.forget(places[blocks:])
+        faults = cache.faults(places, digests, blocks)
+        served.tally.add(Tally(retrieves=1, verified=bool(got), tokens=got, nbytes=got * SHAPE.token_bytes))
+        if faults:
+            served.tally.add(Tally(wrong=1, wrong_bytes=sum(fault.nbytes for fault in faults)))
+            served.wrong.append(self._describe(tokens, faults[0], places, digests))
+        if not (got or engine._client.connected):
+            # Whoever starts the server again needs the core.
+            time.sleep(OFFLINE_SECONDS)
+        cache.prefill(places[blocks:], digests[blocks:])
+        engine.store(tokens, mask.logical_not(), cache.kvcaches, slots)
+        cache.forget(torch.arange(BLOCKS))
+        if dice.random() < REMOVED:
+            engine._io.committer.remove(engine.keys(tokens))
+
+    def _describe(self, tokens: np.ndarray, fault: Fault, places: torch.Tensor, digests: torch.Tensor) -> Wrong:
+        """The first wrong byte, before anything is written over it."""
+        row = max(fault.token, 0) // SHAPE.block_size
+        words = self._cache.kvcaches[fault.layer].view(2, BLOCKS, -1).view(torch.int64)[:, fault.block]
+        if fault.kind == "wrong":
+            want = content(digests[row : row + 1], fault.layer, SHAPE.row_words)[:, 0]
+        else:
+            want = torch.full_like(words, self._cache._poison)
+        differs = words.contiguous().view(torch.uint8) != want.contiguous().view(torch.uint8)
+        part, byte = (int(i) for i in differs.nonzero()[0])
+        token_bytes = differs.shape[1] // SHAPE.block_size
+        chunk = row * SHAPE.block_size // CHUNK_TOKENS
+        found = [(key, place, lease) for lease in self._leases for key, place in zip(lease.keys, lease.locations, strict=True)]
+        nothing = b"", Location(SegmentId(""), -1, 0, 0), Lease(0, [], [], 0.0, 0.0, 0)
+        key, place, lease = found[chunk] if fault.kind == "wrong" and chunk < len(found) else nothing
+        return Wrong(
+            os.getpid(),
+            bytes(key).hex(),
+            place.segment,
+            place.offset,
+            place.generation,
+            fault.layer,
+            "KV"[part],
+            row * SHAPE.block_size + byte // token_bytes if fault.token >= 0 else -1,
+            byte % token_bytes,
+            fault.nbytes,
+            f"{fault.kind}: {self._whose(words, fault.layer)}",
+            round(time.monotonic() - (lease.deadline - lease.seconds), 3),
+        )
+
+    def _whose(self, words: torch.Tensor, layer: int) -> str:
+        """What a block's words in one layer are."""
+        blocks = [(family, block) for family in self._digests for block in range(BLOCKS_A_PROMPT)]
+        known = content(torch.cat(list(self._digests.values())), layer, SHAPE.row_words)
+        same = (known == words[:, None]).sum(dim=(0, 2))
+        best, total = int(same.argmax()), words.numel()
+        said = []
+        if int(same[best]):
+            family, block = blocks[best]
+            said.append(
+                f"{int(same[best])} of {total} words are family {family}'s block {block} (token {block * SHAPE.block_size})"
+            )
+        for number in range(POISONS):
+            count = int((words == poison(number)).sum())
+            said += [f"{count} are the poison of worker {number}"] if count else []
+        zeros = int((words == 0).sum())
+        said += [f"{zeros} are zero"] if zeros else []
+        return "; ".join(said) or f"nobody's, {words.flatten()[0]:#x}..."
+
+
+def _digests(family: int) -> torch.Tensor:
+    return torch.from_numpy(block_digests(prompt(family, MOST_CHUNKS), SHAPE.block_size))
+
+
+def run(settings: Settings, pipe: Connection) -> None:
+    """The life of a worker process: for each number of seconds that comes, what happened in rounds for so long."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for output in (1, 2):
+        os.dup2(log, output)
+    worker = Worker(settings)
+    with suppress(EOFError):
+        while True:
+            pipe.send(worker.serve(pipe.recv()))
