@@ -466,6 +466,30 @@ def test_a_lease_ends_though_a_store_goes_on(here: Node) -> None:
     assert engine.lookup(prompt(CHUNK, 2)) == CHUNK
 
 
+class FullDisk(HostCopier):
+    """As where Triton cannot write what it compiled."""
+
+    def gather(self, *_: Any) -> Finished:
+        raise OSError(28, "No space left on device")
+
+    scatter = gather
+
+
+def test_whatever_a_copier_raises_is_a_miss(here: Node, caplog: pytest.LogCaptureFixture) -> None:
+    here.serve()
+    mine, client = Cache(), here.client()
+    other = here.engine("host:a", ROOMY, layout_of(mine))
+    put(other, mine, prompt(CHUNK))
+    broken = here.engine("host:b", 0, layout_of(mine), copier=FullDisk())
+    assert get(broken, Cache(), prompt(CHUNK)) == 0
+    broken.store(prompt(CHUNK, 2), None, mine.tensors, places(SMALL, CHUNK))
+    assert len(warned(caplog, "No space left on device")) == 2
+    assert client.stats().leases == 0
+    assert counts(client) == (1, 0), "nobody knows whether something writes there"
+    broken.close()
+    assert other.lookup(prompt(CHUNK, 2)) == 0
+
+
 # ---- workers that start together
 
 

@@ -66,8 +66,12 @@ def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
     """One tensor a layer, in the order in which they came."""
     if isinstance(kvcaches, Mapping):
         kvcaches = list(kvcaches.values())
-    if not isinstance(kvcaches, Sequence) or not all(isinstance(tensor, torch.Tensor) for tensor in kvcaches):
-        raise ValueError(f"kvcaches is a {type(kvcaches).__name__}; expected one torch.Tensor a layer, in a list or by name")
+    if not isinstance(kvcaches, Sequence) or not all(
+        isinstance(kv, torch.Tensor) and kv.layout == torch.strided for kv in kvcaches
+    ):
+        raise ValueError(
+            f"kvcaches is a {type(kvcaches).__name__}; expected one dense torch.Tensor a layer, in a list or by name"
+        )
     return list(kvcaches)
 
 

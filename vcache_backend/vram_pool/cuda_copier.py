@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -89,6 +90,8 @@ class CudaCopier:
         self._tables: list[kernels.Table] = []
         self._driver = cuda_driver.load()
         self._under_way: list[CudaCompletion] = []
+        self._lock = threading.Lock()
+        """Over `_under_way`: a copy that one thread adds while another looks which are over must not get lost."""
 
     def prepare(self, kv: PagedKV) -> None:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
@@ -132,7 +135,8 @@ class CudaCopier:
         if not plan.nbytes:
             return Finished(0.0)
         # What a kernel uses must live until it ends, even if the caller gave up and dropped its completion.
-        self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
+        with self._lock:
+            self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
         local = all(slot.local for slot in slots)
         tuning = kernels.tuning_for(local=local, max_ctas=0 if local else self.max_ctas)
         rows = kernels.table_rows(kv, plan)
@@ -161,7 +165,8 @@ class CudaCopier:
                 side.synchronize()
                 raise
         completion = CudaCompletion(self.device, start, end, (kv, tuple(slots)), table, self._tables)
-        self._under_way.append(completion)
+        with self._lock:
+            self._under_way.append(completion)
         return completion
 
     def _table(self, rows: int, side: torch.cuda.Stream) -> kernels.Table:
