@@ -196,7 +196,17 @@ def test_asking_again_after_a_preemption_changes_nothing() -> None:
     assert adapter.asked == [{TAG: scope("a", None)}] * 2
 
 
-def test_an_adapter_without_a_tag_is_neither_looked_up_nor_stored() -> None:
+def test_an_adapter_trained_again_into_its_folder_has_another_scope(tmp_path: Path) -> None:
+    scopes = []
+    for weights in ("ode", "elegy"):
+        (tmp_path / "adapter_model.safetensors").write_text(weights)
+        request = Request(lora_request=Lora("poet", str(tmp_path)))
+        assert ask(request) == 256
+        scopes.append(request.tags()[TAG])
+    assert len({*scopes, PLAIN}) == 3
+
+
+def test_an_adapter_nobody_knows_is_neither_looked_up_nor_stored_without_a_tag() -> None:
     adapter, request = Adapter(), Request(lora_request=Lora("sql", "/sql"))
     assert ask(request, adapter, computed=32) == 0
     assert (adapter.asked, request.tags()) == ([], NOT_CACHED)

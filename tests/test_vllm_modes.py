@@ -139,6 +139,8 @@ def test_an_adapter_shares_with_itself_only(here: Node, a: Instance, tmp_path: P
         own, from_pool = a.one(tokens, lora=lora), a.again(tokens, lora=lora)
         assert (from_pool.cached, from_pool.said) == (4 * CHUNK, own.said)
         assert from_pool.agrees(computed)
+    write_lora(tmp_path / "one", 3)
+    assert a.again(tokens, lora=one).cached == 0, "trained again into the same folder"
 
 
 # ---- roles

@@ -15,9 +15,9 @@ from vcache_backend import config
 from vcache_backend.chunk import Namespace
 from vcache_backend.config import EngineConfig
 from vcache_backend.errors import ConfigError
-from vcache_backend.integration.vllm import facts, settings, wants
+from vcache_backend.integration.vllm import adapters, facts, settings, wants
 from vcache_backend.integration.vllm.keys import HASH_BYTES, KeyMaker, adapter_digest, of_rank
-from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES
+from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES, ChunkKey
 
 # ---- settings
 
@@ -191,11 +191,37 @@ def test_instances_of_other_sizes_never_share() -> None:
     assert namespace(2, 2) == namespace(2, 2)
 
 
-def test_adapters_of_one_name_and_two_paths_share_nothing() -> None:
+def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
     maker = KeyMaker(NAMESPACE, 2)
     hashes = [bytes([i]) * 32 for i in range(8)]
-    adapters = [SimpleNamespace(lora_name="poet", lora_path=path) for path in ("/one", "/two")]
-    kept = [maker.keys(hashes, 0, 4, adapter_digest(adapter)) for adapter in (None, *adapters)]
-    assert [len(keys) for keys in kept] == [4, 4, 4]
-    assert len({key for keys in kept for key in keys}) == 12
-    assert kept[1] == maker.keys(hashes, 0, 4, adapter_digest(SimpleNamespace(lora_name="poet", lora_path="/one")))
+
+    def keys(path: str, content: str) -> list[ChunkKey]:
+        return maker.keys(hashes, 0, 4, adapter_digest(SimpleNamespace(lora_name="poet", lora_path=path), content))
+
+    kept = [maker.keys(hashes, 0, 4), keys("/one", "a"), keys("/two", "a"), keys("/one", "b")]
+    assert [len(made) for made in kept] == [4, 4, 4, 4]
+    assert len({key for made in kept for key in made}) == 16
+    assert kept[1] == keys("/one", "a")
+
+
+def poet(folder: Path, id_: int = 1) -> Any:
+    """What a request brings along of an adapter."""
+    return SimpleNamespace(lora_name="poet", lora_path=str(folder), lora_int_id=id_)
+
+
+def test_an_adapter_trained_again_into_its_folder_is_another_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    serving, weights = adapters.Adapters(), tmp_path / "adapter_model.safetensors"
+    weights.write_text("ode")
+    old = serving.content(poet(tmp_path))
+    assert old == adapters.Adapters().content(poet(tmp_path)) == serving.content(poet(tmp_path)) != ""
+    weights.write_text("elegy")
+    new = adapters.Adapters().content(poet(tmp_path))
+    assert new not in ("", old)
+    assert [serving.content(poet(tmp_path)) for _ in range(2)] == ["", ""], "it may compute with either"
+    assert len(caplog.records) == 1
+    assert serving.content(poet(tmp_path, 2)) == new, "loaded anew"
+
+
+def test_an_adapter_whose_files_cannot_be_seen_has_no_content() -> None:
+    for path in ("/nowhere", "~/nowhere", "no/repository", "no repository at all", "x" * 5000):
+        assert adapters.Adapters().content(SimpleNamespace(lora_name="poet", lora_path=path, lora_int_id=1)) == ""

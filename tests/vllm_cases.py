@@ -176,7 +176,7 @@ def write_lora(folder: Path, seed: int) -> Path:
         prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
         weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, _HIDDEN, generator=random_) / math.sqrt(_HIDDEN)
         weights[f"{prefix}.lora_B.weight"] = torch.randn(_KV_HEADS * _HEAD, rank, generator=random_)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save_file({name: weight.to(torch.bfloat16) for name, weight in weights.items()}, str(folder / "adapter_model.safetensors"))
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["k_proj", "v_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -25,8 +25,8 @@ _PARAMS = "kv_transfer_params"
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
-def scope(salt: str | None, adapter: tuple[str, str] | None) -> str:
-    """The scope of a request: `-`, or the hex BLAKE2b-128 of its salt and its adapter (name, path).
+def scope(salt: str | None, adapter: tuple[str, ...] | None) -> str:
+    """The scope of a request: `-`, or the hex BLAKE2b-128 of its salt and its adapter (name, path, and what lies there).
 
     The digest never contains `@` or `%`, with which LMCache joins tags into strings, and survives JSON.
     """

@@ -24,6 +24,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from ..vllm.adapters import Adapters
 from .scope import TAG, has_own_tag, is_refused, scope, tagged, uncached
 
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
@@ -181,13 +182,14 @@ class Scheduler:
         self._adapter = adapter
         self._look_up = adapter.get_num_new_matched_tokens
         self._build = adapter.build_connector_meta
+        self._adapters = Adapters()
         self._warned = False
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
         """As the adapter's, after the request got its tag. 0 without asking for a request that is not to be cached, or of which
         every token is to be computed (prompt log probabilities; before 0.30 or so vLLM does not see to that itself)."""
         try:
-            cacheable = give_scope(request)
+            cacheable = give_scope(request, self._adapters)
         except Exception as error:  # noqa: BLE001 - the door to vLLM
             cacheable = False
             self._refuse_to_save(request, error)
@@ -219,12 +221,12 @@ class Scheduler:
             log.debug("vcache: request %s keeps its parameters (%s)", request.request_id, again)
 
 
-def give_scope(request: Any) -> bool:
+def give_scope(request: Any, adapters: Adapters) -> bool:
     """Write the scope of a vLLM request into its sampling parameters; whether it may be cached.
 
     Not cached: a request without sampling parameters (pooling), one with prompt embeddings (LMCache's key has only token ids),
-    one with a LoRA adapter but no tag of the user's (an adapter's name and path do not say which weights lie there), and one
-    that was refused before.
+    one with a LoRA adapter of which nobody knows which weights it has (see `Adapters`) and no tag of the user's that says so, and
+    one that was refused before.
     May be called again for the same request. The parameters are copied: other requests may hold the same object.
     """
     params = request.sampling_params
@@ -232,10 +234,11 @@ def give_scope(request: Any) -> bool:
         return False
     lora, extra = request.lora_request, params.extra_args
     embedded = getattr(request, "prompt_embeds", None) is not None
-    if is_refused(extra) or embedded or (lora is not None and not has_own_tag(extra)):
+    content = adapters.content(lora) if lora is not None else ""
+    if is_refused(extra) or embedded or (lora is not None and not content and not has_own_tag(extra)):
         _replace(request, uncached)
         return False
-    value = scope(request.cache_salt, None if lora is None else (lora.lora_name, lora.lora_path))
+    value = scope(request.cache_salt, None if lora is None else (lora.lora_name, lora.lora_path, content))
     _replace(request, functools.partial(tagged, value=value))
     return True
 

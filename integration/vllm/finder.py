@@ -17,6 +17,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.stats import EngineStats
 
 from . import compat, facts, wants
+from .adapters import Adapters
 from .below import Below
 from .keys import KeyMaker, adapter_digest
 from .metadata import Granted, Link, Shard
@@ -66,6 +67,7 @@ class Finder:
         self._client: Client | None = None
         self._namer: KeyMaker | None = None
         self._releaser: Committer | None = None
+        self._adapters = Adapters()
         self._prefix = b""
         self._below: Below | None = None
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
@@ -114,12 +116,18 @@ class Finder:
         """How many whole chunks the tokens of vLLM's `request` are, as far as they are hashed."""
         return self._namer.whole(request.block_hashes) if self._namer is not None else 0
 
-    def name(self, tracked: Tracked, whole: int) -> None:
-        """Make the keys of the first `whole` chunks known."""
+    def name(self, tracked: Tracked, whole: int) -> bool:
+        """Make the keys of the first `whole` chunks known; False if nothing of the request may be cached, now or later."""
+        request, adapter = tracked.request, b""
+        if request.lora_request is not None:
+            content = self._adapters.content(request.lora_request)
+            if not content:
+                tracked.wants = wants.NOTHING
+                return False
+            adapter = adapter_digest(request.lora_request, content)
         if self._namer is not None and len(tracked.keys) < whole:
-            request = tracked.request
-            adapter = adapter_digest(request.lora_request) if request.lora_request is not None else b""
             tracked.keys += self._namer.keys(request.block_hashes, len(tracked.keys), whole, adapter)
+        return True
 
     def look_up(self, tracked: Tracked, first: int, whole: int) -> int:
         """How many leading chunks all workers can load, given that the first `first` are not needed."""

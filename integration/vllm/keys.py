@@ -4,8 +4,8 @@ key = namespace prefix ‖ the first 16 bytes of vLLM's hash of the chunk's last
 before it, and has the salt, the LoRA adapter and the multimodal inputs in it; the root of the chain is in the namespace. So the
 128 bits stand for the whole prefix with a cryptographic `prefix_caching_hash_algo` (sha256, the default).
 
-Of an adapter older releases hash the name only, which is enough in one process; chunks outlive it. So with an adapter the 16 bytes
-are a BLAKE2b of vLLM's hash and of the adapter's name and path.
+Of an adapter vLLM hashes name and path, older releases the name only, which is enough in one process; chunks outlive it. So with an
+adapter the 16 bytes are a BLAKE2b of vLLM's hash and of the adapter's name, path and content.
 """
 
 from __future__ import annotations
@@ -46,12 +46,10 @@ class KeyMaker:
         return [ChunkKey(key) for key in made]
 
 
-def adapter_digest(lora_request: Any) -> bytes:
-    """32 bytes for an adapter, by its name and path; none for none."""
-    if lora_request is None:
-        return b""
-    digest = blake2b(digest_size=32, person=b"vcache-lora-1")
-    for part in (str(lora_request.lora_name), str(lora_request.lora_path)):
+def adapter_digest(lora_request: Any, content: str) -> bytes:
+    """32 bytes for an adapter, by its name, its path and what lies there (see `adapters`)."""
+    digest = blake2b(digest_size=32, person=b"vcache-lora-2")
+    for part in (str(lora_request.lora_name), str(lora_request.lora_path), content):
         data = part.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.digest()

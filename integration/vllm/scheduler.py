@@ -222,7 +222,9 @@ class SchedulerSide:
         first, whole = local // size, finder.whole(request)
         if min(whole * size, most) - local < self._settings.min_hit_tokens:
             return 0, False
-        finder.name(tracked, whole)
+        if not finder.name(tracked, whole):
+            finder.let_go(tracked)
+            return 0, False
         tokens = min(whole * size, most) - local
         in_step = self._fits_step(tracked, tokens)
         if not in_step:
@@ -265,9 +267,8 @@ class SchedulerSide:
         known = request.num_prompt_tokens if self._settings.store == "prompt" else request.num_tokens
         ready = min(min(computed, known) // self._size, self.finder.whole(request), len(tracked.blocks) // self._per_chunk)
         first = tracked.stored
-        if ready <= first:
+        if ready <= first or not self.finder.name(tracked, ready):
             return
-        self.finder.name(tracked, ready)
         blocks = tracked.blocks[first * self._per_chunk : ready * self._per_chunk]
         said = []
         if self._publishes:

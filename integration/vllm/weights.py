@@ -29,14 +29,20 @@ def weights(model: Any) -> tuple[str, str]:
     """(name, revision) of what vLLM's `ModelConfig` loads; see the module's text. OSError if its folder cannot be read."""
     # Weights in object storage: vLLM pulls the small files into a folder of its own and keeps the address here.
     name = str(getattr(model, "model_weights", "") or model.model)
+    found = located(name)
+    if found is not None:
+        return found
+    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    return name, str(commit or getattr(model, "revision", None) or "")
+
+
+def located(name: str) -> tuple[str, str] | None:
+    """(name, revision) of the weights at a path, see the module's text; None if nothing is there. OSError if it cannot be read."""
     snapshot = _SNAPSHOT.search(name)
     if snapshot:
         return snapshot["repository"].replace("--", "/", 1), snapshot["commit"]
     path = Path(name)
-    if path.exists():
-        return str(path.resolve()), _files_digest(path.resolve())
-    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
-    return name, str(commit or getattr(model, "revision", None) or "")
+    return (str(path.resolve()), _files_digest(path.resolve())) if path.exists() else None
 
 
 def _files_digest(path: Path) -> str:
