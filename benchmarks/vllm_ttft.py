@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = dict(setting.split("=", 1) for setting in options.set)
     failed = []
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-vllm-"))
-    with Fleet(scale, folder, options.cache, options.in_process, settings, options.door) as fleet:
+    with Fleet(scale, folder, options.cache, options.in_process, settings, options.door, options.isolated) as fleet:
         print(f"logs in {fleet.folder}", flush=True)
         for name in skipped:
             print(f"{name}: skipped, needs GPUs", flush=True)
@@ -195,6 +195,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--suffix", default="", help="at the end of every case's name, for a second run with other settings")
     parser.add_argument("--without-mp", action="store_true", help="leave LMCache's MP server out of `ttft`")
     parser.add_argument("--in-process", action="store_true", help="vLLM's engine core in the instance's own process")
+    parser.add_argument("--isolated", action="store_true", help="each instance sees the GPU it computes on and no other")
     parser.add_argument("--logs", type=Path, help="where logs and settings go; default: a new folder")
     parser.add_argument(
         "--cache", type=Path, default=Path("/tmp/vcache-vllm-cache"), help="vLLM's compiled code, for the next run"

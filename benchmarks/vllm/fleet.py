@@ -1,7 +1,6 @@
 """The processes of a run: the metadata server, LMCache's MP server, and vLLM instances (`instances`, `settings`).
 
-Both GPUs are visible to every instance, as in every run so far; the one it computes on is first in CUDA_VISIBLE_DEVICES. It need not
-be so: memory of a GPU that a process does not see is mapped all the same.
+Both GPUs are visible to every instance, the one it computes on first, unless the run is `isolated`: then each sees its own only.
 """
 
 from __future__ import annotations
@@ -61,7 +60,8 @@ class Fleet:
 
     folder: logs and settings. cache: vLLM's compiled code, one folder an instance, kept for the next run. in_process: the engine
     core in the instance's own process rather than beside it, as always on the CPU. settings: of vcache, `vcache.SECTION.KEY` by
-    value. door: `lmcache`, vcache as a plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin with it.
+    value. door: `lmcache`, vcache as a plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin with it. isolated:
+    an instance sees the GPU it computes on and no other, those with tensor parallelism excepted.
     """
 
     def __init__(
@@ -72,10 +72,11 @@ class Fleet:
         in_process: bool = False,
         settings: dict[str, str] | None = None,
         door: str = "lmcache",
+        isolated: bool = False,
     ) -> None:
         self.scale = msgspec.structs.replace(scale, whole_blocks=door == "vllm")
         self.folder, self._cache, self._in_process = folder, cache, in_process
-        self.door = door
+        self.door, self._isolated = door, isolated
         # Not among the logs: those may be another run's too, and a journal beside the socket would bring its pool back.
         self._own = tempfile.TemporaryDirectory(prefix="vcache-vllm-")
         self.socket = Path(self._own.name) / "vcache.sock"
@@ -277,7 +278,9 @@ class Fleet:
         if self.scale.cpu:
             given |= CPU_ENVIRONMENT
         else:
-            given["CUDA_VISIBLE_DEVICES"] = visible(spec.gpu)
+            both = visible(spec.gpu)
+            alone = self._isolated and spec.tensor_parallel == 1
+            given["CUDA_VISIBLE_DEVICES"] = both.split(",")[0] if alone else both
             given["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self._in_process else "1"
         if spec.variant == "stock" or self._door.of(spec) == "lmcache":
             file = self.folder / f"{name}.yaml"
