@@ -40,6 +40,7 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.vram_pool import pool as pools
 from vcache_backend.vram_pool.copier import Finished, HostCopier
 from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.pool import Pool
@@ -684,6 +685,26 @@ def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(here:
     third = here.engine("host:c", ROOMY, layout_of(mine))
     put(writer, mine, prompt(2 * CHUNK))
     assert get(third, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
+
+
+def test_a_segment_that_a_worker_cannot_map_does_not_keep_it_from_storing(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the most room, so that every store would go there; as a GPU's without peer access, or one that is forged."""
+    here.serve()
+    mine = Cache()
+    here.engine("host:far", 8 * ROOMY, layout_of(mine))
+    monkeypatch.setattr(pools, "can_read", lambda reader, owner: owner != "host:far")
+    here.engine("host:a", ROOMY, layout_of(mine))
+    engine = here.engine("host:b", 0, layout_of(mine))
+    for family in range(2, 6):
+        put(engine, mine, prompt(2 * CHUNK, family))
+        assert engine.lookup(prompt(2 * CHUNK, family)) == 2 * CHUNK
+        assert get(engine, mine, prompt(2 * CHUNK, family)) == 2 * CHUNK
+    here.server.kill()
+    here.serve()
+    eventually(lambda: engine.lookup(prompt(2 * CHUNK, 2)) == 2 * CHUNK)
+    time.sleep(m.GRACE_SECONDS)  # before that a server that started again reserves nothing
+    put(engine, mine, prompt(2 * CHUNK, 8))
+    assert get(engine, mine, prompt(2 * CHUNK, 8)) == 2 * CHUNK
 
 
 def test_a_segment_dropped_in_the_middle_of_a_copy_waits_for_it(here: Node) -> None:

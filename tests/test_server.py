@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from model import chunk_key
 from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memfd, stage
@@ -187,6 +189,19 @@ def test_drop_segment_lets_go_of_the_memory(worker: Raw, server: Child) -> None:
     assert ask(worker, "open_segment", "s0")[0] == "error"
 
 
+def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(worker: Raw, server: Child, memfd: int) -> None:
+    """Both requests are read in one turn of the server; the number of a closed descriptor could be anybody's by then."""
+    frames = b""
+    for message in (["open_segment", "s0"], ["drop_segment", "s0"]):
+        body = msgpack.packb(message)
+        frames += len(body).to_bytes(4, "little") + body
+    worker.send_bytes(frames)
+    opened, dropped = worker.receive(), worker.receive()
+    assert (opened[0], dropped) == ("opened", ["dropped", 0, True])
+    assert os.fstat(worker.fds[-1]).st_ino == os.fstat(memfd).st_ino
+    assert not any("vcache-test" in name for name in server.fds())
+
+
 def test_a_segment_under_lease_is_dropped_when_the_lease_ends(stage_: Stage, worker: Raw, server: Child) -> None:
     put(worker, A)
     reader = stage_.raw()
@@ -309,19 +324,61 @@ def test_add_segment_without_an_fd_is_refused(raw: Raw) -> None:
     assert "0 fds came along; exactly 1 is needed" in reply[1]
 
 
-def test_a_host_segment_must_be_a_sealed_memfd_of_its_size(raw: Raw, tmp_path: Path, server: Child) -> None:
+def test_a_host_segment_must_be_what_every_worker_can_map(raw: Raw, tmp_path: Path, server: Child) -> None:
+    shrink_grow_seal = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    loose, small = make_memfd(4 * KIB, seals=False), make_memfd(KIB)
+    loose, small, open_to_seals, sealed = (make_memfd(n * KIB, seals=n < 4) for n in (4, 1, 4, 4))
+    fcntl.fcntl(open_to_seals, fcntl.F_ADD_SEALS, shrink_grow_seal & ~fcntl.F_SEAL_SEAL)
+    fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, shrink_grow_seal | fcntl.F_SEAL_WRITE)
+    to_read = os.open(f"/proc/self/fd/{small}", os.O_RDONLY)
+    refused = {
+        file: "no memfd",
+        loose: "not sealed",
+        open_to_seals: "not sealed",
+        small: "fewer than the 4,096 B announced",
+        to_read: "not open for reading and writing",
+        sealed: "sealed against writing",
+    }
     try:
-        for fd, why in ((file, "no memfd"), (loose, "not sealed"), (small, "fewer than the 4,096 B announced")):
+        for fd, why in refused.items():
             reply = raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(fd,))
             assert reply is not None
             assert reply[0] == "error"
             assert why in reply[1]
         assert not any("vcache-test" in name for name in server.fds())
     finally:
-        for fd in (file, loose, small):
+        for fd in refused:
             os.close(fd)
+
+
+def test_what_is_surely_no_memory_of_a_gpu_is_refused_as_such(raw: Raw, memfd: int, tmp_path: Path) -> None:
+    file, (pipe, other_end) = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT), os.pipe()
+    try:
+        for fd in (memfd, file, pipe, raw.socket.fileno()):
+            reply = raw.ask("add_segment", "s0", "GPU-1", "cuda", 2 << 20, fds=(fd,))
+            assert reply is not None
+            assert reply[0] == "error"
+    finally:
+        for fd in (file, pipe, other_end):
+            os.close(fd)
+
+
+def test_who_cannot_use_a_segment_gets_no_slot_there_and_everybody_else_does(stage_: Stage, worker: Raw) -> None:
+    large = make_memfd(16 * KIB)
+    try:
+        assert worker.ask("add_segment", "s1", "host:far", "host", 16 * KIB, fds=(large,)) == ["added", 0, True]
+    finally:
+        os.close(large)
+    far = stage_.raw(hello=False)
+    assert ask(far, "hello", 2, "host:far", "host", {})[0] == "welcome"
+    put(far, *(chunk_key(n) for n in range(50, 60)))
+    assert ask(worker, "unusable", "s1") == ["count", 1]
+    for start in (0, 10, 20):
+        slots = put(worker, *(chunk_key(n) for n in range(start, start + 4)))
+        assert {slot[0] for slot in slots} == {"s0"}, "it evicts where it can store"
+    too_large = ask(worker, "reserve", [A], 5 * KIB)
+    assert too_large[3] == [TOO_LARGE]
+    assert put(far, E)[0][0] == "s1"
 
 
 def test_the_same_segment_with_another_size_is_refused(worker: Raw, memfd: int) -> None:

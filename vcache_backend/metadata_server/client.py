@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -56,6 +57,7 @@ class Client:
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
+        self._avoided: set[m.SegmentId] = set()
         self._witness: int | None = None
         self._down = f"never connected to {path}"
         self._complained = ""
@@ -203,6 +205,11 @@ class Client:
             raise
         return info, fds[0]
 
+    def avoid(self, id_: m.SegmentId) -> None:
+        """This process cannot map the segment: no slot there, also after a reconnection."""
+        self._avoided.add(id_)
+        self._call(m.Unusable(id_), m.Count)
+
     def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
 
@@ -343,6 +350,9 @@ class Client:
             else:
                 self.withdraw(info.id)
                 log.warning("segment %s is not taken again: the server does not know what lies in it", info.id)
+        for id_ in list(self._avoided):
+            with suppress(VCacheError):
+                self.avoid(id_)
         if restarted or self._complained:
             log.info("connected to the metadata server at %s", self._path)
         self._complained = ""
@@ -375,7 +385,9 @@ class Client:
         if self._link is None or self._stop.is_set():
             return
         try:
-            self.on_segments(self.list_segments())
+            infos = self.list_segments()
+            self._avoided.intersection_update({info.id for info in infos})
+            self.on_segments(infos)
         except VCacheError as error:
             log.debug("heartbeat: %s", error)
 

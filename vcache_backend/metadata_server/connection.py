@@ -8,6 +8,7 @@ from collections import deque
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.descriptors import Holder
 from vcache_backend.metadata_server.directory import Client
 
 
@@ -24,7 +25,7 @@ class Connection:
         self.held = 0
         self.held_since = 0.0
         self.fds: list[int] = []
-        self.unsent: deque[tuple[memoryview, int | None, int]] = deque()
+        self.unsent: deque[tuple[memoryview, Holder | None, int]] = deque()
         self.unsent_bytes = 0
         self.blocked = False
         self.closing = False
@@ -36,9 +37,10 @@ class Connection:
             self.held_since = time.monotonic()
         return self.held - before
 
-    def queue(self, reply: m.Reply, fd: int | None = None) -> None:
+    def queue(self, reply: m.Reply, held: Holder | None = None) -> None:
+        """`held` is held until the reply has left: its fd goes with it."""
         data = wire.frame(reply)
-        self.unsent.append((memoryview(data), fd, reply.reservation if isinstance(reply, m.Reserved) else 0))
+        self.unsent.append((memoryview(data), held, reply.reservation if isinstance(reply, m.Reserved) else 0))
         self.unsent_bytes += len(data)
 
     def untold(self) -> list[int]:
@@ -48,9 +50,9 @@ class Connection:
     def flush(self) -> None:
         """Send as much as the socket takes now. OSError if the peer is gone."""
         while self.unsent:
-            data, fd, reservation = self.unsent[0]
+            data, held, reservation = self.unsent[0]
             try:
-                sent = self.sock.send(data) if fd is None else socket.send_fds(self.sock, [data], [fd])
+                sent = self.sock.send(data) if held is None else socket.send_fds(self.sock, [data], [held.fd])
             except BlockingIOError:
                 return
             self.unsent_bytes -= sent

@@ -46,13 +46,18 @@ SNAPSHOT_SLICE = 2048
 """Chunks in one record of a snapshot: about a millisecond of the server's time."""
 
 
+MAX_AVOIDED = 1024
+"""With more, a client's list of segments that it cannot use is rid of those that are not there."""
+
+
 class Client(msgspec.Struct, frozen=True):
-    """One connection: its number, the process behind it and the device it prefers."""
+    """One connection: its number, the process behind it, the device it prefers and the segments it cannot use."""
 
     id: int
     process: ProcessId
     device: str
     medium: Medium
+    avoids: set[SegmentId] = msgspec.field(default_factory=set)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -198,7 +203,7 @@ class Directory:
         slots: list[Location | int] = []
         entries: list[Entry] = []
         reservation = next(self._ids)
-        refusal, reason = self._refusal(client.medium, nbytes)
+        refusal, reason = self._refusal(client, nbytes)
         self.touch(keys)  # those that are there are in use: they must not make room for the others
         wanted = sum(key not in self._live and not self.reservations.pending(key) for key in set(keys))
         rooms = self._rooms(nbytes, client, wanted, spare)
@@ -371,6 +376,13 @@ class Directory:
         self.records.append(journal.SegmentGone(id_))
         return len(entries), True
 
+    def avoid(self, client: Client, id_: SegmentId) -> int:
+        """No slot there for this client, which cannot map the segment, should it come back, too; how many it avoids."""
+        if len(client.avoids) >= MAX_AVOIDED:
+            client.avoids.intersection_update(self.placement.segments)
+        client.avoids.add(id_)
+        return len(client.avoids)
+
     def absent_segments(self) -> dict[SegmentId, SegmentInfo]:
         """Segments of before a restart whose fd nobody has offered yet."""
         return self._awaited.segments()
@@ -434,9 +446,10 @@ class Directory:
 
     # ---- inside
 
-    def _refusal(self, medium: Medium, nbytes: int) -> tuple[Refusal | None, str]:
+    def _refusal(self, client: Client, nbytes: int) -> tuple[Refusal | None, str]:
         """Why no chunk of this size can ever have a slot now, if so."""
-        largest = self.placement.largest_segment(medium)
+        medium = client.medium
+        largest = self.placement.largest_segment(medium, client.avoids)
         if not largest:
             advice = "start a worker with pool.segment_bytes > 0 or `vcache segment add`"
             return Refusal.NO_SEGMENT, f"no {medium} segment is registered; {advice}"
@@ -449,10 +462,12 @@ class Directory:
         """Slots for at least `wanted` chunks, if there is room: from the holes, then by evicting, several at a time."""
         allowed = self._limits.max_chunks - len(self._live) - self.reservations.pending_count()
         while True:
-            while allowed > 0 and (location := self.placement.take(nbytes, client.device, client.medium)) is not None:
+            while (
+                allowed > 0 and (location := self.placement.take(nbytes, client.device, client.medium, client.avoids)) is not None
+            ):
                 allowed, wanted = allowed - 1, wanted - 1
                 yield location
-            victims, equal = self.placement.victims(self._next_to_go(spare), nbytes, client.medium, max(wanted, 1))
+            victims, equal = self.placement.victims(self._next_to_go(spare), nbytes, client.medium, max(wanted, 1), client.avoids)
             if not victims:
                 return
             self._evict(victims)

@@ -30,6 +30,9 @@ Keys = Annotated[
     list[Annotated[ChunkKey, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]],
     msgspec.Meta(max_length=MAX_KEYS),
 ]
+SEGMENT_ID = r"\A[0-9A-Za-z_.:-]{1,64}\Z"
+MAX_SEGMENT_BYTES = 1 << 46
+"""Larger than any allocation there is; what is claimed beyond it is refused before it reaches a system call."""
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 _PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f]*\Z"
 Text = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
@@ -140,10 +143,10 @@ class AddSegment(Request, frozen=True, tag="add_segment"):
     `again`: it was offered before, on an earlier connection. Then it is taken only if the server knows what lies in it.
     """
 
-    id: Annotated[SegmentId, msgspec.Meta(min_length=1, max_length=64)]
+    id: Annotated[SegmentId, msgspec.Meta(pattern=SEGMENT_ID)]
     device: Text
     medium: Medium
-    nbytes: Bytes
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEGMENT_BYTES)]
     claim: int = 0
     again: bool = False
 
@@ -156,6 +159,12 @@ class Lend(Request, frozen=True, tag="lend"):
 
 class OpenSegment(Request, frozen=True, tag="open_segment"):
     """→ `Opened`, with the segment's fd."""
+
+    id: SegmentId
+
+
+class Unusable(Request, frozen=True, tag="unusable"):
+    """This client cannot map a segment: none of its reservations is to get a slot there → `Count` of segments it avoids."""
 
     id: SegmentId
 
@@ -434,6 +443,7 @@ AnyRequest = (
     | AddSegment
     | Lend
     | OpenSegment
+    | Unusable
     | DropSegment
     | ListSegments
     | Reserve

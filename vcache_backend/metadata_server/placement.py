@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
@@ -100,12 +100,13 @@ class Placement:
         self.segments: dict[SegmentId, Segment] = {}
         self._next_generation = next_generation
 
-    def take(self, nbytes: int, device: str, medium: Medium) -> Location | None:
-        """A free slot: on `device` first, then on the peer with the most room. None if no hole is large enough."""
+    def take(self, nbytes: int, device: str, medium: Medium, avoid: Collection[SegmentId] = ()) -> Location | None:
+        """A free slot: on `device` first, then on the peer with the most room, not in segments to `avoid`. None if there is no hole
+        that is large enough."""
         size = padded(nbytes)
         best: Segment | None = None
         for segment in self.segments.values():
-            if segment.medium != medium or segment.draining or segment.extents.largest < size:
+            if segment.medium != medium or segment.draining or segment.extents.largest < size or segment.id in avoid:
                 continue
             if segment.device == device:
                 best = segment
@@ -132,7 +133,9 @@ class Placement:
         segment.vacate(entry)
         segment.extents.give(entry.location.offset, padded(entry.location.length))
 
-    def victims(self, coldest: Iterator[Entry], nbytes: int, medium: Medium, most: int) -> tuple[list[Entry], bool]:
+    def victims(
+        self, coldest: Iterator[Entry], nbytes: int, medium: Medium, most: int, avoid: Collection[SegmentId] = ()
+    ) -> tuple[list[Entry], bool]:
         """Which chunks to evict for slots of `nbytes`: (victims, does each of them leave such a slot?).
 
         Up to `most` of the coldest ones as long as they have that size; if the coldest has another one, the run from it on that
@@ -142,7 +145,7 @@ class Placement:
         equal: list[Entry] = []
         for entry in coldest:
             segment = self.segments[entry.location.segment]
-            if segment.medium != medium or segment.draining or not entry.evictable:
+            if segment.medium != medium or segment.draining or not entry.evictable or segment.id in avoid:
                 continue
             if padded(entry.location.length) == size:
                 equal.append(entry)
@@ -157,9 +160,10 @@ class Placement:
                 attempts += 1
         return equal, bool(equal)
 
-    def largest_segment(self, medium: Medium) -> int:
-        """Bytes of the largest usable segment of a medium; 0 without one."""
-        return max((s.nbytes for s in self.segments.values() if s.medium == medium and not s.draining), default=0)
+    def largest_segment(self, medium: Medium, avoid: Collection[SegmentId] = ()) -> int:
+        """Bytes of the largest usable segment of a medium, none of those to `avoid`; 0 without one."""
+        usable = (s.nbytes for s in self.segments.values() if s.medium == medium and not s.draining and s.id not in avoid)
+        return max(usable, default=0)
 
     def draining(self) -> bool:
         """Is a segment waiting to be dropped?"""

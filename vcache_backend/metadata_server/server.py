@@ -64,7 +64,7 @@ class Server:
         self._listens, self._paused = True, ""
         limit = processes.raise_descriptor_limit()
         share = max(1, (limit - SPARE_DESCRIPTORS) // 3)
-        self._max_clients = min(config.max_clients, share)
+        self._max_clients, self._max_segments = min(config.max_clients, share), share
         if self._max_clients < config.max_clients:
             log.warning("%d descriptors are enough for %d clients, not for server.max_clients", limit, self._max_clients)
         self._spin_until = 0.0
@@ -152,7 +152,7 @@ class Server:
                 path.unlink(missing_ok=True)
         if state.segments:
             log.info("journal: %d chunks in %d segments wait to be offered again", len(state.chunks), len(state.segments))
-        return Service(directory, epoch, Proof(state.epoch, state.frame, epoch))
+        return Service(directory, epoch, Proof(state.epoch, state.frame, epoch), self._max_segments)
 
     # ---- events
 
@@ -257,12 +257,12 @@ class Server:
             return
         if isinstance(request, m.Lookup | m.Acquire | m.Reserve):
             self._spin_until = time.monotonic() + self._spin_seconds
-        reply, fd = self._service.answer(connection.client, request, connection.fds)
+        reply, held = self._service.answer(connection.client, request, connection.fds)
         if isinstance(reply, m.ServerStats):
             reply = msgspec.structs.replace(reply, clients=len(self._connections))
         wire.close_fds(connection.fds)
         connection.fds.clear()
-        connection.queue(reply, fd)
+        connection.queue(reply, held)
 
     def _hello(self, connection: Connection, request: m.AnyRequest) -> None:
         if not isinstance(request, m.Hello):
@@ -282,7 +282,7 @@ class Server:
             log.warning("pid %d: %s; %d such instances", connection.pid, mismatches[0], len(mismatches))
         lease, reservation = self._config.lease_seconds, self._config.reservation_seconds
         welcome = m.Welcome(m.PROTOCOL_VERSION, self._service.epoch, lease, reservation, mismatches)
-        connection.queue(welcome, self._witness.fd)
+        connection.queue(welcome, self._witness)
 
     def _take_pidfd(self, connection: Connection) -> int | None:
         """The pidfd of its process that came with the hello, ours now; None if none did."""

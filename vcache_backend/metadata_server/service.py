@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import resource
 import struct
 import time
@@ -14,6 +12,7 @@ import msgspec
 
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.descriptors import Descriptor, unfit
 from vcache_backend.metadata_server.directory import Client, Directory
 from vcache_backend.metadata_server.layouts import Layouts
 from vcache_backend.metadata_server.reports import Reports
@@ -22,7 +21,6 @@ from vcache_backend.metadata_server.witness import Proof
 log = logging.getLogger(__name__)
 
 _LOG_LEVELS: dict[m.Level, int] = {"info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Refuse(Exception):
@@ -32,19 +30,21 @@ class Refuse(Exception):
 class Service:
     """Answers requests. Runs in the server's one thread; owns the segments' fds from registration until they are dropped."""
 
-    def __init__(self, directory: Directory, epoch: int, proof: Proof) -> None:
+    def __init__(self, directory: Directory, epoch: int, proof: Proof, max_segments: int = 1024) -> None:
         """`proof`: of the journal that the directory was restored from."""
+        self.max_segments = max_segments
         self.directory = directory
         self._proof = proof
         self.epoch = epoch
         self.layouts = Layouts()
         self.latency: dict[str, Histogram] = {}
-        self.fds: dict[m.SegmentId, int] = {}
+        self.fds: dict[m.SegmentId, Descriptor] = {}
         self.reports = Reports(time.time)
         self._started = time.monotonic()
 
-    def answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, int | None]:
-        """The reply and the fd that goes with it, if any. `fds` came along; one that is kept is taken out of the list."""
+    def answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
+        """The reply and the fd that goes with it, if any, to be held until it is sent. `fds` came along; one that is kept is taken
+        out of the list."""
         started = time.perf_counter()
         try:
             reply, fd = self._answer(client, request, fds)
@@ -57,7 +57,7 @@ class Service:
         histogram.add((time.perf_counter() - started) * 1e6)
         return reply, fd
 
-    def _answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, int | None]:
+    def _answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
         directory = self.directory
         match request:
             case m.Lookup(keys, ranks):
@@ -90,6 +90,8 @@ class Service:
                 return directory.lend(client, nbytes), None
             case m.OpenSegment(id_):
                 return self._open_segment(id_)
+            case m.Unusable(id_):
+                return m.Count(directory.avoid(client, id_)), None
             case m.DropSegment(id_):
                 return self._drop_segment(id_), None
             case m.ListSegments():
@@ -134,8 +136,7 @@ class Service:
 
     def close(self) -> None:
         """Let go of all fds; host and GPU memory nobody else holds is freed."""
-        while self.fds:
-            os.close(self.fds.popitem()[1])
+        self.fds.clear()
 
     def _add_segment(self, client: Client, request: m.AddSegment, fds: list[int]) -> m.Added:
         if len(fds) != 1:
@@ -152,15 +153,17 @@ class Service:
             return self._decline(request.id, known=absent is not None)
         if absent and not request.again:
             raise Refuse(f"segment {request.id} is known from before a restart: offer it again, or make one with another id")
-        if request.medium == "host":
-            _check_memfd(request, fds[0])
+        if reason := unfit(request, fds[0]):
+            raise Refuse(f"segment {request.id}: {reason}")
+        if len(self.fds) >= self.max_segments:
+            raise Refuse(f"segment {request.id}: {len(self.fds)} segments are there, more would leave no descriptors for clients")
         if request.claim and not self.directory.redeem(client, request.claim, request.device, request.nbytes):
             raise Refuse(
                 f"segment {request.id}: its claim on {request.device} has ended, or is on less; ask again what may be lent"
             )
         info = m.SegmentInfo(request.id, request.device, request.medium, request.nbytes)
         chunks = self.directory.add_segment(info)
-        self.fds[request.id] = fds.pop()
+        self.fds[request.id] = Descriptor(fds.pop())
         return m.Added(chunks)
 
     def _decline(self, id_: m.SegmentId, known: bool) -> m.Added:
@@ -170,7 +173,7 @@ class Service:
         log.warning("segment %s is not taken again: %s. Its worker lends fresh memory", id_, why)
         return m.Added(0, taken=False)
 
-    def _open_segment(self, id_: m.SegmentId) -> tuple[m.Reply, int]:
+    def _open_segment(self, id_: m.SegmentId) -> tuple[m.Reply, Descriptor]:
         if id_ not in self.fds:
             raise Refuse(f"segment {id_} is not here: it was dropped, or nobody offered it since the server's restart")
         segment = self.directory.placement.segments[id_]
@@ -181,7 +184,7 @@ class Service:
             raise Refuse(f"segment {id_} is not here; `vcache segment list` shows those that are")
         chunks, gone = self.directory.drop_segment(id_)
         if gone:
-            os.close(self.fds.pop(id_))
+            del self.fds[id_]
         return m.Dropped(chunks, gone)
 
     def _report(self, client: Client, level: m.Level, text: str) -> m.Count:
@@ -215,19 +218,6 @@ class Service:
 
 def _in_epoch(reply: m.Leased | m.Reserved | m.ToSave, epoch: int) -> m.Reply:
     return msgspec.structs.replace(reply, epoch=epoch) if epoch else reply
-
-
-def _check_memfd(request: m.AddSegment, fd: int) -> None:
-    """A host segment must be a memfd that cannot shrink: a reader of a shrunk one would die of SIGBUS."""
-    size = os.fstat(fd).st_size
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise Refuse(f"segment {request.id}: the fd is no memfd ({error.strerror})") from error
-    if seals & _SEALS != _SEALS:
-        raise Refuse(f"segment {request.id}: the memfd is not sealed against shrinking and growing (seals {seals:#x})")
-    if size < request.nbytes:
-        raise Refuse(f"segment {request.id}: the memfd has {size:,} B, fewer than the {request.nbytes:,} B announced")
 
 
 def _rss_bytes() -> int:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -180,7 +181,9 @@ class Pool:
                 os.close(fd)
         except SegmentError as error:
             self._unreadable.add(info.id)
-            log.warning("segment %s cannot be mapped: %s; its chunks are misses here", info.id, error)
+            log.warning("segment %s cannot be mapped: %s; its chunks are misses here, and none is stored there", info.id, error)
+            with suppress(VCacheError):
+                self._client.avoid(info.id)
             return None
         except VCacheError as error:
             log.debug("segment %s: %s", info.id, error)

@@ -19,12 +19,9 @@ from typing import Self
 import torch
 
 from vcache_backend.errors import SegmentError, raising_as
-from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
+from vcache_backend.metadata_server.messages import MAX_SEGMENT_BYTES, SEGMENT_ID, SegmentId, SegmentInfo
 from vcache_backend.vram_pool import cuda_segment, host_segment
 from vcache_backend.vram_pool.devices import Device
-
-MAX_BYTES = 1 << 46
-"""Larger than any allocation there is; what a peer claims beyond it is refused before it reaches a system call."""
 
 
 def new_id() -> SegmentId:
@@ -174,7 +171,7 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
 
 
 def _check_claim(id: SegmentId, nbytes: int) -> None:
-    if not re.fullmatch(r"[0-9a-f]{12}", id):
-        raise SegmentError(f"segment id {id!r} is not 12 hex digits")
-    if not 1 <= nbytes <= MAX_BYTES:
-        raise SegmentError(f"segment {id} of {nbytes:,} B: expected 1 to {MAX_BYTES:,}")
+    if not re.search(SEGMENT_ID, id):
+        raise SegmentError(f"segment id {id!r} is not up to 64 letters, digits, '_', '.', ':' and '-'")
+    if not 1 <= nbytes <= MAX_SEGMENT_BYTES:
+        raise SegmentError(f"segment {id} of {nbytes:,} B: expected 1 to {MAX_SEGMENT_BYTES:,}")
