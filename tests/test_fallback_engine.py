@@ -208,6 +208,17 @@ def test_on_evict_saves_victims_first(nodes: list[Node], depot: Depot, model: st
         assert get(small, cache, tokens) == 2 * CHUNK
 
 
+def test_on_evict_saves_chunks_by_the_names_they_have(nodes: list[Node], depot: Depot, model: str) -> None:
+    """In vLLM the scheduler makes them, and the layout that a worker knows stands for another namespace."""
+    cache, tokens = Cache(), fresh(4 * CHUNK)
+    made, slots = engine(nodes[0], depot, model, segment=4 * cache.chunk_bytes, policy="on_evict"), places(cache.sizes, 4 * CHUNK)
+    cache.fill(tokens, slots)
+    keys = [ChunkKey(b"another!" + key[NAMESPACE_BYTES:]) for key in made.keys(tokens)]
+    assert made._io.store(made._io.bind(cache.tensors), keys, list(range(0, 4 * CHUNK, CHUNK)), slots.numpy(), []) == 4
+    with raw(depot) as store:
+        eventually(lambda: store.contains_prefix([objects.name(keys[-1])]) == 1)
+
+
 # ---- objects that are not what they should be
 
 

@@ -101,7 +101,6 @@ class Tier:
             writing,
             self._codec,
             fingerprint,
-            self._namespace.prefix,
             self._rank,
             chunk_bytes,
             self._client,

@@ -24,7 +24,7 @@ from vcache_backend.fallback.objects import HEADER_BYTES
 from vcache_backend.fallback.staging import Buffer, Ring
 from vcache_backend.fallback.store import Put
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, Location
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Location
 from vcache_backend.stats import EngineStats
 from vcache_backend.vram_pool.slots import SlotView
 
@@ -49,14 +49,13 @@ DROPPED = ("backlog", "down", "gone", "full", "too_large", "failed", "codec")
 
 @dataclass
 class Sink:
-    """What all writes of one worker share. namespace: the first bytes of its keys. views: addresses of pool slots. index: knows what is
+    """What all writes of one worker share. views: addresses of pool slots. index: knows what is
     in the store already, and is told what is there from now on."""
 
     access: Access
     ring: Ring
     codec: Codec
     fingerprint: bytes
-    namespace: bytes
     rank: int
     chunk_bytes: int
     client: Client
@@ -95,6 +94,8 @@ class Writer:
         self._waiting: deque[ChunkKey] = deque()
         self._there: list[ChunkKey] = []
         self._doubts = False
+        self._namespace = b""
+        """Of the chunks in the pool, once there is one: in vLLM the scheduler names them, by all workers' layouts."""
         self._copied: deque[_Batch] = deque()
         self._changed = threading.Condition()
         self._copying = False
@@ -118,6 +119,7 @@ class Writer:
         Never blocks: what is too much is dropped, and counted."""
         if self._saves:
             with self._changed:
+                self._namespace = keys[0][:NAMESPACE_BYTES] if keys else self._namespace
                 self._there += [key for key in keys if key in self._sink.index.below]
             return
         fresh = [key for key in keys if key not in self._sink.index.below]
@@ -167,10 +169,10 @@ class Writer:
             with self._changed:
                 there, self._there = self._there, []
                 doubts, self._doubts = self._doubts, False
-            if doubts:
-                self._sink.client.unsaved(self._sink.namespace)
+            if doubts and self._namespace:
+                self._sink.client.unsaved(self._namespace)
             self._tell_saved(there)
-            self._more = self._sink.access.usable and self._save()
+            self._more = self._sink.access.usable and bool(self._namespace) and self._save()
 
     def _take(self) -> list[ChunkKey]:
         """What waits, once there is a store for it: a chunk may stay in the pool for longer than a master takes to come back."""
@@ -206,7 +208,7 @@ class Writer:
         """Write what would leave the pool next: was that not all? Under a lease until it is written: its slot is not given to another
         before."""
         sink, most = self._sink, min(self._sink.batch, SAVE_MOST)
-        offered = sink.client.save(sink.namespace, sink.rank, most)
+        offered = sink.client.save(self._namespace, sink.rank, most)
         if not offered.lease:
             return False
         names = [objects.name(key, offered.epoch) for key in offered.keys]
