@@ -204,6 +204,8 @@ class ChunkIO:
         asked, connection = time.monotonic(), self.client.connections_lost
         with self.stats.timed("acquire"):
             leased = self.client.acquire(keys)
+        if self.tier is not None:
+            self.tier.index.hear(leased.epoch)
         if not leased.lease:
             return None
         there, until = keys[: len(leased.locations)], asked + leased.seconds

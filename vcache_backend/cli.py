@@ -179,7 +179,10 @@ def _watch_json(client: Client, every: float) -> None:
 def clear(
     namespace: Annotated[str, typer.Option(metavar="HEX", help="Only this namespace, as `vcache status` names it.")] = "",
     below: Annotated[
-        bool, typer.Option("--below", help="Also in the store below the pool, which other nodes may share.")
+        bool,
+        typer.Option(
+            "--below", help="Also in the store below the pool, which other nodes may share; a reset, see docs/mooncake.md."
+        ),
     ] = False,
     config_file: ConfigFile = None,
     socket: Socket = None,

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 128 << 20
 """Bytes of one call of the store's: enough that its fixed costs do not count, few enough that the copy of what came goes on beside."""
 BATCH_MOST = 16
+BUFFER_SECONDS = 10.0
+"""How long a thread waits for buffers, which come back as the chunks in them are copied: in vLLM once a step. The load that wants them
+looks at the clock itself."""
 MEASURED_BYTES = 1 << 20
 """A load of fewer says nothing about the bandwidth."""
 
@@ -170,7 +173,7 @@ class Fetch:
         if part.start >= self._end:
             return
         asked = source.now()
-        buffers = source.ring.take(len(keys), source.seconds)
+        buffers = source.ring.take(len(keys), BUFFER_SECONDS)
         self._waited += source.now() - asked
         if not buffers or part.start >= self._end:
             source.ring.give(buffers)
