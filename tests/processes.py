@@ -48,10 +48,11 @@ class Child:
 
     def __init__(self, arguments: list[str], **environment: str) -> None:
         self._buffer = b""
+        paths = [str(ROOT), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         self.process = subprocess.Popen(
             arguments,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONUNBUFFERED": "1", **environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

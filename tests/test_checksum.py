@@ -286,9 +286,10 @@ def test_a_gpus_sealer_comes_after_what_its_stream_holds() -> None:
     slots, keys, side = [slot.cuda() for slot in noise(nbytes, 4)], [key(i) for i in range(4)], torch.cuda.Stream()
     sealer = CudaSealer(0)
     sealer.prepare()
+    slots[0].fill_(0)  # the first launch of a kernel waits for the device
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(1_000_000_000)
         for i, slot in enumerate(slots):
             slot.fill_(i + 1)
     completion = sealer.seal(views(slots), keys, nbytes, side.cuda_stream)
