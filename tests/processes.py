@@ -48,7 +48,7 @@ class Child:
 
     def __init__(self, arguments: list[str], **environment: str) -> None:
         self._buffer = b""
-        paths = [str(ROOT), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        paths = [str(ROOT), str(ROOT / "tests"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         self.process = subprocess.Popen(
             arguments,
             cwd=ROOT,
