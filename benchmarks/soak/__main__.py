@@ -31,6 +31,7 @@ import msgspec
 from ..mooncake_site import load
 from ..results import Row, document, write
 from .chaos import Found, Soak
+from .mishaps import KINDS
 from .worker import Tally
 
 RETRIEVES = 100_000
@@ -194,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--pause", type=float, default=PAUSE, help="seconds between two mishaps, on average (default: %(default)s)"
     )
-    parser.add_argument("--only", action="append", default=[], metavar="KIND", help="this kind of mishap only; may be repeated")
+    parser.add_argument("--only", action="append", default=[], choices=[*KINDS], help="this mishap only; may be repeated")
     parser.add_argument("--control", action="store_true", help="the control alone")
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
     parser.add_argument("--out", type=Path, help="result file")

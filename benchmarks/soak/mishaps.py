@@ -23,8 +23,23 @@ from vcache_backend.metadata_server import wire
 from . import damage
 from .node import Node
 
+KINDS = {
+    "worker killed": 4,
+    "worker stopped": 6,
+    "server killed": 2,
+    "server terminated": 1,
+    "server stopped": 2,
+    "clock set back": 1,
+    "journal damaged": 8,
+    "disk full": 2,
+    "descriptors exhausted": 2,
+    "started with few descriptors": 1,
+    "lock and socket removed": 1,
+    "hostile client": 4,
+}
+"""How often each comes, in shares."""
 LONGEST_STOP = 3.0
-"""Of a worker, in seconds: longer than leases, reservations and quarantines last."""
+"""Of a worker, in seconds: longer than leases and reservations last."""
 SERVER_STOP = 1.2
 HOUR_NS = 3600 * 10**9
 BALLAST = "ballast"
@@ -35,7 +50,7 @@ HOSTILE = 6
 
 
 class Mishaps:
-    """The kinds, by name, with how often they come. `run` throws them in its thread until it is over."""
+    """`run` throws the dice in its thread until it is over. `counts`: by kind. `recent`: the last ones. `killed`: workers' pids."""
 
     def __init__(self, node: Node, disk: Path | None, pids: Callable[[], list[int]], seed: str, only: Sequence[str] = ()) -> None:
         """disk: the folder of the journal if that is a small file system of its own. pids: of the workers that live. only: kinds."""
@@ -45,29 +60,28 @@ class Mishaps:
         self._node, self._disk, self._pids, self._dice = node, disk, pids, random.Random(f"mishaps {seed}")
         self._over = threading.Event()
         self._journal, self._hostile = damage.Kept(node.journal, self._dice), ExitStack()
-        kinds: dict[str, tuple[int, Callable[[], object]]] = {
-            "worker killed": (4, self._kill_worker),
-            "worker stopped": (6, self._stop_worker),
-            "server killed": (2, self._kill_server),
-            "server terminated": (1, self._terminate_server),
-            "server stopped": (2, self._stop_server),
-            "clock set back": (1, self._set_clock),
-            "disk full": (2, self._fill_disk),
-            "descriptors exhausted": (2, self._take_descriptors),
-            "started with few descriptors": (1, self._start_poor),
-            "lock and socket removed": (1, self._remove_socket),
-            "hostile client": (4, self._attack),
-        }
-        kinds["journal damaged"] = 8, lambda: self._damage(self._dice.choice(damage.KINDS))
-        self.kinds = list(kinds)
-        self._weighed = {kind: kinds[kind] for kind in only or kinds}
+        acts: tuple[Callable[[], object], ...] = (
+            self._kill_worker,
+            self._stop_worker,
+            self._kill_server,
+            self._terminate_server,
+            self._stop_server,
+            self._set_clock,
+            self._damage,
+            self._fill_disk,
+            self._take_descriptors,
+            self._start_poor,
+            self._remove_socket,
+            self._attack,
+        )
+        self._acts = {kind: act for kind, act in zip(KINDS, acts, strict=True) if kind in only or not only}
 
     def run(self, pause: float) -> None:
         """pause: seconds between two of them, on average."""
         with ExitStack() as undo:
             undo.callback(self._leave)
             while not self._over.wait(self._dice.expovariate(1 / pause)):
-                self.happen(self._dice.choices(list(self._weighed), [weight for weight, _ in self._weighed.values()])[0])
+                self.happen(self._dice.choices(list(self._acts), [KINDS[kind] for kind in self._acts])[0])
 
     def happen(self, kind: str) -> None:
         """One of this kind, now."""
@@ -78,7 +92,7 @@ class Mishaps:
         self.counts[kind] += 1
         self.recent = [*self.recent[-5:], kind]
         with suppress(ProcessLookupError):
-            self._weighed[kind][1]()
+            self._acts[kind]()
 
     def end(self) -> None:
         """Any thread."""
@@ -132,11 +146,11 @@ class Mishaps:
 
     # ---- its journal
 
-    def _damage(self, kind: str) -> None:
+    def _damage(self) -> None:
         """Between the end of one server and the start of the next."""
         self._dice.choice([self._node.kill, self._node.terminate])()
         with suppress(FileNotFoundError, ValueError, IndexError):
-            self._journal.change(kind)
+            self._journal.change(self._dice.choice(damage.KINDS))
         self._node.restart()
 
     def _fill_disk(self) -> None:
