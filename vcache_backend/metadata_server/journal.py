@@ -136,7 +136,7 @@ class State(msgspec.Struct):
                 self.held = {number: kept for number, held in self.held.items() if (kept := _without(held, id)) is not None}
             case Held(reservation=reservation):
                 self.held[reservation] = record
-                self.generation = max(self.generation, *(location.generation for location in record.locations))
+                self.generation = max([self.generation, *(location.generation for location in record.locations)])
             case Published(reservation=reservation):
                 held = self.held.pop(reservation, None)
                 for key, location in reversed(list(zip(held.keys, held.locations, strict=True)) if held else []):
