@@ -43,7 +43,7 @@ from vcache_backend.fallback.isolated import IsolatedStore
 from vcache_backend.fallback.mooncake import MooncakeStore
 from vcache_backend.fallback.store import StoreDown
 from vcache_backend.fallback.writer import FIRST_PART
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Present
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Leased, Present
 
 __all__ = ["depot", "model", "nodes", "own_depot"]
 pytestmark = needs_mooncake
@@ -368,6 +368,25 @@ def test_a_full_store_drops_and_counts(nodes: list[Node], tmp_path: Path, model:
         hits = [get(two, cache, prompt(12 * CHUNK, family)) for family in range(count // 12 - 45, count // 12 + 1, 3)]
         assert max(hits) > 0
     assert one.lookup(prompt(12 * CHUNK, 1)) == 12 * CHUNK
+
+
+def test_chunks_wait_for_a_metadata_server_that_answers_late(
+    pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+    assert one._io.tier is not None
+    client, late, cache, tokens = one._io.tier._client, [ServerTimeout("planted")], Cache(), fresh(LENGTH)
+    assert client is not None
+    acquire = client.acquire
+
+    def late_once(keys: list[ChunkKey]) -> Leased:
+        if late:
+            raise late.pop()
+        return acquire(keys)
+
+    monkeypatch.setattr(client, "acquire", late_once)
+    through(one, cache, tokens)
+    assert (late, two.lookup(tokens)) == ([], LENGTH)
 
 
 def test_the_queue_is_bounded_and_what_is_too_much_is_counted(nodes: list[Node], own_depot: Depot, model: str) -> None:

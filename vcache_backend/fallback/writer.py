@@ -191,7 +191,13 @@ class Writer:
     def _stage(self, keys: list[ChunkKey]) -> None:
         sink = self._sink
         while keys:
-            leased = sink.client.acquire(keys)
+            try:
+                leased = sink.client.acquire(keys)
+            except VCacheError:
+                # They stay in the pool meanwhile, and may in the queue.
+                with self._changed:
+                    self._waiting.extendleft(reversed(keys))
+                raise
             sink.index.hear(leased.epoch)
             run = len(leased.locations)
             if leased.lease:
