@@ -223,5 +223,5 @@ def test_an_adapter_trained_again_into_its_folder_is_another_one(tmp_path: Path,
 
 
 def test_an_adapter_whose_files_cannot_be_seen_has_no_content() -> None:
-    for path in ("/nowhere", "~/nowhere", "no/repository", "no repository at all", "x" * 5000):
+    for path in ("/nowhere", "~/nowhere", "~nobody-here/x", "a\0b", "no/repository", "no repository at all", "x" * 5000):
         assert adapters.Adapters().content(SimpleNamespace(lora_name="poet", lora_path=path, lora_int_id=1)) == ""

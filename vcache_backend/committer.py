@@ -123,8 +123,8 @@ class Committer:
                 self._busy = bool(store or keys)
             over = True
             try:
-                self._tell(keys)
                 over = store is None or self._finish(store)
+                self._tell(keys)
             except Exception:  # the thread's last line of defence: a store that fails is a store that did not happen
                 log.exception("a background commit failed; its chunks are not shared")
                 self._stats.failed("commit_error")
@@ -139,7 +139,7 @@ class Committer:
         return bool((self._unanswered or self._leases or self._removals) and self._client.connected)
 
     def _tell(self, keys: list[ChunkKey] | None) -> None:
-        """What is there to be told now, and nothing that comes in meanwhile: a store may wait behind it."""
+        """What is there to be told now, and nothing that comes in meanwhile: a store may wait for this."""
         if not self._client.connected:
             return
         try:

@@ -55,6 +55,6 @@ def _content(path: str) -> str:
             hub: Any = sys.modules.get("huggingface_hub")
             config = hub.try_to_load_from_cache(path, "adapter_config.json") if hub is not None else None
             found = located(str(Path(config).parent)) if isinstance(config, str) else None
-    except (OSError, ValueError):  # a ValueError where the hub says that no repository is called so
+    except (OSError, ValueError, RuntimeError):  # no such user's home; no name of a repository
         return ""
     return "@".join(found) if found is not None else ""
