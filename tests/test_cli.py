@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 from vcache_backend import __version__, config, status
 from vcache_backend.cli import app
 from vcache_backend.errors import SegmentError
-from vcache_backend.metadata_server.messages import Latency, SegmentId, SegmentInfo, ServerStats
+from vcache_backend.metadata_server.messages import Latency, Mismatch, SegmentId, SegmentInfo, ServerStats
 
 VCACHE = [sys.executable, "-m", "vcache_backend.cli"]
 COMMANDS = [
@@ -197,6 +198,18 @@ def test_status_shows_what_happened_since_the_last_look() -> None:
     assert "a second" not in text_of(status.render(now))
     row = next(line for line in text_of(status.render(now, STATS, 2.0)).splitlines() if line.startswith("evicted"))
     assert row.split() == ["evicted", "27", "10"]
+
+
+def test_who_does_not_share_is_shown_with_both_values_and_what_to_do() -> None:
+    """A name that reads like markup is a name."""
+    values = [("17", ["pid 1 on host"]), ("[/b]", ["pid 2 on host", "pid 3 on host"])]
+    mismatch = Mismatch("llama", "extra.hash_probe", values, "start all with the same PYTHONHASHSEED")
+    stats = msgspec.structs.replace(STATS, mismatches=[mismatch], namespaces={"aa": "[/red]"})
+    text = text_of(status.render(stats), 200)
+    for part in ("Not shared", "extra.hash_probe", "17", "[/b]", "pid 2 on host, pid 3 on host", "same PYTHONHASHSEED", "[/red]"):
+        assert part in text
+    assert status.summary(stats)["mismatches"][0]["advice"] == mismatch.advice
+    assert "Not shared" not in text_of(status.render(STATS))
 
 
 def test_status_shows_whose_slots_are_in_quarantine() -> None:

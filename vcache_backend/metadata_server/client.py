@@ -330,7 +330,7 @@ class Client:
                 return (
                     f"the metadata server at {self._path} did not answer in {seconds:g} s: it is stopped, or has too much to do"
                 )
-            case Unwelcome():
+            case Unwelcome() | PermissionError():
                 return f"no connection to the metadata server at {self._path}: {error}"
             case _:
                 return f"no connection to the metadata server at {self._path}: {error}; its log may say why"

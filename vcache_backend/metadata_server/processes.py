@@ -9,6 +9,8 @@ import secrets
 import select
 import socket
 import struct
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -109,12 +111,11 @@ def own_pidfd() -> int | None:
 
 def raise_descriptor_limit() -> int:
     """Take as many descriptors as this process may have; how many that is."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):
-        return soft
-    return hard
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else sys.maxsize
 
 
 class _Process(msgspec.Struct):
