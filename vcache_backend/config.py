@@ -122,7 +122,7 @@ class PoolConfig(_Section, frozen=True, kw_only=True):
     """This worker's part of the pool.
 
     device: `auto` (the current GPU, else host memory), `host` or `host:NAME`, `cuda` or `cuda:N`, or a GPU UUID.
-    segment_bytes: how much of the device this worker lends to the pool; 0 lends nothing and still reads and writes.
+    segment_bytes: how much of the device its workers lend to the pool in all; 0 lends nothing and still reads and writes.
     max_ctas: bound on the thread blocks of one peer copy, so that decoding requests keep their SMs; 0 takes the
     measured default.
     """
