@@ -52,7 +52,7 @@ def all_of(found: Retrieved, count: int) -> bool:
 def test_an_engine_starts_without_a_server_and_works_once_there_is_one(pool: Pool) -> None:
     engine = pool.engine(client=SNAPPY)
     assert engine.do("healthy")
-    assert engine.do("logged", "not there yet; start one with `vcache serve`")
+    assert engine.do("logged", "start one with `vcache serve`")
     engine.store(chunks(2))
     assert engine.lookup(chunks(2), "r") == 0
     assert nothing(engine.retrieve(chunks(2)))

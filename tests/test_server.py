@@ -240,7 +240,7 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
     other = Client(stage_.path, PATIENT, layout=layout | {"extra.hash_probe": "-4", "namespace": "bb"}, reconnect=False)
     here = f"pid {os.getpid()} on host"
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"another instance of 'llama' ({here}) does not share")
+    assert line.startswith(f"vcache: another instance of 'llama' ({here}) does not share")
     assert "extra.hash_probe: '-4' here, '17' there" in line
     assert "same PYTHONHASHSEED" in line
     assert ask(stage_.raw(hello=False), "hello", 2, "host", "host", {"model": "qwen", "namespace": "cc"})[5] == []

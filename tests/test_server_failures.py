@@ -380,7 +380,8 @@ def test_a_connection_to_a_hung_server_is_given_up_in_time(stage_: Stage) -> Non
         started = time.perf_counter()
         client = stage_.client(QUICK, reconnect=False)
         assert time.perf_counter() - started < QUICK.connect_seconds + SLACK
-        assert not client.connected
+        with pytest.raises(ServerUnavailable, match=r"did not answer in 0\.5 s: it is stopped"):
+            client.require()
 
 
 def test_a_request_to_a_hung_server_larger_than_the_socket_s_buffer_ends_in_time(stage_: Stage) -> None:

@@ -91,9 +91,7 @@ class Starter:
             engine.chunk_size,
             agreed.namespace(),
             io.device,
-            f"at {config.server.path}"
-            if io.client.connected
-            else f"not there yet; start one with `vcache serve` at {config.server.path}",
+            f"not connected: {io.client.trouble}" if io.client.trouble else f"at {config.server.path}",
         )
         below = self._below(io, config.fallback)
         rank, ranks = instance.rank, instance.ranks

@@ -107,8 +107,8 @@ class Finder:
         self._prefix = namespace.prefix
         self._releaser = Committer(self._client, EngineStats(), 1)
         self._namer = KeyMaker(namespace, self._size // self._hash_block)
-        if not self._client.connected:
-            log.warning("no metadata server at %s: everything is computed until there is one", self._config.server.path)
+        if trouble := self._client.trouble:
+            log.warning("vcache: %s; everything is computed until then", trouble)
         log.info("vcache: namespace %s, chunks of %d tokens, %d shards", namespace, self._size, self.ranks)
         return True
 

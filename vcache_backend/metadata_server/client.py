@@ -99,6 +99,11 @@ class Client:
         """Is the breaker closed?"""
         return self._link is not None and os.getpid() == self._pid
 
+    @property
+    def trouble(self) -> str:
+        """Why there is no connection, and what to do about it; empty while there is one."""
+        return "" if self.connected else self._down
+
     def require(self) -> None:
         """ServerUnavailable, with the reason, unless connected."""
         if not self.connected:
@@ -337,7 +342,7 @@ class Client:
 
     def _greet(self, welcome: m.Welcome) -> None:
         for line in welcome.mismatches:
-            log.warning("%s", line)
+            log.warning("vcache: %s", line)
         restarted, self.epoch = self.epoch not in (0, welcome.epoch), welcome.epoch
         for info, fd in list(self._offers.values()):
             try:
