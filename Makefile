@@ -1,6 +1,6 @@
 # `make demo` and `make test` need nothing but Python 3.11-3.13: each sets up .venv by itself first. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit check format bench soak clean
+.PHONY: help setup demo test unit outside check format bench soak clean
 MAKEFLAGS += --no-print-directory
 
 BIN := .venv/bin
@@ -25,6 +25,10 @@ test: check  ## lint, types, then all tests; ARGS="-k name" passes options on to
 unit: setup  ## the tests alone
 	@scripts/setup.sh vllm
 	@$(BIN)/python -m pytest $(BESIDE) $(ARGS)
+
+outside: setup  ## vLLM's and LMCache's own tests, from their source archives (network), with vcache in place of theirs
+	@scripts/setup.sh vllm
+	@$(BIN)/python tests/outside/run.py $(ARGS)
 
 check: setup  ## lint, formatting and strict types
 	@$(BIN)/ruff check .
