@@ -1,7 +1,8 @@
 """LMCache's own tests of its engine and its storage backends, with vcache where they take one of LMCache's.
 
 - test_cache_engine.py, which asks for a GPU: its engines get our storage plugin from their configuration, whichever tiers a test
-  configures, and look-ups ask it. KV caches are smaller, so that they fit a machine without a GPU; nothing else is another.
+  configures, look-ups ask it, and a store has ended when it returns. KV caches are smaller, so that they fit a machine without a GPU;
+  and the worker is the only one, not one of three: a chunk is found once all have stored their part.
 - test_local_cpu_backend.py: `LocalCPUBackend` is our backend, and what is put is memory that it allocated.
 - test_storage_plugin.py: the plugin is ours, and writes down which of its methods LMCache calls.
 """
@@ -53,6 +54,11 @@ def _classes() -> Any:
             took_part()
             super().__init__(**given)
 
+        def wait(self) -> None:
+            """Until what was put is there: LMCache's host tier has it at once, and the tests count on that."""
+            if self._worker is not None:
+                self._worker.io.flush()
+
     class Alone(Plugin):
         """One without an engine, with KV caches of its own that its chunks are stored from."""
 
@@ -73,9 +79,8 @@ def _classes() -> Any:
             return obj
 
         def put(self, keys: list[Any], objs: list[Any]) -> None:
-            """LMCache's host tier has it when this returns."""
             self.batched_submit_put_task(keys, objs)
-            self._worker.io.flush()
+            self.wait()
 
     class HostTier(Alone):
         """What test_local_cpu_backend.py asks of a `LocalCPUBackend`."""
@@ -170,7 +175,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return made
 
     LMCacheEngineConfig.from_legacy = from_legacy
-    lookup = LMCacheEngine.lookup
+    lookup, store = LMCacheEngine.lookup, LMCacheEngine.store
+
+    @functools.wraps(store)
+    def store_and_wait(self: Any, *given: Any, **more: Any) -> None:
+        store(self, *given, **more)
+        for backend in self.storage_manager.storage_backends.values():
+            if isinstance(backend, _classes().Plugin):
+                backend.wait()
+
+    LMCacheEngine.store = store_and_wait
 
     # The plugin looks at the signature.
     @functools.wraps(lookup)
