@@ -69,7 +69,7 @@ class History:
         self._journal.close()
         self.data = self.path.read_bytes()
         self.frames = list(frames(self.data))
-        self.live = {key: entry.location for key, entry in self.directory._live.items()}
+        self.live = {entry.key: entry.location for entry in self.directory._live}
         self.written = [entry.location for _, held in self.directory.reservations.items() for entry in held.entries]
 
     def _keys(self, most: int) -> list[m.ChunkKey]:
@@ -267,8 +267,8 @@ def restarted(here: History, path: Path, fds: dict[m.SegmentId, int], believe: b
 
 def wrongs(here: History, directory: Directory) -> int:
     """Keys that are not where they were, and slots given away that were somebody's."""
-    known = {entry.location for entry in directory._live.values()}
-    wrong = sum(here.live.get(key) != entry.location for key, entry in directory._live.items())
+    known = {entry.location for entry in directory._live}
+    wrong = sum(here.live.get(entry.key) != entry.location for entry in directory._live)
     taken = [*here.written, *(location for location in here.live.values() if location not in known)]
     for number in range(1000, 1100):
         (slot,) = directory.reserve(OTHER, [_key(number)], 1024).slots

@@ -62,7 +62,8 @@ def pattern(token: int, nbytes: int) -> bytes:
 
 @dataclass(eq=False)
 class Slot:
-    """An occupied place. `state`: open (may be committed), void (quarantined), live, doomed (removed under a lease)."""
+    """An occupied place. `state`: open (may be committed), void (quarantined), live, doomed (removed under a lease), cleared (seen by
+    nobody, to be freed some time)."""
 
     key: ChunkKey
     location: Location
@@ -144,7 +145,8 @@ class Model:
         return any(slot in held.slots for held in self.leases.values())
 
     def evictable(self, slot: Slot) -> bool:
-        return slot.state == "live" and slot.pin != Pin.HARD and not self.leased(slot)
+        may = slot.state == "cleared" or (slot.state == "live" and slot.pin != Pin.HARD)
+        return may and not self.leased(slot)
 
     def coldest(self) -> list[Slot]:
         """The live chunks in the order in which they should go, soft-pinned ones last."""
@@ -178,6 +180,18 @@ class Model:
         """A live chunk is gone; its place stays taken while somebody reads it."""
         if slot.key in self.order and slot.location.segment in self.segments:
             self.order.remove(slot.key)
+        if self.leased(slot):
+            slot.state = "doomed"
+        else:
+            self.slots.remove(slot)
+
+    def cleared(self, slot: Slot) -> None:
+        """A live chunk that nobody sees any more; its place stays taken for a while."""
+        self.order.remove(slot.key)
+        slot.state = "cleared"
+
+    def freed(self, slot: Slot) -> None:
+        """The place of a cleared chunk is free, or waits for its readers only."""
         if self.leased(slot):
             slot.state = "doomed"
         else:

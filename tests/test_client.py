@@ -200,15 +200,35 @@ def test_a_refusal_leaves_the_connection_as_it_is(stage_: Stage) -> None:
     assert client.connections_lost == 0
 
 
-@pytest.mark.parametrize("count", [m.MAX_KEYS + 1, m.MAX_FRAME_BYTES // 26 + 1])
-def test_a_request_too_large_to_send_is_refused_and_the_connection_stays(stage_: Stage, count: int) -> None:
+def test_a_request_too_large_to_send_is_refused_and_the_connection_stays(stage_: Stage) -> None:
     stage_.server()
     client = stage_.client()
     with pytest.raises(VCacheError) as raised:
-        client.lookup([A] * count)
+        client.open_segment(m.SegmentId("s" * m.MAX_REQUEST_BYTES))
     assert not isinstance(raised.value, ServerUnavailable)
     assert client.connected
     assert client.lookup([A]) == 0
+
+
+def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) -> None:
+    """But a lease has the first of them only, and a reservation has no more slots than it may."""
+    stage_.server()
+    client = stage_.client()
+    many = [chunk_key(n, rank) for n in range(m.MAX_KEYS // 2 + 1) for rank in (0, 1)]
+    fd = make_memfd(KIB * len(many))
+    stage_.undo.callback(os.close, fd)
+    client.add_segment(info("s0", KIB * len(many)), fd)
+    for _ in range(-(-len(many) // m.MAX_SLOTS)):
+        reserved = client.reserve(many, KIB)
+        assert len(reserved.slots) == len(many)
+        assert client.commit(reserved.reservation, many) <= m.MAX_SLOTS
+    last = client.reserve(many[m.MAX_KEYS :], KIB)
+    assert client.commit(last.reservation) == len(many) - m.MAX_KEYS
+    assert client.lookup(many) == len(many)
+    assert client.lookup(many[::2], ranks=2) == len(many) // 2
+    assert client.contains([*many, A[:8] + b"\xff" * 18]) == [True] * len(many) + [False]
+    assert len(client.acquire(many).locations) == m.MAX_KEYS
+    assert client.touch(many) == client.set_pin(many, m.Pin.SOFT) == client.saved(many) == client.remove(many) == len(many)
 
 
 def test_many_threads_share_one_client(stage_: Stage) -> None:

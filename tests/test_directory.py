@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 import pytest
 from model import FakeClock, chunk_key
 
-from vcache_backend.metadata_server import journal
+from vcache_backend.metadata_server import backlog, journal
 from vcache_backend.metadata_server.claims import CLAIM_SECONDS, ROUNDING_BYTES
-from vcache_backend.metadata_server.directory import Client, Directory, Limits
+from vcache_backend.metadata_server.directory import SNAPSHOT_SLICE, Client, Directory, Limits
 from vcache_backend.metadata_server.eviction import LRU
 from vcache_backend.metadata_server.journal import ProcessId
 from vcache_backend.metadata_server.messages import (
     GRACE_SECONDS,
+    MAX_KEYS,
+    MAX_SLOTS,
     ChunkKey,
     Leased,
     Location,
@@ -22,6 +27,7 @@ from vcache_backend.metadata_server.messages import (
     SegmentId,
     SegmentInfo,
 )
+from vcache_backend.metadata_server.placement import MAX_SEARCH
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
@@ -411,7 +417,7 @@ def test_acquiring_makes_the_first_chunk_most_recent(directory: Directory) -> No
     for key in (A, B, C, D):
         put(directory, key)
     directory.release(READER, directory.acquire(READER, [A, B]).lease)
-    order = list(directory._policy.coldest_first())
+    order = [entry.key for piece in directory._policy.pieces(3) for entry in piece]
     assert order == [C, D, B, A]
 
 
@@ -456,9 +462,9 @@ def test_lookup_stops_at_the_first_gap(directory: Directory) -> None:
 def test_clear_forgets_one_namespace_and_no_other(directory: Directory) -> None:
     foreign = chunk_key(0, namespace=b"another!")
     put(directory, A, B, foreign)
-    assert directory.clear(b"namespac") == 2
+    assert directory.clear(b"namespac").count == 2
     assert there(directory, A, B, foreign) == [foreign]
-    assert directory.clear(b"") == 1
+    assert directory.clear(b"").count == 1
     assert used(directory) == 0
 
 
@@ -602,6 +608,219 @@ def test_soft_pinned_chunks_go_last_and_hard_pinned_ones_never(directory: Direct
     assert isinstance(directory.reserve(WRITER, [E], KIB).slots[0], Location)
 
 
+# ---- the work of a turn
+
+
+def filled(directory: Directory, count: int, medium: str = "cuda", name: str = "s0", first: int = 0) -> list[ChunkKey]:
+    """So many chunks of 1 KiB in a segment of their own, which they fill."""
+    client = Client(1, ProcessId(11, 5), "host" if medium == "host" else "gpu-0", medium)
+    lend(directory, name, count, client.device, medium)
+    keys = [chunk_key(first + n) for n in range(count)]
+    for at in range(0, count, MAX_SLOTS):
+        put(directory, *keys[at : at + MAX_SLOTS], client=client)
+    directory.records.clear()
+    return keys
+
+
+def work_of(directory: Directory, what: Callable[[], Any]) -> int:
+    """How many entries it touched; roughly, and journal records tell no more."""
+    directory.records.clear()
+    before = directory.work
+    what()
+    told = sum(len(record.keys) for record in directory.records if isinstance(record, journal.Gone))
+    directory.records.clear()
+    work = directory.work - before
+    assert told <= work
+    return work
+
+
+MANY = 20_000
+A_TURN = 3 * backlog.AT_ONCE
+
+
+@pytest.mark.parametrize("namespace", [b"", b"namespac"])
+def test_what_is_cleared_is_gone_at_once_and_its_slots_come_back_in_later_turns(clock: FakeClock, namespace: bytes) -> None:
+    directory = make(clock)
+    keys = filled(directory, MANY)
+    job = None
+
+    def clear() -> None:
+        nonlocal job
+        job = directory.clear(namespace)
+
+    assert work_of(directory, clear) <= A_TURN
+    assert (len(directory), directory.lookup(keys), there(directory, *keys)) == (0, 0, [])
+    assert directory.acquire(READER, keys[:5]) == Leased(0, 0.0, [])
+    assert used(directory) > MANY * KIB // 2
+    again = put(directory, *keys[:10])
+    turns = 0
+    while not job.done:
+        assert work_of(directory, lambda: directory.go_on(backlog.AT_ONCE)) <= A_TURN
+        turns += 1
+    assert job.count == MANY
+    assert turns >= MANY // backlog.AT_ONCE - 2
+    assert directory.acquire(READER, keys).locations == again.slots
+    assert used(directory) == 10 * KIB
+    assert not directory.unfinished
+
+
+def test_two_jobs_share_the_turns(clock: FakeClock) -> None:
+    directory = make(clock)
+    filled(directory, MANY)
+    few = [chunk_key(n, namespace=b"another!") for n in range(2 * backlog.AT_ONCE)]
+    lend(directory, "s1", len(few), "gpu-0")
+    put(directory, *few)
+    long = directory.clear(b"namespac")
+    short = directory.clear(b"another!")
+    for _ in range(4):
+        directory.go_on(backlog.AT_ONCE)
+    assert short.done
+    assert not long.done
+
+
+def test_a_chunk_read_while_it_is_cleared_keeps_its_slot_until_its_lease_ends(clock: FakeClock) -> None:
+    directory = make(clock)
+    keys = filled(directory, MANY)
+    leased = directory.acquire(READER, keys[:3])
+    job = directory.clear(b"")
+    while not job.done:
+        directory.go_on(backlog.AT_ONCE)
+    assert used(directory) == 3 * KIB
+    assert directory.release(READER, leased.lease)
+    assert used(directory) == 0
+
+
+def test_a_segment_of_many_chunks_is_dropped_in_several_turns(clock: FakeClock) -> None:
+    directory = make(clock)
+    filled(directory, MANY)
+    job = None
+
+    def drop() -> None:
+        nonlocal job
+        job = directory.drop_segment(SegmentId("s0"))
+
+    assert work_of(directory, drop) <= A_TURN
+    assert directory.segment_infos()[0].state == "draining"
+    while not job.done:
+        assert work_of(directory, lambda: directory.go_on(backlog.AT_ONCE)) <= A_TURN
+    assert job.count == MANY
+    assert directory.segment_infos() == []
+
+
+def test_the_leases_of_a_client_that_is_gone_end_in_several_turns(clock: FakeClock) -> None:
+    directory = make(clock)
+    keys = filled(directory, 512)
+    for _ in range(100):
+        directory.acquire(READER, keys)
+    clock.advance(GRACE_SECONDS)
+    assert work_of(directory, lambda: directory.disconnect(READER)) <= A_TURN
+    assert len(directory.leases) > 0
+    for _ in range(100):
+        assert work_of(directory, lambda: directory.go_on(backlog.AT_ONCE)) <= A_TURN
+    assert len(directory.leases) == 0
+    assert directory.segment_infos()[0].leased == 0
+    assert not directory.unfinished
+
+
+def test_leases_that_run_out_together_let_go_in_several_turns(clock: FakeClock) -> None:
+    directory = make(clock)
+    keys = filled(directory, 8192)
+    directory.acquire(READER, keys)
+    directory.remove(keys)
+    clock.advance(10)
+    assert work_of(directory, directory.tick) <= A_TURN
+    assert directory.leases.letting_go
+    for _ in range(8):
+        assert work_of(directory, lambda: directory.go_on(backlog.AT_ONCE)) <= A_TURN
+    assert used(directory) == 0
+
+
+def test_a_key_given_twice_is_leased_once(directory: Directory) -> None:
+    put(directory, A, B)
+    leased = directory.acquire(READER, [A, B, A, A])
+    assert places(leased) == [("s0", 0), ("s0", KIB), ("s0", 0), ("s0", 0)]
+    directory.remove([A])
+    assert directory.release(READER, leased.lease)
+    assert used(directory) == KIB
+
+
+def test_leased_chunks_of_one_client_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vcache_backend.metadata_server.leases.MAX_LEASED_PER_CLIENT", 3)
+    put(directory, A, B)
+    first = directory.acquire(READER, [A, B])
+    assert directory.acquire(READER, [A, B]).lease == 0
+    assert directory.acquire(OTHER, [A, B]).lease != 0
+    directory.release(READER, first.lease)
+    assert directory.acquire(READER, [A, B]).lease != 0
+
+
+def test_victims_of_one_medium_are_not_looked_for_behind_those_of_another(clock: FakeClock) -> None:
+    directory = make(clock)
+    filled(directory, MANY, "cuda")
+    filled(directory, 8, "host", "s1", first=MANY)
+    client = Client(9, ProcessId(99, 1), "host", "host")
+    assert work_of(directory, lambda: put(directory, chunk_key(MANY + 100), client=client)) < 20
+    assert len(directory) == MANY + 8
+
+
+def test_chunks_in_use_before_those_that_may_go_are_met_once(clock: FakeClock) -> None:
+    directory = make(clock)
+    keys = filled(directory, MANY)
+    held = keys[MAX_SLOTS : 2 * MAX_SLOTS]
+    directory.acquire(READER, held)
+    directory.touch([key for key in keys if key not in set(held)])
+    first, second = (chunk_key(MANY + n) for n in range(2))
+    assert work_of(directory, lambda: put(directory, first)) > MAX_SLOTS // 8
+    assert work_of(directory, lambda: put(directory, second)) < 20
+    assert len(there(directory, *held)) == len(held)
+
+
+def test_a_search_among_chunks_in_use_ends_and_the_next_one_goes_on(clock: FakeClock) -> None:
+    directory = make(clock)
+    keys = filled(directory, MANY)
+    held = keys[: MAX_SEARCH + 1000]
+    for at in range(0, len(held), MAX_KEYS):
+        directory.acquire(READER, held[at : at + MAX_KEYS])
+    directory.touch(keys[len(held) :])
+    new = chunk_key(MANY)
+    assert directory.reserve(WRITER, [new], KIB).slots == [Refusal.FULL]
+    assert len(places(directory.reserve(WRITER, [new], KIB))) == 1
+
+
+def test_room_for_one_large_chunk_is_not_made_of_any_number_of_small_ones(clock: FakeClock) -> None:
+    directory = make(clock)
+    filled(directory, MANY)
+    refused: list[Reserved] = []
+    assert (
+        work_of(directory, lambda: refused.append(directory.reserve(WRITER, [A[:8] + b"x" * 18], MANY * KIB))) <= 2 * MAX_SEARCH
+    )
+    assert refused[0].slots == [Refusal.FULL]
+    assert f"more than {MAX_SEARCH:,} of them would have to go at once" in refused[0].reason
+    assert len(directory) == MANY
+
+
+def test_one_request_reserves_a_bounded_number_of_slots(clock: FakeClock) -> None:
+    directory = make(clock)
+    lend(directory, chunks=MANY)
+    keys = [chunk_key(n) for n in range(MAX_SLOTS + 5)]
+    reserved = directory.reserve(WRITER, keys, KIB)
+    assert len(places(reserved)) == MAX_SLOTS
+    assert reserved.slots[MAX_SLOTS:] == [Refusal.FULL] * 5
+    assert f"at most {MAX_SLOTS:,} slots" in reserved.reason
+
+
+def test_a_snapshot_is_made_of_bounded_pieces(clock: FakeClock) -> None:
+    directory = make(clock)
+    keys = filled(directory, MANY)
+    told: list[ChunkKey] = []
+    for record in directory.snapshot():
+        if isinstance(record, journal.Live):
+            assert len(record.keys) <= SNAPSHOT_SLICE
+            told += record.keys
+            directory.touch(keys[: SNAPSHOT_SLICE // 2])
+    assert sorted(told) == keys
+
+
 # ---- removal
 
 
@@ -704,7 +923,7 @@ def test_a_dropped_segment_is_gone_with_its_chunks(clock: FakeClock) -> None:
     s0, _ = lend(directory), lend(directory, "s1", device="gpu-1")
     put(directory, A, B)
     put(directory, C, client=READER)
-    assert directory.drop_segment(s0) == (2, True)
+    assert directory.drop_segment(s0).count == 2
     assert there(directory, A, B, C) == [C]
     assert [info.id for info in directory.segment_infos()] == ["s1"]
 
@@ -713,14 +932,15 @@ def test_a_segment_is_dropped_only_after_its_last_lease_and_reservation(director
     put(directory, A)
     leased = directory.acquire(READER, [A])
     reserved = directory.reserve(WRITER, [B], KIB)
-    assert directory.drop_segment(SegmentId("s0")) == (1, False)
+    assert directory.drop_segment(SegmentId("s0")).count == 1
     assert directory.segment_infos()[0].state == "draining"
     assert directory.reserve(WRITER, [C], KIB).slots == [Refusal.NO_SEGMENT]
     assert directory.release(READER, leased.lease) is True
-    assert directory.drop_segment(SegmentId("s0")) == (0, False)
+    directory.tick()
+    assert directory.segment_infos()[0].state == "draining"
     assert directory.commit(WRITER, reserved.reservation, []) == 0
     assert there(directory, B) == []
-    assert directory.drop_segment(SegmentId("s0")) == (0, True)
+    directory.tick()
     assert directory.segment_infos() == []
 
 
@@ -777,7 +997,7 @@ def test_every_byte_of_a_segment_is_used_or_free(directory: Directory) -> None:
     put(directory, A, B, C, nbytes=700)
     info = directory.segment_infos()[0]
     assert info.used == 3 * 768
-    assert directory.placement.used_and_total() == (3 * 768, 4 * KIB)
+    assert directory.placement.used_and_total("cuda") == (3 * 768, 4 * KIB)
 
 
 # ---- restart
@@ -898,7 +1118,8 @@ def test_memory_that_leaves_the_pool_is_left_to_whoever_may_still_write_there(
     directory.reserve(WRITER, [B], KIB)
     directory.disconnect(WRITER)
     if how == "dropped":
-        assert directory.drop_segment(SegmentId("s0")) == (0, True)
+        assert directory.drop_segment(SegmentId("s0")).done
+        assert [info.id for info in directory.segment_infos()] == ["s1"]
     else:
         earlier, directory = directory, restarted(directory, clock)
         directory.add_segment(SegmentInfo(SegmentId("s1"), "gpu-1", "cuda", 4 * KIB))

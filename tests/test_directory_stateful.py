@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -19,8 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from model import FakeClock, Held, Memory, Model, Place, Slot, chunk_key, pattern, room_of
 
+from vcache_backend.metadata_server import backlog, journal
 from vcache_backend.metadata_server import directory as directory_module
-from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server.directory import Client, Directory, Limits
 from vcache_backend.metadata_server.eviction import LRU
 from vcache_backend.metadata_server.journal import ProcessId
@@ -91,6 +92,41 @@ class DirectoryMachine(RuleBasedStateMachine):
         for slot in self.model.writes[id_].slots:
             self.memory.write(slot.location, slot.token)
 
+    def follow(self) -> None:
+        """Take over how far the directory is with what it does in its own time: slots of cleared chunks, segments to be dropped."""
+        model, segments = self.model, self.directory.placement.segments
+        for slot in [slot for slot in model.slots if slot.location.segment in model.segments]:
+            segment = segments.get(slot.location.segment)
+            there = {**segment.occupants, **segment.staying} if segment is not None else {}
+            entry = there.get(slot.location.offset)
+            kept = entry is not None and entry.location.generation == slot.location.generation
+            if slot.state == "cleared" and (not kept or entry.doomed):
+                model.freed(slot)
+            elif slot.state == "live" and model.segments[slot.location.segment].draining and (not kept or entry.doomed):
+                model.forget(slot)
+        for name in [name for name, place in model.segments.items() if place.draining and name not in segments]:
+            assert not any(slot.location.segment == name and slot.state != "void" for slot in model.slots)
+            model.left(name)
+            self.forget_writers()
+            del model.segments[name], self.memory.bytes_of[name]
+            # Readers of before hold the memory by their mappings; another segment of that name is other memory.
+            model.before = [(until, slot) for until, slot in model.before if slot.location.segment != name]
+
+    @contextmanager
+    def little_at_once(self) -> Iterator[None]:
+        """What is begun here takes several turns."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backlog, "AT_ONCE", 2)
+            patch.setattr(directory_module, "DRAIN_PIECE", 1)
+            yield
+
+    @rule(work=st.integers(1, 3))
+    @precondition(lambda self: self.directory.unfinished)
+    def go_on(self, work: int) -> None:
+        with self.little_at_once():
+            self.directory.go_on(work)
+        self.follow()
+
     def forget_writers(self) -> None:
         """Writers whose reservation is closed have stopped: they said so, they died, or the memory is theirs alone by now."""
         self.writers = {id_: process for id_, process in self.writers.items() if id_ in self.model.writes}
@@ -150,6 +186,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.model.touch(wanted)
         reply = self.directory.reserve(client, wanted, nbytes)
         gone = before - {key for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True) if there}
+        self.follow()
         if Refusal.NO_SEGMENT in reply.slots or Refusal.TOO_LARGE in reply.slots:
             assert not gone
         self.model.evicted([slot for slot in map(self.model.live, gone) if slot is not None])
@@ -165,6 +202,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         if self.refused_after_a_restart(client, [key], nbytes):
             return
         before = model.live_keys()
+        cleared = any(slot.state == "cleared" for slot in model.slots)
         self.model.touch([key])
         reply = self.directory.reserve(client, [key], nbytes)
         slot = reply.slots[0]
@@ -194,14 +232,15 @@ class DirectoryMachine(RuleBasedStateMachine):
                 assert not victims, "evicted though there was room"
                 expected = {slot}
             elif may:
-                can_go = any(model.evictable(s) and s.location.segment in may for s in model.slots)
+                can_go = any(s.state == "live" and model.evictable(s) and s.location.segment in may for s in model.slots)
                 assert isinstance(slot, Location) or not can_go, f"{slot!r} though {may} can make room"
-                if isinstance(slot, Location):
+                if isinstance(slot, Location) and not cleared:
                     self.check_victims(victims, size)
                 expected = {slot}
         assert slot in expected
         assert not victims or isinstance(slot, Location), "evicted for nothing"
         model.evicted(victims)
+        self.follow()
         self.open_reservation(client, reply.reservation, self.new_slots(reply.slots, [key]))
 
     def refused_after_a_restart(self, client: Client, wanted: list[ChunkKey], nbytes: int) -> bool:
@@ -216,7 +255,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         """The coldest chunk goes, alone if it has the right size; otherwise a run within one segment. A saver's unsaved ones last."""
         assert victims
         saved_by_now = {space for (space, _), (_, until) in self.savers.items() if until > self.clock.now}
-        can_go = [slot for slot in self.model.coldest() if self.model.evictable(slot)]
+        usable = self.model.usable()
+        can_go = [slot for slot in self.model.coldest() if self.model.evictable(slot) and slot.location.segment in usable]
         coldest = min(can_go, key=lambda s: (s.pin, not s.pin and s.key[:8] in saved_by_now and not self.is_saved(s)))
         if room_of(coldest.location.length) == size:
             assert victims == [coldest]
@@ -323,7 +363,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         """By anybody, whoever got the lease, also after its holder hung up; those of an earlier server are unknown."""
         lease = self.old_leases[pick % len(self.old_leases)]
         client = self.clients[who % len(self.clients)]
-        self.model.expire_leases(self.clock.now)
+        held = self.model.leases.get(lease)
+        if held is not None and held.deadline <= self.clock.now:
+            self.model.end_lease(lease)
         holds = lease in self.model.leases
         if renew:
             assert self.directory.renew(client, lease) is holds
@@ -381,13 +423,16 @@ class DirectoryMachine(RuleBasedStateMachine):
     def clear(self, space: bytes) -> None:
         wanted = [key for key in ALL_KEYS if key.startswith(space)]
         slots = [slot for slot in map(self.model.live, wanted) if slot is not None]
-        assert self.directory.clear(space) == len(slots)
+        with self.little_at_once():
+            job = self.directory.clear(space)
         for id_, write in self.model.writes.items():
             if write.client is not None and any(slot.key.startswith(space) for slot in write.slots):
                 self.model.void(id_)
         for slot in slots:
-            self.model.forget(slot)
+            self.model.cleared(slot)
         self.model.forget_resting(wanted)
+        assert not job.done or job.count == len(slots)
+        self.follow()
 
     # ---- saving
 
@@ -419,6 +464,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         for slot in model.coldest():
             if ahead <= 0:
                 break
+            if slot.location.segment not in usable:
+                continue
             ahead -= slot.location.length
             device = usable[slot.location.segment].device
             _, until = self.savers.get((space, device), (0, 0.0))
@@ -450,7 +497,11 @@ class DirectoryMachine(RuleBasedStateMachine):
         if look:
             self.directory.tick()
             self.model.tick(self.clock.now)
+            self.follow()
             self.forget_writers()
+            for name, place in self.model.segments.items():
+                waited_for = [slot for slot in self.model.slots if slot.location.segment == name and slot.state != "void"]
+                assert not place.draining or waited_for or self.directory.unfinished
 
     # ---- segments
 
@@ -468,18 +519,14 @@ class DirectoryMachine(RuleBasedStateMachine):
     def drop_segment(self, pick: int) -> None:
         name = sorted(self.model.segments)[pick % len(self.model.segments)]
         live = [slot for slot in self.model.slots if slot.location.segment == name and slot.state == "live"]
-        chunks, gone = self.directory.drop_segment(SegmentId(name))
+        with self.little_at_once():
+            job = self.directory.drop_segment(SegmentId(name))
         self.model.segments[name].draining = True
-        for slot in live:
-            self.model.forget(slot)
-        assert chunks == len(live)
-        assert gone is not any(slot.location.segment == name and slot.state != "void" for slot in self.model.slots)
-        if gone:
-            self.model.left(name)
-            self.forget_writers()
-            del self.model.segments[name], self.memory.bytes_of[name]
-            # Readers of before hold the memory by their mappings; another segment of that name is other memory.
-            self.model.before = [(until, slot) for until, slot in self.model.before if slot.location.segment != name]
+        self.follow()
+        if job.done:
+            assert job.count == len(live)
+            staying = any(slot.location.segment == name and slot.state != "void" for slot in self.model.slots)
+            assert (name in self.model.segments) is staying
 
     @rule(pick=one_of)
     @precondition(lambda self: self.model.absent)
@@ -515,6 +562,12 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.restarted = True
         self.keep_journal()
         assert self.journal.generation >= self.highest_generation
+        told = {location.generation for location, _ in self.journal.chunks.values()}
+        for slot in [slot for slot in self.model.slots if slot.state == "cleared"]:
+            if slot.location.generation in told:
+                slot.state = "live"  # nobody was told that it is gone
+            else:
+                self.model.slots.remove(slot)
         self.model.restart(self.clock.now)
         self.directory = Directory(LRU(), LIMITS, self.clock, first_id=self.highest_id + 1000)
         self.directory.restore(self.journal)
@@ -572,7 +625,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.keep_journal()
         told = {key: (location, pin) for key, (location, pin) in self.journal.chunks.items()}
         true = {s.key: (s.location, int(s.pin)) for s in self.model.slots if s.state == "live"}
-        assert told == true
+        cleared = {s.location for s in self.model.slots if s.state == "cleared"}
+        assert {key: chunk for key, chunk in told.items() if chunk[0] not in cleared} == true
         assert set(self.journal.segments) == set(self.model.segments) | set(self.model.absent)
         held = {id_: dict(zip(held.keys, held.locations, strict=True)) for id_, held in self.journal.held.items()}
         assert held == {id_: {s.key: s.location for s in write.slots} for id_, write in self.model.writes.items()}
@@ -611,7 +665,8 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_order_of_eviction_is_the_order_of_use(self) -> None:
-        assert list(self.directory._policy.victims()) == [slot.key for slot in self.model.coldest()]
+        order = [entry.key for entry in self.directory._policy.victims("cuda") if self.directory._live.holds(entry)]
+        assert order == [slot.key for slot in self.model.coldest()]
 
     @invariant()
     def the_tables_are_as_large_as_they_should_be(self) -> None:

@@ -7,91 +7,149 @@ from hypothesis import strategies as st
 from model import chunk_key
 
 from vcache_backend.metadata_server.eviction import LRU, POLICIES
-from vcache_backend.metadata_server.messages import ChunkKey, Pin
+from vcache_backend.metadata_server.messages import ChunkKey, Location, Pin, SegmentId
+from vcache_backend.metadata_server.placement import Entry
 
 A, B, C, D = (chunk_key(n) for n in range(4))
 
 
-def lru(*keys: ChunkKey) -> LRU:
-    policy = LRU()
-    for key in keys:
-        policy.add(key, Pin.NONE)
-    return policy
+class Order:
+    """A policy by the keys of its chunks, all of one medium."""
+
+    def __init__(self, *keys: ChunkKey) -> None:
+        self.policy = LRU()
+        self.entries: dict[ChunkKey, Entry] = {}
+        for key in keys:
+            self.add(key, Pin.NONE)
+
+    def add(self, key: ChunkKey, pin: Pin) -> None:
+        entry = self.entries.setdefault(key, Entry(key, Location(SegmentId("s0"), 0, 1, 1)))
+        entry.pin = pin
+        self.policy.add(entry, "cuda")
+
+    def touch(self, key: ChunkKey) -> None:
+        self.policy.touch(self.entries[key])
+
+    def remove(self, key: ChunkKey) -> None:
+        if key in self.entries:
+            self.policy.remove(self.entries.pop(key))
+
+    def victims(self) -> list[ChunkKey]:
+        return [entry.key for entry in self.policy.victims("cuda")]
+
+    def told(self, size: int = 2) -> list[ChunkKey]:
+        return [entry.key for piece in self.policy.pieces(size) for entry in piece]
 
 
 def test_the_least_recently_added_goes_first() -> None:
-    assert list(lru(A, B, C).victims()) == [A, B, C]
+    assert Order(A, B, C).victims() == [A, B, C]
 
 
 def test_a_touched_chunk_goes_last() -> None:
-    policy = lru(A, B, C)
-    policy.touch(A)
-    assert list(policy.victims()) == [B, C, A]
+    order = Order(A, B, C)
+    order.touch(A)
+    assert order.victims() == [B, C, A]
 
 
-def test_a_removed_chunk_is_no_victim() -> None:
-    policy = lru(A, B)
-    policy.remove(A)
-    assert list(policy.victims()) == [B]
-
-
-def test_removing_what_is_not_there_does_nothing() -> None:
-    policy = lru(A)
-    policy.remove(B)
-    assert list(policy.victims()) == [A]
+def test_a_removed_chunk_is_no_victim_and_cannot_be_touched() -> None:
+    order = Order(A, B)
+    removed = order.entries[A]
+    order.remove(A)
+    order.policy.remove(removed)
+    order.policy.touch(removed)
+    assert order.victims() == [B]
 
 
 def test_soft_pinned_chunks_go_after_all_others() -> None:
-    policy = lru(A, B, C)
-    policy.add(A, Pin.SOFT)
-    assert list(policy.victims()) == [B, C, A]
-    policy.add(D, Pin.NONE)
-    assert list(policy.victims()) == [B, C, D, A]
+    order = Order(A, B, C)
+    order.add(A, Pin.SOFT)
+    assert order.victims() == [B, C, A]
+    order.add(D, Pin.NONE)
+    assert order.victims() == [B, C, D, A]
 
 
 def test_soft_pinned_chunks_keep_their_own_order_of_use() -> None:
-    policy = LRU()
+    order = Order()
     for key in (A, B, C):
-        policy.add(key, Pin.SOFT)
-    policy.touch(A)
-    assert list(policy.victims()) == [B, C, A]
+        order.add(key, Pin.SOFT)
+    order.touch(A)
+    assert order.victims() == [B, C, A]
 
 
 def test_hard_pinned_chunks_never_go_and_are_still_told() -> None:
-    policy = lru(A, B)
-    policy.add(A, Pin.HARD)
-    policy.touch(A)
-    assert list(policy.victims()) == [B]
-    assert set(policy.coldest_first()) == {A, B}
+    order = Order(A, B)
+    order.add(A, Pin.HARD)
+    order.touch(A)
+    assert order.victims() == [B]
+    assert sorted(order.told()) == [A, B]
 
 
 def test_an_unpinned_chunk_is_most_recent_and_goes_again() -> None:
-    policy = lru(A, B)
-    policy.add(A, Pin.HARD)
-    policy.add(A, Pin.NONE)
-    assert list(policy.victims()) == [B, A]
+    order = Order(A, B)
+    order.add(A, Pin.HARD)
+    order.add(A, Pin.NONE)
+    assert order.victims() == [B, A]
+
+
+def test_a_medium_has_an_order_of_its_own() -> None:
+    order = Order(A, B)
+    order.policy.add(Entry(C, Location(SegmentId("s1"), 0, 1, 2)), "host")
+    assert order.victims() == [A, B]
+    assert [entry.key for entry in order.policy.victims("host")] == [C]
+
+
+def test_pieces_come_to_an_end_though_chunks_are_touched_all_the_time() -> None:
+    """Each piece looks at a bounded number of chunks, and each chunk is told once."""
+    keys = [chunk_key(n) for n in range(40)]
+    order, told = Order(*keys), []
+    for count, piece in enumerate(order.policy.pieces(2)):
+        assert len(piece) <= 2
+        assert count < 200
+        told += [entry.key for entry in piece]
+        for key in keys[(7 * count) % 30 :][:10]:
+            order.touch(key)
+    assert sorted(told) == keys
 
 
 def test_the_policy_is_found_by_the_name_the_configuration_uses() -> None:
     assert POLICIES["lru"] is LRU
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "touch", "remove"]), st.sampled_from([A, B, C, D]), st.sampled_from(Pin))))
-def test_the_order_is_that_of_a_plain_list(steps: list[tuple[str, ChunkKey, Pin]]) -> None:
-    policy, order, pins = LRU(), [], {}
-    for what, key, pin in steps:
-        if what == "touch" and key not in order:
-            continue
-        if key in order:
-            order.remove(key)
+Steps = list[tuple[str, ChunkKey, Pin]]
+steps_ = st.lists(st.tuples(st.sampled_from(["add", "touch", "remove"]), st.sampled_from([A, B, C, D]), st.sampled_from(Pin)))
+
+
+@given(steps_, steps_)
+def test_the_order_is_that_of_a_plain_list(steps: Steps, meanwhile: Steps) -> None:
+    """And so it stays while it is told in pieces; told is what was there from first to last."""
+    order, plain, pins = Order(), [], {}
+    lasting: set[ChunkKey] = set()
+
+    def take(what: str, key: ChunkKey, pin: Pin) -> None:
+        if what == "touch" and key not in plain:
+            return
+        if key in plain:
+            plain.remove(key)
         if what == "add":
-            policy.add(key, pin)
+            order.add(key, pin)
             pins[key] = pin
         elif what == "touch":
-            policy.touch(key)
+            order.touch(key)
         else:
-            policy.remove(key)
+            order.remove(key)
+            lasting.discard(key)
         if what != "remove":
-            order.append(key)
-    assert list(policy.victims()) == [k for k in order if pins[k] == Pin.NONE] + [k for k in order if pins[k] == Pin.SOFT]
-    assert sorted(policy.coldest_first()) == sorted(order)
+            plain.append(key)
+
+    for step in steps:
+        take(*step)
+    assert order.victims() == [k for k in plain if pins[k] == Pin.NONE] + [k for k in plain if pins[k] == Pin.SOFT]
+    assert sorted(order.told()) == sorted(plain)
+    lasting |= set(plain)
+    pieces, told = order.policy.pieces(1), []
+    for step in meanwhile:
+        told += [entry.key for entry in next(pieces, [])]
+        take(*step)
+        assert order.victims() == [k for k in plain if pins[k] == Pin.NONE] + [k for k in plain if pins[k] == Pin.SOFT]
+    told += [entry.key for piece in pieces for entry in piece]
+    assert lasting <= set(told)

@@ -9,6 +9,7 @@ import signal
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memf
 
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside
+from vcache_backend.metadata_server.messages import MAX_REQUEST_BYTES
 from vcache_backend.metadata_server.processes import spin
 
 KIB = 1 << 10
@@ -261,7 +263,11 @@ def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> No
     assert ask(nameless, "hello", 2, "host", "host", {"namespace": "aa"})[0] == "welcome"
     assert ask(stage_.raw(hello=False), "hello", 2, "host", "host", {})[0] == "welcome"
     victim = {"model": "llama", "namespace": "aa"}
-    for layout in ({**victim, "dtype": "x" * (4 << 20)}, {**victim, "\x1b[2J": "x"}, dict.fromkeys(map(str, range(65)), "x")):
+    for layout in (
+        {**victim, "dtype": "x" * (MAX_REQUEST_BYTES // 2)},
+        {**victim, "\x1b[2J": "x"},
+        dict.fromkeys(map(str, range(65)), "x"),
+    ):
         assert "hello of protocol" in ask(stage_.raw(hello=False), "hello", 2, "host", "host", layout)[1]
     assert ask(stage_.raw(hello=False), "hello", 2, "\x1b]0;owned\x07", "host", {})[0] == "error"
     crowd = [stage_.raw(hello=False) for _ in range(40)]
@@ -293,8 +299,8 @@ def test_who_is_refused_and_does_not_read_is_let_go_of_all_the_same(stage_: Stag
     before = server.descriptors()
     others = [stage_.raw() for _ in range(3)]
     for other in others:
-        for _ in range(1000):
-            other.send("stats")  # more answers than its socket holds
+        for _ in range(20):
+            other.send("stats")
         other.send_bytes(b"\xff" * 8)
     eventually(lambda: server.descriptors() == before)
     assert ask(raw, "list_segments") == ["segments", []]
@@ -306,13 +312,75 @@ def test_unfinished_frames_take_a_bounded_amount_of_memory(stage_: Stage, server
     for _ in range(100):
         half = stage_.raw()
         try:
-            half.send_bytes((2 << 20).to_bytes(4, "little") + bytes((2 << 20) - 1))
+            half.send_bytes(MAX_REQUEST_BYTES.to_bytes(4, "little") + bytes(MAX_REQUEST_BYTES - 1))
         except OSError:
             closed += 1
         resident = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         assert resident < 192 << 20
     assert ask(raw, "list_segments") == ["segments", []]
     eventually(lambda: server.descriptors() <= before)
+
+
+# ---- one client's requests and the others'
+
+
+def unread(raw: Raw, *message: Any, seconds: float = 0.5) -> int:
+    """Send a request as often as the server takes it, without reading an answer; how often."""
+    body = msgpack.packb(list(message), use_bin_type=True)
+    data, sent = (len(body).to_bytes(4, "little") + body) * 1000, 0
+    raw.socket.settimeout(seconds)
+    with suppress(TimeoutError):
+        while True:
+            sent += raw.socket.send(data[sent % (len(body) + 4) :])
+    raw.socket.settimeout(SECONDS)
+    return sent // (len(body) + 4)
+
+
+def resident(server: Child) -> int:
+    return int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: Child) -> None:
+    """A client that reads nothing is not read from; its requests wait, nobody else does, and all are answered once it reads."""
+    before, greedy = resident(server), stage_.raw()
+    sent = unread(greedy, "stats")
+    assert sent > 1000
+    assert resident(server) - before < 8 << 20
+    counted = ask(worker, "stats")[9]["Stats"][0]
+    assert counted < sent
+    assert ask(worker, "stats")[9]["Stats"][0] == counted + 1, "what waits for its reader costs no turn"
+    assert [greedy.receive()[0] for _ in range(sent)] == ["server_stats"] * sent
+
+
+def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: Raw) -> None:
+    reply = ask(worker, "lookup", [A] * 8192, 4096)
+    assert reply == ["error", "lookup: 8,192 keys of 4,096 ranks; at most 16,384 keys times ranks at once", False]
+    assert ask(worker, "lookup", [A] * 8192, 2) == ["count", 0]
+
+
+@pytest.mark.parametrize("namespace", [b"\x01", b"namespa"])
+def test_only_a_whole_namespace_is_cleared(worker: Raw, namespace: bytes) -> None:
+    put(worker, A)
+    reply = ask(worker, "clear", namespace)
+    assert (reply[0], reply[2]) == ("error", False)
+    assert f"is {len(namespace)} bytes; a namespace is 8 bytes" in reply[1]
+    assert ask(worker, "lookup", [A], 1) == ["count", 1]
+
+
+def test_who_clears_much_is_answered_when_all_is_gone_and_others_meanwhile(stage_: Stage, server: Child) -> None:
+    count = 30_000
+    fd = make_memfd(count * KIB)
+    stage_.undo.callback(os.close, fd)
+    worker, other = stage_.raw(), stage_.raw()
+    assert worker.ask("add_segment", "s0", "host", "host", count * KIB, fds=(fd,)) == ["added", 0, True]
+    keys = [chunk_key(n) for n in range(count)]
+    for at in range(0, count, 2000):
+        put(worker, *keys[at : at + 2000])
+    worker.send("clear", b"")
+    worker.send("list_segments")
+    eventually(lambda: ask(other, "lookup", [A], 1) == ["count", 0])
+    assert worker.receive() == ["count", count]
+    assert worker.receive()[1][0][4:6] == [0, 0]
 
 
 # ---- segments that are refused

@@ -148,7 +148,7 @@ def test_a_frame_above_the_limit_is_refused_before_it_arrives() -> None:
 
 def test_we_never_send_a_frame_above_the_limit() -> None:
     with pytest.raises(ProtocolError, match="send fewer keys at once"):
-        wire.frame(m.Lookup([A] * (m.MAX_FRAME_BYTES // 26)))
+        wire.frame(m.Lookup([A] * (m.MAX_REQUEST_BYTES // 26)))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_an_enormous_length_is_answered_and_the_door_closed(raw: Raw, bystander:
     assert reply is not None
     assert reply[0] == "error"
     assert reply[2] is True
-    assert "the limit is 8,388,608 B" in reply[1]
+    assert "the limit is 262,144 B" in reply[1]
     assert raw.closed()
     assert undisturbed(bystander)
 

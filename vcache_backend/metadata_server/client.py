@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -112,17 +112,26 @@ class Client:
     # ---- chunks
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
-        return self._call(m.Lookup(keys, ranks), m.Count).count
+        """How many leading chunks all ranks have. More than `MAX_LOOKED_UP` keys times ranks are asked for in several requests."""
+        most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
+        found = 0
+        for reply in self._in_parts(keys, lambda part: m.Lookup(part, ranks), m.Count, most):
+            found += reply.count
+            if reply.count < most:
+                break
+        return found
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         return self.present(keys).present
 
     def present(self, keys: list[m.ChunkKey]) -> m.Present:
         """`contains`, with the epoch in which to look below for those that are not there."""
-        return self._call(m.Contains(keys), m.Present)
+        replies = list(self._in_parts(keys, m.Contains, m.Present))
+        return msgspec.structs.replace(replies[0], present=[there for reply in replies for there in reply.present])
 
     def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
-        return self._call(m.Acquire(keys), m.Leased)
+        """Lease the leading run, of at most `MAX_KEYS` chunks."""
+        return self._call(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
 
     def renew(self, lease: int) -> bool:
         return self._call(m.Renew(lease), m.Verdict).held
@@ -131,22 +140,29 @@ class Client:
         return self._call(m.Release(lease), m.Verdict).held
 
     def reserve(self, keys: list[m.ChunkKey], nbytes: int, spare: bool = False) -> m.Reserved:
-        return self._call(m.Reserve(keys, nbytes, spare), m.Reserved)
+        """A slot or a refusal for each key; FULL for those behind the first `MAX_SLOTS` that get one."""
+        reserved = self._call(m.Reserve(keys[: m.MAX_KEYS], nbytes, spare), m.Reserved)
+        rest = len(keys) - m.MAX_KEYS
+        if rest <= 0:
+            return reserved
+        return msgspec.structs.replace(reserved, slots=reserved.slots + [int(m.Refusal.FULL)] * rest)
 
     def commit(self, reservation: int, prefix: list[m.ChunkKey] | None = None) -> int:
-        return self._call(m.Commit(reservation, prefix or []), m.Count).count
+        """Publish a reservation; only the last `MAX_KEYS` of `prefix` become as recent."""
+        return self._call(m.Commit(reservation, (prefix or [])[-m.MAX_KEYS :]), m.Count).count
 
     def abort(self, reservation: int) -> int:
         return self._call(m.Abort(reservation), m.Count).count
 
     def touch(self, keys: list[m.ChunkKey]) -> int:
-        return self._call(m.Touch(keys), m.Count).count
+        return sum(reply.count for reply in self._in_parts(keys, m.Touch, m.Count, last_first=True))
 
     def set_pin(self, keys: list[m.ChunkKey], pin: m.Pin) -> int:
-        return self._call(m.SetPin(keys, pin), m.Count).count
+        parts = self._in_parts(keys, lambda part: m.SetPin(part, pin), m.Count, last_first=True)
+        return sum(reply.count for reply in parts)
 
     def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
-        return self._call(m.Remove(keys, force), m.Count).count
+        return sum(reply.count for reply in self._in_parts(keys, lambda part: m.Remove(part, force), m.Count))
 
     def clear(self, namespace: bytes = b"", reset: bool = False) -> int:
         """Forget chunks of a namespace; how many. reset: nor is anything found again that was offloaded of it."""
@@ -165,7 +181,7 @@ class Client:
 
     def saved(self, keys: list[m.ChunkKey]) -> int:
         """These chunks are in the store below, whoever brought them there; how many of them are in the pool. Refused as `save` is."""
-        return self._call(m.Saved(keys), m.Count).count
+        return sum(reply.count for reply in self._in_parts(keys, m.Saved, m.Count))
 
     # ---- segments and the server
 
@@ -234,6 +250,21 @@ class Client:
 
     # ---- one request
 
+    def _in_parts(
+        self,
+        keys: list[m.ChunkKey],
+        request: Callable[[list[m.ChunkKey]], m.Request],
+        kind: type[R],
+        most: int = m.MAX_KEYS,
+        last_first: bool = False,
+    ) -> Iterator[R]:
+        """The replies to as many requests of at most `most` keys as it takes, nearly always one; all by one deadline."""
+        deadline = time.perf_counter() + self._config.request_seconds
+        starts = range(0, max(len(keys), 1), most)
+        for start in reversed(starts) if last_first else starts:
+            seconds = deadline - time.perf_counter() if len(starts) > 1 else self._config.request_seconds
+            yield self._call(request(keys[start : start + most]), kind, seconds)
+
     def _call(
         self,
         request: m.Request,
@@ -243,10 +274,10 @@ class Client:
         received: list[int] | None = None,
     ) -> R:
         started = time.perf_counter()
-        deadline = started + (seconds or self._config.request_seconds)
+        deadline = started + (self._config.request_seconds if seconds is None else seconds)
         self.require()
         data = wire.frame(request)
-        if not self._lock.acquire(timeout=deadline - started):
+        if not self._lock.acquire(timeout=max(0.0, deadline - started)):
             raise ServerTimeout(self._late(request, deadline - started, "waiting for other calls"))
         try:
             return self._exchange(request, kind, data, started, deadline, fd, received)

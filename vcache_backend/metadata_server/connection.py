@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections import deque
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.backlog import Waiting
 from vcache_backend.metadata_server.descriptors import Holder
 from vcache_backend.metadata_server.directory import Client
+
+MAX_UNREAD_BYTES = 1 << 16
+"""A client that leaves more than this unread is not answered, nor read from, until it has read."""
 
 
 class Connection:
@@ -21,14 +26,30 @@ class Connection:
         self.pid = pid
         self.client: Client | None = None
         self.accepted = time.monotonic()
-        self.reader = wire.FrameReader()
+        self.reader = wire.FrameReader(m.MAX_REQUEST_BYTES)
         self.held = 0
         self.held_since = 0.0
         self.fds: list[int] = []
         self.unsent: deque[tuple[memoryview, Holder | None, int]] = deque()
         self.unsent_bytes = 0
-        self.blocked = False
-        self.closing = False
+        self.mask = select.EPOLLIN
+        self.closing = self.closed = False
+        self.queued = False
+        self.charged = 0
+        self.waiting: Waiting | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Is there a request that can be answered now? Not before earlier answers have left, but for a few."""
+        free = self.waiting is None and self.unsent_bytes <= MAX_UNREAD_BYTES
+        return free and not (self.closing or self.closed) and self.reader.ready
+
+    @property
+    def wanted(self) -> int:
+        """What epoll is to tell of it: more requests only when all are answered, and the answers read."""
+        if self.unsent:
+            return select.EPOLLOUT
+        return 0 if self.queued or self.waiting is not None else select.EPOLLIN
 
     def hold(self, completed: bool) -> int:
         """Note how many bytes of an unfinished frame there are, and since when; by how many they grew. completed: a frame was."""
@@ -64,4 +85,5 @@ class Connection:
     def close(self) -> None:
         wire.close_fds(self.fds)
         self.fds.clear()
+        self.closed = True
         self.sock.close()

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from itertools import count, islice
+from typing import get_args
 
 import msgspec
 
 from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server.allocator import padded
 from vcache_backend.metadata_server.awaited import Awaited
+from vcache_backend.metadata_server.backlog import Backlog, Job, Steps
+from vcache_backend.metadata_server.chunks import Chunks, Spaces
 from vcache_backend.metadata_server.claims import Claims
 from vcache_backend.metadata_server.epochs import Epochs
 from vcache_backend.metadata_server.eviction import EvictionPolicy
@@ -23,6 +26,7 @@ from vcache_backend.metadata_server.journal import ProcessId
 from vcache_backend.metadata_server.leases import Leases
 from vcache_backend.metadata_server.messages import (
     GRACE_SECONDS,
+    MAX_SLOTS,
     RANK_BYTES,
     ChunkKey,
     Leased,
@@ -36,14 +40,18 @@ from vcache_backend.metadata_server.messages import (
     SegmentInfo,
     ToSave,
 )
-from vcache_backend.metadata_server.placement import Entry, Placement, Segment
+from vcache_backend.metadata_server.placement import MAX_SEARCH, Entry, Placement, Segment
 from vcache_backend.metadata_server.reservations import MAX_RESERVATIONS_PER_CLIENT, Reservations
-from vcache_backend.metadata_server.saving import Saver, Saving
+from vcache_backend.metadata_server.saving import MAX_SCAN, Saver, Saving
 
 BACKGROUND_EVICTIONS = 256
 """Most chunks one tick evicts for the watermarks, so that no request waits long behind it."""
 SNAPSHOT_SLICE = 2048
 """Chunks in one record of a snapshot: about a millisecond of the server's time."""
+DRAIN_PIECE = 32
+"""Cleared chunks whose slots come back together."""
+MAX_PASSED = 512
+"""A search for victims that passed over more chunks in use than this makes them recent, so that the next one does not meet them."""
 
 
 MAX_AVOIDED = 1024
@@ -72,7 +80,10 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Directory:
-    """All methods are called from the server's loop. `now` is a monotonic clock in seconds.
+    """All methods are called from the server's loop, each for a bounded time. `now` is a monotonic clock in seconds.
+
+    What takes longer (`clear`, `drop_segment`, `disconnect`) is a `Job`, which `go_on` ends in later turns; what is cleared nobody
+    sees from the first one on. `work` counts the entries that were touched, roughly: a microsecond each.
 
     Ids of leases and reservations count up from `first_id`, near which no earlier life of the server had any; generations from the
     newest that `restore` brings.
@@ -84,10 +95,13 @@ class Directory:
         self._policy = policy
         self._ids = count(first_id)
         self._generations = count(1)
-        self._live: dict[ChunkKey, Entry] = {}
+        self._live = Chunks()
+        self._cleared: list[Spaces] = []
         self._awaited = Awaited()
         self.placement = Placement(lambda: next(self._generations))
-        self.leases = Leases(limits.lease_seconds, self._unheld)
+        self.leases = Leases(limits.lease_seconds, self._held, self._unheld)
+        self.backlog = Backlog()
+        self.work = 0
         self.reservations = Reservations(limits.reservation_seconds)
         self._claims = Claims()
         self.epochs = Epochs()
@@ -103,45 +117,50 @@ class Directory:
     # ---- reading
 
     def lookup(self, keys: list[ChunkKey], ranks: int = 1) -> int:
-        """How many leading chunks all ranks have."""
-        live, found = self._live, 0
+        """How many leading chunks all ranks have. At most `MAX_LOOKED_UP` keys times ranks."""
+        live, everywhere, found = self._live.beside(keys), self._live, 0
         if ranks == 1:
             for key in keys:
-                if key not in live:
+                if key not in live and key not in everywhere:
                     break
                 found += 1
         else:
             suffixes = [rank.to_bytes(RANK_BYTES, "big") for rank in range(ranks)]
             for key in keys:
                 stem = key[:-RANK_BYTES]
-                if not all(stem + suffix in live for suffix in suffixes):
+                if not all(stem + suffix in live or stem + suffix in everywhere for suffix in suffixes):
                     break
                 found += 1
+        self.work += (found + 1) * ranks // 4
         self.counters["lookup_chunks"] += len(keys)
         self.counters["lookup_hits"] += found
         return found
 
     def contains(self, keys: list[ChunkKey]) -> list[bool]:
         """Is each of them there?"""
-        return [key in self._live for key in keys]
+        live, everywhere = self._live.beside(keys), self._live
+        self.work += len(keys) // 4
+        return [key in live or key in everywhere for key in keys]
 
     def acquire(self, client: Client, keys: list[ChunkKey]) -> Leased:
         """Lease the leading run. It becomes recent, its first chunk most: tails are evicted before what they hang on."""
+        live, everywhere = self._live.beside(keys), self._live
         entries: list[Entry] = []
-        if not self.leases.full(client.id):
+        if not self.leases.full(client.id, len(keys)):
             for key in keys:
-                entry = self._live.get(key)
+                entry = live.get(key) or everywhere.get(key)
                 if entry is None:
                     break
                 entries.append(entry)
         for entry in reversed(entries):
-            self._policy.touch(entry.key)
+            self._policy.touch(entry)
+        self.work += len(entries)
         self.counters["acquire_chunks"] += len(keys)
         self.counters["acquire_hits"] += len(entries)
         if not entries:
             return Leased(0, 0.0, [])
         lease = next(self._ids)
-        self.leases.grant(lease, client.id, entries, self._now())
+        self.leases.grant(lease, client.id, list(dict.fromkeys(entries)), self._now())
         return Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
 
     def renew(self, client: Client, lease: int) -> bool:
@@ -154,9 +173,9 @@ class Directory:
 
     def touch(self, keys: list[ChunkKey]) -> int:
         """Make chunks recent, the first one most; how many are there."""
-        there = [key for key in keys if key in self._live]
-        for key in reversed(there):
-            self._policy.touch(key)
+        there = self._there(keys)
+        for entry in reversed(there):
+            self._policy.touch(entry)
         return len(there)
 
     # ---- saving
@@ -169,7 +188,10 @@ class Directory:
         self._saving.asked(saver, client.id, now)
         if self.leases.full(client.id):
             return ToSave(0, 0.0, [], [])
-        entries = self._saving.choose(saver, client.medium, self._coldest(), limit)
+        coldest = self._policy.victims(client.medium)
+        offered = filter(self._live.holds, coldest) if self._cleared else coldest
+        entries = self._saving.choose(saver, client.medium, offered, limit)
+        self.work += MAX_SCAN // 4
         if not entries:
             return ToSave(0, 0.0, [], [])
         lease = next(self._ids)
@@ -181,7 +203,7 @@ class Directory:
 
     def saved(self, keys: list[ChunkKey]) -> int:
         """The store below has these: not to be offered again, and to be evicted before others. How many are here."""
-        there = [entry for entry in map(self._live.get, dict.fromkeys(keys)) if entry is not None]
+        there = self._there(list(dict.fromkeys(keys)))
         for entry in there:
             self.counters["saved"] += not self._saving.is_saved(entry)
             self._saving.mark(entry)
@@ -194,7 +216,8 @@ class Directory:
     # ---- writing
 
     def reserve(self, client: Client, keys: list[ChunkKey], nbytes: int, spare: bool = False) -> Reserved:
-        """One slot of `nbytes` a key: own device, peers with room, evict. A key that is there or on its way gets none."""
+        """One slot of `nbytes` a key: own device, peers with room, evict. A key that is there or on its way gets none, and neither does
+        one after `MAX_SLOTS` others."""
         if self.reservations.full(client.id):
             reason = f"{MAX_RESERVATIONS_PER_CLIENT} reservations of this client are open; commit or abort some"
             return Reserved(0, 0.0, [int(Refusal.FULL)] * len(keys), reason)
@@ -205,7 +228,7 @@ class Directory:
         reservation = next(self._ids)
         refusal, reason = self._refusal(client, nbytes)
         self.touch(keys)  # those that are there are in use: they must not make room for the others
-        wanted = sum(key not in self._live and not self.reservations.pending(key) for key in set(keys))
+        wanted = min(MAX_SLOTS, sum(key not in self._live and not self.reservations.pending(key) for key in set(keys)))
         rooms = self._rooms(nbytes, client, wanted, spare)
         for key in keys:
             if key in self._live:
@@ -214,6 +237,11 @@ class Directory:
             if self.reservations.pending(key):
                 slots.append(int(Refusal.BUSY))
                 continue
+            if refusal is None and len(entries) == MAX_SLOTS:
+                refusal, reason = (
+                    Refusal.FULL,
+                    f"one request reserves at most {MAX_SLOTS:,} slots; reserve the others with another one",
+                )
             location = None if refusal is not None else next(rooms, None)
             if location is None:
                 if refusal is None:
@@ -231,6 +259,7 @@ class Directory:
         self.reservations.open(reservation, client.id, client.process, entries, self._now())
         locations = [entry.location for entry in entries]
         self.records.append(journal.Held(reservation, client.process, [entry.key for entry in entries], locations))
+        self.work += 2 * len(entries)
         self.counters["reserved"] += len(entries)
         return Reserved(reservation, self._limits.reservation_seconds, slots, reason)
 
@@ -243,12 +272,17 @@ class Directory:
         self.reservations.close(reservation)
         self.records.append(journal.Published(reservation))
         self._awaited.forget([entry.key for entry in open_.entries])
+        draining: list[Entry] = []
         for entry in reversed(open_.entries):
+            segment = self.placement.segments[entry.location.segment]
             entry.reservation = 0
-            self._live[entry.key] = entry
-            self._policy.add(entry.key, entry.pin)
-        draining = [entry for entry in open_.entries if self.placement.segments[entry.location.segment].draining]
+            segment.reserved -= 1
+            self._live.put(entry)
+            self._policy.add(entry, segment.medium)
+            if segment.draining:
+                draining.append(entry)
         self._forget(draining)
+        self.work += len(open_.entries)
         self.counters["committed"] += len(open_.entries)
         self.touch(prefix)
         return len(open_.entries) - len(draining)
@@ -262,11 +296,11 @@ class Directory:
 
     def set_pin(self, keys: list[ChunkKey], pin: Pin) -> int:
         """Set the pin of those that are there; how many."""
-        there = [key for key in keys if key in self._live]
-        for key in reversed(there):
-            self._live[key].pin = pin
-            self._policy.add(key, pin)
-        self.records.append(journal.Pinned(there, int(pin)))
+        there = self._there(keys)
+        for entry in reversed(there):
+            entry.pin = pin
+            self._policy.add(entry, self.placement.segments[entry.location.segment].medium)
+        self.records.append(journal.Pinned([entry.key for entry in there], int(pin)))
         return len(there)
 
     def remove(self, keys: list[ChunkKey], force: bool = True) -> int:
@@ -274,7 +308,7 @@ class Directory:
 
         Without `force` those that are leased or hard-pinned, and those whose segment is not back yet, stay.
         """
-        there = [self._live[key] for key in dict.fromkeys(keys) if key in self._live]
+        there = self._there(list(dict.fromkeys(keys)))
         if not force:
             self.leases.expire(self._now())
             there, keys = [entry for entry in there if entry.evictable], []
@@ -285,15 +319,22 @@ class Directory:
         self.counters["removed"] += len(there)
         return len(there)
 
-    def clear(self, namespace: bytes, reset: bool = False) -> int:
-        """Forget all chunks of a namespace (all chunks with b""), also such as are being written: their reservations are void. `reset`:
-        raise its epoch."""
+    def clear(self, namespace: bytes, reset: bool = False) -> Job:
+        """Forget all chunks of a namespace (all chunks with b""), also such as are being written: their reservations are void. Nobody
+        sees them from here on, and they are gone when the job is done. Its `count`: how many. `reset`: raise its epoch."""
         for id_, reservation in self.reservations.items():
             if reservation.client is not None and any(entry.key.startswith(namespace) for entry in reservation.entries):
                 self.reservations.void(id_)
         if reset:
             self.raise_epoch(namespace)
-        return self.remove([key for keys in (self._live, self._awaited.keys()) for key in keys if key.startswith(namespace)])
+        spaces, chunks = self._live.clear(namespace)
+        if spaces:
+            self._cleared.append(spaces)
+        resting = self._awaited.forget([key for key in list(self._awaited.keys()) if key.startswith(namespace)])
+        if resting:
+            self.records.append(journal.Gone(resting))
+        self.counters["removed"] += chunks
+        return self._begin(self._drain(spaces, chunks))
 
     def raise_epoch(self, namespace: bytes) -> None:
         """Nothing is found again that was offloaded of a namespace so far, or of all with b""."""
@@ -304,7 +345,7 @@ class Directory:
 
     def disconnect(self, client: Client) -> None:
         """The connection is gone: its leases end, see `GRACE_SECONDS`; its reservations are void, their slots quarantined."""
-        self.leases.drop_client(client.id, self._now())
+        self._begin(self.leases.drop_client(client.id, self._now()))
         self._saving.drop_client(client.id)
         self._claims.drop_client(client.id)
         for id_, reservation in self.reservations.items():
@@ -328,7 +369,20 @@ class Directory:
         for id_ in self.reservations.overdue(now):
             self.reservations.void(id_)
             self.counters["expired_reservations"] += 1
-        self._keep_watermarks()
+        for medium in get_args(Medium):
+            self._keep_watermarks(medium)
+        for segment in self.placement.draining():
+            self._close(segment)
+
+    @property
+    def unfinished(self) -> bool:
+        """Is there something for `go_on` to do?"""
+        return bool(self.backlog) or self.leases.letting_go
+
+    def go_on(self, work: int) -> None:
+        """Some of what earlier turns left: about `work` entries."""
+        self.work += self.backlog.run(work)
+        self.leases.let_go(work)
 
     # ---- segments
 
@@ -355,26 +409,18 @@ class Directory:
         self.records.append(journal.Gone(overtaken))
         self.records.append(journal.SegmentAdded(info.id, info.device, info.medium, info.nbytes))
         for entry in chunks:
-            self._live[entry.key] = entry
-            self._policy.add(entry.key, entry.pin)
+            self._live.put(entry)
+            self._policy.add(entry, info.medium)
         return len(chunks)
 
-    def drop_segment(self, id_: SegmentId) -> tuple[int, bool]:
-        """Evict the segment's chunks and take no new ones; (chunks evicted, is it gone?). Call again until it is.
+    def drop_segment(self, id_: SegmentId) -> Job:
+        """Evict the segment's chunks and take no new ones. Its `count`: chunks evicted. When the job is done and nobody reads or writes
+        there any more, the segment is gone; else some `tick` later.
 
-        Slots in quarantine are not waited for: whoever still writes there has the memory to itself.
-        """
+        Slots in quarantine are not waited for: whoever still writes there has the memory to itself."""
         segment = self.placement.segments[id_]
         segment.draining = True
-        entries = [entry for entry in segment.occupants.values() if not entry.reservation and not entry.doomed]
-        self._forget(entries)
-        quarantined = [entry for entry in segment.occupants.values() if self.reservations.quarantined(entry)]
-        if len(quarantined) < len(segment.occupants):
-            return len(entries), False
-        self.reservations.let_go(quarantined)
-        del self.placement.segments[id_]
-        self.records.append(journal.SegmentGone(id_))
-        return len(entries), True
+        return self._begin(self._empty(segment))
 
     def avoid(self, client: Client, id_: SegmentId) -> int:
         """No slot there for this client, which cannot map the segment, should it come back, too; how many it avoids."""
@@ -399,12 +445,8 @@ class Directory:
 
     def segment_infos(self) -> list[SegmentInfo]:
         """Every segment, live, draining and absent, with its occupancy."""
-        leased = Counter(segment for segment, _ in {(e.location.segment, e.location.offset) for e in self.leases.entries()})
-        reserved = Counter(e.location.segment for _, r in self.reservations.items() for e in r.entries)
-        infos = [
-            segment.info(reserved=reserved[segment.id], leased=leased[segment.id]) for segment in self.placement.segments.values()
-        ]
-        return infos + self._awaited.infos()
+        self.work += len(self.placement.segments)
+        return [segment.info() for segment in self.placement.segments.values()] + self._awaited.infos()
 
     # ---- journal
 
@@ -423,7 +465,6 @@ class Directory:
         """The whole state as records, a slice at a time. Requests may change the state in between if they are recorded too."""
         newest = next(self._generations)
         yield journal.Epochs(self.epochs.all())
-        keys = list(self._policy.coldest_first())
         live, absent = list(self.placement.segments.values()), self._awaited.contents()
         reservations = self.reservations.items()
         yield journal.Counted(newest)
@@ -433,16 +474,15 @@ class Directory:
         for info, entries in absent:
             if info.id in self._awaited.segments() or info.id in self.placement.segments:
                 yield journal.SegmentAdded(info.id, info.device, info.medium, info.nbytes)
-                yield _live([e for e in entries if self._awaited.rests(e) or self._live.get(e.key) is e])
+                yield _live([e for e in entries if self._awaited.rests(e) or self._live.holds(e)])
         for id_, held in reservations:
             if self.reservations.get(id_) is held:
                 locations = [entry.location for entry in held.entries]
                 yield journal.Held(id_, held.process, [entry.key for entry in held.entries], locations)
             else:
-                yield _live([entry for entry in held.entries if self._live.get(entry.key) is entry])
-        for start in range(0, len(keys), SNAPSHOT_SLICE):
-            slice_ = [self._live[key] for key in keys[start : start + SNAPSHOT_SLICE] if key in self._live]
-            yield _live([entry for entry in slice_ if entry.location.generation < newest])
+                yield _live([entry for entry in held.entries if self._live.holds(entry)])
+        for piece in self._policy.pieces(SNAPSHOT_SLICE):
+            yield _live([entry for entry in piece if self._live.holds(entry) and entry.location.generation < newest])
 
     # ---- inside
 
@@ -461,14 +501,21 @@ class Directory:
     def _rooms(self, nbytes: int, client: Client, wanted: int, spare: bool) -> Iterator[Location]:
         """Slots for at least `wanted` chunks, if there is room: from the holes, then by evicting, several at a time."""
         allowed = self._limits.max_chunks - len(self._live) - self.reservations.pending_count()
+        left = MAX_SEARCH
         while True:
-            while (
-                allowed > 0 and (location := self.placement.take(nbytes, client.device, client.medium, client.avoids)) is not None
-            ):
-                allowed, wanted = allowed - 1, wanted - 1
-                yield location
-            victims, equal = self.placement.victims(self._next_to_go(spare), nbytes, client.medium, max(wanted, 1), client.avoids)
-            if not victims:
+            most = min(allowed, max(wanted, 1))
+            while most > 0 and (room := self.placement.take(nbytes, client.device, client.medium, most, client.avoids)):
+                allowed, wanted = allowed - len(room), wanted - len(room)
+                most = min(allowed, max(wanted, 1))
+                yield from room
+            if left > 0 and self._drain_some(max(wanted, 1)):
+                left -= max(wanted, DRAIN_PIECE)
+                continue
+            coldest = self._next_to_go(client.medium, spare)
+            victims, equal, passed = self.placement.victims(coldest, nbytes, max(wanted, 1), client.avoids)
+            self._pass_over(passed)
+            left -= len(victims)
+            if not victims or left < 0:
                 return
             self._evict(victims)
             if equal:
@@ -480,41 +527,118 @@ class Directory:
                 for victim in victims:
                     self.placement.free(victim)
 
-    def _coldest(self) -> Iterator[Entry]:
-        return map(self._live.__getitem__, self._policy.victims())
+    def _pass_over(self, passed: list[Entry]) -> None:
+        """These are in use, or leave with their segment, and stood before what may go."""
+        self.work += len(passed) // 4
+        if len(passed) > MAX_PASSED:
+            for entry in passed:
+                self._policy.touch(entry)
 
-    def _next_to_go(self, spare: bool = False) -> Iterator[Entry]:
-        """Chunks from the first to be evicted to the last, but for those that would be lost if that is to `spare` them; not to be used
-        after the next change."""
-        coldest = self._coldest()
+    def _next_to_go(self, medium: Medium, spare: bool = False) -> Iterator[Entry]:
+        """Chunks of a medium from the first to be evicted to the last, but for those that would be lost if that is to `spare` them; not
+        to be used after the next change."""
+        coldest = self._policy.victims(medium)
         if not self._saving.active(self._now()):
             return coldest
         return self._saving.only_saved(coldest) if spare else self._saving.prefer_saved(coldest)
 
     def _evict(self, victims: list[Entry]) -> None:
         """Unlink chunks nobody reads; their slots are the caller's to free or reuse."""
+        lost = self._saving.lost(victims) if self._saving.active(self._now()) else 0
         for victim in victims:
-            del self._live[victim.key]
-            self._policy.remove(victim.key)
+            self._live.drop(victim)
+            self._policy.remove(victim)
             self.placement.segments[victim.location.segment].evictions += 1
+        self.work += len(victims)
         self.counters["evicted"] += len(victims)
-        if self._saving.active(self._now()):
-            self.counters["evicted_unsaved"] += self._saving.lost(victims)
-        self.records.append(journal.Gone([victim.key for victim in victims]))
+        self.counters["evicted_unsaved"] += lost
+        self._record_gone(victims)
 
     def _forget(self, entries: list[Entry]) -> None:
-        """Unlink chunks; a slot somebody reads is freed later."""
+        """Unlink chunks, cleared ones too; a slot somebody reads is freed later."""
         for entry in entries:
-            del self._live[entry.key]
-            self._policy.remove(entry.key)
+            self._live.drop(entry)
+            self._policy.remove(entry)
             if entry.leases:
                 entry.doomed = True
             else:
                 self.placement.free(entry)
-        if entries:
-            self.records.append(journal.Gone([entry.key for entry in entries]))
+        self.work += 2 * len(entries)
+        self._record_gone(entries)
+
+    def _record_gone(self, entries: list[Entry]) -> None:
+        """These are live no more. One whose key was stored again since it was cleared has its record already."""
+        gone = (
+            [entry.key for entry in entries if entry.key not in self._live] if self._cleared else [entry.key for entry in entries]
+        )
+        if gone:
+            self.records.append(journal.Gone(gone))
+
+    def _begin(self, steps: Steps) -> Job:
+        job = Job(steps)
+        self.work += self.backlog.add(job)
+        return job
+
+    def _drain(self, spaces: Spaces, chunks: int) -> Steps:
+        """Give back the slots of cleared chunks."""
+        while spaces:
+            yield self._drain_piece(spaces)
+        self._cleared = [others for others in self._cleared if others is not spaces]
+        return chunks
+
+    def _drain_some(self, wanted: int) -> bool:
+        """Give back some slots of cleared chunks, whoever cleared them; False if there are none."""
+        drained = 0
+        for spaces in self._cleared:
+            while spaces and drained < wanted:
+                drained += self._drain_piece(spaces)
+        return drained > 0
+
+    def _drain_piece(self, spaces: Spaces) -> int:
+        """A few cleared chunks: those that still have their slots give them back. How many were looked at."""
+        entries: list[Entry] = []
+        while spaces and len(entries) < DRAIN_PIECE:
+            namespace = next(reversed(spaces))
+            entries.append(spaces[namespace].popitem()[1])
+            if not spaces[namespace]:
+                del spaces[namespace]
+        self._forget([entry for entry in entries if not entry.doomed and self.placement.has(entry)])
+        return len(entries)
+
+    def _empty(self, segment: Segment) -> Steps:
+        """Forget the chunks of a segment; it goes with the last."""
+        forgotten = 0
+        while segment.occupants:
+            offset, entry = segment.occupants.popitem()
+            segment.staying[offset] = entry
+            if not entry.reservation and not entry.doomed:
+                forgotten += self._live.holds(entry)
+                self._forget([entry])
+            yield 1
+        self._close(segment)
+        return forgotten
+
+    def _close(self, segment: Segment) -> None:
+        """The segment is gone, if nothing is left in it."""
+        staying = segment.staying.values()
+        waited_for = segment.occupants or not all(map(self.reservations.quarantined, staying))
+        if not waited_for and self.placement.segments.get(segment.id) is segment:
+            self.reservations.let_go(list(staying))
+            del self.placement.segments[segment.id]
+            self.records.append(journal.SegmentGone(segment.id))
+
+    def _there(self, keys: list[ChunkKey]) -> list[Entry]:
+        """The chunks that are there."""
+        live, everywhere = self._live.beside(keys), self._live
+        self.work += len(keys)
+        return [entry for key in keys if (entry := live.get(key) or everywhere.get(key)) is not None]
+
+    def _held(self, entry: Entry) -> None:
+        self.placement.segments[entry.location.segment].leased += 1
 
     def _unheld(self, entry: Entry) -> None:
+        self.work += 1
+        self.placement.segments[entry.location.segment].leased -= 1
         if entry.doomed:
             self.placement.free(entry)
 
@@ -529,25 +653,26 @@ class Directory:
         self.counters["aborted"] += len(reservation.entries)
         return len(reservation.entries)
 
-    def _keep_watermarks(self) -> None:
-        used, total = self.placement.used_and_total()
+    def _keep_watermarks(self, medium: Medium) -> None:
+        used, total = self.placement.used_and_total(medium)
         if not self._limits.high_water or used <= total * (1 - self._limits.low_water):
             return
         victims: list[Entry] = []
-        for entry in self._next_to_go():
+        passed: list[Entry] = []
+        for entry in islice(self._next_to_go(medium), MAX_SEARCH):
             if used <= total * (1 - self._limits.high_water) or len(victims) == BACKGROUND_EVICTIONS:
                 break
-            if entry.evictable:
-                victims.append(entry)
-                used -= padded(entry.location.length)
-        if victims:
-            self._evict(victims)
+            (victims if entry.evictable else passed).append(entry)
+            used -= padded(entry.location.length) if entry.evictable else 0
+        self._pass_over(passed)
+        self._evict(victims)
         for victim in victims:
             self.placement.free(victim)
 
 
 def _full(nbytes: int, medium: Medium) -> str:
-    return f"no slot of {nbytes:,} B: every {medium} segment is full of chunks that are leased, reserved, pinned or beside such"
+    taken = f"every {medium} segment is full of chunks that are leased, reserved, pinned or beside such"
+    return f"no slot of {nbytes:,} B: {taken}, or more than {MAX_SEARCH:,} of them would have to go at once"
 
 
 def _live(entries: list[Entry]) -> journal.Live:

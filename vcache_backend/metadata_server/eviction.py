@@ -1,70 +1,124 @@
-"""Which chunk goes first. A policy only orders keys; the directory decides what may go (leases, hard pins)."""
+"""Which chunk goes first. A policy only orders chunks; the directory decides what may go (leases, hard pins)."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Protocol
+from itertools import product
+from typing import Protocol, get_args
 
-from vcache_backend.metadata_server.messages import ChunkKey, Pin
+from vcache_backend.metadata_server.messages import ChunkKey, Location, Medium, Pin, SegmentId
+from vcache_backend.metadata_server.placement import Entry
 
 
 class EvictionPolicy(Protocol):
-    """An order over the committed chunks. Called from the server's one thread; every call is O(1)."""
+    """An order over the committed chunks of each medium. Called from the server's one thread; every call is O(1)."""
 
-    def add(self, key: ChunkKey, pin: Pin) -> None:
+    def add(self, entry: Entry, medium: Medium) -> None:
         """A chunk was committed (or its pin changed): it is now the most recent of its class."""
 
-    def touch(self, key: ChunkKey) -> None:
+    def touch(self, entry: Entry) -> None:
         """A chunk was used."""
 
-    def remove(self, key: ChunkKey) -> None:
+    def remove(self, entry: Entry) -> None:
         """A chunk is gone (evicted, removed)."""
 
-    def victims(self) -> Iterator[ChunkKey]:
-        """Chunks from the first to go to the last; hard-pinned ones never. Not to be used after the next change."""
+    def victims(self, medium: Medium) -> Iterator[Entry]:
+        """Chunks of a medium from the first to go to the last; hard-pinned ones never. Not to be used after the next change."""
 
-    def coldest_first(self) -> Iterator[ChunkKey]:
-        """All chunks, hard-pinned ones too, coldest first: the order a journal's snapshot keeps."""
+    def pieces(self, size: int) -> Iterator[list[Entry]]:
+        """All chunks, hard-pinned ones too, at most `size` at once, coldest first within a medium and pin: the order a journal's
+        snapshot keeps. Everything may change between two pieces: what is there from first to last is told once, and what becomes
+        recent before it was told is told as such."""
 
 
 class LRU:
-    """Least recently used first; soft-pinned chunks after all others."""
+    """Least recently used first; soft-pinned chunks after all others.
+
+    The order runs through the entries themselves (`older`, `newer`), in a ring for each medium and pin, so that no step depends on
+    how many there are.
+    """
+
+    LOOKED_AT = 8
+    """A piece of `size` looks at so many times `size` entries: more than become recent in a turn, so that the pieces come to an end."""
 
     def __init__(self) -> None:
-        self._orders: list[OrderedDict[ChunkKey, None]] = [OrderedDict() for _ in Pin]
-        self._plain = self._orders[Pin.NONE]
-        self._pinned: dict[ChunkKey, Pin] = {}
+        self._rings = {ring: _ring() for ring in product(get_args(Medium), Pin)}
+        self._rounds = 0
 
-    def add(self, key: ChunkKey, pin: Pin) -> None:
-        if pin or key in self._pinned:
-            self.remove(key)
-            self._orders[pin][key] = None
-            if pin:
-                self._pinned[key] = pin
-        else:
-            self._plain[key] = None
-            self._plain.move_to_end(key)
+    def add(self, entry: Entry, medium: Medium) -> None:
+        _unlink(entry)
+        entry.ring = self._rings[medium, entry.pin]
+        _link(entry, entry.ring.older, entry.ring)
 
-    def touch(self, key: ChunkKey) -> None:
-        if key in self._plain:
-            self._plain.move_to_end(key)
-        else:
-            self._orders[self._pinned[key]].move_to_end(key)
+    def touch(self, entry: Entry) -> None:
+        ring = entry.ring
+        if ring is not None:
+            _unlink(entry)
+            _link(entry, ring.older, ring)
 
-    def remove(self, key: ChunkKey) -> None:
-        if key in self._plain:
-            del self._plain[key]
-        else:
-            self._orders[self._pinned.pop(key, Pin.NONE)].pop(key, None)
+    def remove(self, entry: Entry) -> None:
+        _unlink(entry)
+        entry.ring = None
 
-    def victims(self) -> Iterator[ChunkKey]:
-        yield from self._orders[Pin.NONE]
-        yield from self._orders[Pin.SOFT]
+    def victims(self, medium: Medium) -> Iterator[Entry]:
+        for pin in (Pin.NONE, Pin.SOFT):
+            ring = self._rings[medium, pin]
+            entry = ring.newer
+            while entry is not None and entry is not ring:
+                newer = entry.newer
+                if entry.key:
+                    yield entry
+                entry = newer
 
-    def coldest_first(self) -> Iterator[ChunkKey]:
-        for order in self._orders:
-            yield from order
+    def pieces(self, size: int) -> Iterator[list[Entry]]:
+        self._rounds += 1
+        turn = self._rounds
+        for ring in self._rings.values():
+            place = _ring()  # stands behind the entries that were looked at, whatever happens to those around it
+            _link(place, ring, ring.newer)
+            try:
+                while place.newer is not ring:
+                    piece = self._piece(place, ring, size, turn)
+                    at_end = place.newer is ring
+                    yield piece
+                    if at_end:
+                        break  # what came behind it meanwhile is new, or was told
+            finally:
+                _unlink(place)
+
+    def _piece(self, place: Entry, ring: Entry, size: int, turn: int) -> list[Entry]:
+        """Entries behind `place`, which moves on, that were not told in this turn."""
+        piece: list[Entry] = []
+        for _ in range(self.LOOKED_AT * size):
+            entry = place.newer
+            if entry is None or entry is ring or len(piece) == size:
+                break
+            _unlink(place)
+            _link(place, entry, entry.newer)
+            if entry.key and entry.told != turn:
+                entry.told = turn
+                piece.append(entry)
+        return piece
+
+
+def _ring() -> Entry:
+    """Where a ring begins and ends, or a place in one: an entry of no chunk."""
+    entry = Entry(ChunkKey(b""), Location(SegmentId(""), 0, 0, 0))
+    entry.older = entry.newer = entry
+    return entry
+
+
+def _link(entry: Entry, older: Entry | None, newer: Entry | None) -> None:
+    entry.older, entry.newer = older, newer
+    if older is not None and newer is not None:
+        older.newer = newer.older = entry
+
+
+def _unlink(entry: Entry) -> None:
+    older, newer = entry.older, entry.newer
+    if older is not None and newer is not None:
+        older.newer, newer.older = newer, older
+        entry.older = entry.newer = None
 
 
 POLICIES: dict[str, type[LRU]] = {"lru": LRU}

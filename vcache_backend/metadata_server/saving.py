@@ -6,6 +6,7 @@ they are offered again, and the saver that finds them below says so without a co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
@@ -18,6 +19,8 @@ from vcache_backend.metadata_server.placement import Entry, Placement
 SAVER_SECONDS = 10.0
 """So long after it last asked a saver counts as one. One whose connection is gone counts no more."""
 MAX_SAVERS = 4096
+MAX_FORGOTTEN = 64
+"""Most savers whose time is over that one look forgets."""
 MAX_SCAN = 4096
 """Most chunks one `Save` looks at, from the coldest on: a millisecond of the server's time."""
 LOOK_AHEAD = 128
@@ -43,7 +46,7 @@ class Saving:
         self._placement = placement
         self._leases = leases
         self._savers: dict[Saver, tuple[int, float]] = {}
-        self._namespaces: frozenset[bytes] = frozenset()
+        self._namespaces: Counter[bytes] = Counter()
         self._doubts: dict[bytes, int] = {}
 
     def is_saved(self, entry: Entry) -> bool:
@@ -61,24 +64,26 @@ class Saving:
 
     def active(self, now: float) -> bool:
         """Does anybody save? Where nobody does, this costs next to nothing."""
-        while self._savers:
-            oldest = next(iter(self._savers))
-            if self._savers[oldest][1] > now:
-                return True
-            self._forget([oldest])
-        return False
+        for _ in range(MAX_FORGOTTEN):
+            oldest = next(iter(self._savers), None)
+            if oldest is None or self._savers[oldest][1] > now:
+                break
+            self._forget(oldest)
+        return bool(self._savers) and self._savers[next(reversed(self._savers))][1] > now
 
     def asked(self, saver: Saver, client: int, now: float) -> None:
         """A client asks for something to save."""
-        self._savers.pop(saver, None)
+        if saver in self._savers:
+            self._forget(saver)
         if self.active(now) and len(self._savers) == MAX_SAVERS:
-            self._forget([next(iter(self._savers))])
+            self._forget(next(iter(self._savers)))
         self._savers[saver] = client, now + SAVER_SECONDS
-        self._namespaces |= {saver.namespace}
+        self._namespaces[saver.namespace] += 1
 
     def drop_client(self, client: int) -> None:
         """The client is gone; what only it could save others may now."""
-        self._forget([saver for saver, (owner, _) in self._savers.items() if owner == client])
+        for saver in [saver for saver, (owner, _) in self._savers.items() if owner == client]:
+            self._forget(saver)
 
     def choose(self, saver: Saver, medium: Medium, coldest: Iterator[Entry], limit: int) -> list[Entry]:
         """Up to `limit` chunks for this saver, coldest first: not saved, and in nobody's hands for it.
@@ -140,8 +145,8 @@ class Saving:
                 mine[id_] = there == saver or there not in self._savers
         return mine
 
-    def _forget(self, savers: list[Saver]) -> None:
-        for saver in savers:
-            del self._savers[saver]
-        if savers:
-            self._namespaces = frozenset(saver.namespace for saver in self._savers)
+    def _forget(self, saver: Saver) -> None:
+        del self._savers[saver]
+        self._namespaces[saver.namespace] -= 1
+        if not self._namespaces[saver.namespace]:
+            del self._namespaces[saver.namespace]

@@ -13,7 +13,7 @@ import secrets
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,12 +24,14 @@ from vcache_backend.errors import ConfigError, ProtocolError, raising_as
 from vcache_backend.metadata_server import journal as journals
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes, wire
+from vcache_backend.metadata_server.backlog import Waiting
 from vcache_backend.metadata_server.connection import Connection
 from vcache_backend.metadata_server.directory import Client, Directory, Limits
 from vcache_backend.metadata_server.endpoint import Endpoint, beside
 from vcache_backend.metadata_server.eviction import POLICIES
 from vcache_backend.metadata_server.journal import Journal
 from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.turns import Turns
 from vcache_backend.metadata_server.witness import NEVER, Proof, Witness
 
 log = logging.getLogger(__name__)
@@ -45,8 +47,15 @@ MAX_HELD_BYTES = 64 << 20
 """A frame may be unfinished for so long, and all unfinished frames together may be so large."""
 SPARE_DESCRIPTORS = 64
 """Not for clients: sockets, journals, /proc. A third each of the rest for connections, their pidfds and segments."""
-MAX_UNSENT_BYTES = 2 * m.MAX_FRAME_BYTES
-"""A client that leaves more than this unread is disconnected."""
+READ_BYTES = 1 << 16
+EVENTS_A_TURN = 64
+"""Most bytes read from a connection in one turn of the loop, and most connections read from."""
+TURN_WORK = 4096
+"""When requests have touched so many entries, those that are left wait for the next turn: some milliseconds."""
+REQUEST_WORK = 16
+"""What every request counts for, besides the entries it touches."""
+BACKLOG_WORK = 1024
+"""So much of what earlier turns left is done in each turn."""
 
 
 class Server:
@@ -57,7 +66,10 @@ class Server:
         self._uids = {os.getuid(), 0, *config.allow_uids}
         self._connections: dict[int, Connection] = {}
         self._numbers = 0
-        self._receiver = wire.Receiver()
+        self._receiver = wire.Receiver(READ_BYTES)
+        self._turns = Turns()
+        self._concerned: dict[Connection, None] = {}
+        """Connections of which something changed in this turn, and those whose request waits for a job."""
         self._journal: Journal | None = None
         self._stopping = False
         self._held = 0
@@ -99,21 +111,27 @@ class Server:
 
     def _serve(self) -> None:
         next_tick = time.monotonic()
+        directory, longest = self._service.directory, self._service.longest
         while not self._stopping:
             now = time.monotonic()
-            events = self._epoll.poll(0.0 if now < self._spin_until else max(0.0, next_tick - now))
+            more = len(self._turns) or directory.unfinished
+            events = self._epoll.poll(0.0 if more or now < self._spin_until else max(0.0, next_tick - now), EVENTS_A_TURN)
+            if not (events or more or now >= next_tick):
+                os.sched_yield()  # spinning, or woken for nothing: whoever else wants this core goes first
+                continue
+            longest.begin()
             self._check_path()
-            for fd, _events in events:
-                self._on_ready(fd)
+            for fd, mask in events:
+                self._on_ready(fd, mask)
+            directory.go_on(BACKLOG_WORK)
+            self._answer_some()
             if now >= next_tick:
                 self._tick()
                 next_tick = now + (BUSY_TICK_SECONDS if self._busy() else IDLE_TICK_SECONDS)
-            elif not events:
-                os.sched_yield()  # spinning, or woken for nothing: whoever else wants this core goes first
-                continue
             self._check_path()
             self._write_journal()
             self._send()
+            longest.end()
 
     def stop(self) -> None:
         """End `run` within a tick. May be called from a signal handler."""
@@ -156,22 +174,33 @@ class Server:
 
     # ---- events
 
-    def _on_ready(self, fd: int) -> None:
+    def _on_ready(self, fd: int, mask: int) -> None:
         if fd == self._listener.fileno():
             self._accept()
         elif fd in self._watch:
             self._service.directory.process_gone(self._watch.ended(fd))
         elif fd in self._connections:
             connection = self._connections[fd]
-            try:
-                self._read(connection)
-            except BlockingIOError:
-                return
-            except OSError:
+            self._concerned[connection] = None
+            if mask & select.EPOLLIN:
+                self._guarded(connection, self._read)
+            elif mask & (select.EPOLLHUP | select.EPOLLERR):
                 self._disconnect(connection)
-            except Exception:
-                log.exception("a request of pid %d could not be answered; its connection is closed", connection.pid)
-                self._disconnect(connection)
+
+    def _guarded(self, connection: Connection, what: Callable[[Connection], None]) -> None:
+        """Whatever goes wrong with one connection ends that one only."""
+        try:
+            what(connection)
+        except BlockingIOError:
+            return
+        except ProtocolError as error:
+            self._service.directory.counters["protocol_errors"] += 1
+            self._refuse(connection, str(error))
+        except OSError:
+            self._disconnect(connection)
+        except Exception:
+            log.exception("a request of pid %d could not be answered; its connection is closed", connection.pid)
+            self._disconnect(connection)
 
     def _accept(self) -> None:
         try:
@@ -188,6 +217,7 @@ class Server:
         connection = Connection(sock, self._numbers, pid)
         self._connections[sock.fileno()] = connection
         self._epoll.register(sock, select.EPOLLIN)
+        self._concerned[connection] = None
         self._service.directory.counters["clients_total"] += 1
         if uid not in self._uids:
             log.warning("refused a connection of uid %d (pid %d)", uid, pid)
@@ -222,18 +252,41 @@ class Server:
             wire.close_fds(connection.fds)
             connection.fds.clear()
             return
-        try:
-            if len(connection.fds) > wire.MAX_FDS:
-                raise ProtocolError(f"{len(connection.fds)} fds came with one frame; at most {wire.MAX_FDS} may")
-            frames = connection.reader.feed(data)
-            self._held += connection.hold(bool(frames))
-            if self._held > MAX_HELD_BYTES:
-                self._drop_oldest_half()
-            for body in frames:
-                self._on_frame(connection, body)
-        except ProtocolError as error:
-            self._service.directory.counters["protocol_errors"] += 1
-            self._refuse(connection, str(error))
+        if len(connection.fds) > wire.MAX_FDS:
+            raise ProtocolError(f"{len(connection.fds)} fds came with one frame; at most {wire.MAX_FDS} may")
+        connection.reader.push(data)
+        self._hold(connection, connection.reader.ready)
+        self._turns.enter(connection)
+
+    def _hold(self, connection: Connection, completed: bool) -> None:
+        """What this connection has sent of a frame may have changed."""
+        self._held += connection.hold(completed)
+        if self._held > MAX_HELD_BYTES:
+            self._drop_oldest_half()
+
+    def _answer_some(self) -> None:
+        """Answer requests, one after the other, until they have made enough work for one turn."""
+        directory = self._service.directory
+        for connection in list(self._concerned):
+            waiting = connection.waiting
+            if waiting is not None and waiting.job.done:
+                connection.waiting = None
+                connection.queue(waiting.reply(waiting.job.count))
+                self._turns.enter(connection)
+        enough = directory.work + TURN_WORK
+        while directory.work < enough and (served := self._turns.next()) is not None:
+            before = directory.work
+            self._guarded(served, self._answer)
+            directory.work += REQUEST_WORK
+            served.charged += directory.work - before
+            self._concerned[served] = None
+            self._turns.enter(served)
+
+    def _answer(self, connection: Connection) -> None:
+        body = connection.reader.take()
+        if body is not None:
+            self._hold(connection, True)
+            self._on_frame(connection, body)
 
     def _drop_oldest_half(self) -> None:
         """Of all unfinished frames the one that was begun first: one that is under way takes milliseconds."""
@@ -262,7 +315,10 @@ class Server:
             reply = msgspec.structs.replace(reply, clients=len(self._connections))
         wire.close_fds(connection.fds)
         connection.fds.clear()
-        connection.queue(reply, held)
+        if isinstance(reply, Waiting):
+            connection.waiting = reply
+        else:
+            connection.queue(reply, held)
 
     def _hello(self, connection: Connection, request: m.AnyRequest) -> None:
         if not isinstance(request, m.Hello):
@@ -341,19 +397,25 @@ class Server:
         records.clear()
 
     def _send(self) -> None:
-        for connection in list(self._connections.values()):
-            if not connection.unsent:
+        """What can leave now does; then listen to those whose requests are all answered, and whose answers are read."""
+        concerned, self._concerned = self._concerned, {}
+        for connection in concerned:
+            if connection.closed:
                 continue
             try:
                 connection.flush()
             except OSError:
                 self._disconnect(connection)
                 continue
-            if connection.unsent_bytes > MAX_UNSENT_BYTES or connection.closing:
+            if connection.closing:
                 self._disconnect(connection)
-            elif connection.blocked != bool(connection.unsent):
-                connection.blocked = bool(connection.unsent)
-                self._epoll.modify(connection.sock, select.EPOLLIN | (select.EPOLLOUT if connection.blocked else 0))
+                continue
+            self._turns.enter(connection)
+            if connection.waiting is not None:
+                self._concerned[connection] = None
+            if connection.mask != connection.wanted:
+                connection.mask = connection.wanted
+                self._epoll.modify(connection.sock, connection.mask)
 
     def _refuse(self, connection: Connection, message: str) -> None:
         """Say why, then close, read or not."""

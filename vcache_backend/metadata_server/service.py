@@ -12,10 +12,12 @@ import msgspec
 
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.backlog import Waiting
 from vcache_backend.metadata_server.descriptors import Descriptor, unfit
 from vcache_backend.metadata_server.directory import Client, Directory
 from vcache_backend.metadata_server.layouts import Layouts
 from vcache_backend.metadata_server.reports import Reports
+from vcache_backend.metadata_server.turns import Longest
 from vcache_backend.metadata_server.witness import Proof
 
 log = logging.getLogger(__name__)
@@ -40,14 +42,17 @@ class Service:
         self.latency: dict[str, Histogram] = {}
         self.fds: dict[m.SegmentId, Descriptor] = {}
         self.reports = Reports(time.time)
+        self.longest = Longest()
         self._started = time.monotonic()
 
-    def answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
-        """The reply and the fd that goes with it, if any, to be held until it is sent. `fds` came along; one that is kept is taken
-        out of the list."""
+    def answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply | Waiting, Descriptor | None]:
+        """The reply, now or later, and the fd that goes with it, if any, to be held until it is sent. `fds` came along; one that is
+        kept is taken out of the list."""
         started = time.perf_counter()
         try:
             reply, fd = self._answer(client, request, fds)
+            if isinstance(reply, Waiting) and reply.job.done:
+                reply = reply.reply(reply.job.count)
         except Refuse as refusal:
             reply, fd = m.Error(str(refusal)), None
         name = type(request).__name__
@@ -57,11 +62,11 @@ class Service:
         histogram.add((time.perf_counter() - started) * 1e6)
         return reply, fd
 
-    def _answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
+    def _answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply | Waiting, Descriptor | None]:
         directory = self.directory
         match request:
             case m.Lookup(keys, ranks):
-                return m.Count(directory.lookup(keys, ranks)), None
+                return self._lookup(keys, ranks), None
             case m.Acquire(keys):
                 return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys)), None
             case m.Release(lease):
@@ -83,7 +88,7 @@ class Service:
             case m.Remove(keys, force):
                 return m.Count(directory.remove(keys, force)), None
             case m.Clear(namespace, reset):
-                return m.Count(directory.clear(namespace, reset)), None
+                return self._clear(namespace, reset), None
             case m.AddSegment():
                 return self._add_segment(client, request, fds), None
             case m.Lend(nbytes):
@@ -129,10 +134,9 @@ class Service:
             log.error("journal: %s; %d chunks in %d segments are lost, fresh memory is used", refuted, lost, len(absent))
 
     def collect_dropped(self) -> None:
-        """Finish dropping segments whose last lease or reservation ended, and let go of their memory."""
-        for id_, segment in list(self.directory.placement.segments.items()):
-            if segment.draining:
-                self._drop_segment(id_)
+        """Let go of the memory of segments that are gone."""
+        for id_ in [id_ for id_ in self.fds if id_ not in self.directory.placement.segments]:
+            del self.fds[id_]
 
     def close(self) -> None:
         """Let go of all fds; host and GPU memory nobody else holds is freed."""
@@ -177,15 +181,27 @@ class Service:
         if id_ not in self.fds:
             raise Refuse(f"segment {id_} is not here: it was dropped, or nobody offered it since the server's restart")
         segment = self.directory.placement.segments[id_]
-        return m.Opened(segment.info(reserved=0, leased=0)), self.fds[id_]
+        return m.Opened(segment.info()), self.fds[id_]
 
-    def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
+    def _lookup(self, keys: list[m.ChunkKey], ranks: int) -> m.Count:
+        if len(keys) * ranks > m.MAX_LOOKED_UP:
+            raise Refuse(f"lookup: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once")
+        return m.Count(self.directory.lookup(keys, ranks))
+
+    def _clear(self, namespace: bytes, reset: bool) -> Waiting:
+        if len(namespace) not in (0, m.NAMESPACE_BYTES):
+            what = f'a namespace is {m.NAMESPACE_BYTES} bytes, b"" means all of them'
+            raise Refuse(f"clear: {namespace!r} is {len(namespace)} bytes; {what}")
+        return Waiting(self.directory.clear(namespace, reset), m.Count)
+
+    def _drop_segment(self, id_: m.SegmentId) -> Waiting:
         if id_ not in self.directory.placement.segments:
             raise Refuse(f"segment {id_} is not here; `vcache segment list` shows those that are")
-        chunks, gone = self.directory.drop_segment(id_)
-        if gone:
-            del self.fds[id_]
-        return m.Dropped(chunks, gone)
+        return Waiting(self.directory.drop_segment(id_), lambda chunks: self._dropped(id_, chunks))
+
+    def _dropped(self, id_: m.SegmentId, chunks: int) -> m.Dropped:
+        self.collect_dropped()
+        return m.Dropped(chunks, id_ not in self.directory.placement.segments)
 
     def _report(self, client: Client, level: m.Level, text: str) -> m.Count:
         reported = self.reports.add(client, level, text)
@@ -196,7 +212,7 @@ class Service:
     def _stats(self) -> m.ServerStats:
         directory = self.directory
         open_, quarantined = directory.reservations.counts()
-        counters = dict(directory.counters) | {"expired_leases": directory.leases.expired}
+        counters = dict(directory.counters) | {"expired_leases": directory.leases.expired} | self.longest.told()
         return m.ServerStats(
             epoch=self.epoch,
             uptime_seconds=time.monotonic() - self._started,

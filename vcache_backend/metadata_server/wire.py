@@ -9,7 +9,7 @@ from array import array
 import msgspec
 
 from vcache_backend.errors import ProtocolError
-from vcache_backend.metadata_server.messages import MAX_FRAME_BYTES, AnyReply, AnyRequest, Reply, Request
+from vcache_backend.metadata_server.messages import MAX_FRAME_BYTES, MAX_REQUEST_BYTES, AnyReply, AnyRequest, Reply, Request
 
 HEADER_BYTES = 4
 MAX_FDS = 4
@@ -23,21 +23,20 @@ reply_decoder = msgspec.msgpack.Decoder(AnyReply)
 
 
 def frame(message: Request | Reply) -> bytes:
-    """A message as it goes over the wire. ProtocolError if it exceeds MAX_FRAME_BYTES."""
+    """A message as it goes over the wire. ProtocolError if it exceeds MAX_REQUEST_BYTES, as a reply MAX_FRAME_BYTES."""
     body = encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
+    limit = MAX_REQUEST_BYTES if isinstance(message, Request) else MAX_FRAME_BYTES
+    if len(body) > limit:
         kind = type(message).__name__
-        raise ProtocolError(
-            f"{kind} of {len(body):,} B exceeds the limit of {MAX_FRAME_BYTES:,} B a frame; send fewer keys at once"
-        )
+        raise ProtocolError(f"{kind} of {len(body):,} B exceeds the limit of {limit:,} B a frame; send fewer keys at once")
     return len(body).to_bytes(HEADER_BYTES, "little") + body
 
 
 class Receiver:
     """Reads from one socket after another into one buffer, so that a read costs no allocation. One thread at a time."""
 
-    def __init__(self) -> None:
-        self._buffer = bytearray(READ_BYTES)
+    def __init__(self, most: int = READ_BYTES) -> None:
+        self._buffer = bytearray(most)
         self._view = memoryview(self._buffer)
 
     def receive(self, sock: socket.socket) -> tuple[memoryview, list[int]]:
@@ -56,29 +55,53 @@ class Receiver:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames."""
+    """Cuts a byte stream into frames of at most `limit` bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
+        self._limit = limit
         self._buffer = bytearray()
+        self._at = 0
+
+    def push(self, data: bytes | memoryview) -> None:
+        """More of the stream, to be had by `take`."""
+        if self._at:
+            del self._buffer[: self._at]
+            self._at = 0
+        self._buffer += data
+
+    @property
+    def ready(self) -> bool:
+        """Has `take` something to say?"""
+        have = len(self._buffer) - self._at - HEADER_BYTES
+        if have < 0:
+            return False
+        size = int.from_bytes(self._buffer[self._at : self._at + HEADER_BYTES], "little")
+        return have >= size or size > self._limit
+
+    def take(self) -> bytes | None:
+        """The next whole frame, if it is there. ProtocolError on a length above the limit: the stream cannot be trusted."""
+        at = self._at + HEADER_BYTES
+        if len(self._buffer) < at:
+            return None
+        size = int.from_bytes(self._buffer[self._at : at], "little")
+        if size > self._limit:
+            raise ProtocolError(f"a frame announces {size:,} B; the limit is {self._limit:,} B")
+        if len(self._buffer) < at + size:
+            return None
+        self._at = at + size
+        return bytes(self._buffer[at : at + size])
 
     @property
     def held(self) -> int:
         """Bytes of a frame whose end has yet to come."""
-        return len(self._buffer)
+        return 0 if self.ready else len(self._buffer) - self._at
 
     def feed(self, data: bytes | memoryview) -> list[bytes]:
-        """The frames that `data` completes. ProtocolError on a length above the limit: the stream cannot be trusted."""
-        self._buffer += data
-        frames, at, end = [], 0, len(self._buffer)
-        while end - at >= HEADER_BYTES:
-            size = int.from_bytes(self._buffer[at : at + HEADER_BYTES], "little")
-            if size > MAX_FRAME_BYTES:
-                raise ProtocolError(f"a frame announces {size:,} B; the limit is {MAX_FRAME_BYTES:,} B")
-            if end - at < HEADER_BYTES + size:
-                break
-            frames.append(bytes(self._buffer[at + HEADER_BYTES : at + HEADER_BYTES + size]))
-            at += HEADER_BYTES + size
-        del self._buffer[:at]
+        """The frames that `data` completes. ProtocolError as `take` raises it."""
+        self.push(data)
+        frames = []
+        while (frame := self.take()) is not None:
+            frames.append(frame)
         return frames
 
 
