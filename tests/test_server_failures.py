@@ -488,6 +488,24 @@ def test_between_pid_namespaces_a_writer_s_slots_come_back_when_it_is_gone_and_n
     eventually(lambda: has_room(client))
 
 
+@pytest.mark.skipif(not ISOLATES, reason="needs the right to make a pid namespace")
+def test_a_server_that_starts_again_in_another_pid_namespace_takes_nobody_for_gone(stage_: Stage, memfd: int) -> None:
+    """The journal has the writer's pid of before, which here is nobody's, or somebody else's."""
+    server = stage_.server()
+    client = stage_.client(QUICK)
+    client.offer(info("s0", 4 * KIB), memfd)
+    writer = stage_.script(RESERVE_AND_WAIT)
+    writer.expect("reserved")
+    before = client.epoch
+    server.kill()
+    command = [*IN_A_PID_NAMESPACE, sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(stage_.path)]
+    stage_.undo.enter_context(Child(command)).expect("serving")
+    eventually(lambda: client.connected and client.epoch != before and [i.state for i in client.list_segments()] == ["live"])
+    time.sleep(1.2)
+    assert client.stats().quarantined == 1
+    assert not has_room(client)
+
+
 def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(stage_: Stage, memfd: int) -> None:
     """Exactly one is free: the writer's pidfd takes it, and nothing is left to look at the process with."""
     server = stage_.server(reservation_seconds=0.3)

@@ -110,7 +110,10 @@ class Endpoint:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"server.socket: another server already serves {self._path}") from error
-        os.utime(lock)
+        mine = _pid_namespace()
+        self.same_pids = os.pread(lock, 2 * len(mine), 0) == mine
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, mine, 0)
 
     def _make_way(self) -> None:
         """Remove the socket of a server that is gone, and nothing else."""
@@ -145,6 +148,12 @@ class Endpoint:
     def _remove(self) -> None:
         if not self.lost():
             self._path.unlink(missing_ok=True)
+
+
+def _pid_namespace() -> bytes:
+    """Names the pid namespace of this process, and the boot it is of."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{os.readlink('/proc/self/ns/pid')} of boot {boot}\n".encode()
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -131,6 +131,11 @@ class Watch:
         self._epoll = epoll
         self._processes: dict[ProcessId, _Process] = {}
         self._waited: dict[int, ProcessId] = {}
+        self._unseen: set[ProcessId] = set()
+
+    def cannot_see(self, unseen: set[ProcessId]) -> None:
+        """Pids of another pid namespace: nothing here tells whether those processes are gone."""
+        self._unseen = unseen
 
     def __contains__(self, fd: int) -> bool:
         """Is this one waited for?"""
@@ -156,7 +161,7 @@ class Watch:
         gone = []
         for process in wanted:
             known = self._processes.setdefault(process, _Process(None))
-            if known.pidfd is None and process.pid:
+            if known.pidfd is None and process.pid and process not in self._unseen:
                 try:
                     known.pidfd = open_pidfd(process)
                 except OSError as error:

@@ -91,6 +91,8 @@ class Server:
             undo.callback(self._watch.close)
             self._service = self._start_service(beside(config.path, ".journal"), undo)
             undo.callback(self._service.close)
+            if not self._endpoint.same_pids:
+                self._watch.cannot_see(self._service.directory.quarantined_processes())
             self._recover_until = time.monotonic() + config.recover_seconds
             self._undo = undo.pop_all()
         self._watch_quarantined()
