@@ -170,10 +170,10 @@ class Worker:
         io.lease, io.end = leased, judged  # type: ignore[method-assign]
 
     def serve(self, lasting: float) -> Served:
-        """Rounds for so long; what happened in them."""
+        """Rounds for so long; what happened in them. A wrong byte is told at once: this process may be killed."""
         served, deadline = Served(Tally(), []), time.monotonic() + lasting
         stored, stopped, refused = self._stored(), self._copier.stopped, self._refused
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not served.wrong:
             try:
                 self._round(served)
             except Exception:  # noqa: BLE001 - none may come, and the parent shows it
