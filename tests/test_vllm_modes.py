@@ -99,14 +99,20 @@ def test_instances_without_a_hash_seed_share_where_vllm_has_one(here: Node, b: I
     assert "vcache caches nothing" not in b.log
 
 
-def test_another_seed_is_another_world(here: Node, b: Instance) -> None:
+def test_another_seed_is_another_world_and_who_comes_with_one_says_so(here: Node, a: Instance, b: Instance) -> None:
     tokens = new_tokens(4 * CHUNK + 1)
     computed = keep(here, b, tokens)
+    a.one(new_tokens(1))
+    said = len(b.log)
     assert not b.restart({"PYTHONHASHSEED": "7"}, kv_transfer_config=here.transfer(), model=str(here.model))
     try:
         first = b.one(tokens)
         assert first.cached == 0
         assert first.agrees(computed)
+        (line,) = [line for line in b.log[said:].splitlines() if "vcache: another instance" in line]
+        assert "extra.hash_root" in line
+        assert "PYTHONHASHSEED" in line
+        assert [mismatch.field for mismatch in here.stats().mismatches] == ["extra.hash_root"]
     finally:
         assert not b.restart(UNSEEDED, kv_transfer_config=here.transfer(), model=str(here.model))
     assert b.one(tokens).cached == 4 * CHUNK
