@@ -10,12 +10,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from . import both_ways, codecs, copies, engine, metadata, mooncake, mooncake_depot
+from . import both_ways, codecs, copies, engine, metadata, mooncake, mooncake_depot, turns
 from .results import Row, document, write
 
 TABLE_COLUMNS = 110
 SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "metadata": metadata.run,
+    "turns": turns.run,
     "copies": copies.run,
     "both_ways": both_ways.run,
     "engine": engine.run,

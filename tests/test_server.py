@@ -374,8 +374,8 @@ def test_who_clears_much_is_answered_when_all_is_gone_and_others_meanwhile(stage
     worker, other = stage_.raw(), stage_.raw()
     assert worker.ask("add_segment", "s0", "host", "host", count * KIB, fds=(fd,)) == ["added", 0, True]
     keys = [chunk_key(n) for n in range(count)]
-    for at in range(0, count, 2000):
-        put(worker, *keys[at : at + 2000])
+    for at in range(0, count, 1000):
+        put(worker, *keys[at : at + 1000])
     worker.send("clear", b"")
     worker.send("list_segments")
     eventually(lambda: ask(other, "lookup", [A], 1) == ["count", 0])

@@ -20,7 +20,7 @@ MAX_KEYS = 8192
 """Most keys in one request; a request of more is refused and the connection stays usable."""
 MAX_LOOKED_UP = 16_384
 """Most keys times ranks of one look-up; one of more is refused in the same way."""
-MAX_SLOTS = 2048
+MAX_SLOTS = 1024
 """Most slots that one request reserves; the keys after these are refused as FULL."""
 MAX_SAVE = 256
 """Most chunks one `Save` hands out."""

@@ -12,7 +12,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, Location, Medium, 
 
 MAX_WINDOW_ATTEMPTS = 64
 """How many cold chunks are tried as the start of a run to evict, when chunks of other sizes surround them."""
-MAX_SEARCH = 4096
+MAX_SEARCH = 2048
 """Most chunks that one search for victims looks at, and most that a run to evict is made of: some milliseconds of the server's time."""
 SAME_SEGMENT = 64
 """So many slots of one request are taken from a segment before the roomiest one is looked for again."""

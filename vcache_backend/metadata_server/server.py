@@ -50,11 +50,11 @@ SPARE_DESCRIPTORS = 64
 READ_BYTES = 1 << 16
 EVENTS_A_TURN = 64
 """Most bytes read from a connection in one turn of the loop, and most connections read from."""
-TURN_WORK = 4096
+TURN_WORK = 2048
 """When requests have touched so many entries, those that are left wait for the next turn: some milliseconds."""
 REQUEST_WORK = 16
 """What every request counts for, besides the entries it touches."""
-BACKLOG_WORK = 1024
+BACKLOG_WORK = 512
 """So much of what earlier turns left is done in each turn."""
 
 

@@ -41,7 +41,7 @@ class Turns:
 
 
 class Longest:
-    """The longest turn of the loop since somebody last asked: microseconds on the wall clock, and of the processor."""
+    """The longest turn of the loop since the server's start: microseconds on the wall clock, and of the processor."""
 
     def __init__(self) -> None:
         self._wall = self._cpu = 0.0
@@ -57,7 +57,5 @@ class Longest:
         self._cpu = max(self._cpu, time.thread_time() - self._began_cpu)
 
     def told(self) -> dict[str, int]:
-        """As counters; from here on it begins anew."""
-        counters = {"longest_turn_us": round(self._wall * 1e6), "longest_turn_cpu_us": round(self._cpu * 1e6)}
-        self._wall = self._cpu = 0.0
-        return counters
+        """As counters."""
+        return {"longest_turn_us": round(self._wall * 1e6), "longest_turn_cpu_us": round(self._cpu * 1e6)}
