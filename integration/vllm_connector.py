@@ -7,6 +7,14 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "VCacheConnector", "kv_r
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
 from .vllm.connector import VCacheConnector
+
+with suppress(ValueError):  # it is known already
+    # MultiConnector finds what reads a connector's statistics by the name of its class.
+    KVConnectorFactory.register_connector(VCacheConnector.__name__, __name__, VCacheConnector.__name__)
 
 __all__ = ["VCacheConnector"]

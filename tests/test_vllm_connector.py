@@ -105,6 +105,8 @@ def test_a_load_beside_others_is_part_of_a_step_only_if_it_is_small(
     small, large = new_tokens(3 * CHUNK + 1), new_tokens(6 * CHUNK + 1)
     for tokens in (small, large):
         keep(here, a, tokens)
+    # Its first step runs no model: the worker says what it holds.
+    b.one(new_tokens(5))
     b.add("alone", large, max_tokens=1)
     assert b.step(1)["alone"].cached == 6 * CHUNK
     b.forget()
@@ -132,10 +134,11 @@ def test_another_instances_prefix_is_as_good_as_vllms_own(here: Node, a: Instanc
 
 
 def test_of_a_prompt_that_is_all_there_the_last_block_is_computed(here: Node, a: Instance, reader: Instance) -> None:
-    tokens = new_tokens(3 * CHUNK)
+    tokens, loaded = new_tokens(3 * CHUNK), reader.counter("vllm:vcache_loaded_tokens")
     computed = keep(here, a, tokens)
     own, from_pool = a.one(tokens), reader.one(tokens)
     assert (own.cached, from_pool.cached) == (3 * CHUNK - BLOCK, 3 * CHUNK - BLOCK)
+    assert reader.counter("vllm:vcache_loaded_tokens") - loaded == 3 * CHUNK - BLOCK
     assert from_pool.said == own.said
     assert from_pool.agrees(computed)
 

@@ -155,6 +155,8 @@ def test_an_adapter_shares_with_itself_only(here: Node, a: Instance, tmp_path: P
 def test_a_producer_stores_and_does_not_look(here: Node, b: Instance) -> None:
     transfer = here.transfer({"connector": {"store": "prompt"}}, role="kv_producer")
     assert not b.restart(kv_transfer_config=transfer, model=str(here.model))
+    # Somebody waits for what it computes.
+    assert b.ask("scheduler", "requires_kv_delivery")
     tokens, questions, before = new_tokens(4 * CHUNK - 10), asked(here), here.stats().chunks
     computed = keep(here, b, tokens, max_tokens=2 * CHUNK)
     assert (b.again(tokens).cached, asked(here)) == (0, questions)
@@ -167,10 +169,14 @@ def test_a_producer_stores_and_does_not_look(here: Node, b: Instance) -> None:
 
 def test_a_consumer_loads_and_stores_nothing(here: Node, b: Instance) -> None:
     assert not b.restart(kv_transfer_config=here.transfer(), model=str(here.model))
+    assert not b.ask("scheduler", "requires_kv_delivery")
+    assert b.ask("scheduler", "recompute_kv_load_failures")
     tokens = new_tokens(4 * CHUNK + 1)
     computed = keep(here, b, tokens)
     longer, chunks = tokens + new_tokens(4 * CHUNK), here.stats().chunks
-    assert not b.restart(kv_transfer_config=here.transfer(role="kv_consumer"), model=str(here.model))
+    strict = here.transfer({"connector": {"kv_load_failure_policy": "fail"}}, role="kv_consumer")
+    assert not b.restart(kv_transfer_config=strict, model=str(here.model))
+    assert not b.ask("scheduler", "recompute_kv_load_failures")
     answer = b.one(tokens)
     assert answer.cached == 4 * CHUNK
     assert answer.agrees(computed)

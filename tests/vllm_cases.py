@@ -509,6 +509,10 @@ class Serving:
         self.run([prompt], together=False)
         return self.reset()
 
+    def scheduler(self, name: str) -> bool:
+        """What vLLM's scheduler has decided by its configuration."""
+        return bool(getattr(self.llm.llm_engine.engine_core.engine_core.scheduler, name))
+
     def add(self, name: str, prompt: dict[str, Any]) -> bool:
         """Give the engine a request, and return."""
         request = Prompt(**prompt)

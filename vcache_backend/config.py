@@ -154,8 +154,9 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     beside the steps of others, while nothing else runs; where vLLM can recompute such a load (its first model runner without
     asynchronous scheduling), also while others run if it is shorter than this. 0: never. store: every chunk that is computed, or
     only those of prompts. wait_seconds: how long a request waits for a prefix that was announced to it and is still being computed
-    elsewhere. consume_once: chunks leave the pool when they are loaded, as in disaggregated prefill. model: names the weights, for
-    instances that see the same ones under different paths; empty: as vLLM names them.
+    elsewhere. consume_once: chunks leave the pool when they are loaded, as in disaggregated prefill. kv_load_failure_policy: vLLM's; a
+    load that fails is computed, or fails its request. model: names the weights, for instances that see the same ones under different
+    paths; empty: as vLLM names them.
     """
 
     min_hit_tokens: PositiveInt = 256
@@ -163,6 +164,7 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     store: Literal["all", "prompt"] = "all"
     wait_seconds: Positive = 10.0
     consume_once: bool = False
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     model: str = ""
 
 

@@ -33,6 +33,15 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
+def hit_sources(pool_in_host: bool, pooled: int, below: int) -> dict[Any, int]:
+    """Tokens by where they lie, in vLLM's words (from 0.32 on, which asks for it); the store below may be anywhere."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    pool = CacheHitSource.HOST if pool_in_host else CacheHitSource.P2P
+    counted = {pool: pooled, CacheHitSource.EXTERNAL_UNSPECIFIED: below}
+    return {source: tokens for source, tokens in counted.items() if tokens}
+
+
 def publishes_events(vllm_config: Any) -> bool:
     """Does anybody want to know which blocks are where?"""
     return bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))

@@ -11,9 +11,9 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vcache_backend.errors import VCacheError
 
 from . import settings, stats
-from .metadata import Shard, StepMetadata
+from .metadata import StepMetadata
 from .scheduler import SchedulerSide
 from .worker import WorkerSide
 
@@ -64,10 +64,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._meter = stats.Meter()
-            if transfer.kv_load_failure_policy == "fail":
-                # Ours: a chunk that was lost is computed. It is read again by the scheduler, which is made after this.
-                log.info("vcache: kv_load_failure_policy is recompute with this connector")
-                transfer.kv_load_failure_policy = "recompute"
+            # vLLM's scheduler reads it after this. The worker's half says so.
+            transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
             loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config, loads, stores, self._meter)
         else:
@@ -76,23 +74,26 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ranks = get_pp_group().rank_in_group, get_tp_group().rank_in_group
             # All of them move the same tokens.
             self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
+            self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
             self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A chunk that is not stored is a miss later, nothing worse."""
-        return False
+        """Does somebody wait for what this instance computes? Otherwise a chunk that is not stored is a miss later, nothing worse."""
+        return bool(self._kv_transfer_config.kv_role == "kv_producer")
 
     # ---- in the scheduler
 
-    @_guarded(None)
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
-        if self._scheduler is not None:
-            self._scheduler.finder.meet(metadata)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Nothing: MultiConnector hands on what one connector has, and not ours; our workers say what they hold in their first step."""
 
     @_guarded((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.matched(request, num_computed_tokens) if self._scheduler is not None else (0, False)
+
+    @_guarded({})
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        return self._scheduler.sources(request, num_external_tokens) if self._scheduler is not None else {}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None and not self._allocated(self._scheduler, request, blocks, num_external_tokens):
@@ -137,6 +138,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is None:
             return
+        self._say_policy()
         try:
             self._worker.register(kv_caches)
         except VCacheError as error:
@@ -145,8 +147,23 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             log.exception("vcache caches nothing here")
             self._worker.refuse(f"{type(error).__name__}: {error}")
 
-    def get_handshake_metadata(self) -> Shard | None:
-        return self._worker.shard if self._worker is not None else None
+    @_guarded(None)
+    def _say_policy(self) -> None:
+        """What becomes of `kv_load_failure_policy`. Another connector's, if that has made this one, is out of reach."""
+        outermost, wanted = get_kv_transfer_group(), self._policy
+        found = outermost._kv_transfer_config.kv_load_failure_policy
+        if not wanted or found == wanted:
+            return
+        if outermost is self:
+            log.info(
+                "vcache: kv_load_failure_policy is %s, not vLLM's %s; connector.kv_load_failure_policy decides", wanted, found
+            )
+        else:
+            log.warning(
+                'vcache: kv_load_failure_policy is %s, so that a load that fails fails its request; put "kv_load_failure_policy":"%s" '
+                'beside "kv_connector":"%s" in --kv-transfer-config',
+                *(found, wanted, outermost._kv_transfer_config.kv_connector),
+            )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

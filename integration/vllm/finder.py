@@ -26,6 +26,8 @@ from .stats import Meter
 log = logging.getLogger("vllm.vcache")
 
 NEVER = float("-inf")
+INTRODUCTION_SECONDS = 10.0
+"""How long the first request waits for the workers to say what they hold; they do in the first step, which runs no model."""
 FRESH_SECONDS = 0.5
 """How long the answer of a look-up counts for a request that vLLM could not schedule at once."""
 
@@ -33,8 +35,8 @@ FRESH_SECONDS = 0.5
 @dataclass(slots=True)
 class Tracked:
     """One request. stored: chunks from its start that are in the pool or on their way. hits: how many leading chunks there were at
-    the time `looked_at`, `below` if not all of them lie in the pool. granted: the lease on those after the first `granted_from`.
-    local: its tokens in vLLM's own cache when it was matched. spent: seconds this module took for it."""
+    the time `looked_at`, `pooled` of them in the pool, and `below` if not all. granted: the lease on those after the first
+    `granted_from`. local: its tokens in vLLM's own cache when it was matched. spent: seconds this module took for it."""
 
     request: Any
     wants: wants.Wants
@@ -43,6 +45,7 @@ class Tracked:
     stored: int = 0
     hits: int = 0
     looked_at: float = NEVER
+    pooled: int = 0
     below: bool = False
     granted: Granted | None = None
     granted_from: int = 0
@@ -64,39 +67,58 @@ class Finder:
         self._config, self._model, self._meter = config, model, meter
         self._size, self._hash_block = config.engine.chunk_size, hash_block
         self._shards: dict[tuple[int, int], facts.ShardFacts] = {}
+        self._introduced_by = 0.0
         self._client: Client | None = None
         self._namer: KeyMaker | None = None
         self._releaser: Committer | None = None
         self._adapters = Adapters()
         self._prefix = b""
-        self._below: Below | None = None
+        self._workers = model.pp_size * model.tp_size
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
+        self._below: Below | None = None
+        if not refused:
+            try:
+                # Now, since it takes a moment in the background until it is there.
+                self._below = Below(config.fallback, self.ranks, model.device_type != "cpu")
+            except Exception:  # the door to vLLM
+                log.exception("vcache: nothing is read from the store below the pool")
         self.readable: frozenset[SegmentId] = frozenset()
         self.refused = ""
         if refused:
             self._refuse(refused)
 
-    def meet(self, shards: Mapping[tuple[int, int], Any]) -> None:
-        """What every worker holds, by (pipeline rank, tensor rank)."""
-        self._shards = {rank: shard.facts for rank, shard in shards.items() if isinstance(shard, Shard)}
-        self.readable = frozenset().union(*(shard.segments for shard in shards.values() if isinstance(shard, Shard)))
-        wanted = self._model.pp_size * self._model.tp_size
+    @property
+    def introduced(self) -> bool:
+        """Is it known what every worker holds, or that nothing is cached?"""
+        return bool(self.refused) or len(self._shards) == self._workers
+
+    def wait(self) -> bool:
+        """Is a request to wait until everything is `introduced`? Not for longer than `INTRODUCTION_SECONDS`."""
+        if self.introduced:
+            return False
+        self._introduced_by = self._introduced_by or monotonic() + INTRODUCTION_SECONDS
+        if monotonic() > self._introduced_by:
+            self._refuse(f"{len(self._shards)} of {self._workers} workers said what they hold")
+        return not self.refused
+
+    def meet(self, shards: Mapping[tuple[int, int], Shard]) -> None:
+        """What workers hold, by (pipeline rank, tensor rank)."""
+        if not shards or self.introduced:
+            return
+        self._shards |= {rank: shard.facts for rank, shard in shards.items()}
         problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
-        if len(self._shards) != wanted:
-            problems.append(f"{len(self._shards)} of {wanted} workers said what they hold")
-        if problems and not self.refused:
+        if problems:
             self._refuse("; ".join(problems))
-        if not self.refused and self._below is None and all(getattr(shard, "below", False) for shard in shards.values()):
-            # Now, since it takes a moment in the background until it is there.
-            self._below = Below(self._config.fallback, self.ranks, self._model.device_type != "cpu")
+        if self._below is not None and (problems or not all(shard.below for shard in shards.values())):
+            self._below.close()
+            self._below = None
 
     def open(self) -> bool:
         """Connect, once everything that names depend on is known: the engine runs, and every worker has said what it holds. Can chunks
         be named?"""
         if self._namer is not None or self.refused:
             return not self.refused
-        if not self._shards:
-            self._refuse("no worker said what it holds: this vLLM does not pass a connector's handshake on")
+        if not self.introduced:
             return False
         shards = [self._shards[rank] for rank in sorted(self._shards)]
         layout = checked_layout(self._config, facts.layout(self._model, shards, self._size, compat.hash_root()))
@@ -193,9 +215,10 @@ class Finder:
             self._below.hear(links)
 
     def clear(self) -> bool:
-        """Have no chunk of the namespace found again, in the pool or below; False if the server did not answer."""
-        if not self._shards or not self.open():
-            return True
+        """Have no chunk of the namespace found again, in the pool or below; False if the server did not answer, or before the first step,
+        when nobody knows which namespace that is."""
+        if not self.open():
+            return bool(self.refused)
         try:
             if self._client is not None:
                 self._client.clear(self._prefix, reset=True)
@@ -222,7 +245,8 @@ class Finder:
         if self._below is not None and pooled < asked:
             found = self._below.continued(client, tracked.keys[first:whole], pooled)
         self._looked_up(tracked, asked, pooled, found, perf_counter() - started)
-        tracked.hits, tracked.looked_at, tracked.below = first + found, monotonic(), found > pooled
+        tracked.hits, tracked.pooled, tracked.below = first + found, first + pooled, found > pooled
+        tracked.looked_at = monotonic()
         return first + found
 
     def _refuse(self, reason: str) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
 
@@ -85,7 +81,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     fresh: blocks that get a new owner in this step, in lists. cancelled: requests that ended while their load was under way.
     flush: say when the stores of earlier steps have begun. idle: no model runs in this step. opaque: nobody knows which blocks get
-    a new owner.
+    a new owner. introduce: say what you hold.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -95,31 +91,33 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     flush: bool = False
     idle: bool = False
     opaque: bool = False
+    introduce: bool = False
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a worker holds of a chunk, and whether it has what it takes to read the store below."""
+
+    facts: ShardFacts
+    below: bool = False
 
 
 @dataclass
 class Said(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler, after a step. failed: requests whose loads did not hold, or that built on blocks of one whose did not.
     flushed: every store of the steps so far has its reservation, so that a reset ends it. segments: those this worker can read, where
-    that changed. links: how workers reach the store below, by their numbers, where that changed."""
+    that changed, or nobody knew. links: how workers reach the store below, by their numbers, where that changed. shards: what they
+    hold, by (pipeline rank, tensor rank), where the step asked. Of vLLM's ways up this is the one that connectors beside ours share."""
 
     failed: set[str]
     flushed: bool = False
     segments: frozenset[SegmentId] | None = None
     links: dict[int, Link] = field(default_factory=dict)
+    shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Said:
         """Of several workers: a load that one of them lost is lost. What one can read is of interest only where there is one."""
         if not isinstance(other, Said):
             return self
-        return Said(self.failed | other.failed, self.flushed or other.flushed, None, self.links | other.links)
-
-
-@dataclass(frozen=True)
-class Shard(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Workers to scheduler, once: what each of them holds of a chunk, which segments it can read, and whether it has what it takes to
-    read the store below."""
-
-    facts: ShardFacts
-    segments: frozenset[SegmentId] = frozenset()
-    below: bool = False
+        links, shards = self.links | other.links, self.shards | other.shards
+        return Said(self.failed | other.failed, self.flushed or other.flushed, None, links, shards)

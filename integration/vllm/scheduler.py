@@ -32,6 +32,7 @@ class SchedulerSide:
         self._loads_allowed, self._stores_allowed = loads, stores
         model = facts.read_model(vllm_config, config.connector.model)
         self._block = model.block_size
+        self._pool_in_host = config.pool.device == "host" or (config.pool.device == "auto" and model.device_type == "cpu")
         self._per_chunk = self._size // self._block
         self._recomputes = compat.recomputes_in_step(vllm_config)
         sure = self._recomputes or not config.engine.checksum
@@ -50,8 +51,11 @@ class SchedulerSide:
 
     # ---- vLLM's questions
 
-    def matched(self, request: Any, local: int) -> tuple[int, bool]:
-        """How many tokens after the first `local`, which vLLM has itself, the pool has; and whether they come between steps."""
+    def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
+        """How many tokens after the first `local`, which vLLM has itself, the pool has; and whether they come between steps. None: ask
+        again in the next step."""
+        if self.finder.wait():
+            return None, False
         started = perf_counter()
         tracked = self._track(request)
         tracked.local = local
@@ -98,9 +102,16 @@ class SchedulerSide:
         tracked.stored = max(tracked.stored, end // size if load.promote and tracked.below else stop)
         tracked.spent += perf_counter() - started
 
+    def sources(self, request: Any, external: int) -> dict[Any, int]:
+        """Where the `external` tokens lie that `allocated` was told of."""
+        tracked = self._requests[request.request_id]
+        pooled = min(max(tracked.pooled * self._size - tracked.local, 0), external) if tracked.below else external
+        return compat.hit_sources(self._pool_in_host, pooled, external - pooled)
+
     def begin(self, output: Any) -> StepMetadata:
         """What the workers load in the step that `output` describes."""
         meta = StepMetadata(self._loads, cancelled=self._cancelled, flush=self._flush, idle=not output.total_num_scheduled_tokens)
+        meta.introduce = not self.finder.introduced
         self._loads, self._cancelled, self._flush = [], set(), False
         self._running, self._promised = set(output.num_scheduled_tokens), 0
         return meta
@@ -120,7 +131,8 @@ class SchedulerSide:
         meta.fresh += [load.blocks for load in meta.loads]
         meta.fresh += [new.block_ids[0] for new in output.scheduled_new_reqs]
         meta.fresh += [added[0] for added in output.scheduled_cached_reqs.new_block_ids if added is not None]
-        if not self._stores_allowed or not self.finder.open():
+        self.finder.open()
+        if not self._stores_allowed or self.finder.refused:
             return
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
@@ -149,6 +161,7 @@ class SchedulerSide:
                 tracked.stored = tracked.local // self._size
             if said.segments is not None:
                 self.finder.readable = said.segments
+            self.finder.meet(said.shards)
             self.finder.hear(said.links)
             if said.flushed and self._clearing:
                 # Steps of before the reset may have stored since; what they have not committed yet never comes.

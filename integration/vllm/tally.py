@@ -28,8 +28,9 @@ class Tally:
         """Chunks of the pool, from the load's chunk `first` on, are in place, `tokens` of them wanted. seconds: of their copy."""
         device, own = self._io.device, sum(view.local for view in views)
         here = "host" if device.ordinal is None else "own"
-        for tier, count in ((here, own), ("peer", len(views) - own)):
-            self._tokens[tier] += tokens // len(views) * count
+        # Of the first and the last chunk only a part may be wanted; in all it is every token.
+        of_own = tokens * own // len(views)
+        self._tokens += Counter({here: of_own, "peer": tokens - of_own})
         if log.isEnabledFor(logging.DEBUG):
             which = self._which(first, len(views))
             asking, copy = 1e3 * self.metadata_seconds, 1e3 * seconds

@@ -85,7 +85,7 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
         self._flushed = False
-        self.shard: Shard | None = None
+        self._shard = Shard(facts.ShardFacts(pp_rank=pp_rank, tp_rank=tp_rank, problem="it was given no KV caches"))
         self._refused = refusal(vllm_config, kv_cache_config, self._model, config.engine.chunk_size)
         self.unsafe = ""
         """Why the tokens of the step that just ran may be wrong, in a way vLLM would not mend."""
@@ -121,12 +121,12 @@ class WorkerSide:
         io.committer.on_visible = self._published
         self._context = Context(io, kv, size, self._model.block_size, self._rank, self._meter, self.events)
         self._readable = self._segments(io)
-        self.shard = Shard(shard, self._readable, io.tier is not None)
+        self._shard = Shard(shard, io.tier is not None)
         log.info("vcache: worker %d lends to and reads from %s, %s B a chunk", self._rank, io.device, f"{shard.chunk_bytes:,}")
 
     def refuse(self, reason: str) -> None:
         """Cache nothing, and let the scheduler know."""
-        self.shard = Shard(facts.ShardFacts(pp_rank=self._pp_rank, tp_rank=self._tp_rank, problem=reason))
+        self._shard = Shard(facts.ShardFacts(pp_rank=self._pp_rank, tp_rank=self._tp_rank, problem=reason))
         try:
             with Client(self._config.server.path, self._config.client, reconnect=False) as server:
                 server.report("error", f"vLLM's worker {self._rank} (pid {os.getpid()}) caches nothing: {reason}")
@@ -194,12 +194,14 @@ class WorkerSide:
     def said(self) -> Said | None:
         """What the scheduler must know of this step."""
         readable = self._segments(self._context.io) if self._context is not None else self._readable
-        changed = readable != self._readable
+        introduce = self._meta.introduce
+        changed = introduce or readable != self._readable
         link = below.link(self._context.io, self._link) if self._context is not None else self._link
         if not (self._failed or self._flushed or changed or link != self._link):
             return None
         links = {self._number: link} if link != self._link else {}
-        said = Said(self._failed, self._flushed, readable if changed else None, links)
+        shards = {(self._pp_rank, self._tp_rank): self._shard} if introduce else {}
+        said = Said(self._failed, self._flushed, readable if changed else None, links, shards)
         self._failed, self._flushed, self._readable, self._link = set(), False, readable, link
         return said
 
