@@ -51,7 +51,7 @@ SNAPSHOT_SLICE = 2048
 DRAIN_PIECE = 32
 """Cleared chunks whose slots come back together."""
 MAX_PASSED = 512
-"""A search for victims that passed over more chunks in use than this makes them recent, so that the next one does not meet them."""
+"""Who passed over more chunks in use than this in search of victims makes them recent, so that the next search does not meet them."""
 
 
 MAX_AVOIDED = 1024
@@ -502,6 +502,7 @@ class Directory:
         """Slots for at least `wanted` chunks, if there is room: from the holes, then by evicting, several at a time."""
         allowed = self._limits.max_chunks - len(self._live) - self.reservations.pending_count()
         left = MAX_SEARCH
+        met: list[Entry] = []
         while True:
             most = min(allowed, max(wanted, 1))
             while most > 0 and (room := self.placement.take(nbytes, client.device, client.medium, most, client.avoids)):
@@ -513,8 +514,11 @@ class Directory:
                 continue
             coldest = self._next_to_go(client.medium, spare)
             victims, equal, passed = self.placement.victims(coldest, nbytes, max(wanted, 1), client.avoids)
-            self._pass_over(passed)
-            left -= len(victims)
+            met += passed
+            if len(met) > MAX_PASSED:
+                self._pass_over(met)
+                met = []
+            left -= len(victims) + len(passed) // 8
             if not victims or left < 0:
                 return
             self._evict(victims)
@@ -528,10 +532,10 @@ class Directory:
                     self.placement.free(victim)
 
     def _pass_over(self, passed: list[Entry]) -> None:
-        """These are in use, or leave with their segment, and stood before what may go."""
+        """These are in use and stood before what may go: the next search does not meet them. What is being saved stays cold."""
         self.work += len(passed) // 4
-        if len(passed) > MAX_PASSED:
-            for entry in passed:
+        for entry in passed:
+            if not entry.saving:
                 self._policy.touch(entry)
 
     def _next_to_go(self, medium: Medium, spare: bool = False) -> Iterator[Entry]:
@@ -664,7 +668,8 @@ class Directory:
                 break
             (victims if entry.evictable else passed).append(entry)
             used -= padded(entry.location.length) if entry.evictable else 0
-        self._pass_over(passed)
+        if len(passed) > MAX_PASSED:
+            self._pass_over(passed)
         self._evict(victims)
         for victim in victims:
             self.placement.free(victim)
