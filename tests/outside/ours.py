@@ -5,9 +5,11 @@ A pytest plugin, loaded by vllm_ours.py and lmcache_ours.py. It imports nothing 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,11 +35,16 @@ def took_part() -> None:
     _made += 1
 
 
+def _die_with_parent() -> None:
+    """Also if the suite is killed, being too slow."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def pytest_configure(config: pytest.Config) -> None:
     log = FOLDER / "server.log"
     with log.open("wb") as out:
         command = [sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(SOCKET)]
-        _server.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
+        _server.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent))
     deadline = time.monotonic() + SECONDS
     while not SOCKET.exists():
         if _server[0].poll() is not None or time.monotonic() > deadline:
