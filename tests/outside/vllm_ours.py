@@ -1,8 +1,9 @@
 """vLLM's own tests of connectors, with VCacheConnector where they take one of vLLM's.
 
 The connectors that its tests name without meaning them are `NixlConnector` (the default of their helper) and `ExampleConnector`; whoever
-asks the factory for one of these gets ours, with settings for a pool of its own. Nothing else of vLLM is changed. The model is the
-configuration of `facebook/opt-125m`, which lies where the tests run: no weights are needed.
+asks the factory for one of these gets ours, with settings for a pool of its own. Nothing else of vLLM is changed. What a worker would
+say it holds is made up, so that ours looks for chunks in a pool; it has none. The model is the configuration of `facebook/opt-125m`,
+which lies where the tests run: no weights are needed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,19 @@ SETTINGS: dict[str, Any] = {
     "pool": {"device": "host", "segment_bytes": "16 MiB"},
     "engine": {"chunk_size": BLOCK},
     "connector": {"min_hit_tokens": BLOCK},
+}
+WORKER: dict[str, Any] = {
+    "pp_rank": 0,
+    "tp_rank": 0,
+    "kv_layout": "none",
+    "dtype": "float16",
+    "layers": 1,
+    "parts": 1,
+    "page_bytes": 1024,
+    "block_size": BLOCK,
+    "chunk_bytes": 1024,
+    "attention": "none",
+    "layer_names": "none",
 }
 OPT_125M = {
     "architectures": ["OPTForCausalLM"],
@@ -49,14 +63,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     from vcache_backend.integration.vllm import settings
     from vcache_backend.integration.vllm.connector import VCacheConnector
+    from vcache_backend.integration.vllm.facts import ShardFacts
+    from vcache_backend.integration.vllm.metadata import Shard
 
     class Ours(VCacheConnector):  # type: ignore[misc]
         def __init__(self, *arguments: Any) -> None:
             took_part()
             super().__init__(*arguments)
-            if self._scheduler is not None and not parallel_state.model_parallel_is_initialized():
-                # No worker will say what it holds: the first request is not to wait for that.
-                self._scheduler.finder._introduced_by = float("-inf")
+            if self._scheduler is not None:
+                # There is no worker in these tests to say what it holds; without one nothing would be looked for.
+                self._scheduler.finder.meet({(0, 0): Shard(ShardFacts(**WORKER))})
 
     read = settings.read
     settings.read = lambda extra_config: read(SETTINGS)
