@@ -722,6 +722,24 @@ def test_the_leases_of_a_client_that_is_gone_end_in_several_turns(clock: FakeClo
     assert not directory.unfinished
 
 
+def test_the_slots_of_a_process_that_is_gone_come_back_in_several_turns(clock: FakeClock) -> None:
+    directory = make(clock)
+    lend(directory, chunks=8 * MAX_SLOTS)
+    for n in range(8):
+        directory.reserve(WRITER, [chunk_key(n * MAX_SLOTS + i) for i in range(MAX_SLOTS)], KIB)
+    full = used(directory)
+    directory.disconnect(WRITER)
+    assert directory.reservations.counts() == (0, 8)
+    assert directory.reservations.pending_count() == 0
+    assert work_of(directory, lambda: directory.process_gone(WRITER.process)) <= A_TURN
+    assert full // 2 < used(directory) < full
+    while directory.unfinished:
+        assert work_of(directory, lambda: directory.go_on(backlog.AT_ONCE)) <= A_TURN
+    assert used(directory) == 0
+    assert directory.reservations.counts() == (0, 0)
+    assert put(directory, chunk_key(0)).reservation
+
+
 def test_leases_that_run_out_together_let_go_in_several_turns(clock: FakeClock) -> None:
     directory = make(clock)
     keys = filled(directory, 8192)

@@ -322,9 +322,7 @@ class Directory:
     def clear(self, namespace: bytes, reset: bool = False) -> Job:
         """Forget all chunks of a namespace (all chunks with b""), also such as are being written: their reservations are void. Nobody
         sees them from here on, and they are gone when the job is done. Its `count`: how many. `reset`: raise its epoch."""
-        for id_, reservation in self.reservations.items():
-            if reservation.client is not None and any(entry.key.startswith(namespace) for entry in reservation.entries):
-                self.reservations.void(id_)
+        self.reservations.void(self.reservations.of_namespace(namespace))
         if reset:
             self.raise_epoch(namespace)
         spaces, chunks = self._live.clear(namespace)
@@ -348,27 +346,23 @@ class Directory:
         self._begin(self.leases.drop_client(client.id, self._now()))
         self._saving.drop_client(client.id)
         self._claims.drop_client(client.id)
-        for id_, reservation in self.reservations.items():
-            if reservation.client == client.id:
-                self.reservations.void(id_)
+        self.reservations.void(self.reservations.of_client(client.id))
 
     def process_gone(self, process: ProcessId) -> None:
-        """The process is really gone, so nothing of it writes any more: its void reservations' slots are free."""
-        for id_, reservation in self.reservations.items():
-            if reservation.process == process and reservation.client is None:
-                self._give_back(id_)
+        """The process is really gone, so nothing of it writes any more: its void reservations' slots are free, soon."""
+        self._begin(self._free_slots_of(process))
 
     def quarantined_processes(self) -> set[ProcessId]:
         """Processes whose death the directory waits for."""
-        return {reservation.process for _, reservation in self.reservations.items() if reservation.client is None}
+        return set(self.reservations.processes())
 
     def tick(self) -> None:
         """Whatever time brings: leases and reservations end, watermarks are kept."""
         now = self._now()
         self.leases.expire(now)
-        for id_ in self.reservations.overdue(now):
-            self.reservations.void(id_)
-            self.counters["expired_reservations"] += 1
+        overdue = self.reservations.overdue(now)
+        self.reservations.void(overdue)
+        self.counters["expired_reservations"] += len(overdue)
         for medium in get_args(Medium):
             self._keep_watermarks(medium)
         for segment in self.placement.draining():
@@ -645,6 +639,17 @@ class Directory:
         self.placement.segments[entry.location.segment].leased -= 1
         if entry.doomed:
             self.placement.free(entry)
+
+    def _free_slots_of(self, process: ProcessId) -> Steps:
+        freed = 0
+        while ids := self.reservations.of_writer(process):
+            for id_ in ids:
+                if self.reservations.get(id_) is None:
+                    continue  # it was answered for meanwhile
+                slots = self._give_back(id_)
+                freed += slots
+                yield slots
+        return freed
 
     def _give_back(self, id_: int) -> int:
         reservation = self.reservations.close(id_)

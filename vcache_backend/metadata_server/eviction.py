@@ -44,8 +44,12 @@ class LRU:
     def __init__(self) -> None:
         self._rings = {ring: _ring() for ring in product(get_args(Medium), Pin)}
         self._rounds = 0
+        self._moved: list[Entry] | None = None
+        """What changed its ring since the pieces began: it may have come behind the place of one and gone from before that of another."""
 
     def add(self, entry: Entry, medium: Medium) -> None:
+        if self._moved is not None and entry.ring is not None:
+            self._moved.append(entry)
         _unlink(entry)
         entry.ring = self._rings[medium, entry.pin]
         _link(entry, entry.ring.older, entry.ring)
@@ -72,7 +76,7 @@ class LRU:
 
     def pieces(self, size: int) -> Iterator[list[Entry]]:
         self._rounds += 1
-        turn = self._rounds
+        turn, self._moved = self._rounds, []
         for ring in self._rings.values():
             place = _ring()  # stands behind the entries that were looked at, whatever happens to those around it
             _link(place, ring, ring.newer)
@@ -85,6 +89,9 @@ class LRU:
                         break  # what came behind it meanwhile is new, or was told
             finally:
                 _unlink(place)
+        moved, self._moved = self._moved or [], None
+        for start in range(0, len(moved), size):
+            yield [entry for entry in moved[start : start + size] if entry.ring is not None and self._is_news(entry, turn)]
 
     def _piece(self, place: Entry, ring: Entry, size: int, turn: int) -> list[Entry]:
         """Entries behind `place`, which moves on, that were not told in this turn."""
@@ -95,10 +102,15 @@ class LRU:
                 break
             _unlink(place)
             _link(place, entry, entry.newer)
-            if entry.key and entry.told != turn:
-                entry.told = turn
+            if entry.key and self._is_news(entry, turn):
                 piece.append(entry)
         return piece
+
+    @staticmethod
+    def _is_news(entry: Entry, turn: int) -> bool:
+        """Was it not told in this turn yet? Now it is."""
+        news, entry.told = entry.told != turn, turn
+        return news
 
 
 def _ring() -> Entry:

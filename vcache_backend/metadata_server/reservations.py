@@ -1,13 +1,18 @@
-"""Slots being written: who may still commit them, and which ones wait until their writer is surely done. Pure."""
+"""Slots being written: who may still commit them, and which ones wait until their writer is surely done. Pure.
+
+What a hostile client can make many of is never gone through as a whole: a client, a process and the clock find their own.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 import msgspec
 
 from vcache_backend.metadata_server.journal import ProcessId
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
 from vcache_backend.metadata_server.placement import Entry
 
 MAX_RESERVATIONS_PER_CLIENT = 4096
@@ -21,6 +26,7 @@ class Reservation(msgspec.Struct, gc=False):
     process: ProcessId
     deadline: float
     entries: list[Entry]
+    namespaces: frozenset[bytes] = frozenset()
 
 
 class Reservations:
@@ -28,87 +34,134 @@ class Reservations:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._by_id: dict[int, Reservation] = {}
-        self._of_client: Counter[int] = Counter()
+        self._open: dict[int, Reservation] = {}
+        """Those that can be committed, by deadline, since all have the same time."""
+        self._void: dict[int, Reservation] = {}
+        self._of_client: dict[int, dict[int, None]] = {}
+        self._of_writer: dict[ProcessId, dict[int, None]] = {}
+        """The void ones of each process."""
         self._pending: dict[ChunkKey, int] = {}
+        """The last reservation of a key; it may be void by now."""
+        self._slots = 0
 
     def pending(self, key: ChunkKey) -> bool:
-        """Is somebody writing this chunk?"""
-        return key in self._pending
+        """Is somebody writing this chunk, who may still commit it?"""
+        id_ = self._pending.get(key)
+        return id_ is not None and id_ not in self._void
 
     def pending_count(self) -> int:
-        return len(self._pending)
+        """Slots of open reservations."""
+        return self._slots
 
     def full(self, client: int) -> bool:
         """Has the client as many reservations as it may have?"""
-        return self._of_client[client] >= MAX_RESERVATIONS_PER_CLIENT
+        return len(self._of_client.get(client, ())) >= MAX_RESERVATIONS_PER_CLIENT
 
     def get(self, id_: int) -> Reservation | None:
-        return self._by_id.get(id_)
+        return self._open.get(id_) or self._void.get(id_)
 
     def items(self) -> list[tuple[int, Reservation]]:
-        return list(self._by_id.items())
+        return [*self._void.items(), *self._open.items()]
+
+    def of_client(self, client: int) -> list[int]:
+        """A client's open ones."""
+        return list(self._of_client.get(client, ()))
+
+    def of_namespace(self, namespace: bytes) -> list[int]:
+        """Open ones with a chunk of the namespace; all with b""."""
+        return [id_ for id_, open_ in self._open.items() if not namespace or namespace in open_.namespaces]
+
+    def of_writer(self, process: ProcessId) -> list[int]:
+        """The void ones of a process."""
+        return list(self._of_writer.get(process, ()))
+
+    def overdue(self, now: float) -> list[int]:
+        """Open ones whose time is over."""
+        return [id_ for id_, _ in takewhile(lambda pair: now > pair[1].deadline, self._open.items())]
 
     def announce(self, key: ChunkKey, id_: int) -> None:
         """`key` is being written under reservation `id_`, which is about to open."""
         self._pending[key] = id_
 
     def open(self, id_: int, client: int, process: ProcessId, entries: list[Entry], now: float) -> None:
-        self._by_id[id_] = Reservation(client, process, now + self.seconds, entries)
-        self._of_client[client] += 1
+        namespaces = frozenset(entry.key[:NAMESPACE_BYTES] for entry in entries)
+        self._open[id_] = Reservation(client, process, now + self.seconds, entries, namespaces)
+        self._of_client.setdefault(client, {})[id_] = None
+        self._slots += len(entries)
 
     def restore(self, id_: int, process: ProcessId, entries: list[Entry]) -> None:
         """A reservation of an earlier server: void from the start."""
-        self._by_id[id_] = Reservation(None, process, 0.0, entries)
+        self._quarantine(id_, Reservation(None, process, 0.0, entries))
 
     def close(self, id_: int) -> Reservation:
         """Take it out of the table; its keys are free for others."""
-        reservation = self._by_id[id_]
-        self._free_keys(id_, reservation)
-        return self._by_id.pop(id_)
+        reservation = self._shut(id_) if id_ in self._open else self._leave(id_)
+        self._forget_keys(id_, reservation.entries)
+        return reservation
 
-    def void(self, id_: int) -> None:
-        """It can no longer be committed, and others may store its keys; its slots stay out of use."""
-        reservation = self._by_id[id_]
-        self._free_keys(id_, reservation)
-        reservation.client = None
-
-    def overdue(self, now: float) -> list[int]:
-        """Open ones whose time is over."""
-        return [id_ for id_, r in self._by_id.items() if r.client is not None and now > r.deadline]
+    def void(self, ids: Iterable[int]) -> None:
+        """These can no longer be committed, and others may store their keys; their slots stay out of use."""
+        for id_ in ids:
+            reservation = self._shut(id_)
+            reservation.client = None
+            self._quarantine(id_, reservation)
 
     def quarantined(self, entry: Entry) -> bool:
         """Does this slot wait for a writer that can no longer commit it?"""
-        reservation = self._by_id.get(entry.reservation)
-        return reservation is not None and reservation.client is None
+        return entry.reservation in self._void
 
     def let_go(self, entries: list[Entry]) -> None:
         """These quarantined slots leave the pool with their memory: nobody need answer for them any more."""
-        gone = {id(entry) for entry in entries}
-        for id_ in {entry.reservation for entry in entries}:
-            kept = [entry for entry in self._by_id[id_].entries if id(entry) not in gone]
-            self._by_id[id_].entries = kept
-            if not kept:
-                del self._by_id[id_]
+        gone: dict[int, list[Entry]] = {}
+        for entry in entries:
+            gone.setdefault(entry.reservation, []).append(entry)
+        for id_, those in gone.items():
+            known = {id(entry) for entry in those}
+            self._forget_keys(id_, those)
+            self._void[id_].entries = [entry for entry in self._void[id_].entries if id(entry) not in known]
+            if not self._void[id_].entries:
+                self._leave(id_)
+
+    def processes(self) -> Iterator[ProcessId]:
+        """Those whose slots wait in quarantine."""
+        return iter(self._of_writer)
 
     def writers(self) -> Counter[int]:
         """Quarantined slots by the pid of their writer."""
         slots: Counter[int] = Counter()
-        for reservation in self._by_id.values():
-            if reservation.client is None:
-                slots[reservation.process.pid] += len(reservation.entries)
+        for reservation in self._void.values():
+            slots[reservation.process.pid] += len(reservation.entries)
         return slots
 
     def counts(self) -> tuple[int, int]:
         """(open, quarantined)."""
-        void = sum(r.client is None for r in self._by_id.values())
-        return len(self._by_id) - void, void
+        return len(self._open), len(self._void)
 
-    def _free_keys(self, id_: int, reservation: Reservation) -> None:
-        for entry in reservation.entries:
+    def _shut(self, id_: int) -> Reservation:
+        """Out of the open ones."""
+        reservation = self._open.pop(id_)
+        assert reservation.client is not None
+        of_client = self._of_client[reservation.client]
+        del of_client[id_]
+        if not of_client:
+            del self._of_client[reservation.client]
+        self._slots -= len(reservation.entries)
+        return reservation
+
+    def _quarantine(self, id_: int, reservation: Reservation) -> None:
+        self._void[id_] = reservation
+        self._of_writer.setdefault(reservation.process, {})[id_] = None
+
+    def _leave(self, id_: int) -> Reservation:
+        """Out of the quarantined ones."""
+        reservation = self._void.pop(id_)
+        of_writer = self._of_writer[reservation.process]
+        del of_writer[id_]
+        if not of_writer:
+            del self._of_writer[reservation.process]
+        return reservation
+
+    def _forget_keys(self, id_: int, entries: list[Entry]) -> None:
+        for entry in entries:
             if self._pending.get(entry.key) == id_:
                 del self._pending[entry.key]
-        if reservation.client is not None:
-            self._of_client[reservation.client] -= 1
-            if not self._of_client[reservation.client]:
-                del self._of_client[reservation.client]
