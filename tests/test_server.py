@@ -8,6 +8,7 @@ import select
 import signal
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,10 +19,19 @@ import pytest
 from model import chunk_key
 from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memfd, stage
 
+from vcache_backend.metadata_server import backlog
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.backlog import Waiting
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.directory import Client as Known
+from vcache_backend.metadata_server.directory import Directory, Limits
 from vcache_backend.metadata_server.endpoint import beside
+from vcache_backend.metadata_server.eviction import LRU
+from vcache_backend.metadata_server.journal import ProcessId
 from vcache_backend.metadata_server.messages import MAX_REQUEST_BYTES
 from vcache_backend.metadata_server.processes import spin
+from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.witness import Proof
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
@@ -189,6 +199,24 @@ def test_drop_segment_lets_go_of_the_memory(worker: Raw, server: Child) -> None:
     assert not any("vcache-test" in name for name in server.fds())
     assert ask(worker, "drop_segment", "s0")[0] == "error"
     assert ask(worker, "open_segment", "s0")[0] == "error"
+
+
+def test_a_segment_that_is_gone_is_not_here_even_if_nobody_waits_for_that(memfd: int) -> None:
+    """Whoever asked for it has left before the job was done."""
+    directory = Directory(LRU(), Limits(), time.monotonic)
+    service = Service(directory, 1, Proof(0, 0))
+    client = Known(1, ProcessId(1, 1), "host", "host")
+    service.answer(client, m.AddSegment(m.SegmentId("s0"), "host", "host", 4 * KIB), [os.dup(memfd)])
+    stored = directory.reserve(client, [m.ChunkKey(key) for key in (A, B, C)], KIB)
+    directory.commit(client, stored.reservation, [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backlog, "AT_ONCE", 1)
+        dropped, _ = service.answer(client, m.DropSegment(m.SegmentId("s0")), [])
+    assert isinstance(dropped, Waiting)
+    directory.go_on(10)
+    reply, _ = service.answer(client, m.OpenSegment(m.SegmentId("s0")), [])
+    assert isinstance(reply, m.Error)
+    service.close()
 
 
 def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(worker: Raw, server: Child, memfd: int) -> None:

@@ -178,9 +178,9 @@ class Service:
         return m.Added(0, taken=False)
 
     def _open_segment(self, id_: m.SegmentId) -> tuple[m.Reply, Descriptor]:
-        if id_ not in self.fds:
+        segment = self.directory.placement.segments.get(id_)
+        if segment is None:
             raise Refuse(f"segment {id_} is not here: it was dropped, or nobody offered it since the server's restart")
-        segment = self.directory.placement.segments[id_]
         return m.Opened(segment.info()), self.fds[id_]
 
     def _lookup(self, keys: list[m.ChunkKey], ranks: int) -> m.Count:
