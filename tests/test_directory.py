@@ -753,6 +753,17 @@ def test_leases_that_run_out_together_let_go_in_several_turns(clock: FakeClock) 
     assert used(directory) == 0
 
 
+def test_a_lease_ends_in_time_however_many_were_released_before(clock: FakeClock) -> None:
+    directory = make(clock)
+    keys = filled(directory, 2)
+    for _ in range(5000):
+        assert directory.release(READER, directory.acquire(READER, keys[:1]).lease)
+    directory.acquire(READER, keys)
+    clock.advance(10)
+    directory.tick()
+    assert len(directory.leases) == 0
+
+
 def test_a_key_given_twice_is_leased_once(directory: Directory) -> None:
     put(directory, A, B)
     leased = directory.acquire(READER, [A, B, A, A])

@@ -62,6 +62,7 @@ class Leases:
         self._of_client.setdefault(client, set()).add(lease)
         self._leased_by[client] += len(entries)
         heapq.heappush(self._deadlines, (now + self.seconds, lease))
+        self._forget_ended(2)
 
     def renew(self, lease: int, now: float) -> bool:
         """Full time again for a lease that still holds, whoever asks: one process may read under another's lease."""
@@ -82,6 +83,7 @@ class Leases:
 
     def expire(self, now: float) -> None:
         """End leases whose time is over, up to `AT_ONCE`. A renewed one is looked at again at its new deadline."""
+        self._forget_ended(AT_ONCE)
         for _ in range(AT_ONCE):
             if not self._deadlines or self._deadlines[0][0] > now:
                 break
@@ -128,6 +130,13 @@ class Leases:
                 self._unheld(entry)
             count += 1
         return count
+
+    def _forget_ended(self, most: int) -> None:
+        """Take from the queue of deadlines the next ones of leases that ended before: two for each that is granted keep it short."""
+        for _ in range(most):
+            if not self._deadlines or self._deadlines[0][1] in self._leases:
+                break
+            heapq.heappop(self._deadlines)
 
     def _holding(self, lease: int, now: float) -> Lease | None:
         """The lease, if it holds still; one whose time is over ends here."""
