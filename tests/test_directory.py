@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -1136,6 +1137,21 @@ def test_segments_nobody_offers_again_are_given_up(directory: Directory, clock: 
     assert again.forget_absent(["s0"]) == 1
     assert again.absent_segments() == {}
     assert again.contains([A]) == [False]
+
+
+def test_awaited_segments_are_told_of_without_a_look_at_their_chunks(clock: FakeClock) -> None:
+    directory = make(clock)
+    filled(directory, 1000)
+    directory.records += directory.snapshot()
+    again = restarted(directory, clock)
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    try:
+        (info,) = again.segment_infos()
+    finally:
+        sys.setprofile(None)
+    assert (info.state, info.chunks) == ("absent", 1000)
+    assert len(calls) < 100
 
 
 @pytest.mark.parametrize("how", ["given up after a restart", "dropped"])
