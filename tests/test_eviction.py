@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from hypothesis import given
 from hypothesis import strategies as st
 from model import chunk_key
@@ -153,3 +155,16 @@ def test_the_order_is_that_of_a_plain_list(steps: Steps, meanwhile: Steps) -> No
         assert order.victims() == [k for k in plain if pins[k] == Pin.NONE] + [k for k in plain if pins[k] == Pin.SOFT]
     told += [entry.key for piece in pieces for entry in piece]
     assert lasting <= set(told)
+
+
+def test_pieces_that_are_given_up_keep_nothing() -> None:
+    """As when the disk is full in the middle of a compaction."""
+    order = Order(A, B)
+    pieces = order.policy.pieces(1)
+    next(pieces)
+    pieces.close()
+    holders = sys.getrefcount(order.entries[A])
+    for pin in [Pin.SOFT, Pin.NONE] * 10:
+        order.add(A, pin)
+    after = sys.getrefcount(order.entries[A])
+    assert after == holders

@@ -77,19 +77,21 @@ class LRU:
     def pieces(self, size: int) -> Iterator[list[Entry]]:
         self._rounds += 1
         turn, self._moved = self._rounds, []
-        for ring in self._rings.values():
-            place = _ring()  # stands behind the entries that were looked at, whatever happens to those around it
-            _link(place, ring, ring.newer)
-            try:
-                while place.newer is not ring:
-                    piece = self._piece(place, ring, size, turn)
-                    at_end = place.newer is ring
-                    yield piece
-                    if at_end:
-                        break  # what came behind it meanwhile is new, or was told
-            finally:
-                _unlink(place)
-        moved, self._moved = self._moved or [], None
+        try:
+            for ring in self._rings.values():
+                place = _ring()  # stands behind the entries that were looked at, whatever happens to those around it
+                _link(place, ring, ring.newer)
+                try:
+                    while place.newer is not ring:
+                        piece = self._piece(place, ring, size, turn)
+                        at_end = place.newer is ring
+                        yield piece
+                        if at_end:
+                            break  # what came behind it meanwhile is new, or was told
+                finally:
+                    _unlink(place)
+        finally:
+            moved, self._moved = self._moved or [], None
         for start in range(0, len(moved), size):
             yield [entry for entry in moved[start : start + size] if entry.ring is not None and self._is_news(entry, turn)]
 
