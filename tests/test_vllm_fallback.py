@@ -21,7 +21,7 @@ from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Answer, Instance, Prompt, miss
 from vllm_failures import OURS, FailureNode, meddled, stopped_at
 
 from vcache_backend.fallback.mooncake import MooncakeStore
-from vcache_backend.fallback.objects import HEADER_BYTES
+from vcache_backend.fallback.objects import HEADER_BYTES, NAME_PREFIX
 from vcache_backend.fallback.store import Put
 from vcache_backend.fallback.writer import DROPPED
 from vcache_backend.metadata_server.client import Client
@@ -309,7 +309,8 @@ def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(two: Two, a: Inst
     _, third = two.keep(a, tokens[: 3 * CHUNK + 1])
     two.keep(a, tokens)
     own, (name,) = a.one(tokens), third
-    key = ChunkKey(bytes.fromhex(name.removeprefix("vcache1/")))
+    namespace, _, rest = name.removeprefix(NAME_PREFIX).partition(".")
+    key = ChunkKey(bytes.fromhex(namespace + rest.partition("/")[2]))
 
     def move() -> None:
         with raw(two) as store, Client(two.second.socket, PATIENT, reconnect=False) as client:

@@ -406,7 +406,8 @@ class Node:
         for fd in os.listdir(folder):
             # Connections come and go.
             with suppress(FileNotFoundError):
-                if os.readlink(f"{folder}/{fd}").startswith("/memfd:"):
+                file = os.readlink(f"{folder}/{fd}")
+                if file.startswith("/memfd:") and "vcache-witness" not in file:
                     found.append(f"{folder}/{fd}")
         return found
 
