@@ -187,6 +187,29 @@ def test_a_consumer_loads_and_stores_nothing(here: Node, b: Instance) -> None:
 # ---- beside other features
 
 
+@pytest.mark.parametrize("below", [0, 1 << 20], ids=["between", "in_step"])
+def test_a_prompt_that_is_all_there_does_not_wait_while_prompts_are_throttled(here: Node, b: Instance, below: int) -> None:
+    """As data parallelism does with what it has to compute more of than the last token; also what is not loaded rightly is computed."""
+    settings = {"connector": {"sync_below_tokens": below}, "engine": {"chunk_size": CHUNK, "checksum": True}}
+    transfer = here.transfer(settings) | {"kv_connector_module_path": "vllm_throttled"}
+    assert not b.restart(kv_transfer_config=transfer, model=str(here.model), async_scheduling=False)
+    tokens = new_tokens(4 * CHUNK)
+    computed = keep(here, b, tokens)
+    b.forget()
+    b.add("decodes", new_tokens(20), max_tokens=200)
+    b.step(3)
+    b.add("is_there", tokens)
+    b.add("is_not", new_tokens(CHUNK))
+    done = b.finish("is_there")
+    assert set(done) == {"is_there"}
+    assert done["is_there"].cached >= 4 * CHUNK - 1
+    assert done["is_there"].agrees(computed)
+    b.finish("decodes", "is_not")
+    own = b.one(tokens)
+    with here.corrupted():
+        assert b.again(tokens).said == own.said
+
+
 def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(here: Node) -> None:
     """Speculative decoding: what an answer leaves in the pool is as good as what it leaves in vLLM's own cache."""
     guessing = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

@@ -57,6 +57,13 @@ def recomputes_in_step(vllm_config: Any) -> bool:
     return not second and not vllm_config.scheduler_config.async_scheduling
 
 
+def throttles_prefills(vllm_config: Any) -> bool:
+    """Does vLLM hold requests back that have more than one token to compute, so that its data-parallel engines compute prompts in the
+    same steps? Only those of a mixture of experts run in step; the others are told that they are alone."""
+    interval = getattr(vllm_config.scheduler_config, "prefill_schedule_interval", 1)
+    return interval > 1 and vllm_config.parallel_config.data_parallel_size > 1 and bool(vllm_config.model_config.is_moe)
+
+
 def refusal(vllm_config: Any, kv_cache_config: Any, model: facts.ModelFacts, chunk_size: int) -> str | None:
     """Why nothing of this instance may be cached, None if it may. All of its processes find the same."""
     groups = kv_cache_config.kv_cache_groups

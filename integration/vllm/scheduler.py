@@ -37,6 +37,7 @@ class SchedulerSide:
         self._recomputes = compat.recomputes_in_step(vllm_config)
         sure = self._recomputes or not config.engine.checksum
         self._in_step = config.connector.sync_below_tokens if model.pp_size * model.tp_size == 1 and sure else 0
+        self._throttled = compat.throttles_prefills(vllm_config)
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         refused = compat.refusal(vllm_config, kv_cache_config, model, self._size)
         self.finder = Finder(config, model, self._hash_block, refused, meter)
@@ -71,7 +72,8 @@ class SchedulerSide:
         started = perf_counter()
         size, first = self._size, tracked.local // self._size
         end = tracked.local + external
-        stop = -(-end // size)
+        # A block that is to be loaded but for its last token is loaded.
+        stop, blocks_end = -(-end // size), -(-end // self._block)
         chosen: list[int] = blocks.get_block_ids()[0]
         asked = tracked.wants
         wait = asked.wait_seconds if asked.wait_seconds is not None else self._settings.wait_seconds
@@ -83,9 +85,9 @@ class SchedulerSide:
         load = Load(
             request_id=request.request_id,
             keys=tracked.keys[first:stop],
-            blocks=chosen[first * self._per_chunk : end // self._block],
+            blocks=chosen[first * self._per_chunk : blocks_end],
             skip=tracked.local // self._block - first * self._per_chunk,
-            stop=end // self._block - first * self._per_chunk,
+            stop=blocks_end - first * self._per_chunk,
             wait_seconds=wait if asked.announced else 0.0,
             consume=consume,
             said=said,
@@ -198,7 +200,7 @@ class SchedulerSide:
         granted = tracked.granted if tracked is not None else None
         chosen: list[int] = blocks.get_block_ids()[0]
         first = tracked.local // self._block if tracked is not None else 0
-        stop = min(first + external // self._block, len(chosen))
+        stop = min(first - (-external // self._block), len(chosen))
         self._loads.append(Load(request.request_id, [], chosen, first, stop, granted=granted, lost=True))
 
     def close(self) -> None:
@@ -230,8 +232,7 @@ class SchedulerSide:
         if not finder.open() or local % self._block:
             return 0, False
         request, size = tracked.request, self._size
-        # The last token is computed in any case, and vLLM computes whole blocks.
-        most = (request.num_tokens - 1) // self._block * self._block
+        most = self._most(request)
         first, whole = local // size, finder.whole(request)
         if min(whole * size, most) - local < self._settings.min_hit_tokens:
             return 0, False
@@ -247,6 +248,9 @@ class SchedulerSide:
             return tokens, True
         found = finder.lease(tracked, first, whole) if in_step else finder.look_up(tracked, first, whole)
         external = min(found * size, most) - local
+        if tracked.granted is not None:
+            # Of a load between steps vLLM takes the last token back itself.
+            external = min(external, request.num_tokens - 1 - local)
         if external < self._settings.min_hit_tokens:
             finder.let_go(tracked)
             return 0, False
@@ -254,6 +258,12 @@ class SchedulerSide:
             return external, True
         self._promised += external
         return external, False
+
+    def _most(self, request: Any) -> int:
+        """Tokens that may be loaded: in whole blocks, as from vLLM's own cache, which leaves the one with the last token, since that is
+        computed in any case. Who has more than this token to compute may have to wait for its turn, so there all are loaded."""
+        tokens = int(request.num_tokens)
+        return (tokens if self._throttled else tokens - 1) // self._block * self._block
 
     def _fits_step(self, tracked: Tracked, tokens: int) -> bool:
         """May the step that runs the request wait for so many of its tokens?
