@@ -191,7 +191,7 @@ def test_a_consumer_loads_and_stores_nothing(here: Node, b: Instance) -> None:
 def test_a_prompt_that_is_all_there_does_not_wait_while_prompts_are_throttled(here: Node, b: Instance, below: int) -> None:
     """As data parallelism does with what it has to compute more of than the last token; also what is not loaded rightly is computed."""
     settings = {"connector": {"sync_below_tokens": below}, "engine": {"chunk_size": CHUNK, "checksum": True}}
-    transfer = here.transfer(settings) | {"kv_connector_module_path": "vllm_throttled"}
+    transfer = here.transfer(settings) | {"kv_connector_module_path": "vllm_variants", "kv_connector": "Throttled"}
     assert not b.restart(kv_transfer_config=transfer, model=str(here.model), async_scheduling=False)
     tokens = new_tokens(4 * CHUNK)
     computed = keep(here, b, tokens)
@@ -208,6 +208,16 @@ def test_a_prompt_that_is_all_there_does_not_wait_while_prompts_are_throttled(he
     own = b.one(tokens)
     with here.corrupted():
         assert b.again(tokens).said == own.said
+
+
+def test_a_reset_before_the_first_request_is_over_soon(here: Node, b: Instance) -> None:
+    """The first step runs no model, and older releases do not ask it to save anything."""
+    transfer = here.transfer() | {"kv_connector_module_path": "vllm_variants", "kv_connector": "Sparing"}
+    assert not b.restart(kv_transfer_config=transfer, model=str(here.model))
+    b.ask("reset")
+    tokens = new_tokens(4 * CHUNK + 1)
+    keep(here, b, tokens)
+    assert b.again(tokens).cached == 4 * CHUNK
 
 
 def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(here: Node) -> None:

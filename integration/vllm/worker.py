@@ -143,6 +143,8 @@ class WorkerSide:
         context = self._context
         if context is None:
             return
+        # A step without a model run stores nothing, and older releases do not call `store` in it.
+        self._flushed |= meta.flush and meta.idle
         self._fence(context, meta)
         mark = context.io.copier.mark() if meta.loads else None
         for load in [load for load in meta.loads if not load.lost]:
