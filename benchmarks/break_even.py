@@ -53,7 +53,7 @@ def line(speed: Speed, model: Model, cores: int = 1) -> Line:
 
 
 def needed_bandwidth(model: Model) -> dict[int, float]:
-    """Bytes of KV a second that computing makes, by length of the prompt: what `fallback.min_bandwidth` is compared with.
+    """Bytes of KV a second that computing makes, by length of the prompt: what `offload.min_bandwidth` is compared with.
 
     That setting is about decoded bytes from end to end, so it is the same for every codec.
     """

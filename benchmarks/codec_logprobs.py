@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vcache_backend.fallback.codecs import Codec, Geometry, make
+from vcache_backend.offload.codecs import Codec, Geometry, make
 
 PROMPTS = 8
 PROMPT_TOKENS = 256

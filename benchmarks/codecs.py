@@ -1,4 +1,4 @@
-"""What each codec of the store below the pool does: size, speed, error; and the links on which it pays.
+"""What each codec of the offload tier does: size, speed, error; and the links on which it pays.
 
     python3 -m vcache_backend.benchmarks.codecs [--kv FILE.npy --head-dim N] [--device cuda] [--logprobs] [--json] [--out FILE]
 
@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vcache_backend.fallback.codecs import NAMES, Codec, CodecError, Geometry, make
+from vcache_backend.offload.codecs import NAMES, Codec, CodecError, Geometry, make
 
 from .break_even import LLAMA_8B, Line, Model, Speed, needed_bandwidth, table
 from .codec_logprobs import Difference, differences
@@ -225,7 +225,7 @@ def _show(
         even.add_row(entry.codec, str(entry.cores), f"{entry.pays_below / 1e9:.2f}" if entry.pays_below else "", *below)
     console.print(even)
     needed = ", ".join(f"{figure / 1e9:.1f} GB/s for {tokens:,} tokens" for tokens, figure in needed_bandwidth(model).items())
-    console.print(f"\nfallback.min_bandwidth, whatever the codec: {needed}")
+    console.print(f"\noffload.min_bandwidth, whatever the codec: {needed}")
 
 
 def _table(columns: Sequence[str]) -> Table:

@@ -13,9 +13,9 @@ import time
 import numpy as np
 import torch
 
-from vcache_backend.chunk import Layout
 from vcache_backend.config import Config, from_dict
 from vcache_backend.engine import VCacheEngine
+from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .copies import event

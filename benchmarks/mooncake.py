@@ -1,4 +1,4 @@
-"""The store below the pool: what reading and writing through it costs against Mooncake's own client, and against none at all.
+"""The offload tier: what reading and writing through it costs against Mooncake's own client, and against none at all.
 
 A real master and provider on this machine, over loopback TCP; two nodes, each with a metadata server and a pool, on the GPU if there is
 one. What is measured against the library alone is measured in turns with it, on the same objects. Hit rates and failures have commands
@@ -14,8 +14,8 @@ import msgspec
 import torch
 
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.fallback import objects
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.offload import objects
 
 from . import mooncake_chaos, mooncake_trace
 from .metadata import PATIENT
@@ -83,13 +83,13 @@ def get_row(case: str, size: Size, runs: int, promote: bool) -> Row:
     turns = Turns(size.nbytes)
     with Site(2 * size.nbytes + GIB // 4) as site:
         kv, into, tokens = KV(size, 0, DEVICE), KV(size, 1, DEVICE), prompt(size.tokens)
-        with site.engine(site.node(), kv, size.nbytes + GIB // 8, site.depot.fallback()) as writer:
+        with site.engine(site.node(), kv, size.nbytes + GIB // 8, site.depot.offload()) as writer:
             writer.store(tokens, None, kv.tensors, kv.slots)
             if not writer.flush(SECONDS, through=True):
                 raise RuntimeError(f"not written: {writer.get_stats()}")
         place = site.node()
         reader = site.engine(
-            place, into, size.nbytes + GIB // 8, site.depot.fallback(promote=promote, negative_seconds=0.0, lookup_seconds=1.0)
+            place, into, size.nbytes + GIB // 8, site.depot.offload(promote=promote, negative_seconds=0.0, lookup_seconds=1.0)
         )
         keys = reader.keys(tokens)
         object_bytes = objects.HEADER_BYTES + size.chunk_bytes
@@ -125,7 +125,7 @@ def put_row(case: str, size: Size, runs: int) -> Row:
     object_bytes = objects.HEADER_BYTES + size.chunk_bytes
     with Site(3 * size.nbytes + GIB // 4) as site:
         kv = KV(size, 0, DEVICE)
-        writer = site.engine(site.node(), kv, size.nbytes + size.nbytes // 4 + GIB // 8, site.depot.fallback())
+        writer = site.engine(site.node(), kv, size.nbytes + size.nbytes // 4 + GIB // 8, site.depot.offload())
         raw = site.raw(size.chunks * object_bytes)
         _touch(raw, size, object_bytes, 3)
         for turn in range(runs + 1):
@@ -136,7 +136,7 @@ def put_row(case: str, size: Size, runs: int) -> Row:
                 writer.flush(SECONDS, through=True)
 
             ours, theirs = timed(write), {}
-            written = writer.get_stats()["fallback"]["written"]
+            written = writer.get_stats()["offload"]["written"]
             if written != (turn + 1) * size.chunks:
                 raise RuntimeError(f"{written} chunks written: {writer.get_stats()}")
             names = [objects.name(key) for key in writer.keys(tokens)]
@@ -168,14 +168,14 @@ def lookup_rows(calls: int = 2000, size: Size = TINY) -> list[Row]:
     """lookup() of chunks that are all in the pool; and, with a dead master, of a prompt that nobody has."""
     with Site(GIB // 4) as site:
         kv, place, tokens = KV(size), site.node(), prompt(size.tokens)
-        on = site.engine(place, kv, 2 * size.nbytes + (1 << 20), site.depot.fallback())
+        on = site.engine(place, kv, 2 * size.nbytes + (1 << 20), site.depot.offload())
         off = site.engine(place, kv, 0, None)
         on.store(tokens, None, kv.tensors, kv.slots)
         on.flush(SECONDS, through=True)
         there = _lookups(on, off, tokens, calls)
         site.depot.master.kill()
         unknown = prompt(size.tokens)
-        until(lambda: on.lookup(unknown) == 0 and not on.get_stats()["fallback"]["usable"])
+        until(lambda: on.lookup(unknown) == 0 and not on.get_stats()["offload"]["usable"])
         dead = _lookups(on, off, unknown, calls)
     what = f"lookup() of {size.chunks} chunks, all in the pool; reference: no tier; {load()}"
     rows = [row("mooncake_lookup_on_off", "us", *there, what=what, at_most=1.05)]
@@ -203,7 +203,7 @@ def step_rows(steps: int = 60, size: Size = STEP, side: int = SIDE) -> list[Row]
     follow, in which the chunks are written."""
     with Site(GIB) as site, threads(1):
         kv, place = KV(size, 0, DEVICE), site.node()
-        on = site.engine(place, kv, 16 * size.nbytes, site.depot.fallback())
+        on = site.engine(place, kv, 16 * size.nbytes, site.depot.offload())
         off = site.engine(place, kv, 0, None)
         left = torch.randn(side, side, device=kv.tensors[0].device, dtype=torch.float32 if DEVICE == "host" else torch.bfloat16)
         small = left[0].clone()

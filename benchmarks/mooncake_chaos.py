@@ -28,11 +28,11 @@ import msgspec
 from rich.console import Console
 
 from vcache_backend.config import ByteSize, Config, EngineConfig, PoolConfig, ServerConfig, dump
-from vcache_backend.fallback import objects
-from vcache_backend.hashing import TokenHasher
+from vcache_backend.offload import objects
+from vcache_backend.transfer.keys import TokenHasher
 
 from .metadata import PATIENT
-from .mooncake_chaos_worker import CHUNK_BYTES, CHUNK_TOKENS, MOST_CHUNKS, Settings, Tally, layout, prompt, some_family
+from .mooncake_chaos_worker import CHUNK_BYTES, CHUNK_TOKENS, MOST_CHUNKS, Outcomes, Settings, layout, prompt, some_family
 from .mooncake_depot import missing
 from .mooncake_site import DEVICE, SECONDS, Site, load, write_rows
 from .results import Row
@@ -61,14 +61,29 @@ def run(gets: int = GETS, workers: int = 4, accept: bool = False, pause: float =
 
 
 def _row(chaos: Chaos, seconds: float, accept: bool) -> Row:
-    tally = chaos.tally
-    late = max(tally.longest_lookup - QUICK["lookup_seconds"], tally.longest_retrieve - QUICK["get_seconds"], tally.longest_store)
-    ok = not tally.wrong_bytes and not tally.raised and not chaos.died and late <= SLACK_SECONDS
-    said = json.dumps(msgspec.to_builtins(tally))
-    what = f"{tally.got} gets on {DEVICE} in {seconds:.0f} s; {said}; mishaps: {json.dumps(chaos.mishaps)}"
+    counts = chaos.counts
+    late = max(
+        counts.longest_lookup - QUICK["lookup_seconds"],
+        counts.longest_retrieve - QUICK["get_seconds"],
+        counts.longest_store,
+    )
+    ok = not counts.wrong_bytes and not counts.raised and not chaos.died and late <= SLACK_SECONDS
+    said = json.dumps(msgspec.to_builtins(counts))
+    what = f"{counts.got} gets on {DEVICE} in {seconds:.0f} s; {said}; mishaps: {json.dumps(chaos.mishaps)}"
     what = f"{what}; ended by themselves: {chaos.died}"
     what = f"{'every object accepted; ' if accept else ''}{what}; {load()}"
-    return Row("mooncake_wrong_bytes", tally.wrong_bytes, "B", 0.0, float(tally.wrong_bytes), tally.got, 0.0, what, "0", ok)
+    return Row(
+        "mooncake_wrong_bytes",
+        counts.wrong_bytes,
+        "B",
+        0.0,
+        float(counts.wrong_bytes),
+        counts.got,
+        0.0,
+        what,
+        "0",
+        ok,
+    )
 
 
 class Chaos:
@@ -76,7 +91,7 @@ class Chaos:
 
     def __init__(self, workers: int, accept: bool, only: Sequence[str] = ()) -> None:
         """only: the mishaps that there are; all by default."""
-        self.tally, self.mishaps, self.died = Tally(), Counter[str](), 0
+        self.counts, self.mishaps, self.died = Outcomes(), Counter[str](), 0
         self._accept, self._only, self._dice, self._lock, self._over = (
             accept,
             only,
@@ -111,11 +126,15 @@ class Chaos:
         started = shown = time.monotonic()
         for thread in threads:
             thread.start()
-        while self.tally.got < gets and not self._errors and not (self._accept and self.tally.wrong_bytes):
+        while self.counts.got < gets and not self._errors and not (self._accept and self.counts.wrong_bytes):
             time.sleep(0.1)
             if time.monotonic() - shown > 15:
                 shown = time.monotonic()
-                print(f"{self.tally.got} of {gets} gets, {self.tally.wrong_bytes} wrong bytes", file=sys.stderr, flush=True)
+                print(
+                    f"{self.counts.got} of {gets} gets, {self.counts.wrong_bytes} wrong bytes",
+                    file=sys.stderr,
+                    flush=True,
+                )
         self._over.set()
         for thread in threads:
             thread.join(SECONDS)
@@ -126,7 +145,7 @@ class Chaos:
     # ---- workers
 
     def _start(self, number: int) -> Child:
-        fallback = self._site.depot.fallback(
+        offload = self._site.depot.offload(
             **QUICK, call_seconds=CALL_SECONDS, staging_bytes=ByteSize(4 << 20), promote=number % 4 < 2
         )
         config = Config(
@@ -134,7 +153,7 @@ class Chaos:
             client=PATIENT,
             pool=PoolConfig(device=DEVICE, segment_bytes=ByteSize(POOL_CHUNKS * CHUNK_BYTES)),
             engine=EngineConfig(chunk_size=CHUNK_TOKENS),
-            fallback=fallback,
+            offload=offload,
         )
         settings = Settings(dump(config), self._dice.getrandbits(30), FAMILIES, self._accept, DEVICE.replace("host", "cpu"))
         command = [
@@ -165,7 +184,7 @@ class Chaos:
                 self._workers[number] = self._start(number)
                 continue
             with self._lock:
-                self.tally.add(msgspec.convert(answer, Tally))
+                self.counts.add(msgspec.convert(answer, Outcomes))
 
     # ---- mishaps
 

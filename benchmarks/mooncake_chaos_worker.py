@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 import torch
 
-from vcache_backend.chunk import Layout
 from vcache_backend.config import Config, from_dict
 from vcache_backend.demo.cache import PagedCache
 from vcache_backend.demo.content import Shape, block_digests
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.fallback import objects
+from vcache_backend.offload import objects
+from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
 SHAPE = Shape(layers=2, kv_heads=2, head_dim=16)
@@ -44,7 +44,7 @@ class Settings(msgspec.Struct, frozen=True):
     device: str = "cpu"
 
 
-class Tally(msgspec.Struct):
+class Outcomes(msgspec.Struct):
     """Counts. asked, promised and got are chunks: in prompts, by look-ups, in place and checked. Times are the longest calls, in s."""
 
     rounds: int = 0
@@ -59,7 +59,7 @@ class Tally(msgspec.Struct):
     longest_retrieve: float = 0.0
     longest_store: float = 0.0
 
-    def add(self, more: Tally) -> None:
+    def add(self, more: Outcomes) -> None:
         for name in self.__struct_fields__:
             mine, its = getattr(self, name), getattr(more, name)
             setattr(self, name, max(mine, its) if name.startswith("longest") else mine + its)
@@ -107,21 +107,21 @@ class Worker:
 
     def serve(self, lasting: float) -> dict[str, Any]:
         """Rounds for so long; what happened in them."""
-        tally, deadline = Tally(), time.monotonic() + lasting
+        counts, deadline = Outcomes(), time.monotonic() + lasting
         while time.monotonic() < deadline:
             try:
-                self._round(tally)
+                self._round(counts)
             except Exception:  # noqa: BLE001 - none may come, and the parent shows it
                 traceback.print_exc()
-                tally.raised += 1
+                counts.raised += 1
         stats = self._engine.get_stats()
-        bad = sum(count for cause, count in stats["failures"].items() if cause.startswith("fallback_bad"))
-        below = stats["hits"]["fallback"]
-        tally.below, tally.bad_objects = below - self._before[0], bad - self._before[1]
+        bad = sum(count for cause, count in stats["failures"].items() if cause.startswith("offload_bad"))
+        below = stats["hits"]["offload"]
+        counts.below, counts.bad_objects = below - self._before[0], bad - self._before[1]
         self._before = below, bad
-        return dict(msgspec.to_builtins(tally))
+        return dict(msgspec.to_builtins(counts))
 
-    def _round(self, tally: Tally) -> None:
+    def _round(self, counts: Outcomes) -> None:
         tokens = prompt(some_family(self._dice, self._settings.families), self._dice.randint(1, MOST_CHUNKS))
         digests = torch.from_numpy(block_digests(tokens, SHAPE.block_size)).to(self._device)
         shuffled = np.random.default_rng(self._dice.getrandbits(32)).permutation(BLOCKS)[: len(digests)]
@@ -146,8 +146,8 @@ class Worker:
         if wrong:
             print(f"family {tokens[0] // 1_000_000}, {len(tokens)} tokens: {wrong}", file=sys.stderr, flush=True)
         chunks = got // CHUNK_TOKENS
-        tally.add(
-            Tally(
+        counts.add(
+            Outcomes(
                 rounds=1,
                 asked=len(tokens) // CHUNK_TOKENS,
                 promised=found // CHUNK_TOKENS,

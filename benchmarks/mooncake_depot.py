@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vcache_backend.config import ByteSize, FallbackConfig, MooncakeConfig
+from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig
 
 HOST = "127.0.0.1"
 START_SECONDS = 30.0
@@ -137,11 +137,11 @@ class Depot:
             lines = answer.read().decode().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("master_key_count ")))
 
-    def fallback(self, **more: Any) -> FallbackConfig:
-        """A tier on it, write_through; `more` of FallbackConfig's values."""
+    def offload(self, **more: Any) -> OffloadConfig:
+        """A tier on it, write_through; `more` of OffloadConfig's values."""
         mooncake = MooncakeConfig(master=self.address, hostname=HOST, local_buffer_bytes=ByteSize(0))
         values: dict[str, Any] = {"policy": "write_through", "min_bandwidth": ByteSize(0), "mooncake": mooncake}
-        return FallbackConfig(**(values | more))
+        return OffloadConfig(**(values | more))
 
 
 def free_ports(count: int) -> list[int]:

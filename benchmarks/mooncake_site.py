@@ -1,4 +1,4 @@
-"""What the benchmarks of the store below the pool share: a store, nodes with a metadata server each, engines, Mooncake's own client."""
+"""What the benchmarks of the offload tier share: a store, nodes with a metadata server each, engines, Mooncake's own client."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from vcache_backend.chunk import Layout
-from vcache_backend.config import ByteSize, Config, EngineConfig, FallbackConfig, PoolConfig, ServerConfig
+from vcache_backend.config import ByteSize, Config, EngineConfig, OffloadConfig, PoolConfig, ServerConfig
 from vcache_backend.engine import VCacheEngine
+from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .metadata import PATIENT, server
@@ -82,19 +82,19 @@ class Site:
         child.ask("make", SECONDS, master=self.depot.address, nbytes=nbytes)
         return child
 
-    def engine(self, node: Path, kv: KV, pool_bytes: int, fallback: FallbackConfig | None) -> VCacheEngine:
+    def engine(self, node: Path, kv: KV, pool_bytes: int, offload: OffloadConfig | None) -> VCacheEngine:
         """With an open tier, or none."""
         config = Config(
             server=ServerConfig(socket=str(node)),
             client=PATIENT,
             pool=PoolConfig(device=kv.device, segment_bytes=ByteSize(pool_bytes)),
             engine=EngineConfig(chunk_size=kv.size.chunk_tokens),
-            fallback=fallback or FallbackConfig(),
+            offload=offload or OffloadConfig(),
         )
         made = self._undo.enter_context(VCacheEngine(config, kv.layout))
         made.register(kv.tensors)
-        if fallback is not None:
-            until(lambda: made.get_stats()["fallback"]["usable"])
+        if offload is not None:
+            until(lambda: made.get_stats()["offload"]["usable"])
         return made
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from vcache_backend.config import FallbackConfig
+from vcache_backend.config import OffloadConfig
 from vcache_backend.demo import trace
 from vcache_backend.engine import VCacheEngine
 
@@ -53,7 +53,7 @@ def _row(requests: Sequence[trace.Request], policy: str, pause: float, through: 
     expected = infinite(requests)
     unique = len({id_ for request in requests for id_ in whole(request)})
     with Site(int(1.5 * unique * SIZE.chunk_bytes) + GIB // 16) as site, threads(1):
-        replay = Replay(site, unique * SIZE.chunk_bytes // TOO_SMALL, site.depot.fallback(policy=policy))
+        replay = Replay(site, unique * SIZE.chunk_bytes // TOO_SMALL, site.depot.offload(policy=policy))
         for number, request in enumerate(requests):
             replay.one(number, request, expected[number], through)
             time.sleep(pause)
@@ -68,9 +68,9 @@ def _row(requests: Sequence[trace.Request], policy: str, pause: float, through: 
 class Replay:
     """Two engines of a node with one pool."""
 
-    def __init__(self, site: Site, pool_bytes: int, fallback: FallbackConfig) -> None:
+    def __init__(self, site: Site, pool_bytes: int, offload: OffloadConfig) -> None:
         place, self._kv = site.node(), KV(SIZE)
-        self._engines = [site.engine(place, self._kv, nbytes, fallback) for nbytes in (pool_bytes // 2, pool_bytes // 2)]
+        self._engines = [site.engine(place, self._kv, nbytes, offload) for nbytes in (pool_bytes // 2, pool_bytes // 2)]
         self.hits: list[int] = []
         self._lost: Counter[str] = Counter()
 
@@ -97,7 +97,7 @@ class Replay:
         causes: Counter[str] = Counter(self._lost)
         for engine in self._engines:
             stats = engine.get_stats()
-            causes.update({f"dropped_{name}": count for name, count in stats["fallback"]["dropped"].items() if count})
+            causes.update({f"dropped_{name}": count for name, count in stats["offload"]["dropped"].items() if count})
             causes.update(stats["failures"])
             causes.update({name: count for name, count in stats["not_stored"].items() if count and name != "exists"})
         return dict(causes)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from .results import Row
-from .vllm import below, equality, failures, latency, scheduling
+from .vllm import equality, failures, latency, offload, scheduling
 from .vllm.fleet import Fleet
 from .vllm.instances import KINDS
 from .vllm.prompts import Prompts
@@ -99,8 +99,8 @@ PARTS: dict[str, Part] = {
     "failures": Part(_trio("failing"), 40, lambda run: failures.failures(run.fleet, run.clock, run.source)),
     "fp8": Part(_trio("fp8"), 20, lambda run: _few(run, "fp8"), doors=("vllm",)),
     "mla": Part(_trio("mla"), 15, lambda run: _few(run, "mla"), doors=("vllm",), cpu=False),
-    "below": Part(_trio(below.EAGER), 40, lambda run: below.equal(run.fleet, run.clock, run.source)),
-    "below_ttft": Part(_trio("below"), 30, lambda run: below.first_token(run.fleet, run.clock, run.source)),
+    "below": Part(_trio(offload.EAGER), 40, lambda run: offload.equal(run.fleet, run.clock, run.source)),
+    "below_ttft": Part(_trio("below"), 30, lambda run: offload.first_token(run.fleet, run.clock, run.source)),
     "ngram": Part(_trio("ngram"), 20, lambda run: _few(run, "ngram"), doors=("vllm",)),
 }
 """In the order they are run in."""

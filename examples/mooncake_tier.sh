@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A Mooncake store for the tier below the pool: one master, and one provider that lends host memory. Both end with this script.
+# A Mooncake store for the offload tier: one master, and one provider that lends host memory. Both end with this script.
 #
 #   examples/mooncake_tier.sh [--segment 4GiB] [--port 50051] [--host ADDRESS]            # node 1
 #   examples/mooncake_tier.sh --master ADDRESS:50051 --host ADDRESS [--segment 4GiB]      # node 2, ...: one more provider
@@ -110,7 +110,7 @@ trap 'stop; exit 143' TERM
 if [ -z "$master" ]; then
     if [ -z "$port" ]; then
         port=$(free_port 50051)
-        [ "$port" = 50051 ] || say "port 50051 is taken; the master gets $port: set fallback.mooncake.master to it"
+        [ "$port" = 50051 ] || say "port 50051 is taken; the master gets $port: set offload.mooncake.master to it"
     elif listens "$host" "$port"; then
         die "port $port of $host is taken"
     fi
@@ -141,7 +141,7 @@ cat <<READY
 ready: master $master${metrics:+ (metrics: http://$host:$metrics/metrics/summary)}, a provider of $segment; Ctrl-C ends both
 
   in the configuration, on every node:
-    fallback:
+    offload:
       policy: write_through
       mooncake: {master: "$master"}
   then, such as with configs/mooncake.yaml:

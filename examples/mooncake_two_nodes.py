@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from vcache_backend.chunk import Layout
 from vcache_backend.config import Config, from_dict
 from vcache_backend.engine import VCacheEngine
+from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
 LAYERS, BLOCK, HEADS, DIM = 8, 16, 8, 128
@@ -41,7 +41,7 @@ def configuration(folder: Path, name: str, master: str) -> Config:
         {
             "server": {"socket": str(folder / f"{name}.sock")},
             "pool": {"device": "host", "segment_bytes": "512 MiB"},
-            "fallback": {
+            "offload": {
                 "policy": "write_through",
                 "lookup_seconds": 1.0,
                 "negative_seconds": 0.1,
@@ -64,7 +64,7 @@ def node(undo: ExitStack, config: Config, model: str, kvcaches: list[torch.Tenso
     )
     engine = undo.enter_context(VCacheEngine(config, layout))
     engine.register(kvcaches)
-    wait(lambda: engine.get_stats()["fallback"]["usable"], f"no store at {config.fallback.mooncake.master}")
+    wait(lambda: engine.get_stats()["offload"]["usable"], f"no store at {config.offload.mooncake.master}")
     return engine
 
 
@@ -95,9 +95,9 @@ def main() -> int:
         print(f"node B before: {b.lookup(prompt)} of {given.tokens} tokens")
         a.store(prompt, None, a_cache, slots)
         a.flush(SECONDS, through=True)
-        print(f"node A stored them; written below: {a.get_stats()['fallback']['written']} chunks")
+        print(f"node A stored them; written below: {a.get_stats()['offload']['written']} chunks")
         # B asked too early: what was absent then it does not ask for again so soon.
-        time.sleep(b_config.fallback.negative_seconds)
+        time.sleep(b_config.offload.negative_seconds)
         good = True
         for _ in range(2):
             found = b.lookup(prompt)
@@ -109,7 +109,7 @@ def main() -> int:
             print(f"node B: {found} tokens found, {came} came, {verdict}; chunks so far: {b.get_stats()['hits']}")
             good = good and equal and came == given.tokens
             b.flush(SECONDS)
-        dropped = {cause: count for cause, count in a.get_stats()["fallback"]["dropped"].items() if count}
+        dropped = {cause: count for cause, count in a.get_stats()["offload"]["dropped"].items() if count}
         if dropped:
             print(f"chunks that were not written: {dropped}")
     return 0 if good else 1

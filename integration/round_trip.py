@@ -11,9 +11,9 @@ import time
 import numpy as np
 import torch
 
-from vcache_backend.chunk_io import ChunkIO
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
+from vcache_backend.transfer.chunk_io import ChunkIO
 from vcache_backend.vram_pool.copier import Completion, Copier
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import Piece, plan

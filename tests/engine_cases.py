@@ -27,11 +27,11 @@ import msgspec
 import torch
 from processes import PATIENT, SECONDS, Child, Stage, eventually
 
-from vcache_backend.chunk import Layout
 from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, PoolConfig, ServerConfig
 from vcache_backend.demo.content import mix
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.copier import Copier, Finished, HostCopier, Mark
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
@@ -367,7 +367,7 @@ class WorkerLoop:
         return self.lines.texts
 
     def soak(self, seed: int, families: int, chunks: int) -> None:
-        """Look up, retrieve, check, store, for ever; a `Tally` on the pipe after every round."""
+        """Look up, retrieve, check, store, for ever; a `LoadStats` on the pipe after every round."""
         dice = random.Random(seed)
         self.pausing._wait = lambda: time.sleep(dice.uniform(0, 0.05))
         while True:
@@ -382,7 +382,7 @@ class WorkerLoop:
             self.pausing.armed = dice.random() < 0.3
             self.engine.store(tokens, mask.logical_not(), self.cache.tensors, slots)
             self.engine.flush(1.0)
-            self.pipe.send(Tally(1, found, int(mask.sum()), wrong))
+            self.pipe.send(LoadStats(1, found, int(mask.sum()), wrong))
 
     def _wait(self) -> None:
         """Tell the test that the copy is half-way, and go on when it says so."""
@@ -401,7 +401,7 @@ class Retrieved(NamedTuple):
     seconds: float
 
 
-class Tally(NamedTuple):
+class LoadStats(NamedTuple):
     """Counts of the soak: rounds, tokens promised, tokens retrieved, wrong bytes among those."""
 
     rounds: int = 0
@@ -409,8 +409,8 @@ class Tally(NamedTuple):
     retrieved: int = 0
     wrong: int = 0
 
-    def plus(self, other: Tally) -> Tally:
-        return Tally(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: LoadStats) -> LoadStats:
+        return LoadStats(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class Lines(logging.Handler):

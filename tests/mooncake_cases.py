@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 from processes import SECONDS, Child, eventually
 
-from vcache_backend.config import ByteSize, FallbackConfig, MooncakeConfig
-from vcache_backend.fallback.store import Span
+from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig
+from vcache_backend.offload.store import Span
 
 BIN = Path(sys.executable).parent
 MIB = 1 << 20
@@ -231,10 +231,10 @@ class Depot:
         values: dict[str, Any] = {"master": self.master.address, "hostname": "127.0.0.1", "local_buffer_bytes": ByteSize(0)}
         return MooncakeConfig(**(values | more))
 
-    def fallback(self, **more: Any) -> FallbackConfig:
-        """A tier on it: write_through, with `more` of FallbackConfig's values; `mooncake` is a dict of MooncakeConfig's."""
+    def offload(self, **more: Any) -> OffloadConfig:
+        """A tier on it: write_through, with `more` of OffloadConfig's values; `mooncake` is a dict of MooncakeConfig's."""
         mooncake = self.config(**more.pop("mooncake", {}))
-        return FallbackConfig(**({"policy": "write_through", "min_bandwidth": ByteSize(0), "mooncake": mooncake} | more))
+        return OffloadConfig(**({"policy": "write_through", "min_bandwidth": ByteSize(0), "mooncake": mooncake} | more))
 
 
 class Memory:

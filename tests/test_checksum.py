@@ -20,11 +20,11 @@ from processes import SECONDS, eventually
 from test_kernels import _loops_under_numpy_2_4  # noqa: F401 - a fixture
 from torch import Tensor
 
-from vcache_backend import chunk_io
-from vcache_backend.chunk_io import CheckedScatter, ChecksumError, ChunkIO, Lease, checked_layout
 from vcache_backend.errors import LayoutError, VCacheError
-from vcache_backend.hashing import TokenHasher
 from vcache_backend.metadata_server.messages import ChunkKey, Refusal
+from vcache_backend.transfer import chunk_io
+from vcache_backend.transfer.chunk_io import CheckedScatter, ChecksumError, ChunkIO, Lease, checked_layout
+from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.vram_pool import checksum
 from vcache_backend.vram_pool.checksum import COLUMNS, TRAILER_BYTES, CudaSealer, HostSealer, sealed_bytes
 from vcache_backend.vram_pool.copier import Completion

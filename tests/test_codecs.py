@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from vcache_backend.benchmarks import break_even, codec_logprobs
 from vcache_backend.benchmarks import codecs as benchmark
-from vcache_backend.fallback import codecs
-from vcache_backend.fallback.codecs import Codec, CodecError, Geometry
+from vcache_backend.offload import codecs
+from vcache_backend.offload.codecs import Codec, CodecError, Geometry
 
 BF16 = Geometry("bfloat16", 64)
 LOSSLESS = ("raw", "zstd", "planes")

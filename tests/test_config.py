@@ -65,22 +65,22 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
         ("connector: {store: answers}", "Invalid enum value 'answers' - at `$.connector.store`"),
         ("connector: {wait_seconds: 0}", "at `$.connector.wait_seconds`"),
         ("connector: {consume_once: sometimes}", "at `$.connector.consume_once`"),
-        ("fallback: {polcy: off}", "Object contains unknown field `polcy` - at `$.fallback`"),
-        ("fallback: {policy: always}", "Invalid enum value 'always' - at `$.fallback.policy`"),
-        ("fallback: {codec: gzip}", "Invalid enum value 'gzip' - at `$.fallback.codec`"),
-        ("fallback: {staging_bytes: much}", "got 'much' - at `$.fallback.staging_bytes`"),
-        ("fallback: {readers: 0}", "at `$.fallback.readers`"),
-        ("fallback: {lookup_seconds: 0}", "at `$.fallback.lookup_seconds`"),
-        ("fallback: {call_seconds: 0}", "at `$.fallback.call_seconds`"),
-        ("fallback: {negative_seconds: -1}", "at `$.fallback.negative_seconds`"),
-        ("fallback: {mooncake: {master_server_address: x}}", "unknown field `master_server_address` - at `$.fallback.mooncake`"),
-        ("fallback: {mooncake: {master: node-1}}", "master must be HOST:PORT, got 'node-1' - at `$.fallback.mooncake`"),
-        ("fallback: {mooncake: {master: ':50051'}}", "master must be HOST:PORT, got ':50051' - at `$.fallback.mooncake`"),
-        ("fallback: {mooncake: {master: 'node-1:rpc'}}", "master must be HOST:PORT, got 'node-1:rpc' - at `$.fallback.mooncake`"),
-        ("fallback: {mooncake: {devices: mlx5_0}}", "devices ('mlx5_0') are for protocol: rdma - at `$.fallback.mooncake`"),
-        ("fallback: {mooncake: {protocol: infiniband}}", "Invalid enum value 'infiniband' - at `$.fallback.mooncake.protocol`"),
+        ("offload: {polcy: off}", "Object contains unknown field `polcy` - at `$.offload`"),
+        ("offload: {policy: always}", "Invalid enum value 'always' - at `$.offload.policy`"),
+        ("offload: {codec: gzip}", "Invalid enum value 'gzip' - at `$.offload.codec`"),
+        ("offload: {staging_bytes: much}", "got 'much' - at `$.offload.staging_bytes`"),
+        ("offload: {readers: 0}", "at `$.offload.readers`"),
+        ("offload: {lookup_seconds: 0}", "at `$.offload.lookup_seconds`"),
+        ("offload: {call_seconds: 0}", "at `$.offload.call_seconds`"),
+        ("offload: {negative_seconds: -1}", "at `$.offload.negative_seconds`"),
+        ("offload: {mooncake: {master_server_address: x}}", "unknown field `master_server_address` - at `$.offload.mooncake`"),
+        ("offload: {mooncake: {master: node-1}}", "master must be HOST:PORT, got 'node-1' - at `$.offload.mooncake`"),
+        ("offload: {mooncake: {master: ':50051'}}", "master must be HOST:PORT, got ':50051' - at `$.offload.mooncake`"),
+        ("offload: {mooncake: {master: 'node-1:rpc'}}", "master must be HOST:PORT, got 'node-1:rpc' - at `$.offload.mooncake`"),
+        ("offload: {mooncake: {devices: mlx5_0}}", "devices ('mlx5_0') are for protocol: rdma - at `$.offload.mooncake`"),
+        ("offload: {mooncake: {protocol: infiniband}}", "Invalid enum value 'infiniband' - at `$.offload.mooncake.protocol`"),
         ("cache: {}", "Object contains unknown field `cache`"),
-        ("[1, 2]", "Expected sections (server, client, pool, engine, connector, fallback), got list"),
+        ("[1, 2]", "Expected sections (server, client, pool, engine, connector, offload), got list"),
         ("server: [", "vcache.yaml"),
     ],
 )
@@ -147,12 +147,12 @@ def test_what_is_dumped_loads_as_the_same_configuration(write: Any, path: Path) 
 
 def test_a_dump_has_sizes_as_people_write_them() -> None:
     assert config.dump(config.load(CONFIGS[0].parent / "two-gpus.yaml"))["pool"]["segment_bytes"] == "16 GiB"
-    tier = config.dump(config.load(CONFIGS[0].parent / "mooncake.yaml"))["fallback"]
+    tier = config.dump(config.load(CONFIGS[0].parent / "mooncake.yaml"))["offload"]
     assert (tier["policy"], tier["staging_bytes"], tier["mooncake"]["segment_bytes"]) == ("write_through", "1 GiB", "0 B")
 
 
 def test_rdma_has_devices(write: Any) -> None:
     read = config.load(
-        write("fallback: {policy: on_evict, mooncake: {master: '[fd00::1]:50051', protocol: rdma, devices: mlx5_0}}")
+        write("offload: {policy: on_evict, mooncake: {master: '[fd00::1]:50051', protocol: rdma, devices: mlx5_0}}")
     )
-    assert (read.fallback.mooncake.devices, read.fallback.mooncake.master) == ("mlx5_0", "[fd00::1]:50051")
+    assert (read.offload.mooncake.devices, read.offload.mooncake.master) == ("mlx5_0", "[fd00::1]:50051")

@@ -40,7 +40,7 @@ CHUNKS = WHOLE // 64
 pytestmark = pytest.mark.timeout(START_SECONDS + 60)
 
 
-class Said(NamedTuple):
+class WorkerReport(NamedTuple):
     tokens: list[int]
     cached: int
 
@@ -53,7 +53,7 @@ class Site:
         self.proxy, self.prefill, self.decode = (f"http://127.0.0.1:{port}" for port in ports)
         self._prefill_port = ports[1]
 
-    def ask(self, url: str, prompt: list[int], **params: Any) -> Said:
+    def ask(self, url: str, prompt: list[int], **params: Any) -> WorkerReport:
         """A completions request, greedy. params: its `kv_transfer_params` of ours."""
         body = {"model": str(self.folder / "model"), "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         body |= {"return_token_ids": True, "kv_transfer_params": {"vcache": params}}
@@ -61,7 +61,7 @@ class Site:
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=40) as reply:
             said = json.load(reply)
-        return Said(said["choices"][0]["token_ids"], said["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return WorkerReport(said["choices"][0]["token_ids"], said["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     def right(self, prompt: list[int]) -> list[int]:
         """What the prefill server makes of it, if it answers itself."""
@@ -141,7 +141,7 @@ def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(site: 
     prompt = new_tokens(WHOLE + TAIL)
     with site.another_proxy("--order", order, "--wait-seconds", "30") as (url, _):
         said = site.ask(url, prompt)
-    assert said == Said(site.right(prompt), WHOLE)
+    assert said == WorkerReport(site.right(prompt), WHOLE)
 
 
 def test_chunks_meant_for_one_reader_are_gone_and_others_stay(site: Site) -> None:
@@ -162,7 +162,7 @@ def test_a_prefill_server_that_hangs_costs_the_deadline_and_no_more(site: Site) 
             said = site.ask(url, prompt)
         finally:
             os.killpg(pid, signal.SIGCONT)
-    assert said == Said(right, 0)
+    assert said == WorkerReport(right, 0)
 
 
 def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_says_so(site: Site) -> None:
@@ -170,9 +170,9 @@ def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_say
     right = [site.right(first), site.right(second)]
     os.killpg(site.prefill_pid(), signal.SIGKILL)
     with site.another_proxy("--wait-seconds", "1") as (url, child):
-        assert site.ask(url, first) == Said(right[0], 0)
+        assert site.ask(url, first) == WorkerReport(right[0], 0)
         assert "computes the prompt itself after 1 s" in child.expect("request 1: the prefill server failed")
-        assert site.ask(url, second) == Said(right[1], 0)
+        assert site.ask(url, second) == WorkerReport(right[1], 0)
         child.expect("request 2: not announced")
 
 

@@ -517,7 +517,7 @@ def test_stats_count_what_happened(fresh: Node) -> None:
     writer, reader = pair.writer.get_stats(), pair.reader.get_stats()
     assert writer["tokens"] == {"asked": 5 * CHUNK, "hit": 3 * CHUNK, "retrieved": 2 * CHUNK, "stored": 3 * CHUNK}
     assert (writer["hits"]["vram"], writer["misses"]) == (2, 0)
-    below = {"fallback": 0, "fallback_written": 0}
+    below = {"offload": 0, "offload_written": 0}
     assert writer["bytes"] == {"own": 2 * chunk, "peer": 0, "stored": 3 * chunk} | below
     assert (reader["hits"]["vram"], reader["misses"]) == (3, 2)
     assert reader["bytes"] == {"own": 0, "peer": 3 * chunk, "stored": 0} | below

@@ -22,8 +22,8 @@ from engine_cases import (
     SMALL,
     SNAPPY,
     Cache,
+    LoadStats,
     Node,
-    Tally,
     UnfinishedCopier,
     Worker,
     get,
@@ -757,7 +757,10 @@ class Chaos:
 
     def __init__(self, here: Node, seed: int) -> None:
         self.here, self.dice = here, random.Random(seed)
-        self.tally, self.done = Tally(), dict.fromkeys(("worker killed", "worker hung", "server killed", "server hung"), 0)
+        self.outcomes, self.done = (
+            LoadStats(),
+            dict.fromkeys(("worker killed", "worker hung", "server killed", "server hung"), 0),
+        )
         self.options = {"lease_seconds": 0.3, "reservation_seconds": 0.3, "recover_seconds": 2}
         self.server: Child = here.serve(**self.options)
         self.workers = [self.start(number) for number in range(2)]
@@ -799,7 +802,7 @@ class Chaos:
         while True:
             for worker in self.workers:
                 while worker.pipe.poll(0):
-                    self.tally = self.tally.plus(worker.answer())
+                    self.outcomes = self.outcomes.plus(worker.answer())
             if time.monotonic() >= deadline:
                 return
             time.sleep(0.005)
@@ -809,9 +812,9 @@ def test_no_wrong_byte_whatever_is_killed_or_hangs(here: Node) -> None:
     seed = random.randrange(1 << 30)
     chaos = Chaos(here, seed)
     chaos.run(10)
-    print(f"\nseed {seed}: {chaos.tally}, {chaos.done}")
-    assert chaos.tally.wrong == 0, seed
-    assert chaos.tally.retrieved > 10 * CHUNK, "hardly anything was retrieved: the test shows nothing"
+    print(f"\nseed {seed}: {chaos.outcomes}, {chaos.done}")
+    assert chaos.outcomes.wrong == 0, seed
+    assert chaos.outcomes.retrieved > 10 * CHUNK, "hardly anything was retrieved: the test shows nothing"
     survivor = here.worker("host:0", 5 * Cache().chunk_bytes)
     eventually(lambda: survivor.ask("stats")["connected"])
     for worker in chaos.workers:
@@ -829,5 +832,5 @@ def test_the_soak_notices_one_wrong_byte(here: Node) -> None:
     for worker in chaos.workers:
         worker.kill()
     chaos.workers = [chaos.start(0, copier="wrong")]
-    eventually(lambda: chaos.collect(0.01) or chaos.tally.wrong)
-    assert re.search(r"wrong=[1-9]", str(chaos.tally))
+    eventually(lambda: chaos.collect(0.01) or chaos.outcomes.wrong)
+    assert re.search(r"wrong=[1-9]", str(chaos.outcomes))

@@ -276,7 +276,7 @@ def test_the_script_starts_a_store_with_room_and_ends_it_again(tmp_path: Path) -
         assert f"master 127.0.0.1:{port} " in child.expect("ready:")
         assert len(with_port(port)) == 2
         settings = {"policy": "write_through", "mooncake": {"master": f"127.0.0.1:{port}", "hostname": "127.0.0.1"}}
-        findings = list(doctor.check_fallback(configuration.from_dict({"fallback": settings})))
+        findings = list(doctor.check_offload(configuration.from_dict({"offload": settings})))
         assert [finding for finding in findings if finding.status != "ok"] == []
         assert findings[-1].check == "mooncake provider"
         child.signal(signal.SIGINT)
@@ -322,8 +322,8 @@ def test_two_nodes_share_a_prompt_through_the_store_and_nothing_else(tmp_path: P
     assert status == 0, said
     assert "node B before: 0 of 1024 tokens" in said
     below, promoted = (line for line in said.splitlines() if line.startswith("node B: "))
-    assert below == "node B: 1024 tokens found, 1024 came, equal; chunks so far: {'vram': 0, 'fallback': 4}"
-    assert promoted == "node B: 1024 tokens found, 1024 came, equal; chunks so far: {'vram': 4, 'fallback': 4}"
+    assert below == "node B: 1024 tokens found, 1024 came, equal; chunks so far: {'vram': 0, 'offload': 4}"
+    assert promoted == "node B: 1024 tokens found, 1024 came, equal; chunks so far: {'vram': 4, 'offload': 4}"
     assert with_port(port) == []
 
 
@@ -347,7 +347,7 @@ def test_the_script_says_how_it_is_used() -> None:
     with Child([str(STORE), "--help"]) as child:
         status, answer = child.wait()
     assert status == 0
-    assert answer.startswith("A Mooncake store for the tier below the pool")
+    assert answer.startswith("A Mooncake store for the offload tier")
     assert all(option in answer for option in ("--segment", "--port", "--host", "--master", "--logs"))
 
 
@@ -360,6 +360,6 @@ def test_the_snippets_on_mooncake_are_configurations_and_its_paths_exist() -> No
     for path in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (STORE_DOCS.parent / path).exists(), path
     known = set(settings._known())
-    named = set(re.findall(r"`(?:vcache\.)?(fallback\.[a-z_.]+)[`:]", text))
+    named = set(re.findall(r"`(?:vcache\.)?(offload\.[a-z_.]+)[`:]", text))
     assert len(named) > 8
     assert {f"vcache.{name}" for name in named} - known == set()

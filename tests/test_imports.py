@@ -28,14 +28,14 @@ FORBIDDEN = [
     ("vcache_backend.metadata_server", GPU_CODE),
     (
         "vcache_backend.metadata_server",
-        tuple(f"vcache_backend.{name}" for name in ("vram_pool", "engine", "hashing", "fallback", "cli", "doctor", "demo")),
+        tuple(f"vcache_backend.{name}" for name in ("vram_pool", "engine", "hashing", "offload", "cli", "doctor", "demo")),
     ),
     (
         "vcache_backend.vram_pool",
-        ("vcache_backend.engine", "vcache_backend.cli", "vcache_backend.demo", "vcache_backend.fallback"),
+        ("vcache_backend.engine", "vcache_backend.cli", "vcache_backend.demo", "vcache_backend.offload"),
     ),
     ("vcache_backend.vram_pool", ("vllm", "lmcache", "mooncake")),
-    ("vcache_backend.fallback", ("vcache_backend.engine", "vcache_backend.cli", "vcache_backend.demo", "vllm", "lmcache")),
+    ("vcache_backend.offload", ("vcache_backend.engine", "vcache_backend.cli", "vcache_backend.demo", "vllm", "lmcache")),
     ("vcache_backend.engine", ("vcache_backend.cli", "vcache_backend.demo", "vllm", "lmcache")),
     ("vcache_backend.config", GPU_CODE),
     ("vcache_backend.errors", GPU_CODE),

@@ -10,8 +10,8 @@ import pytest
 from engine_cases import CHUNK, SNAPPY, Cache, Node, layout_of, node, prompt, put
 from processes import eventually
 
-from vcache_backend.chunk_io import Lease
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
+from vcache_backend.transfer.chunk_io import Lease
 
 
 @pytest.fixture

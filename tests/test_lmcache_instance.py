@@ -26,7 +26,7 @@ from vcache_backend.integration.lmcache import selftest
 from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe, layout
 from vcache_backend.integration.lmcache.settings import Settings
 from vcache_backend.integration.round_trip import round_trip
-from vcache_backend.integration.vllm import facts
+from vcache_backend.integration.vllm import model_spec
 from vcache_backend.vram_pool import reference
 from vcache_backend.vram_pool.copier import Finished, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
@@ -127,7 +127,7 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance
     assert (found.tp_size, found.pp_size, found.pp_rank, found.worker_id, found.rank, found.ranks) == (2, 2, 1, 3, 1, 2)
     assert (found.load_failure_policy, found.kv_role, found.gpu_memory_utilization) == ("recompute", "kv_both", 0.9)
     assert found.rope == '{"rope_parameters":{"rope_theta":10000.0,"rope_type":"default"}}'
-    assert (found.facts["engine"], found.facts["attention"]) == ("vllm 0.26", "FLASH_ATTN")
+    assert (found.model_spec["engine"], found.model_spec["attention"]) == ("vllm 0.26", "FLASH_ATTN")
     assert found.kvcaches is found.connector.kv_caches
     assert not found.whole_blocks_only
 
@@ -151,7 +151,7 @@ def test_on_a_cpu_only_whole_blocks_are_safe_and_no_gpu_has_a_budget(under_vllm:
 def test_what_vllm_leaves_out_or_has_not_made_yet_is_no_error(under_vllm: Callable[..., Instance]) -> None:
     assert under_vllm(kvcaches={}).kvcaches is None
     found = under_vllm(device_config=None, load_config=None, compilation_config=None, kv_transfer_config=None)
-    assert (found.load_failure_policy, found.facts.get("attention")) == ("", None)
+    assert (found.load_failure_policy, found.model_spec.get("attention")) == ("", None)
 
 
 def test_the_block_size_is_that_of_the_tensors(under_vllm: Callable[..., Instance]) -> None:
@@ -361,8 +361,8 @@ def find(**changes):
 
 one, two = find(), find(gpu_memory_utilization=0.3, max_num_seqs=4)
 other = find(hf_overrides={"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}})
-print("FOUND", json.dumps([one.model, one.revision, one.rope, dict(one.facts), one.block_size, one.dtype, one.kv_cache_dtype,
-                           one.load_failure_policy, one.device_type, one.facts == two.facts, one.facts == other.facts,
+print("FOUND", json.dumps([one.model, one.revision, one.rope, dict(one.model_spec), one.block_size, one.dtype, one.kv_cache_dtype,
+                           one.load_failure_policy, one.device_type, one.model_spec == two.model_spec, one.model_spec == other.model_spec,
                            one.rope == other.rope]))
 """
 
@@ -380,11 +380,13 @@ def test_real_vllm_has_what_is_read_of_it(tmp_path: Path) -> None:
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     line = re.search(r"^FOUND (.*)$", child.stdout, re.MULTILINE)
     assert line, child.stderr[-3000:]
-    model, revision, rope, facts, block_size, dtype, kv_dtype, policy, device, alike, overridden, same_rope = json.loads(line[1])
+    model, revision, rope, model_spec, block_size, dtype, kv_dtype, policy, device, alike, overridden, same_rope = json.loads(
+        line[1]
+    )
     assert (model, revision[:6], block_size, dtype, kv_dtype) == (str(tmp_path.resolve()), "files-", 32, "bfloat16", "bfloat16")
     assert "10000" in rope
-    assert re.fullmatch(r"vllm 0\.\d+", facts["engine"])
-    assert (facts["weights"], len(facts["model_config"])) == ("dummy", 16)
+    assert re.fullmatch(r"vllm 0\.\d+", model_spec["engine"])
+    assert (model_spec["weights"], len(model_spec["model_config"])) == ("dummy", 16)
     assert (policy, device) == ("fail", "cpu")
     assert (alike, overridden, same_rope) == (True, False, False)
 
@@ -521,9 +523,9 @@ def test_the_plugin_goes_by_the_name_its_user_gave_it() -> None:
 
 def test_a_seed_that_is_not_set_or_random_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for unfit in (None, "", "random"):
-        assert "set PYTHONHASHSEED=0" in (facts.seed(unfit) or "")
+        assert "set PYTHONHASHSEED=0" in (model_spec.seed(unfit) or "")
     monkeypatch.setenv("PYTHONHASHSEED", "42")
-    assert facts.seed(hash_seed()) is None
+    assert model_spec.seed(hash_seed()) is None
     monkeypatch.delenv("PYTHONHASHSEED")
     assert hash_seed() is None
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vcache_backend.chunk import Namespace
-from vcache_backend.hashing import TokenHasher
 from vcache_backend.integration.lmcache.keys import SCOPE_TAG, KeyMaker, scoped
 from vcache_backend.metadata_server.messages import KEY_BYTES
+from vcache_backend.transfer.keys import TokenHasher
+from vcache_backend.transfer.layout import Namespace
 
 HERE, THERE = Namespace(bytes(range(32))), Namespace(bytes(range(1, 33)))
 

@@ -22,8 +22,8 @@ from mooncake_cases import MIB, Depot, Memory, needs_mooncake, new_names
 from processes import Child, eventually
 
 from vcache_backend.config import MooncakeConfig
-from vcache_backend.fallback.mooncake import MooncakeStore, State
-from vcache_backend.fallback.store import Put, StoreDown
+from vcache_backend.offload.mooncake import MooncakeStore, State
+from vcache_backend.offload.store import Put, StoreDown
 
 pytestmark = [needs_mooncake, pytest.mark.timeout(120)]
 

@@ -1,4 +1,4 @@
-"""Mooncake as the store below the pool, against a real master and real providers: what each call answers."""
+"""Mooncake as the offload tier, against a real master and real providers: what each call answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from processes import eventually
 
 from vcache_backend.config import ByteSize, MooncakeConfig, mooncake_environment
 from vcache_backend.errors import ConfigError
-from vcache_backend.fallback.mooncake import MooncakeStore, State
-from vcache_backend.fallback.store import FallbackStore, Put, Span, StoreDown
+from vcache_backend.offload.mooncake import MooncakeStore, State
+from vcache_backend.offload.store import ObjectStore, Put, Span, StoreDown
 
 pytestmark = needs_mooncake
 
@@ -44,7 +44,7 @@ def random_memory(nbytes: int) -> Memory:
 
 
 def test_what_was_put_is_there_and_comes_back(opened: MooncakeStore) -> None:
-    store: FallbackStore = opened
+    store: ObjectStore = opened
     names, data = new_names(3), [random_memory(size) for size in (1, 4097, 4 * MIB)]
     assert store.contains_prefix(names) == 0
     assert store.put(names, [memory.span for memory in data]) == [Put.STORED] * 3
@@ -245,7 +245,7 @@ def test_memory_that_this_process_lends_goes_with_it(tmp_path: Path) -> None:
 
 
 def test_it_logs_what_is_in_force_when_it_opens(depot: Depot, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
-    caplog.set_level(logging.INFO, "vcache_backend.fallback.mooncake")
+    caplog.set_level(logging.INFO, "vcache_backend.offload.mooncake")
     store = MooncakeStore(depot.config(hostname="", tenant="blue"))
     store.open()
     (said,) = caplog.messages

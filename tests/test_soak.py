@@ -11,7 +11,7 @@ from vcache_backend.benchmarks.soak import __main__ as soak
 def test_no_byte_is_wrong_whatever_happens_and_one_would_be_seen() -> None:
     result = soak.run(retrieves=200, seed=7, workers=3, pause=0.15)
     assert result.ok, soak.table(result)
-    assert result.tally.verified >= 200
+    assert result.outcomes.verified >= 200
     assert sum(result.counts.values()) > 3
     assert result.control is not None
     assert result.control.wrong_bytes > 0

@@ -431,7 +431,7 @@ PLACES = [
     *(f"{OURS}.worker:WorkerSide.{name}" for name in ("store", "measured", "_fence", "_note")),
     *(f"{OURS}.loading:Loading.{name}" for name in ("__init__", "_launch", "_settle")),
     *(f"{OURS}.stats:Meter.{name}" for name in ("loaded", "failed", "take")),
-    *(f"vcache_backend.chunk_io:ChunkIO.{name}" for name in ("scatter", "conclude", "store_blocks")),
+    *(f"vcache_backend.transfer.chunk_io:ChunkIO.{name}" for name in ("scatter", "conclude", "store_blocks")),
     *(f"vcache_backend.vram_pool.pool:Pool.{name}" for name in ("slots", "mapped")),
 ]
 """Methods that run with every request, down to those of the pool. Not those whose few lines are what keeps a load from getting lost
@@ -442,8 +442,8 @@ IN_STEP_PLACES = [
     f"{OURS}.worker:WorkerSide._note",
     f"{OURS}.loading:Loading.__init__",
     f"{OURS}.loading:Loading._launch",
-    "vcache_backend.chunk_io:ChunkIO.scatter",
-    "vcache_backend.chunk_io:ChunkIO.conclude",
+    "vcache_backend.transfer.chunk_io:ChunkIO.scatter",
+    "vcache_backend.transfer.chunk_io:ChunkIO.conclude",
 ]
 ALWAYS = [f"{OURS}.scheduler:SchedulerSide.update", f"{OURS}.scheduler:SchedulerSide.add_stores", f"{OURS}.stats:Meter.failed"]
 RAISED = [

@@ -14,10 +14,10 @@ from engine_cases import CHUNK, SNAPPY, Cache, Node, layout_of, node, prompt, pu
 from processes import SECONDS
 from vllm_failures import OURS
 
-from vcache_backend.committer import Committer
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES
-from vcache_backend.stats import EngineStats
+from vcache_backend.transfer.committer import Committer
+from vcache_backend.transfer.stats import EngineStats
 
 CHUNKS = 5
 

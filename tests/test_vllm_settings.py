@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from vllm_objects import LAYERS, caches, vllm_config
 
 from vcache_backend import config
-from vcache_backend.chunk import Namespace
 from vcache_backend.config import EngineConfig
 from vcache_backend.errors import ConfigError
-from vcache_backend.integration.vllm import adapters, facts, settings, wants
+from vcache_backend.integration.vllm import adapters, model_spec, request_params, settings
 from vcache_backend.integration.vllm.keys import HASH_BYTES, KeyMaker, adapter_digest, of_rank
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES, ChunkKey
+from vcache_backend.transfer.layout import Namespace
 
 # ---- settings
 
@@ -94,13 +94,13 @@ def test_a_wrong_key_of_the_file_is_the_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("params", [None, {}, {"vcache": None}, {"vcache": {}}, {"do_remote_decode": True}], ids=str)
 def test_a_request_that_wishes_nothing_loads_and_stores(params: dict[str, Any] | None) -> None:
-    asked = wants.read(params)
+    asked = request_params.read(params)
     assert (asked.load, asked.store, asked.announced, asked.consume_once, asked.wait_seconds) == (True, True, False, None, None)
 
 
 def test_wishes_are_read() -> None:
     given = {"announced": True, "wait_seconds": 5, "consume_once": True, "store": False}
-    assert wants.read({"vcache": given, "other": 1}) == wants.Wants(
+    assert request_params.read({"vcache": given, "other": 1}) == request_params.RequestParams(
         announced=True, wait_seconds=5.0, consume_once=True, store=False, load=True
     )
 
@@ -121,7 +121,7 @@ def test_wishes_are_read() -> None:
 )
 def test_wishes_that_are_not_understood_are_named(given: Any, said: str) -> None:
     with pytest.raises(ValueError, match="kv_transfer_params: vcache: ") as raised:
-        wants.read({"vcache": given})
+        request_params.read({"vcache": given})
     assert said in str(raised.value)
 
 
@@ -179,9 +179,9 @@ def namespace(tp_size: int, pp_size: int) -> Namespace:
     """Of an instance each of whose workers holds the same bytes."""
     made = vllm_config(parallel_config__tensor_parallel_size=tp_size, parallel_config__pipeline_parallel_size=pp_size)
     kv_caches = caches()
-    kv = facts.describe(made, kv_caches, 0, 8, EngineConfig())
-    shards = [facts.read_shard(made, kv_caches, kv, 8, pp, tp) for pp in range(pp_size) for tp in range(tp_size)]
-    return facts.layout(facts.read_model(made), shards, 8, b"root").namespace()
+    kv = model_spec.describe(made, kv_caches, 0, 8, EngineConfig())
+    shards = [model_spec.read_shard(made, kv_caches, kv, 8, pp, tp) for pp in range(pp_size) for tp in range(tp_size)]
+    return model_spec.layout(model_spec.read_model(made), shards, 8, b"root").namespace()
 
 
 def test_instances_of_other_sizes_never_share() -> None:

@@ -180,9 +180,7 @@ def clear(
     namespace: Annotated[str, typer.Option(metavar="HEX", help="Only this namespace, as `vcache status` names it.")] = "",
     below: Annotated[
         bool,
-        typer.Option(
-            "--below", help="Also in the store below the pool, which other nodes may share; a reset, see docs/mooncake.md."
-        ),
+        typer.Option("--offload", help="Also in the offload tier, which other nodes may share; a reset, see docs/mooncake.md."),
     ] = False,
     config_file: ConfigFile = None,
     socket: Socket = None,
@@ -197,18 +195,18 @@ def clear(
     if len(prefix) not in (0, NAMESPACE_BYTES):
         wanted = f"Expected {2 * NAMESPACE_BYTES} hexadecimal digits"
         raise typer.BadParameter(f"{wanted}, got {namespace!r}", param_hint="--namespace")
-    fallback = config.load(config_file).fallback
-    if below and fallback.policy == "off":
-        raise ConfigError("no store below the pool: fallback.policy is off; name the file that sets it with --config")
+    offload = config.load(config_file).offload
+    if below and offload.policy == "off":
+        raise ConfigError("no offload tier: offload.policy is off; name the file that sets it with --config")
     with _client(config_file, socket) as client:
         count = client.clear(prefix, reset=below)
     typer.echo(f"{count:,} chunks forgotten")
     if below:
-        from vcache_backend.fallback import isolated
+        from vcache_backend.offload import isolated
 
-        typer.echo(f"{isolated.clear(fallback, prefix):,} objects removed from the store below the pool")
-    elif fallback.policy != "off":
-        typer.echo("what the store below the pool has of them is found again; --below removes that, too")
+        typer.echo(f"{isolated.clear(offload, prefix):,} objects removed from the offload tier")
+    elif offload.policy != "off":
+        typer.echo("what the offload tier has of them is found again; --offload removes that, too")
 
 
 # ---- segments

@@ -81,7 +81,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     single core.
     allow_uids: users besides its own and root who may connect, and so read and rewrite every chunk.
     save_ahead: share of the pool to have free or saved below, counted from the next victim on, where workers save what is evicted
-    (`fallback.policy: on_evict`).
+    (`offload.policy: on_evict`).
     """
 
     socket: str = ""
@@ -198,8 +198,8 @@ class MooncakeConfig(_Section, frozen=True, kw_only=True):
             raise ValueError(f"devices ({self.devices!r}) are for protocol: rdma")
 
 
-class FallbackConfig(_Section, frozen=True, kw_only=True):
-    """The store below the pool. Times in seconds.
+class OffloadConfig(_Section, frozen=True, kw_only=True):
+    """The offload tier. Times in seconds.
 
     policy: which chunks go there: every one that is stored (write_through), those about to leave the pool (on_evict), or none, and
     none is looked for (off). codec: how their bytes are written. raw; zstd and planes lose nothing; fp8 and int8 do, so that who uses
@@ -254,7 +254,7 @@ class Config(_Section, frozen=True, kw_only=True):
     pool: PoolConfig = PoolConfig()
     engine: EngineConfig = EngineConfig()
     connector: ConnectorConfig = ConnectorConfig()
-    fallback: FallbackConfig = FallbackConfig()
+    offload: OffloadConfig = OffloadConfig()
 
 
 def default_socket() -> Path:
@@ -302,10 +302,10 @@ def _encode(value: object) -> object:
 
 def from_dict(values: dict[str, Any], source: str = "configuration") -> Config:
     """Check `values` against `Config`. Raises ConfigError with the offending key's path."""
-    fallback = values.get("fallback")
-    if isinstance(fallback, dict) and fallback.get("policy") is False:
+    offload = values.get("offload")
+    if isinstance(offload, dict) and offload.get("policy") is False:
         # What YAML makes of a plain `off`.
-        values = values | {"fallback": fallback | {"policy": "off"}}
+        values = values | {"offload": offload | {"policy": "off"}}
     try:
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:
@@ -329,7 +329,7 @@ def load(path: str | Path | None = None) -> Config:
         values = {}
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path}: Expected sections (server, client, pool, engine, connector, fallback), got {type(values).__name__}"
+            f"{path}: Expected sections (server, client, pool, engine, connector, offload), got {type(values).__name__}"
         )
     return from_dict(values, str(path))
 

@@ -9,7 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vcache_backend.arguments import (
+from vcache_backend.config import Config
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.arguments import (
     KVCaches,
     SlotMapping,
     as_key,
@@ -20,17 +23,14 @@ from vcache_backend.arguments import (
     first_wanted,
     refuse_shared,
 )
-from vcache_backend.chunk import Layout
-from vcache_backend.chunk_io import ChunkIO, Lease, checked_layout
-from vcache_backend.config import Config
-from vcache_backend.errors import VCacheError
-from vcache_backend.hashing import TokenHasher, as_tokens
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.chunk_io import ChunkIO, Lease, checked_layout
+from vcache_backend.transfer.keys import TokenHasher, as_tokens
+from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.copier import Copier
 from vcache_backend.vram_pool.planner import CopyPlan, plan_chunks
 
 if TYPE_CHECKING:
-    from vcache_backend.fallback.fetch import Fetch
+    from vcache_backend.offload.fetch import Fetch
 
 Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.int64]
 
@@ -68,7 +68,7 @@ class VCacheEngine:
     # ---- the five calls
 
     def lookup(self, tokens: Tokens, *, salt: bytes | None = None) -> int:
-        """How many leading tokens can be retrieved now, by every rank, from the pool or the store below it. A multiple of the chunk
+        """How many leading tokens can be retrieved now, by every rank, from the pool or the offload tier it. A multiple of the chunk
         size. Takes no lease."""
         with self._stats.timed("lookup"):
             ids = as_tokens(tokens)
@@ -156,7 +156,7 @@ class VCacheEngine:
         mine["connections_lost"] = self._client.connections_lost
         mine["namespace"] = str(self._namespace)
         mine["device"] = self.device.name
-        mine["fallback"] = None if self._io.tier is None else self._io.tier.snapshot()
+        mine["offload"] = None if self._io.tier is None else self._io.tier.snapshot()
         try:
             server = self._client.stats()
         except VCacheError:
@@ -178,7 +178,7 @@ class VCacheEngine:
         return self._hasher.keys(tokens, as_salt(salt))
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
-        """Wait until the stores so far are visible or given up, and, if `through`, written to the store below or dropped; False if they
+        """Wait until the stores so far are visible or given up, and, if `through`, written to the offload tier or dropped; False if they
         are not after `timeout` seconds."""
         return self._io.flush(as_seconds(timeout), through)
 

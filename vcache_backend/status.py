@@ -99,14 +99,14 @@ def duration(seconds: float) -> str:
 
 def _headline(stats: ServerStats) -> Text:
     text = Text.assemble(("up ", "dim"), duration(stats.uptime_seconds))
-    facts = {
+    model_spec = {
         "clients": stats.clients,
         "chunks": stats.chunks,
         "leases": stats.leases,
         "reservations": stats.reservations,
         "quarantined": stats.quarantined,
     }
-    for name, number in facts.items():
+    for name, number in model_spec.items():
         text.append(f"   {name} ", "dim").append(f"{number:,}")
     return text.append("   memory ", "dim").append(size(stats.rss_bytes))
 

@@ -32,7 +32,7 @@ from ..mooncake_site import load
 from ..results import Row, document, write
 from .chaos import Found, Soak
 from .mishaps import KINDS
-from .worker import Tally
+from .worker import Outcomes
 
 RETRIEVES = 100_000
 WORKERS = 10
@@ -49,20 +49,20 @@ class Result(msgspec.Struct):
 
     seed: int
     seconds: float
-    tally: Tally
+    outcomes: Outcomes
     counts: dict[str, int]
     stops: int
     workers_died: int
     servers_ended: int
     disk: str
     found: list[Found]
-    control: Tally | None = None
+    control: Outcomes | None = None
 
     @property
     def ok(self) -> bool:
         """Nothing wrong, nobody dead of it, and a wrong byte would have been seen."""
         control = self.control is None or self.control.wrong > 0
-        return not (self.tally.wrong or self.tally.raised or self.workers_died or self.servers_ended) and control
+        return not (self.outcomes.wrong or self.outcomes.raised or self.workers_died or self.servers_ended) and control
 
 
 def run(
@@ -76,24 +76,24 @@ def run(
 ) -> Result:
     """retrieves: verified ones. minutes: for so long instead. pause: seconds between two mishaps, on average. only: kinds of mishaps."""
 
-    def over(tally: Tally, seconds: float) -> bool:
-        return seconds > 60 * minutes if minutes else tally.verified >= retrieves
+    def over(outcomes: Outcomes, seconds: float) -> bool:
+        return seconds > 60 * minutes if minutes else outcomes.verified >= retrieves
 
     with small_disk() as disk, Soak(seed, workers, disk, only) as soak:
         seconds = soak.run(over, pause)
         what = "a file system of its own" if disk is not None else "a limit on the size of the server's files"
         counts = dict(sorted(soak.mishaps.counts.items()))
-        result = Result(seed, seconds, soak.tally, counts, soak.stops, soak.died, soak.servers_ended, what, soak.found)
+        result = Result(seed, seconds, soak.outcomes, counts, soak.stops, soak.died, soak.servers_ended, what, soak.found)
     if control:
         result.control = run_control(seed, workers)
     return result
 
 
-def run_control(seed: int, workers: int = WORKERS, seconds: float = CONTROL_SECONDS) -> Tally:
+def run_control(seed: int, workers: int = WORKERS, seconds: float = CONTROL_SECONDS) -> Outcomes:
     """Workers that ignore verdicts and are stopped amid their copies, until a byte is wrong, or for so long."""
     with Soak(seed, workers, None, CONTROL_MISHAPS, trusting=True) as soak:
-        soak.run(lambda tally, passed: tally.wrong > 0 or passed > seconds, PAUSE)
-        return soak.tally
+        soak.run(lambda outcomes, passed: outcomes.wrong > 0 or passed > seconds, PAUSE)
+        return soak.outcomes
 
 
 @contextlib.contextmanager
@@ -119,19 +119,19 @@ def _own_mounts() -> bool:
 
 def rows(result: Result, asked: int) -> list[Row]:
     """asked: how many verified retrieves there were to be; 0: as many as came."""
-    tally, control = result.tally, result.control
+    outcomes, control = result.outcomes, result.control
     what = json.dumps(
-        msgspec.to_builtins(tally) | result.counts | {"stops": result.stops, "seed": result.seed, "disk": result.disk}
+        msgspec.to_builtins(outcomes) | result.counts | {"stops": result.stops, "seed": result.seed, "disk": result.disk}
     )
     what = f"{what} in {result.seconds:.0f} s; {load()}"
-    enough = tally.verified >= asked
+    enough = outcomes.verified >= asked
     made = [
         Row(
             "soak_retrieves",
-            tally.verified,
+            outcomes.verified,
             "retrieves",
             asked,
-            tally.verified / (asked or 1),
+            outcomes.verified / (asked or 1),
             1,
             0.0,
             what,
@@ -139,7 +139,16 @@ def rows(result: Result, asked: int) -> list[Row]:
             enough,
         ),
         Row(
-            "soak_wrong", tally.wrong, "retrieves", 0, tally.wrong, tally.verified, 0.0, "with a wrong byte", "0", not tally.wrong
+            "soak_wrong",
+            outcomes.wrong,
+            "retrieves",
+            0,
+            outcomes.wrong,
+            outcomes.verified,
+            0.0,
+            "with a wrong byte",
+            "0",
+            not outcomes.wrong,
         ),
     ]
     if control is not None:
@@ -153,19 +162,19 @@ def rows(result: Result, asked: int) -> list[Row]:
 
 def table(result: Result) -> str:
     """80 columns."""
-    tally = result.tally
+    outcomes = result.outcomes
     lines = [
-        ("verified retrieves", tally.verified, f"of {tally.retrieves:,}, in {result.seconds:.0f} s"),
-        ("tokens compared", tally.tokens, ""),
-        ("bytes compared", tally.nbytes, ""),
-        ("chunks stored", tally.stored, ""),
-        ("verdicts that refused", tally.refused, ""),
-        ("workers stopped", result.stops, f"{tally.stopped:,} by themselves, in a copy"),
+        ("verified retrieves", outcomes.verified, f"of {outcomes.retrieves:,}, in {result.seconds:.0f} s"),
+        ("tokens compared", outcomes.tokens, ""),
+        ("bytes compared", outcomes.nbytes, ""),
+        ("chunks stored", outcomes.stored, ""),
+        ("verdicts that refused", outcomes.refused, ""),
+        ("workers stopped", result.stops, f"{outcomes.stopped:,} by themselves, in a copy"),
         *((name, count, "") for name, count in result.counts.items() if name != "worker stopped"),
         ("servers that ended", result.servers_ended, "by themselves"),
         ("workers that ended", result.workers_died, "by themselves"),
-        ("calls that raised", tally.raised, ""),
-        ("WRONG", tally.wrong, f"retrieves; {tally.wrong_bytes:,} bytes"),
+        ("calls that raised", outcomes.raised, ""),
+        ("WRONG", outcomes.wrong, f"retrieves; {outcomes.wrong_bytes:,} bytes"),
     ]
     if result.control is not None:
         lines.append(("control: wrong", result.control.wrong, f"of {result.control.verified:,}, verdicts ignored"))

@@ -21,7 +21,7 @@ from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, 
 from ..mooncake_chaos_worker import CHUNK_BYTES, CHUNK_TOKENS
 from .mishaps import LONGEST_STOP, Mishaps
 from .node import Node
-from .worker import Served, Settings, Tally, Wrong, run
+from .worker import Outcomes, Served, Settings, Wrong, run
 
 SECONDS = 60.0
 POOL_CHUNKS = 10
@@ -94,7 +94,7 @@ class Soak:
     def __init__(self, seed: int, workers: int, disk: Path | None, only: Sequence[str] = (), trusting: bool = False) -> None:
         """disk: an empty folder on a small file system of its own, for socket and journal. only: kinds of mishaps, all by default.
         trusting: workers that take every lease for one that held."""
-        self.tally, self.found, self.died, self.stops = Tally(), list[Found](), 0, 0
+        self.outcomes, self.found, self.died, self.stops = Outcomes(), list[Found](), 0, 0
         self._seed, self._trusting, self._lock = seed, trusting, threading.Lock()
         self._over, self._nobody_works = threading.Event(), threading.Event()
         self._started, self._errors, self._starts = time.monotonic(), list[BaseException](), 0
@@ -123,7 +123,7 @@ class Soak:
         """That nobody had told to."""
         return self._node.ended
 
-    def run(self, over: Callable[[Tally, float], bool], pause: float) -> float:
+    def run(self, over: Callable[[Outcomes, float], bool], pause: float) -> float:
         """Until `over` says so of what was counted and of the seconds that took: how many. Raises what went wrong in the soak itself."""
         jobs: list[Callable[[], None]] = [lambda number=number: self._work(number) for number in range(len(self._workers))]  # type: ignore[misc]
         jobs += [lambda: self.mishaps.run(pause)]
@@ -132,7 +132,7 @@ class Soak:
         self._started = shown = time.monotonic()
         for thread in (*threads, waker):
             thread.start()
-        while not over(self.tally, time.monotonic() - self._started) and not self._errors:
+        while not over(self.outcomes, time.monotonic() - self._started) and not self._errors:
             time.sleep(0.05)
             if time.monotonic() - shown > PROGRESS_SECONDS:
                 shown = time.monotonic()
@@ -147,8 +147,8 @@ class Soak:
         return time.monotonic() - self._started
 
     def _show(self) -> None:
-        tally, seconds = self.tally, time.monotonic() - self._started
-        said = f"{tally.verified:,} verified retrieves, {tally.wrong} wrong, {tally.refused:,} refused"
+        outcomes, seconds = self.outcomes, time.monotonic() - self._started
+        said = f"{outcomes.verified:,} verified retrieves, {outcomes.wrong} wrong, {outcomes.refused:,} refused"
         print(f"{seconds:5.0f} s: {said}, {sum(self.mishaps.counts.values())} mishaps", file=sys.stderr, flush=True)
 
     def _stop(self) -> None:
@@ -189,7 +189,7 @@ class Soak:
                 self._workers[number] = self._start(number)
                 continue
             with self._lock:
-                self.tally.add(served.tally)
+                self.outcomes.add(served.outcomes)
                 at = time.monotonic() - self._started
                 self.found += [Found(round(at, 1), wrong, list(self.mishaps.recent)) for wrong in served.wrong]
 

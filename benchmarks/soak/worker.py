@@ -22,12 +22,12 @@ import msgspec
 import numpy as np
 import torch
 
-from vcache_backend.chunk_io import Lease
 from vcache_backend.config import Config
 from vcache_backend.demo.cache import Fault, PagedCache
 from vcache_backend.demo.content import block_digests, content, poison
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
+from vcache_backend.transfer.chunk_io import Lease
 from vcache_backend.vram_pool import reference
 from vcache_backend.vram_pool.copier import Finished, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
@@ -81,7 +81,7 @@ class Wrong(msgspec.Struct, frozen=True):
     leased: float
 
 
-class Tally(msgspec.Struct):
+class Outcomes(msgspec.Struct):
     """Counts. retrieves: calls of `retrieve`; verified: those that brought something, all of which was compared; refused: those whose
     lease did not hold; stopped: copies in which a worker stopped itself, when it was awake again."""
 
@@ -96,7 +96,7 @@ class Tally(msgspec.Struct):
     wrong: int = 0
     wrong_bytes: int = 0
 
-    def add(self, more: Tally) -> None:
+    def add(self, more: Outcomes) -> None:
         for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(more, name))
 
@@ -104,7 +104,7 @@ class Tally(msgspec.Struct):
 class Served(msgspec.Struct):
     """What a worker answers."""
 
-    tally: Tally
+    outcomes: Outcomes
     wrong: list[Wrong]
 
 
@@ -171,16 +171,16 @@ class Worker:
 
     def serve(self, lasting: float) -> Served:
         """Rounds for so long; what happened in them. A wrong byte is told at once: this process may be killed."""
-        served, deadline = Served(Tally(), []), time.monotonic() + lasting
+        served, deadline = Served(Outcomes(), []), time.monotonic() + lasting
         stored, stopped, refused = self._stored(), self._copier.stopped, self._refused
         while time.monotonic() < deadline and not served.wrong:
             try:
                 self._round(served)
             except Exception:  # noqa: BLE001 - none may come, and the parent shows it
                 traceback.print_exc()
-                served.tally.raised += 1
-        served.tally.stored = self._stored() - stored
-        served.tally.stopped, served.tally.refused = self._copier.stopped - stopped, self._refused - refused
+                served.outcomes.raised += 1
+        served.outcomes.stored = self._stored() - stored
+        served.outcomes.stopped, served.outcomes.refused = self._copier.stopped - stopped, self._refused - refused
         return served
 
     def _stored(self) -> int:
@@ -202,9 +202,9 @@ class Worker:
         # A load that was refused may have left something in the blocks that do not count.
         cache.forget(places[blocks:])
         faults = cache.faults(places, digests, blocks)
-        served.tally.add(Tally(retrieves=1, verified=bool(got), tokens=got, nbytes=got * SHAPE.token_bytes))
+        served.outcomes.add(Outcomes(retrieves=1, verified=bool(got), tokens=got, nbytes=got * SHAPE.token_bytes))
         if faults:
-            served.tally.add(Tally(wrong=1, wrong_bytes=sum(fault.nbytes for fault in faults)))
+            served.outcomes.add(Outcomes(wrong=1, wrong_bytes=sum(fault.nbytes for fault in faults)))
             served.wrong.append(self._describe(tokens, faults[0], places, digests))
         if not (got or engine._client.connected):
             # Whoever starts the server again needs the core.

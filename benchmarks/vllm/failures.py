@@ -51,22 +51,25 @@ def failures(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     pair = Pair(fleet, "failing_")
     soil(pair.b, fleet, prompts)
     tallies = {how: _Tally() for how in ("none", *WAYS[fleet.door])}
-    for how, tally in tallies.items():
+    for how, counts in tallies.items():
         for length in fleet.scale.few * (1 if how == "none" else TIMES):
             try:
                 clock.check(15)
             except OutOfTime:
                 break
-            if tally.deaths == MOST_DEATHS:
+            if counts.deaths == MOST_DEATHS:
                 break
-            _trial(fleet, pair, prompts, length, how, tally)
-        print(f"  {how}: {sum(tally.good)} of {len(tally.good)}, others {sum(tally.others)} of {len(tally.others)}", flush=True)
+            _trial(fleet, pair, prompts, length, how, counts)
+        print(
+            f"  {how}: {sum(counts.good)} of {len(counts.good)}, others {sum(counts.others)} of {len(counts.others)}",
+            flush=True,
+        )
     return _rows(fleet, tallies)
 
 
-def _trial(fleet: Fleet, pair: Pair, prompts: Prompts, length: int, how: str, tally: _Tally) -> None:
+def _trial(fleet: Fleet, pair: Pair, prompts: Prompts, length: int, how: str, counts: _Tally) -> None:
     """One prompt. B may die of it (LMCache): then the trial is wrong, and B is started again."""
-    scale, note = fleet.scale, fleet.folder / f"lost.{len(tally.good)}.{how}.json"
+    scale, note = fleet.scale, fleet.folder / f"lost.{len(counts.good)}.{how}.json"
     note.unlink(missing_ok=True)
     prompt, others = prompts.new(length), [prompts.new(scale.decode_prompt) for _ in range(scale.beside)]
     due = fleet.chunks() + length // scale.chunk
@@ -83,18 +86,18 @@ def _trial(fleet: Fleet, pair: Pair, prompts: Prompts, length: int, how: str, ta
     if how == "kill" and note.exists():
         fleet.revive(before)
     if got is None:
-        tally.deaths += 1
-        tally.good.append(False)
+        counts.deaths += 1
+        counts.good.append(False)
         return
-    tally.add(expected, got)
-    if not tally.good[-1] or not all(tally.others):
+    counts.add(expected, got)
+    if not counts.good[-1] or not all(counts.others):
         print(
-            f"  {how}, {length} tokens: {'right' if tally.good[-1] else 'WRONG'}; others {tally.others[-len(others) :]}",
+            f"  {how}, {length} tokens: {'right' if counts.good[-1] else 'WRONG'}; others {counts.others[-len(others) :]}",
             flush=True,
         )
     if how != "none" and not _promised(note):
-        tally.unbroken += 1
-        tally.good[-1] = False
+        counts.unbroken += 1
+        counts.good[-1] = False
 
 
 def _answer(fleet: Fleet, pair: Pair) -> dict[str, Any] | None:
@@ -117,18 +120,18 @@ def _rows(fleet: Fleet, tallies: dict[str, _Tally]) -> list[Row]:
     limited = fleet.door == "vllm"
     calm = tallies["none"].others
     quiet = f"beside loads that held {sum(calm)} of {len(calm)} were"
-    broken = {how: tally for how, tally in tallies.items() if how in HOW}
+    broken = {how: counts for how, counts in tallies.items() if how in HOW}
     rows = []
-    for how, tally in broken.items():
+    for how, counts in broken.items():
         what = f"requests whose load failed after it was promised, {HOW[how]}: tokens as of a vLLM without a pool"
-        what += f"; in {tally.unbroken} no load was promised" if tally.unbroken else ""
-        what += f"; {tally.deaths} times the instance ended" if tally.deaths else ""
-        rows.append(fraction(f"{fleet.door}_failed_load_equal_{how}", tally.good, what, limited))
-    good = [each for tally in broken.values() for each in tally.good]
+        what += f"; in {counts.unbroken} no load was promised" if counts.unbroken else ""
+        what += f"; {counts.deaths} times the instance ended" if counts.deaths else ""
+        rows.append(fraction(f"{fleet.door}_failed_load_equal_{how}", counts.good, what, limited))
+    good = [each for counts in broken.values() for each in counts.good]
     ways = " or ".join(HOW[how] for how in broken)
     what = f"requests whose load failed after it was promised ({ways}): tokens as of a vLLM without a pool"
     rows.append(fraction(f"{fleet.door}_failed_load_equal", good, what, limited))
-    others = [each for tally in broken.values() for each in tally.others]
+    others = [each for counts in broken.values() for each in counts.others]
     what = f"requests decoding beside a load that failed: tokens as of a vLLM without a pool; {quiet}"
     rows.append(fraction(f"{fleet.door}_failed_load_others_equal", others, what, limited))
     return rows

@@ -187,7 +187,7 @@ class Fleet:
 
     @property
     def depot(self) -> Depot:
-        """The store below the pool."""
+        """The offload tier."""
         if self._depot is None:
             self._serve_depot()
         assert self._depot is not None
@@ -250,7 +250,7 @@ class Fleet:
     def _serve_depot(self) -> None:
         self._depot = depot = self._undo.enter_context(Depot(self.folder, [STORE_POOLS * self.scale.pool_bytes]))
         store = {"policy": "write_through", "min_bandwidth": 0, "mooncake.master": depot.address, "mooncake.hostname": HOST}
-        store = {f"vcache.fallback.{name}": value for name, value in store.items()}
+        store = {f"vcache.offload.{name}": value for name, value in store.items()}
         self._door = msgspec.structs.replace(self._door, store=store)
 
     # ---- LMCache's server

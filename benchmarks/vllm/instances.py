@@ -86,7 +86,7 @@ KINDS = {
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """An instance. variant: alone, vcache (through the run's door), lmcache (vcache through LMCache, whatever the door), mp
     (LMCache's server in host memory), stock (LMCache in the process, host memory). scheduler: a function of `scheduler`. below: with a
-    store below the pool."""
+    offload tier."""
 
     variant: str
     gpu: int

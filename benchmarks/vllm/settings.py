@@ -24,7 +24,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     mp_port: int = 0
     more: dict[str, str] = {}
     store: dict[str, str] = {}
-    """Likewise, of instances with a store below the pool."""
+    """Likewise, of instances with a offload tier."""
 
     def of(self, spec: Spec) -> str:
         """vllm, lmcache, or "" for an instance without vcache."""

@@ -14,8 +14,8 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface, StoragePluginInterface
 
-from vcache_backend.arguments import as_slots
 from vcache_backend.errors import VCacheError
+from vcache_backend.transfer.arguments import as_slots
 
 from . import installation
 from .memory import DeferredObj, Form, NoAllocator

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lmcache.v1.memory_management import MemoryObj
 
-from vcache_backend.chunk_io import ChunkIO
+from vcache_backend.transfer.chunk_io import ChunkIO
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import plan_chunks
 from vcache_backend.vram_pool.slots import SlotView

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vcache_backend.chunk import Layout
 from vcache_backend.errors import ConfigError
+from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
-from ..vllm import facts
+from ..vllm import model_spec
 from .settings import Settings
 
 
@@ -29,7 +29,7 @@ class Instance:
     dtype, kv_cache_dtype: of the computation, and of what is cached (`auto` resolved). layers, kv_heads, head_dim: as one worker
     holds them, draft layers included. block_size: tokens a block of the KV cache tensors. worker_id: among all of the instance's
     workers. rank, ranks: which shard of a chunk this worker holds, of how many, within its pipeline stage; 0 of 1 with MLA, where
-    all hold the same. rope: canonical text. facts: what else the bytes depend on, by name. gpu_memory_utilization: None where it
+    all hold the same. rope: canonical text. spec: what else the bytes depend on, by name. gpu_memory_utilization: None where it
     is unknown or does not apply. kv_groups: groups of layers with block tables of their own. kvcaches: by layer, None while vLLM
     has not registered them. connector: LMCache's adapter in vLLM, None without vLLM. recomputes: are tokens computed rightly whose
     load failed in the step that had counted on it? vLLM's second model runner does not, nor does asynchronous scheduling (vLLM issue
@@ -53,7 +53,7 @@ class Instance:
     use_mla: bool = False
     rope: str = ""
     quantization: str = ""
-    facts: Mapping[str, str] = field(default_factory=dict)
+    spec: Mapping[str, str] = field(default_factory=dict)
     lora_enabled: bool = False
     prompt_embeds: bool = False
     dynamic_kv_scales: bool = False
@@ -70,13 +70,13 @@ class Instance:
 
     @property
     def whole_blocks_only(self) -> bool:
-        """Single tokens of a block must not be moved (see `facts.whole_blocks_only`)."""
-        return self.under_vllm and facts.whole_blocks_only(self.device_type)
+        """Single tokens of a block must not be moved (see `model_spec.whole_blocks_only`)."""
+        return self.under_vllm and model_spec.whole_blocks_only(self.device_type)
 
     @property
     def kv_axes(self) -> str | None:
-        """What the axes of vLLM's tensors are, where shapes leave a doubt (see `facts.axes`)."""
-        return facts.axes(self.kvcaches, self.block_size) if self.under_vllm and self.kvcaches else None
+        """What the axes of vLLM's tensors are, where shapes leave a doubt (see `model_spec.axes`)."""
+        return model_spec.axes(self.kvcaches, self.block_size) if self.under_vllm and self.kvcaches else None
 
 
 def discover(metadata: Any, lm_config: Any, settings: Settings) -> Instance:
@@ -90,8 +90,8 @@ def discover(metadata: Any, lm_config: Any, settings: Settings) -> Instance:
     ranks = 1 if metadata.use_mla else metadata.world_size
     return Instance(
         model=settings.model or metadata.model_name,
-        dtype=facts.plain(metadata.kv_dtype),
-        kv_cache_dtype=facts.plain(metadata.kv_dtype),
+        dtype=model_spec.plain(metadata.kv_dtype),
+        kv_cache_dtype=model_spec.plain(metadata.kv_dtype),
         layers=metadata.kv_shape[0],
         kv_heads=metadata.kv_shape[3],
         head_dim=metadata.kv_shape[4],
@@ -117,7 +117,7 @@ def layout(instance: Instance, paged: PagedKV, chunk_size: int, hash_probe: str,
         "quantization": instance.quantization,
         "mla": str(instance.use_mla),
         "context_parallel": str(instance.context_parallel),
-        **instance.facts,
+        **instance.spec,
     }
     return Layout(
         model=instance.model,
@@ -162,7 +162,7 @@ def _adapter(group: Any) -> Any:
 
 def _under_vllm(metadata: Any, settings: Settings, group: Any, connector: Any) -> Instance:
     vllm = connector._vllm_config
-    model = facts.read_model(vllm, settings.model)
+    model = model_spec.read_model(vllm, settings.model)
     transfer, parallel = vllm.kv_transfer_config, vllm.parallel_config
     kvcaches = getattr(connector, "kv_caches", None) or None
     kv_config = getattr(group, "_kv_cache_config", None)
@@ -173,8 +173,8 @@ def _under_vllm(metadata: Any, settings: Settings, group: Any, connector: Any) -
     stage = model.tp_size * getattr(parallel, "prefill_context_parallel_size", 1)
     ranks = 1 if metadata.use_mla else stage
     of_this_worker = {
-        "attention": facts.attention(vllm, kvcaches),
-        "layer_names": facts.layer_names(kvcaches),
+        "attention": model_spec.attention(vllm, kvcaches),
+        "layer_names": model_spec.layer_names(kvcaches),
     }
     return Instance(
         model=model.model,
@@ -184,7 +184,7 @@ def _under_vllm(metadata: Any, settings: Settings, group: Any, connector: Any) -
         layers=metadata.kv_shape[0],
         kv_heads=metadata.kv_shape[3],
         head_dim=metadata.kv_shape[4],
-        block_size=facts.tensor_block_size(model.block_size, kvcaches, getattr(kv_config, "num_blocks", 0)),
+        block_size=model_spec.tensor_block_size(model.block_size, kvcaches, getattr(kv_config, "num_blocks", 0)),
         tp_size=model.tp_size,
         pp_size=model.pp_size,
         pp_rank=metadata.worker_id // stage % model.pp_size,
@@ -194,7 +194,7 @@ def _under_vllm(metadata: Any, settings: Settings, group: Any, connector: Any) -
         use_mla=metadata.use_mla,
         rope=model.rope,
         quantization=model.quantization,
-        facts=model.extra | {name: value for name, value in of_this_worker.items() if value},
+        spec=model.extra | {name: value for name, value in of_this_worker.items() if value},
         lora_enabled=model.lora_enabled,
         prompt_embeds=model.prompt_embeds,
         dynamic_kv_scales=model.dynamic_kv_scales,

@@ -1,7 +1,7 @@
 """LMCache's keys to ours.
 
 key = namespace prefix ‖ BLAKE2b-128(tags, chunk hash) ‖ rank, keyed with the namespace's fingerprint and under a `person` of its
-own, so that it never equals a key of `vcache_backend.hashing`. LMCache's key says model, dtype and sizes too: those, and what it
+own, so that it never equals a key of `vcache_backend.transfer.keys`. LMCache's key says model, dtype and sizes too: those, and what it
 leaves out, are in the namespace. Its chunk hash stands for the whole prefix but has 64 bits only; the digest cannot mend that.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from vcache_backend.chunk import Namespace
 from vcache_backend.metadata_server.messages import RANK_BYTES, ChunkKey
+from vcache_backend.transfer.layout import Namespace
 
 from .scope import TAG_NAME
 

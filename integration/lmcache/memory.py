@@ -1,5 +1,5 @@
 """Memory objects as LMCache handles them: a chunk that still lies in the KV cache, one that lies in the pool under a lease, or one that
-came from the store below."""
+came from the offload tier."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
 
-from vcache_backend.arguments import KVCaches
-from vcache_backend.chunk_io import Lease
 from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.arguments import KVCaches
+from vcache_backend.transfer.chunk_io import Lease
 
 
 class Form(NamedTuple):
@@ -222,7 +222,7 @@ class LeasedObj(ChunkObj):
 
 
 class FetchedObj(ChunkObj):
-    """A chunk from the store below the pool, in host memory of its own. memory: None once the last reference is gone. epoch: the one it
+    """A chunk from the offload tier, in host memory of its own. memory: None once the last reference is gone. epoch: the one it
     was stored in."""
 
     def __init__(self, form: Form, key: ChunkKey, epoch: int, memory: torch.Tensor, ordinal: int | None) -> None:

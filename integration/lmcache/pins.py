@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from lmcache.utils import CacheEngineKey
 
-from vcache_backend.chunk_io import Lease
+from vcache_backend.transfer.chunk_io import Lease
 
 MOST = 1024
 NOTHING_SECONDS = 30.0

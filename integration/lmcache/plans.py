@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.chunk_io import ChunkIO
+from vcache_backend.transfer.chunk_io import ChunkIO
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan, plan_chunks
 

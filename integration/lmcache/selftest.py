@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
-from ..vllm import facts
+from ..vllm import model_spec
 from .instance import Instance
 
 LOWEST, BELOW = (0, 5, 3), (0, 6)
@@ -165,9 +165,9 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
 
 
 def _unfit(lm_config: Any, instance: Instance) -> Iterator[str]:
-    odd = facts.chunk_misfit(lm_config.chunk_size, instance.block_size, "chunk_size")
+    odd = model_spec.chunk_misfit(lm_config.chunk_size, instance.block_size, "chunk_size")
     yield from (odd,) if odd else ()
-    yield from facts.misfits(instance, instance.kv_groups)
+    yield from model_spec.misfits(instance, instance.kv_groups)
 
 
 def _costly(lm_config: Any) -> Iterator[str]:

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vcache_backend.arguments import KVCaches
-from vcache_backend.chunk_io import ChunkIO, checked_layout
-from vcache_backend.config import Config, FallbackConfig, hash_seed, load
+from vcache_backend.config import Config, OffloadConfig, hash_seed, load
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.transfer.arguments import KVCaches
+from vcache_backend.transfer.chunk_io import ChunkIO, checked_layout
 from vcache_backend.vram_pool.paged import PagedKV
 
-from ..room import beside_vllm
+from ..memory_budget import beside_vllm
 from ..round_trip import through_pool
-from ..vllm import facts
+from ..vllm import model_spec
 from . import installation, selftest, start_server
-from .below import Below
 from .gpu_connector import VCacheGPUConnector
 from .instance import Instance, discover, hash_probe, layout
+from .offload import Below
 from .settings import Settings, read
 from .worker import PoolWorker
 
@@ -57,7 +57,7 @@ class Starter:
             raise StepAside("no LMCache engine has this plugin's metadata; is this LMCache's in-process engine?")
         self._instance = discover(self._metadata, self._config, self._settings)
         _refuse(selftest.modes(self._config, self._instance))
-        _refuse(facts.seed(hash_seed()) if self._instance.under_vllm else None)
+        _refuse(model_spec.seed(hash_seed()) if self._instance.under_vllm else None)
         for line in selftest.remarks(self._config, self._instance):
             log.warning("%s", line)
         self._install()
@@ -77,8 +77,8 @@ class Starter:
         agreed = checked_layout(config, layout(instance, kv, engine.chunk_size, probe, self._config.pre_caching_hash_algorithm))
         if start_server.is_named_in(self._config.runtime_plugin_locations):
             start_server.wait_for(config, SERVER_SECONDS)
-        unfit = beside_vllm(instance.device_type, instance.gpu_memory_utilization)
-        io = ChunkIO(_on_device_of(kv, config), agreed, unfit=unfit, rank=instance.rank)
+        over_budget = beside_vllm(instance.device_type, instance.gpu_memory_utilization)
+        io = ChunkIO(_on_device_of(kv, config), agreed, over_budget=over_budget, rank=instance.rank)
         try:
             io.bind(kvcaches)
             _refuse(through_pool(io, kv))
@@ -93,7 +93,7 @@ class Starter:
             io.device,
             f"not connected: {io.client.trouble}" if io.client.trouble else f"at {config.server.path}",
         )
-        below = self._below(io, config.fallback)
+        below = self._below(io, config.offload)
         rank, ranks = instance.rank, instance.ranks
         worker = PoolWorker(io, kvcaches, agreed.namespace(), rank, ranks, instance.under_vllm, self._metadata, below)
         worker.settles = instance.connector is not None
@@ -119,13 +119,13 @@ class Starter:
 
     # ---- inside
 
-    def _below(self, io: ChunkIO, config: FallbackConfig) -> Below:
-        """The store below, and a line about it where there is one."""
+    def _below(self, io: ChunkIO, config: OffloadConfig) -> Below:
+        """The offload tier, and a line about it where there is one."""
         below = Below(io, config.staging_bytes)
         loads_ahead = bool(getattr(self._config, "enable_async_loading", False))
         below.counts = loads_ahead or self._instance is None or self._instance.recomputes
         if below.there:
-            log.warning("vcache: store below the pool: %s", config)
+            log.warning("vcache: offload tier: %s", config)
             if not below.counts:
                 text = (
                     "look-ups do not count what is below the pool: vLLM would compute wrongly if it did not come "

@@ -12,19 +12,19 @@ import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
-from vcache_backend.arguments import KVCaches
-from vcache_backend.chunk import Namespace
-from vcache_backend.chunk_io import ChecksumError, ChunkIO, Lease
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Location
+from vcache_backend.transfer.arguments import KVCaches
+from vcache_backend.transfer.chunk_io import ChecksumError, ChunkIO, Lease
+from vcache_backend.transfer.layout import Namespace
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.slots import SlotView
 
-from .below import Below
 from .foreign import AT_ONCE, Foreign
 from .keys import KeyMaker, scoped
 from .memory import ChunkObj, DeferredObj, FetchedObj, Form, LeasedObj, SharedLease, Source
+from .offload import Below
 from .pins import Pins
 from .plans import Slots, is_whole, planned
 
@@ -81,7 +81,7 @@ class PoolWorker:
     # ---- reads
 
     def contains(self, keys: Sequence[CacheEngineKey], pin: bool) -> int:
-        """How many leading chunks every rank can retrieve, from the pool or the store below it. pin: lease this rank's, as far as they
+        """How many leading chunks every rank can retrieve, from the pool or the offload tier it. pin: lease this rank's, as far as they
         are in the pool, until `unpin` of the first key, or the lease's end."""
         if not self._mine(keys):
             return 0

@@ -8,7 +8,7 @@ from vllm.v1.core import kv_cache_utils
 
 from vcache_backend import config
 
-from . import facts
+from . import model_spec
 
 
 def hash_root() -> bytes:
@@ -34,7 +34,7 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def hit_sources(pool_in_host: bool, pooled: int, below: int) -> dict[Any, int]:
-    """Tokens by where they lie, in vLLM's words (from 0.32 on, which asks for it); the store below may be anywhere."""
+    """Tokens by where they lie, in vLLM's words (from 0.32 on, which asks for it); the offload tier may be anywhere."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     pool = CacheHitSource.HOST if pool_in_host else CacheHitSource.P2P
@@ -64,10 +64,10 @@ def throttles_prefills(vllm_config: Any) -> bool:
     return interval > 1 and vllm_config.parallel_config.data_parallel_size > 1 and bool(vllm_config.model_config.is_moe)
 
 
-def refusal(vllm_config: Any, kv_cache_config: Any, model: facts.ModelFacts, chunk_size: int) -> str | None:
+def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, chunk_size: int) -> str | None:
     """Why nothing of this instance may be cached, None if it may. All of its processes find the same."""
     groups = kv_cache_config.kv_cache_groups
-    reason = facts.refusal(model, chunk_size, len(groups), hash_seed(vllm_config))
+    reason = model_spec.refusal(model, chunk_size, len(groups), hash_seed(vllm_config))
     kinds = {type(group.kv_cache_spec).__name__ for group in groups}
     if reason is None and not kinds <= _WHOLE_PREFIX:
         # Blocks of layers that look at a window only, or keep a state, are given back while their request runs.

@@ -1,4 +1,4 @@
-"""What the pool, and the store below it, have of a request's chunks: the scheduler's connections, names, look-ups and leases."""
+"""What the pool, and the offload tier it, have of a request's chunks: the scheduler's connections, names, look-ups and leases."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import Any
 
-from vcache_backend.chunk_io import checked_layout
-from vcache_backend.committer import Committer
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
-from vcache_backend.stats import EngineStats
+from vcache_backend.transfer.chunk_io import checked_layout
+from vcache_backend.transfer.committer import Committer
+from vcache_backend.transfer.stats import EngineStats
 
-from . import compat, facts, wants
+from . import compat, model_spec, request_params
 from .adapters import Adapters
-from .below import Below
 from .keys import KeyMaker, adapter_digest
 from .metadata import Granted, Link, Shard
+from .offload import Below
 from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
@@ -39,7 +39,7 @@ class Tracked:
     `granted_from`. local: its tokens in vLLM's own cache when it was matched. spent: seconds this module took for it."""
 
     request: Any
-    wants: wants.Wants
+    params: request_params.RequestParams
     keys: list[ChunkKey] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     stored: int = 0
@@ -62,11 +62,11 @@ class Finder:
     read, of an instance that has one.
     """
 
-    def __init__(self, config: Config, model: facts.ModelFacts, hash_block: int, refused: str | None, meter: Meter) -> None:
+    def __init__(self, config: Config, model: model_spec.ModelSpec, hash_block: int, refused: str | None, meter: Meter) -> None:
         """hash_block: tokens that one of vLLM's block hashes stands for."""
         self._config, self._model, self._meter = config, model, meter
         self._size, self._hash_block = config.engine.chunk_size, hash_block
-        self._shards: dict[tuple[int, int], facts.ShardFacts] = {}
+        self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
         self._introduced_by = 0.0
         self._client: Client | None = None
         self._namer: KeyMaker | None = None
@@ -79,9 +79,9 @@ class Finder:
         if not refused:
             try:
                 # Now, since it takes a moment in the background until it is there.
-                self._below = Below(config.fallback, self.ranks, model.device_type != "cpu")
+                self._below = Below(config.offload, self.ranks, model.device_type != "cpu")
             except Exception:  # the door to vLLM
-                log.exception("vcache: nothing is read from the store below the pool")
+                log.exception("vcache: nothing is read from the offload tier")
         self.readable: frozenset[SegmentId] = frozenset()
         self.refused = ""
         if refused:
@@ -105,7 +105,7 @@ class Finder:
         """What workers hold, by (pipeline rank, tensor rank)."""
         if not shards or self.introduced:
             return
-        self._shards |= {rank: shard.facts for rank, shard in shards.items()}
+        self._shards |= {rank: shard.spec for rank, shard in shards.items()}
         problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
         if problems:
             self._refuse("; ".join(problems))
@@ -121,7 +121,7 @@ class Finder:
         if not self.introduced:
             return False
         shards = [self._shards[rank] for rank in sorted(self._shards)]
-        layout = checked_layout(self._config, facts.layout(self._model, shards, self._size, compat.hash_root()))
+        layout = checked_layout(self._config, model_spec.layout(self._model, shards, self._size, compat.hash_root()))
         namespace = layout.namespace()
         self._client = Client(
             self._config.server.path, self._config.client, layout=layout.fields() | {"namespace": str(namespace)}
@@ -144,7 +144,7 @@ class Finder:
         if request.lora_request is not None:
             content = self._adapters.content(request.lora_request)
             if not content:
-                tracked.wants = wants.NOTHING
+                tracked.params = request_params.NOTHING
                 return False
             adapter = adapter_digest(request.lora_request, content)
         if self._namer is not None and len(tracked.keys) < whole:
@@ -210,7 +210,7 @@ class Finder:
         return self._below is not None and self._below.usable
 
     def hear(self, links: Mapping[int, Link]) -> None:
-        """How workers reach the store below."""
+        """How workers reach the offload tier."""
         if self._below is not None and links:
             self._below.hear(links)
 

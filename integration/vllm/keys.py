@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from vcache_backend.chunk import Namespace
 from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server.messages import KEY_BYTES, RANK_BYTES, ChunkKey
+from vcache_backend.transfer.layout import Namespace
 
 HASH_BYTES = 16
 _HEAD = KEY_BYTES - RANK_BYTES

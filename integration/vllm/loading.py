@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.chunk_io import ChecksumError, ChunkIO, Lease
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.chunk_io import ChecksumError, ChunkIO, Lease
 from vcache_backend.vram_pool.copier import Completion, Mark
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
-from .below import Reading, forget
 from .events import Events
 from .keys import of_rank
+from .load_stats import LoadStats
 from .metadata import Granted, Load
+from .offload import Reading, forget
 from .stats import Meter
-from .tally import Tally
 
 if TYPE_CHECKING:
-    from vcache_backend.fallback.fetch import Staged
+    from vcache_backend.offload.fetch import Staged
 
 log = logging.getLogger("vllm.vcache")
 
@@ -71,7 +71,7 @@ class _Part:
 
 @dataclass
 class _Upload:
-    """Chunks from the store below on their way: out of its buffers, which are given back after that."""
+    """Chunks from the offload tier on their way: out of its buffers, which are given back after that."""
 
     staged: list[Staged]
     scattered: Completion
@@ -98,7 +98,7 @@ class Loading:
         self._waits_since = 0.0
         self._deadline = time.monotonic() + load.wait_seconds
         self._next_look = 0.0
-        self._tally = Tally(context.io, context.meter, load.request_id, len(self._keys))
+        self._load_stats = LoadStats(context.io, context.meter, load.request_id, len(self._keys))
         self._cause = ""
 
     def advance(self) -> bool:
@@ -256,7 +256,7 @@ class Loading:
             self._cause = "server"
             return None
         finally:
-            self._tally.metadata_seconds += perf_counter() - started
+            self._load_stats.metadata_seconds += perf_counter() - started
 
     def _granted(self, granted: Granted) -> Lease | None:
         """The scheduler's lease. Its locations are those of all chunks: it is of use once."""
@@ -294,23 +294,23 @@ class Loading:
         return True
 
     def _held(self, part: _Part) -> bool:
-        self._tally.data_seconds += part.scattered.seconds or 0.0
+        self._load_stats.data_seconds += part.scattered.seconds or 0.0
         started = perf_counter()
         held = self._context.io.conclude(part.lease, ours=self.load.granted is None)
-        self._tally.metadata_seconds += perf_counter() - started
+        self._load_stats.metadata_seconds += perf_counter() - started
         return held
 
     def _take(self, part: _Part) -> int:
         """Note that chunks of the pool are in place: how many."""
         self._context.io.note_retrieved(part.views, part.tokens)
-        self._tally.pooled(self._done, part.views, part.tokens, part.scattered.seconds or 0.0)
+        self._load_stats.pooled(self._done, part.views, part.tokens, part.scattered.seconds or 0.0)
         return len(part.views)
 
     def _take_fetched(self, part: _Upload) -> int:
         """Note that chunks from below are in place: how many."""
         start, count = self._done, len(part.staged)
         self._context.io.note_fetched(self._keys[start : start + count], part.tokens)
-        self._tally.fetched(start, count, part.tokens, perf_counter() - self._waits_since, part.scattered.seconds or 0.0)
+        self._load_stats.fetched(start, count, part.tokens, perf_counter() - self._waits_since, part.scattered.seconds or 0.0)
         self._fetched += range(start, start + count)
         return count
 
@@ -345,7 +345,7 @@ class Loading:
         tokens, request = self._tokens(len(self.invalid)), self.load.request_id
         log.warning("%d tokens of request %s are computed, not loaded: %s", tokens, request, cause)
         with suppress(Exception):  # a number too few
-            if not self._tally.empty:
+            if not self._load_stats.empty:
                 self._tell()
             self._context.meter.failed(cause)
             if cause != "checksum":  # counted by the chunk, where it was found
@@ -355,7 +355,7 @@ class Loading:
         return blocks * self._context.chunk_size // self._context.per_chunk
 
     def _tell(self) -> None:
-        self._tally.tell(self._context.kv.chunk_bytes(self._context.chunk_size) // self._context.chunk_size)
+        self._load_stats.tell(self._context.kv.chunk_bytes(self._context.chunk_size) // self._context.chunk_size)
 
 
 def _quiet(copy: Completion) -> bool:

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
 
 from .events import StoredBlocks
-from .facts import ShardFacts
+from .model_spec import ShardSpec
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Granted:
 
 @dataclass(frozen=True)
 class Link:
-    """How a worker reaches the store below the pool. bandwidth: bytes of its shards a second that came lately; None before the first."""
+    """How a worker reaches the offload tier. bandwidth: bytes of its shards a second that came lately; None before the first."""
 
     usable: bool = True
     bandwidth: float | None = None
@@ -39,8 +39,8 @@ class Load:
     `blocks[skip:stop]`, what is before is in vLLM's own cache. wait_seconds: how long chunks that are not there yet may take to
     come; 0: they are all there. consume: remove the chunks once they are loaded. said: vLLM's hashes of each chunk's blocks, where
     routers are to be told of that. granted: the step that brings this needs them,
-    and the scheduler holds this lease on them. below: what the pool has not may lie in the store below it. promote: what comes from
-    there is to be stored in the pool again. prefix: the keys of all chunks before them, where there is a store below. lost: the
+    and the scheduler holds this lease on them. below: what the pool has not may lie in the offload tier it. promote: what comes from
+    there is to be stored in the pool again. prefix: the keys of all chunks before them, where there is a offload tier. lost: the
     scheduler could not say more; nothing is to be loaded.
     """
 
@@ -96,17 +96,17 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Shard:
-    """What a worker holds of a chunk, and whether it has what it takes to read the store below."""
+    """What a worker holds of a chunk, and whether it has what it takes to read the offload tier."""
 
-    facts: ShardFacts
+    spec: ShardSpec
     below: bool = False
 
 
 @dataclass
-class Said(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler, after a step. failed: requests whose loads did not hold, or that built on blocks of one whose did not.
     flushed: every store of the steps so far has its reservation, so that a reset ends it. segments: those this worker can read, where
-    that changed, or nobody knew. links: how workers reach the store below, by their numbers, where that changed. shards: what they
+    that changed, or nobody knew. links: how workers reach the offload tier, by their numbers, where that changed. shards: what they
     hold, by (pipeline rank, tensor rank), where the step asked. Of vLLM's ways up this is the one that connectors beside ours share."""
 
     failed: set[str]
@@ -115,9 +115,9 @@ class Said(KVConnectorWorkerMetadata):  # type: ignore[misc]
     links: dict[int, Link] = field(default_factory=dict)
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Said:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of several workers: a load that one of them lost is lost. What one can read is of interest only where there is one."""
-        if not isinstance(other, Said):
+        if not isinstance(other, WorkerReport):
             return self
         links, shards = self.links | other.links, self.shards | other.shards
-        return Said(self.failed | other.failed, self.flushed or other.flushed, None, links, shards)
+        return WorkerReport(self.failed | other.failed, self.flushed or other.flushed, None, links, shards)

@@ -11,10 +11,10 @@ import msgspec
 
 from vcache_backend.config import Config
 
-from . import compat, facts, wants
+from . import compat, model_spec, request_params
 from .events import CommonEvents, stored_blocks
 from .finder import NEVER, Finder, Tracked
-from .metadata import Load, Said, StepMetadata, Store
+from .metadata import Load, StepMetadata, Store, WorkerReport
 from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
@@ -30,7 +30,7 @@ class SchedulerSide:
         """loads, stores: what the instance's role allows."""
         self._meter, self._settings, self._size = meter, config.connector, config.engine.chunk_size
         self._loads_allowed, self._stores_allowed = loads, stores
-        model = facts.read_model(vllm_config, config.connector.model)
+        model = model_spec.read_model(vllm_config, config.connector.model)
         self._block = model.block_size
         self._pool_in_host = config.pool.device == "host" or (config.pool.device == "auto" and model.device_type == "cpu")
         self._per_chunk = self._size // self._block
@@ -75,7 +75,7 @@ class SchedulerSide:
         # A block that is to be loaded but for its last token is loaded.
         stop, blocks_end = -(-end // size), -(-end // self._block)
         chosen: list[int] = blocks.get_block_ids()[0]
-        asked = tracked.wants
+        asked = tracked.params
         wait = asked.wait_seconds if asked.wait_seconds is not None else self._settings.wait_seconds
         consume = self._consumes(tracked)
         said = []
@@ -126,7 +126,7 @@ class SchedulerSide:
         except BaseException:
             meta.stores, meta.opaque = [], True
             for tracked in self._requests.values():
-                tracked.wants = msgspec.structs.replace(tracked.wants, store=False)
+                tracked.params = msgspec.structs.replace(tracked.params, store=False)
             raise
 
     def _add_stores(self, output: Any, meta: StepMetadata) -> None:
@@ -156,7 +156,7 @@ class SchedulerSide:
     def update(self, output: Any) -> None:
         """What the workers said after a step."""
         said = getattr(output, "kv_connector_worker_meta", None)
-        if isinstance(said, Said):
+        if isinstance(said, WorkerReport):
             for request_id in said.failed & self._requests.keys():
                 tracked = self._requests[request_id]
                 tracked.failed = True
@@ -212,16 +212,16 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
             try:
-                asked = wants.read(request.kv_transfer_params)
+                asked = request_params.read(request.kv_transfer_params)
             except ValueError as error:
                 log.warning("request %s is served uncached: %s", request.request_id, error)
-                asked = wants.NOTHING
+                asked = request_params.NOTHING
             tracked = self._requests[request.request_id] = Tracked(request, asked)
         return tracked
 
     def _may_load(self, tracked: Tracked) -> bool:
         request = tracked.request
-        wanted = self._loads_allowed and tracked.wants.load and not (tracked.failed or self._clearing)
+        wanted = self._loads_allowed and tracked.params.load and not (tracked.failed or self._clearing)
         if not wanted or getattr(request, "skip_reading_prefix_cache", False):
             return False
         # vLLM gives no log probabilities for prompt tokens it did not compute, but lets a connector hit.
@@ -244,7 +244,7 @@ class SchedulerSide:
         if not in_step:
             # One of an earlier answer, of other circumstances.
             finder.let_go(tracked)
-        if tracked.wants.announced:
+        if tracked.params.announced:
             return tokens, True
         found = finder.lease(tracked, first, whole) if in_step else finder.look_up(tracked, first, whole)
         external = min(found * size, most) - local
@@ -270,13 +270,13 @@ class SchedulerSide:
 
         Others would wait too; and where the load must not fail any more, it has to be over soon: nothing may run before it.
         """
-        if not self._in_step or tracked.wants.announced or self._consumes(tracked):
+        if not self._in_step or tracked.params.announced or self._consumes(tracked):
             return False
         idle = self._running <= {tracked.request.request_id} and self._promised + tokens <= MOST_IN_STEP
         return idle or (self._recomputes and tokens < self._in_step)
 
     def _consumes(self, tracked: Tracked) -> bool:
-        asked = tracked.wants.consume_once
+        asked = tracked.params.consume_once
         return self._settings.consume_once if asked is None else asked
 
     def _complete(self, tracked: Tracked, computed: int, meta: StepMetadata) -> None:
@@ -284,7 +284,7 @@ class SchedulerSide:
 
         Of those only what is known: tokens guessed ahead may be taken back, and so may what was computed from them.
         """
-        if computed < (tracked.stored + 1) * self._size or not tracked.wants.store:
+        if computed < (tracked.stored + 1) * self._size or not tracked.params.store:
             return
         request = tracked.request
         known = request.num_prompt_tokens if self._settings.store == "prompt" else request.num_tokens

@@ -16,7 +16,7 @@ from prometheus_client import Counter, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 TIERS = ("own", "peer", "host", "store")
-"""Where a loaded chunk lay: this worker's GPU, another GPU of the node, host memory, the store below the pool."""
+"""Where a loaded chunk lay: this worker's GPU, another GPU of the node, host memory, the offload tier."""
 PARTS = ("metadata", "data")
 """Asking the server, and copying bytes."""
 OTHER = "other"
@@ -38,7 +38,7 @@ class _Count(NamedTuple):
 
 
 COUNTERS = {
-    "lookup_asked_tokens": _Count("Prompt tokens that the pool, and the store below it, were asked for."),
+    "lookup_asked_tokens": _Count("Prompt tokens that the pool, and the offload tier it, were asked for."),
     "lookup_hit_tokens": _Count("Prompt tokens that they promised."),
     "loaded_tokens": _Count("Tokens loaded, by where they lay.", "tier", TIERS),
     "loaded_bytes": _Count("Bytes loaded by all workers, by where they lay.", "tier", TIERS),
@@ -49,8 +49,8 @@ COUNTERS = {
     "failures": _Count("Loads, stores and look-ups that failed.", "cause", FAILURES),
     "recomputed_tokens": _Count("Promised tokens that were computed after all."),
     "not_stored_chunks": _Count("Chunks that were not stored; `exists` and `busy` are no failures.", "cause", NOT_STORED),
-    "below_written_chunks": _Count("Chunks written to the store below the pool, counted by worker."),
-    "below_written_bytes": _Count("Bytes written to the store below the pool, as they lie there."),
+    "below_written_chunks": _Count("Chunks written to the offload tier, counted by worker."),
+    "below_written_bytes": _Count("Bytes written to the offload tier, as they lie there."),
     "below_dropped_chunks": _Count("Chunks that were to be written there and were not.", "cause", NOT_WRITTEN),
 }
 HISTOGRAMS = {
@@ -194,7 +194,7 @@ class Meter:
             self._stats.count("not_stored_chunks", chunks, cause if cause in NOT_STORED else OTHER)
 
     def written_below(self, chunks: int, nbytes: int, dropped: Mapping[str, int]) -> None:
-        """Chunks of one rank that were written to the store below the pool, and those that were not, by cause. See NOT_WRITTEN."""
+        """Chunks of one rank that were written to the offload tier, and those that were not, by cause. See NOT_WRITTEN."""
         with self._lock:
             self._stats.count("below_written_chunks", chunks)
             self._stats.count("below_written_bytes", nbytes)

@@ -48,7 +48,7 @@ def located(name: str) -> tuple[str, str] | None:
 def _files_digest(path: Path) -> str:
     """What the files at `path` are, as far as one can tell without reading them."""
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
-    found = blake2b(digest_size=8, person=b"vcache-facts-1")
+    found = blake2b(digest_size=8, person=b"vcache-model-1")
     for file in files:
         there = file.stat()
         found.update(os.fsencode(file.name) + f"/{there.st_size} {there.st_mtime_ns}\n".encode())
@@ -114,7 +114,7 @@ def _canonical(values: Any) -> str:
 
 def digest(values: Any) -> str:
     """16 hexadecimal digits that are equal for equal plain values, in every process; empty for nothing."""
-    return blake2b(_canonical(values).encode(), digest_size=8, person=b"vcache-facts-1").hexdigest() if values else ""
+    return blake2b(_canonical(values).encode(), digest_size=8, person=b"vcache-model-1").hexdigest() if values else ""
 
 
 def text(named: Any) -> str:

@@ -18,21 +18,21 @@ import msgspec
 import numpy as np
 import torch
 
-from vcache_backend.chunk_io import ChunkIO, checked_layout
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
+from vcache_backend.transfer.chunk_io import ChunkIO, checked_layout
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
 
-from .. import amx, room, round_trip
-from . import below, compat, facts
+from .. import amx, memory_budget, round_trip
+from . import compat, model_spec, offload
 from .compat import refusal
 from .events import Events, StoredBlocks
 from .keys import of_rank
 from .loading import Blocks, Context, Loading
-from .metadata import Link, Load, Said, Shard, StepMetadata, Store
+from .metadata import Link, Load, Shard, StepMetadata, Store, WorkerReport
 from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
@@ -62,7 +62,7 @@ class WorkerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, pp_rank: int, tp_rank: int, meter: Meter) -> None:
         self._vllm, self._kv_config, self._config, self._meter = vllm_config, kv_cache_config, config, meter
         self._pp_rank, self._tp_rank = pp_rank, tp_rank
-        self._model = facts.read_model(vllm_config, config.connector.model)
+        self._model = model_spec.read_model(vllm_config, config.connector.model)
         if self._model.device_type == "cpu":
             amx.permit()
         shards = 1 if self._model.use_mla else self._model.tp_size
@@ -85,7 +85,7 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
         self._flushed = False
-        self._shard = Shard(facts.ShardFacts(pp_rank=pp_rank, tp_rank=tp_rank, problem="it was given no KV caches"))
+        self._shard = Shard(model_spec.ShardSpec(pp_rank=pp_rank, tp_rank=tp_rank, problem="it was given no KV caches"))
         self._refused = refusal(vllm_config, kv_cache_config, self._model, config.engine.chunk_size)
         self.unsafe = ""
         """Why the tokens of the step that just ran may be wrong, in a way vLLM would not mend."""
@@ -100,12 +100,12 @@ class WorkerSide:
         if self._refused:
             return
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
-        kv = facts.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine)
-        shard = facts.read_shard(self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank)
+        kv = model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine)
+        shard = model_spec.read_shard(self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank)
         io = ChunkIO(
             _on_device_of(kv, self._config),
-            checked_layout(self._config, facts.layout(self._model, [shard], size, b"")),
-            unfit=room.beside_vllm(self._model.device_type, self._model.gpu_memory_utilization),
+            checked_layout(self._config, model_spec.layout(self._model, [shard], size, b"")),
+            over_budget=memory_budget.beside_vllm(self._model.device_type, self._model.gpu_memory_utilization),
             anonymous=True,
             rank=self._rank,
         )
@@ -126,7 +126,7 @@ class WorkerSide:
 
     def refuse(self, reason: str) -> None:
         """Cache nothing, and let the scheduler know."""
-        self._shard = Shard(facts.ShardFacts(pp_rank=self._pp_rank, tp_rank=self._tp_rank, problem=reason))
+        self._shard = Shard(model_spec.ShardSpec(pp_rank=self._pp_rank, tp_rank=self._tp_rank, problem=reason))
         try:
             with Client(self._config.server.path, self._config.client, reconnect=False) as server:
                 server.report("error", f"vLLM's worker {self._rank} (pid {os.getpid()}) caches nothing: {reason}")
@@ -193,17 +193,17 @@ class WorkerSide:
         found, self._invalid = self._invalid, set()
         return found
 
-    def said(self) -> Said | None:
+    def said(self) -> WorkerReport | None:
         """What the scheduler must know of this step."""
         readable = self._segments(self._context.io) if self._context is not None else self._readable
         introduce = self._meta.introduce
         changed = introduce or readable != self._readable
-        link = below.link(self._context.io, self._link) if self._context is not None else self._link
+        link = offload.link(self._context.io, self._link) if self._context is not None else self._link
         if not (self._failed or self._flushed or changed or link != self._link):
             return None
         links = {self._number: link} if link != self._link else {}
         shards = {(self._pp_rank, self._tp_rank): self._shard} if introduce else {}
-        said = Said(self._failed, self._flushed, readable if changed else None, links, shards)
+        said = WorkerReport(self._failed, self._flushed, readable if changed else None, links, shards)
         self._failed, self._flushed, self._readable, self._link = set(), False, readable, link
         return said
 
@@ -270,7 +270,7 @@ class WorkerSide:
     def _measure_below(self, io: ChunkIO) -> None:
         if io.tier is None:
             return
-        counts = io.stats.counted("fallback_") | {"bytes": io.stats.counted("bytes_").get("fallback_written", 0)}
+        counts = io.stats.counted("offload_") | {"bytes": io.stats.counted("bytes_").get("offload_written", 0)}
         if counts != self._counted_below:
             more = {name: count - self._counted_below.get(name, 0) for name, count in counts.items()}
             dropped = {name.removeprefix("dropped_"): count for name, count in more.items() if name.startswith("dropped_")}

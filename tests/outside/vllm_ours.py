@@ -63,8 +63,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     from vcache_backend.integration.vllm import settings
     from vcache_backend.integration.vllm.connector import VCacheConnector
-    from vcache_backend.integration.vllm.facts import ShardFacts
     from vcache_backend.integration.vllm.metadata import Shard
+    from vcache_backend.integration.vllm.model_spec import ShardSpec
 
     class Ours(VCacheConnector):  # type: ignore[misc]
         def __init__(self, *arguments: Any) -> None:
@@ -72,7 +72,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             super().__init__(*arguments)
             if self._scheduler is not None:
                 # There is no worker in these tests to say what it holds; without one nothing would be looked for.
-                self._scheduler.finder.meet({(0, 0): Shard(ShardFacts(**WORKER))})
+                self._scheduler.finder.meet({(0, 0): Shard(ShardSpec(**WORKER))})
 
     read = settings.read
     settings.read = lambda extra_config: read(SETTINGS)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from vcache_backend.chunk import Namespace
 from vcache_backend.config import ClientConfig
 from vcache_backend.demo.children import DemoError
-from vcache_backend.hashing import TokenHasher
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.transfer.keys import TokenHasher
+from vcache_backend.transfer.layout import Namespace
 from vcache_backend.vram_pool.devices import resolve
 from vcache_backend.vram_pool.segment import map_segment
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vcache_backend.chunk import Namespace
 from vcache_backend.config import ClientConfig, Config, EngineConfig, PoolConfig, ServerConfig, dump
 from vcache_backend.demo.children import CONFIG, SOCKET, DemoError, WorkerChild, children
 from vcache_backend.demo.corruption import flip_byte
@@ -19,6 +18,7 @@ from vcache_backend.demo.plan import Plan
 from vcache_backend.demo.trace import LONGEST, tokens
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import SegmentInfo
+from vcache_backend.transfer.layout import Namespace
 
 START_SECONDS = 60.0
 STEP_SECONDS = 30.0

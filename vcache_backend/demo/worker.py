@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 import torch
 
-from vcache_backend.chunk import Layout
 from vcache_backend.config import ByteSize, load
 from vcache_backend.demo.cache import PagedCache
 from vcache_backend.demo.content import Shape, block_digests
 from vcache_backend.demo.jobs import Done, Failed, Finish, FromWorker, Job, Ready, Report, Setup, ToWorker
 from vcache_backend.demo.trace import tokens
 from vcache_backend.engine import VCacheEngine
+from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
 FLUSH_SECONDS = 20.0

@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from vcache_backend import budget
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.doctor import gpus
 from vcache_backend.doctor.finding import Finding
 from vcache_backend.errors import SegmentError
-from vcache_backend.vram_pool import devices
+from vcache_backend.vram_pool import devices, memory_budget
 from vcache_backend.vram_pool.devices import Gpu
 
 
@@ -49,11 +48,11 @@ def _pool_gpu(spec: str) -> Gpu | None:
 
 
 def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
-    most = budget.most_utilization(gpu.total_bytes, wanted)
+    most = memory_budget.most_utilization(gpu.total_bytes, wanted)
     check = f"memory of gpu {gpu.ordinal}"
     detail = f"pool.segment_bytes {wanted}, {ByteSize(gpu.free_bytes).about} of {ByteSize(gpu.total_bytes).about} free"
     if not most:
-        half = budget.most_segment(gpu.total_bytes, budget.MAX_SHARE / 2).about
+        half = memory_budget.most_segment(gpu.total_bytes, memory_budget.MAX_SHARE / 2).about
         return Finding(check, "fail", f"{detail}: nothing is left for vLLM", f"set pool.segment_bytes to {half} or less")
     vllm = f"start vLLM with gpu_memory_utilization <= {most:.2f}"
     if wanted > gpu.free_bytes:

@@ -16,7 +16,7 @@ import msgspec
 from vcache_backend.config import Config, dump
 from vcache_backend.doctor import packages
 from vcache_backend.doctor.finding import Finding
-from vcache_backend.fallback.store import Put
+from vcache_backend.offload.store import Put
 
 MASTER_SECONDS = 1.0
 PROBE_SECONDS = 8.0
@@ -39,7 +39,7 @@ def check(config: Config) -> Iterator[Finding]:
     """Ends within about `MASTER_SECONDS + PROBE_SECONDS`."""
     if packages.find(packages.MOONCAKE) is None:
         return  # check_packages says so
-    trouble = _unreachable(config.fallback.mooncake.master)
+    trouble = _unreachable(config.offload.mooncake.master)
     outcome = _probe(config, reachable=trouble is None)
     if outcome.step in ("", "import") and outcome.error:
         yield Finding(LIBRARY, "fail", outcome.error, _library_advice(outcome.error))
@@ -58,10 +58,10 @@ def _unreachable(master: str) -> Finding | None:
         socket.create_connection((host.strip("[]"), int(port)), MASTER_SECONDS).close()
     except TimeoutError:
         return Finding(
-            MASTER, "fail", f"{master} did not answer in {MASTER_SECONDS:g} s", "check fallback.mooncake.master and the firewall"
+            MASTER, "fail", f"{master} did not answer in {MASTER_SECONDS:g} s", "check offload.mooncake.master and the firewall"
         )
     except (OSError, OverflowError) as error:
-        advice = f"start mooncake_master there, or set fallback.mooncake.master; {START} on this machine"
+        advice = f"start mooncake_master there, or set offload.mooncake.master; {START} on this machine"
         return Finding(MASTER, "fail", f"{master}: {error}", advice)
     return None
 
@@ -103,7 +103,7 @@ def _library_advice(error: str) -> str:
 
 def _judge(outcome: _Outcome, config: Config) -> Iterator[Finding]:
     """Somebody listens at the master's address: is it a master, and does an object come back?"""
-    master = config.fallback.mooncake.master
+    master = config.offload.mooncake.master
     if outcome.step == "open" and outcome.error:
         advice = "see whether that is the rpc_port of a mooncake_master, and not its metrics_port, and whether it hangs"
         yield Finding(MASTER, "fail", f"{master} listens, but connecting to it failed: {outcome.error}", advice)
@@ -112,8 +112,8 @@ def _judge(outcome: _Outcome, config: Config) -> Iterator[Finding]:
     if not outcome.error:
         detail = f"1 MiB put in {1e3 * outcome.put_seconds:.3g} ms, read in {1e3 * outcome.get_seconds:.3g} ms"
         yield Finding(PROVIDER, "ok", detail)
-    elif outcome.error == Put.FULL.value and config.fallback.mooncake.segment_bytes:
-        detail = "no provider has room for 1 MiB; workers lend fallback.mooncake.segment_bytes each while they run"
+    elif outcome.error == Put.FULL.value and config.offload.mooncake.segment_bytes:
+        detail = "no provider has room for 1 MiB; workers lend offload.mooncake.segment_bytes each while they run"
         yield Finding(PROVIDER, "warn", detail, f"with a provider objects outlive the workers: {START}")
     elif outcome.error == Put.FULL.value:
         advice = f"start a provider ({START}), or a larger one; what was read in the last seconds is not evicted"

@@ -18,8 +18,8 @@ import msgspec
 
 from vcache_backend.config import ByteSize, from_dict
 from vcache_backend.errors import VCacheError
-from vcache_backend.fallback.mooncake import MooncakeStore
-from vcache_backend.fallback.store import Put, Span
+from vcache_backend.offload.mooncake import MooncakeStore
+from vcache_backend.offload.store import Put, Span
 
 NBYTES = 1 << 20
 
@@ -43,7 +43,7 @@ def main() -> None:
     try:
         say("import")
         # It must not lend memory itself: the object would always find room there.
-        settings = msgspec.structs.replace(from_dict(given["config"]).fallback.mooncake, segment_bytes=ByteSize(0))
+        settings = msgspec.structs.replace(from_dict(given["config"]).offload.mooncake, segment_bytes=ByteSize(0))
         store = MooncakeStore(settings)
         put, get = _round_trip(store, say) if given["reachable"] else (0.0, 0.0)
         say(f"done\t{put:.6f}\t{get:.6f}")

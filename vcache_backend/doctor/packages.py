@@ -76,17 +76,17 @@ def find(package: _Package) -> tuple[str, str] | None:
 
 
 def needed_by_the_tier(config: Config) -> tuple[_Package, ...]:
-    """What the tier below the pool cannot do without, as it is set."""
-    if config.fallback.policy == "off":
+    """What the offload tier cannot do without, as it is set."""
+    if config.offload.policy == "off":
         return ()
-    return (MOONCAKE, XXHASH, ZSTANDARD) if config.fallback.codec in ("zstd", "planes") else (MOONCAKE, XXHASH)
+    return (MOONCAKE, XXHASH, ZSTANDARD) if config.offload.codec in ("zstd", "planes") else (MOONCAKE, XXHASH)
 
 
 def _missing(package: _Package, needed: bool) -> Finding:
     install = f"pip install '{package.name}>={dotted(package.low)},<{dotted(package.high)}'"
     if needed:
         also = f"; without CUDA: {package.builds[0]}" if package.builds else ""
-        return Finding(package.name, "fail", "not installed, and fallback.policy is not off", f"{install}{also}")
+        return Finding(package.name, "fail", "not installed, and offload.policy is not off", f"{install}{also}")
     if package.role == "required":
         return Finding(package.name, "fail", "not installed", install)
     if package.role == "gpu" and gpus.has_nvidia():

@@ -169,7 +169,7 @@ class Client:
         return self._call(m.Clear(namespace, reset), m.Count, self._config.control_seconds).count
 
     def save(self, namespace: bytes, rank: int, limit: int) -> m.ToSave:
-        """Up to `limit` chunks (at most `MAX_SAVE`) of a namespace (8 bytes) and rank to copy to the store below, under a lease.
+        """Up to `limit` chunks (at most `MAX_SAVE`) of a namespace (8 bytes) and rank to copy to the offload tier, under a lease.
 
         `release` its lease after the copies: only if that says the lease held are they good. Then say `saved`. Ask again every second
         or so, also when there was nothing. Refused by a server too old to know it, and if an argument is out of range.
@@ -180,7 +180,7 @@ class Client:
         return self._call(m.Unsaved(namespace), m.Count).count
 
     def saved(self, keys: list[m.ChunkKey]) -> int:
-        """These chunks are in the store below, whoever brought them there; how many of them are in the pool. Refused as `save` is."""
+        """These chunks are in the offload tier, whoever brought them there; how many of them are in the pool. Refused as `save` is."""
         return sum(reply.count for reply in self._in_parts(keys, m.Saved, m.Count))
 
     # ---- segments and the server

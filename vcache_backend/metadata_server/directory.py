@@ -202,7 +202,7 @@ class Directory:
         return ToSave(lease, self._limits.lease_seconds, [e.key for e in entries], [e.location for e in entries])
 
     def saved(self, keys: list[ChunkKey]) -> int:
-        """The store below has these: not to be offered again, and to be evicted before others. How many are here."""
+        """The offload tier has these: not to be offered again, and to be evicted before others. How many are here."""
         there = self._there(list(dict.fromkeys(keys)))
         for entry in there:
             self.counters["saved"] += not self._saving.is_saved(entry)

@@ -26,7 +26,7 @@ MAX_SAVE = 256
 """Most chunks one `Save` hands out."""
 
 ChunkKey = NewType("ChunkKey", bytes)
-"""Namespace (8 bytes), prefix-chained token hash (16), rank (2, big-endian). See `vcache_backend.hashing`."""
+"""Namespace (8 bytes), prefix-chained token hash (16), rank (2, big-endian). See `vcache_backend.transfer.keys`."""
 SegmentId = NewType("SegmentId", str)
 Medium = Literal["cuda", "host"]
 KEY_BYTES = 26
@@ -131,8 +131,8 @@ class Hello(Request, frozen=True, tag="hello"):
     """First frame of a connection → `Welcome`, or `Error` and the connection closes. Along come, as fds, a pidfd of the client, and
     the witness of the server that it was connected to before, if there was one.
 
-    `layout` is the instance's layout as text, field by field (see `vcache_backend.chunk.Layout`); empty for tools. `token`: a number
-    that stays with the client, by which the server knows it again where it cannot see its pid.
+    `layout` is the instance's layout as text, field by field (see `transfer.layout.Layout`); empty for tools. `token`: a
+    number that stays with the client, by which the server knows it again where it cannot see its pid.
     """
 
     version: int
@@ -287,7 +287,7 @@ class Report(Request, frozen=True, tag="report"):
 
 
 class Save(Request, frozen=True, tag="save"):
-    """Up to `limit` chunks of one namespace and rank that will be evicted soon and are not known to be in the store below → `ToSave`.
+    """Up to `limit` chunks of one namespace and rank that will be evicted soon and are not known to be in the offload tier → `ToSave`.
 
     Whoever asks every few seconds is a saver of that namespace and rank: evictions prefer what is saved while there is one. A server
     from before this request answers `Error`."""
@@ -298,13 +298,13 @@ class Save(Request, frozen=True, tag="save"):
 
 
 class Unsaved(Request, frozen=True, tag="unsaved"):
-    """The store below may have lost what it had of one namespace (8 bytes): nothing of it counts as saved any more → `Count`: 0."""
+    """The offload tier may have lost what it had of one namespace (8 bytes): nothing of it counts as saved any more → `Count`: 0."""
 
     namespace: Annotated[bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
 
 
 class Saved(Request, frozen=True, tag="saved"):
-    """These chunks are in the store below: do not offer them again, evict them before others → `Count` of those here."""
+    """These chunks are in the offload tier: do not offer them again, evict them before others → `Count` of those here."""
 
     keys: Keys
 

@@ -20,7 +20,7 @@ SAME_SEGMENT = 64
 
 class Entry(msgspec.Struct, gc=False, eq=False):
     """One occupied slot. `reservation` is 0 once the chunk is committed; `doomed` once it was removed under a lease; `saved` since
-    the store below has it (see `Saving`); `saving` is the lease under which somebody last began to save it. `ring`, `older`, `newer`
+    the offload tier has it (see `Saving`); `saving` is the lease under which somebody last began to save it. `ring`, `older`, `newer`
     and `told` are the eviction policy's."""
 
     key: ChunkKey

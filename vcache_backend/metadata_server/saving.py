@@ -1,4 +1,4 @@
-"""Chunks about to be evicted that the store below has not: who saves them, which go next, and which evictions lost something.
+"""Chunks about to be evicted that the offload tier has not: who saves them, which go next, and which evictions lost something.
 
 Savers ask (`Save`): nothing is pushed and no eviction waits for them. Which chunks are saved is not in the journal: after a restart
 they are offered again, and the saver that finds them below says so without a copy. Pure: the clock is passed in.
@@ -50,15 +50,15 @@ class Saving:
         self._doubts: dict[bytes, int] = {}
 
     def is_saved(self, entry: Entry) -> bool:
-        """Has the store below this chunk, as far as was said since it was last doubted?"""
+        """Has the offload tier this chunk, as far as was said since it was last doubted?"""
         return entry.saved > self._doubts.get(entry.key[:NAMESPACE_BYTES], 0)
 
     def mark(self, entry: Entry) -> None:
-        """The store below has this chunk."""
+        """The offload tier has this chunk."""
         entry.saved = self._doubts.get(entry.key[:NAMESPACE_BYTES], 0) + 1
 
     def doubt(self, namespace: bytes) -> None:
-        """The store below may have lost this namespace. Takes no longer for many chunks than for one."""
+        """The offload tier may have lost this namespace. Takes no longer for many chunks than for one."""
         if len(self._doubts) < MAX_SAVERS or namespace in self._doubts:
             self._doubts[namespace] = self._doubts.get(namespace, 0) + 1
 

@@ -39,15 +39,15 @@ class Pool:
         client: Client,
         device: Device,
         segment_bytes: int,
-        unfit: Callable[[int, int], str | None] = lambda whole, new: None,
+        over_budget: Callable[[int, int], str | None] = lambda whole, new: None,
     ) -> None:
         """`segment_bytes`: what the pool shall have on this device in all; 0 lends nothing. An absent server is no error.
 
-        `unfit`: asked before memory is lent, with those bytes and how many of them are yet to be made; a reason keeps it.
+        `over_budget`: asked before memory is lent, with those bytes and how many of them are yet to be made; a reason keeps it.
         """
         self.device = device
         self._client = client
-        self._segment_bytes, self._unfit = int(segment_bytes), unfit
+        self._segment_bytes, self._unfit = int(segment_bytes), over_budget
         self._mapped: dict[SegmentId, MappedSegment] = {}
         self._unreadable: set[SegmentId] = set()
         self._contributed = 0

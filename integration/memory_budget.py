@@ -1,0 +1,26 @@
+"""Is there room on this GPU for a segment beside vLLM?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from vcache_backend.vram_pool import memory_budget
+
+
+def beside_vllm(device_type: str, utilization: float | None) -> Callable[[int, int], str | None]:
+    """What `Pool` asks before it lends memory: why the current GPU has no room for so many bytes in all, so many of them new.
+
+    device_type: vLLM's. utilization: its gpu_memory_utilization, None where that does not apply.
+    """
+
+    def over_budget(whole: int, new: int) -> str | None:
+        if device_type == "cpu" or not torch.cuda.is_available():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return memory_budget.shortfall(total, free, whole, utilization, adds=False) or memory_budget.shortfall(
+            total, free, new, None
+        )
+
+    return over_budget

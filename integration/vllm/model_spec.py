@@ -1,0 +1,326 @@
+"""What vLLM's configuration and KV tensors say about a serving instance, for both doors, and the layout that follows for vLLM's own.
+
+vLLM and LMCache are never imported here: whoever calls has loaded what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import msgspec
+from torch import Tensor
+
+from vcache_backend.config import EngineConfig
+from vcache_backend.errors import LayoutError
+from vcache_backend.transfer.layout import Layout
+from vcache_backend.vram_pool.paged import PagedKV
+
+from .weights import digest, extra, rope, text, weights
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One serving instance as a whole, as any of its processes reads it from vLLM's configuration.
+
+    dtype, kv_cache_dtype: of the computation, and of what is cached (`auto` resolved). layers, kv_heads, head_dim: of the whole
+    model, draft layers not included. rope: canonical text. context_parallel: both sizes multiplied. gpu_memory_utilization: None
+    where it does not apply. block_size: tokens a block that vLLM hands out. hash_algorithm: of vLLM's block hashes. extra: what
+    else the bytes depend on, by name.
+    """
+
+    model: str
+    revision: str
+    dtype: str
+    kv_cache_dtype: str
+    quantization: str
+    rope: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    tp_size: int
+    pp_size: int
+    use_mla: bool
+    lora_enabled: bool
+    prompt_embeds: bool
+    dynamic_kv_scales: bool
+    context_parallel: int
+    sleep_mode: bool
+    gpu_memory_utilization: float | None
+    device_type: str
+    block_size: int
+    hash_algorithm: str
+    use_v2_runner: bool
+    async_scheduling: bool
+    extra: dict[str, str] = {}
+
+
+class ShardSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's part of every chunk.
+
+    kv_layout, dtype, layers, parts, page_bytes: as `PagedKV` has them. block_size: tokens a block of the tensors, maybe fewer than
+    vLLM's. chunk_bytes: of this worker's part. attention: the backends' names. layer_names: a digest of them, in their order.
+    problem: why this worker must not cache; then the rest may be missing.
+    """
+
+    pp_rank: int
+    tp_rank: int
+    kv_layout: str = ""
+    dtype: str = ""
+    layers: int = 0
+    page_bytes: int = 0
+    parts: int = 0
+    block_size: int = 0
+    chunk_bytes: int = 0
+    attention: str = ""
+    layer_names: str = ""
+    problem: str = ""
+
+
+def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
+    """What the configuration says, in the scheduler's process or a worker's, before or after the KV caches are made.
+
+    name: the user's name for the weights, which then stands for their revision too. Reads the folder of local weights (names,
+    sizes and times); OSError if it cannot. A model's code may change its configuration while it loads: the scheduler's reading counts.
+    """
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    device_type = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
+    known_as, revision = (name, "") if name else weights(model)
+    return ModelSpec(
+        model=known_as,
+        revision=revision,
+        dtype=plain(model.dtype),
+        kv_cache_dtype=_cache_dtype(cache.cache_dtype, model.dtype),
+        quantization=str(model.quantization or ""),
+        rope=rope(model),
+        layers=model.get_total_num_hidden_layers(),
+        kv_heads=model.get_total_num_kv_heads(),
+        head_dim=model.get_head_size(),
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        use_mla=bool(getattr(model, "use_mla", False)),
+        lora_enabled=getattr(vllm_config, "lora_config", None) is not None,
+        prompt_embeds=bool(getattr(model, "enable_prompt_embeds", False)),
+        dynamic_kv_scales=bool(getattr(cache, "calculate_kv_scales", False)),
+        context_parallel=getattr(parallel, "decode_context_parallel_size", 1)
+        * getattr(parallel, "prefill_context_parallel_size", 1),
+        sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
+        gpu_memory_utilization=_utilization(cache, device_type),
+        device_type=device_type,
+        block_size=cache.block_size,
+        hash_algorithm=text(getattr(cache, "prefix_caching_hash_algo", "")),
+        use_v2_runner=bool(getattr(vllm_config, "use_v2_model_runner", False)),
+        async_scheduling=bool(getattr(getattr(vllm_config, "scheduler_config", None), "async_scheduling", False)),
+        extra=extra(vllm_config),
+    )
+
+
+def describe(
+    vllm_config: Any, kv_caches: Mapping[str, Tensor], num_blocks: int, chunk_size: int, engine_config: EngineConfig
+) -> PagedKV:
+    """The geometry of a worker's `kv_caches`, of `num_blocks` blocks as vLLM counts them (0: unknown), by layer.
+
+    `engine_config` says more where shapes leave a doubt. Raises LayoutError: what `PagedKV.describe` cannot recognise, blocks that
+    are not vLLM's, a chunk of `chunk_size` tokens that is not made of whole ones.
+    """
+    for layer, tensor in kv_caches.items():
+        if not isinstance(tensor, Tensor):
+            raise LayoutError(
+                f"KV cache of {layer} is a {type(tensor).__name__} and no tensor: vcache shares attention layers only"
+            )
+    configured = vllm_config.cache_config.block_size
+    size = tensor_block_size(configured, kv_caches, num_blocks)
+    whole = engine_config.whole_blocks_only or whole_blocks_only(str(vllm_config.device_config.device_type))
+    found = PagedKV.describe(kv_caches, size, axes=engine_config.kv_axes or axes(kv_caches, size), whole_blocks_only=whole)
+    if num_blocks and found.num_blocks * size != num_blocks * configured:
+        raise LayoutError(
+            f"KV caches have {found.num_blocks} blocks of {size} tokens where vLLM hands out {num_blocks} of {configured}; "
+            "set engine.kv_axes to what each axis of the tensors is"
+        )
+    found.chunk_bytes(chunk_size)
+    return found
+
+
+def read_shard(
+    vllm_config: Any, kv_caches: Mapping[str, Tensor], kv: PagedKV, chunk_size: int, pp_rank: int, tp_rank: int
+) -> ShardSpec:
+    """What the scheduler must know of a worker, whose `kv_caches` are described by `kv`. In that worker, after the model is loaded.
+
+    Raises LayoutError if chunks are not made of whole blocks. A worker without `kv` hands up its ranks and a `problem`."""
+    return ShardSpec(
+        pp_rank=pp_rank,
+        tp_rank=tp_rank,
+        kv_layout=kv.name,
+        dtype=kv.dtype,
+        layers=kv.layers,
+        page_bytes=kv.page_bytes,
+        parts=kv.parts,
+        block_size=kv.block_size,
+        chunk_bytes=kv.chunk_bytes(chunk_size),
+        attention=attention(vllm_config, kv_caches),
+        layer_names=layer_names(kv_caches),
+    )
+
+
+def layout(model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int, hash_root: bytes) -> Layout:
+    """What must be equal for two instances of vLLM to share, given the shards of all workers, in any order.
+
+    The layout's own fields are those of the first rank's shard, so that with its shard alone a worker gets a layout that fits its
+    KV caches; whose namespace is the instance's only where there is one worker. hash_root: vLLM's NONE_HASH, which its seed
+    decides. Raises LayoutError without a shard.
+    """
+    if not shards:
+        raise LayoutError("no worker has described its KV caches")
+    ordered = sorted(shards, key=lambda shard: (shard.pp_rank, shard.tp_rank))
+    first = ordered[0]
+    found = model.extra | {
+        "door": "vllm",
+        "hash_root": blake2b(hash_root, digest_size=16, person=b"vcache-model-1").hexdigest(),
+        "shards": digest([msgspec.structs.asdict(shard) | {"problem": ""} for shard in ordered]),
+        "model_layers": str(model.layers),
+        "model_dtype": model.dtype,
+        "kv_cache_dtype": model.kv_cache_dtype,
+        "quantization": model.quantization,
+        "mla": str(model.use_mla),
+        "context_parallel": str(model.context_parallel),
+        "device_type": model.device_type,
+        "vllm_block_size": str(model.block_size),
+    }
+    return Layout(
+        model=model.model,
+        revision=model.revision,
+        dtype=first.dtype,
+        layers=first.layers,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        block_size=first.block_size,
+        kv_layout=first.kv_layout,
+        chunk_size=chunk_size,
+        rope=model.rope,
+        tp_size=model.tp_size,
+        pp_size=model.pp_size,
+        hash_algorithm=model.hash_algorithm,
+        extra={name: value for name, value in found.items() if value},
+    )
+
+
+# ---- what must be right
+
+
+class _Instance(Protocol):
+    @property
+    def context_parallel(self) -> int: ...
+    @property
+    def dynamic_kv_scales(self) -> bool: ...
+    @property
+    def prompt_embeds(self) -> bool: ...
+
+
+def refusal(model: ModelSpec, chunk_size: int, groups: int, hash_seed: str | None) -> str | None:
+    """The first reason why nothing may be cached, in one line with what to change; None if there is none.
+
+    groups: of layers with block tables of their own. hash_seed: see `config.hash_seed`."""
+    return next((reason for reason in _reasons(model, chunk_size, groups, hash_seed) if reason), None)
+
+
+def _reasons(model: ModelSpec, chunk_size: int, groups: int, hash_seed: str | None) -> Iterator[str | None]:
+    yield from misfits(model, groups)
+    if model.sleep_mode:
+        yield "a sleeping vLLM gives the KV cache's memory away under a copy: start vLLM without --enable-sleep-mode"
+    yield seed(hash_seed)
+    yield chunk_misfit(chunk_size, model.block_size, "engine.chunk_size")
+
+
+def misfits(instance: _Instance, groups: int) -> Iterator[str]:
+    """Why nothing of this instance may be cached through either door, each with what to change."""
+    if instance.context_parallel > 1:
+        yield "context parallelism deals the tokens of a block out to several workers: set both context parallel sizes to 1"
+    if groups > 1:
+        yield f"{groups} groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-manager"
+    if instance.dynamic_kv_scales:
+        yield "calculate_kv_scales gives each instance FP8 scales of its own: start vLLM without --calculate-kv-scales"
+    if instance.prompt_embeds:
+        yield "prompts given as embeddings have no tokens to tell them apart: start vLLM without --enable-prompt-embeds"
+
+
+def chunk_misfit(chunk_size: int, block_size: int, setting: str) -> str | None:
+    """Why a chunk of so many tokens is not made of whole blocks, and what to set `setting` to; None if it is."""
+    if block_size > 0 and not chunk_size % block_size:
+        return None
+    fitting = -(-chunk_size // max(block_size, 1)) * block_size
+    return f"chunk_size {chunk_size} is no multiple of the KV block size {block_size}: set {setting}: {fitting}"
+
+
+def seed(hash_seed: str | None) -> str | None:
+    """Why instances cannot agree on hashes, given `PYTHONHASHSEED` (see `config.hash_seed`); None if they can."""
+    if hash_seed and hash_seed != "random":
+        return None
+    return (
+        f"PYTHONHASHSEED is {hash_seed or 'not set'}, so that each process may hash the same tokens differently: "
+        "set PYTHONHASHSEED=0 in the environment of every instance before it starts"
+    )
+
+
+# ---- KV tensors
+
+
+def tensor_block_size(configured: int, kv_caches: Mapping[str, Any] | None, num_blocks: int) -> int:
+    """Tokens a block of the tensors: the attention kernel may want smaller blocks than vLLM hands out, and slots count alike in both."""
+    tensor: Any = next(iter(kv_caches.values()), None) if kv_caches else None
+    # Blocks are the first axis, or the second behind a pair of K and V.
+    sizes = list(tensor.shape[:2]) if num_blocks and hasattr(tensor, "shape") else []
+    if num_blocks in sizes:
+        return configured
+    parts = [size // num_blocks for size in sizes if size > num_blocks and size % num_blocks == 0]
+    return next((configured // part for part in parts if configured % part == 0), configured)
+
+
+def axes(kv_caches: Mapping[str, Any], block_size: int) -> str | None:
+    """What the axes of vLLM's tensors are (see `PagedKV.describe`), where as many heads as tokens a block leave shapes in doubt."""
+    shape = tuple(next(iter(kv_caches.values())).shape) if kv_caches else ()
+    if len(shape) == 4 and shape[1] == shape[2] == block_size:
+        return "block head token dim"
+    if len(shape) == 5 and shape[2] == shape[3] == block_size:
+        return "part block token head dim" if shape[0] == 2 else "block part token head dim"
+    return None
+
+
+def whole_blocks_only(device_type: str) -> bool:
+    """vLLM's CPU attention arranges a block in its own way: single tokens of it must not be moved."""
+    return device_type == "cpu"
+
+
+def attention(vllm_config: Any, kv_caches: Mapping[str, Any] | None) -> str:
+    """The attention backends of the layers that cache, which arrange K, V and heads inside of a block. Known in workers only."""
+    layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None) or {}
+    used: list[Any] = [
+        getattr(layer, "attn_backend", None) for name, layer in layers.items() if not kv_caches or name in kv_caches
+    ]
+    return ",".join(sorted({str(backend.get_name()) for backend in used if hasattr(backend, "get_name")}))
+
+
+def layer_names(kv_caches: Mapping[str, Any] | None) -> str:
+    """A digest of the layers' names, in the order in which a chunk holds them."""
+    return digest(list(kv_caches or ()))
+
+
+# ---- the configuration
+
+
+def plain(dtype: object) -> str:
+    """A torch dtype, or the name of one, without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _cache_dtype(name: object, model_dtype: object) -> str:
+    """vLLM's `cache_dtype`: `auto` is the model's own, and `fp8` another word for `fp8_e4m3`."""
+    named = str(name)
+    return {"auto": plain(model_dtype), "fp8": "fp8_e4m3"}.get(named, named)
+
+
+def _utilization(cache: Any, device_type: str) -> float | None:
+    """None on a CPU, and where `kv_cache_memory_bytes` decides instead."""
+    if device_type == "cpu" or getattr(cache, "kv_cache_memory_bytes", None):
+        return None
+    share = getattr(cache, "gpu_memory_utilization", None)
+    return float(share) if share is not None else None

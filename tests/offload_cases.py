@@ -1,0 +1,61 @@
+"""What the tests of the tier share: two nodes, and engines on them with an open tier. Import the fixtures you use: `nodes`, `model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from engine_cases import CHUNK, SNAPPY, Cache, Node, layout_of, node, put
+from mooncake_cases import Depot
+from processes import SECONDS, eventually
+
+from vcache_backend.engine import VCacheEngine
+
+ROOMY = 4 << 20
+LENGTH = 5 * CHUNK
+QUICK = {"retry_seconds": 0.05, "retry_max_seconds": 0.2, "negative_seconds": 0.05, "lookup_seconds": 0.5, "get_seconds": 1.5}
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    """Two, each with a server of its own."""
+    with node(tmp_path / "one", SNAPPY) as one, node(tmp_path / "two", SNAPPY) as two:
+        for made in (one, two):
+            made.serve()
+        yield [one, two]
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> str:
+    """Nobody else's in the shared store."""
+    return str(request.node.nodeid)
+
+
+def engine(
+    at: Node,
+    store: Depot,
+    model: str,
+    segment: int = ROOMY,
+    rank: int = 0,
+    ranks: int = 1,
+    cache: Cache | None = None,
+    device: str = "host",
+    **offload: Any,
+) -> VCacheEngine:
+    """An engine of `at` whose tier is open."""
+    cache = cache or Cache()
+    config = msgspec.structs.replace(at.config(device, segment), offload=store.offload(**(QUICK | offload)))
+    made = at.undo.enter_context(VCacheEngine(config, layout_of(cache, model=model), rank=rank, ranks=ranks))
+    made.register(cache.tensors)
+    eventually(lambda: made.get_stats()["offload"]["usable"])
+    return made
+
+
+def through(made: VCacheEngine, cache: Cache, tokens: torch.Tensor) -> None:
+    """Store, and wait until it is below."""
+    put(made, cache, tokens)
+    assert made.flush(SECONDS, through=True)

@@ -1,0 +1,238 @@
+"""What `vcache doctor` says of the offload tier: its settings, and a real store that works, lacks something, or is none."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mooncake_cases import Depot, free_ports, needs_mooncake, own_depot
+from typer.testing import CliRunner
+
+from vcache_backend.cli import app
+from vcache_backend.config import Config, from_dict
+from vcache_backend.doctor import Finding, check_offload, check_packages
+from vcache_backend.doctor import mooncake as store_checks
+
+__all__ = ["own_depot"]
+
+LIBRARY, MASTER, PROVIDER = store_checks.LIBRARY, store_checks.MASTER, store_checks.PROVIDER
+
+
+def config(master: str = "", **offload: Any) -> Config:
+    offload = {"policy": "write_through"} | offload
+    mooncake = {"master": master, "hostname": "127.0.0.1"} if master else {}
+    return from_dict({"offload": offload | {"mooncake": mooncake | offload.get("mooncake", {})}})
+
+
+def findings(of: Config) -> dict[str, Finding]:
+    found = list(check_offload(of))
+    for finding in found:
+        assert finding.status == "ok" or finding.advice, finding
+    return {finding.check: finding for finding in found}
+
+
+# ---- the settings
+
+
+def test_a_tier_that_is_off_is_one_line_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(store_checks, "check")
+    (finding,) = check_offload(config(policy="off", codec="fp8"))
+    assert (finding.check, finding.status) == ("offload", "ok")
+    assert finding.detail.startswith("off: ")
+
+
+@pytest.fixture
+def settings_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], dict[str, Finding]]:
+    """What is said of settings, without a store."""
+    monkeypatch.setattr(store_checks, "check", lambda config: iter(()))
+    return findings
+
+
+def test_what_the_tier_is_stands_first(settings_only: Callable[[Config], dict[str, Finding]]) -> None:
+    found = settings_only(config("node-1:50051", policy="on_evict"))
+    assert found["offload"].detail == "on_evict to mooncake at node-1:50051, tcp"
+    assert {finding.status for finding in found.values()} == {"ok"}
+    assert "locked memory" not in found
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd", "planes", "fp8", "int8"])
+def test_a_codec_that_loses_bits_is_a_warning(codec: str, settings_only: Callable[[Config], dict[str, Finding]]) -> None:
+    finding = settings_only(config(codec=codec))["offload codec"]
+    lossy = codec in ("fp8", "int8")
+    assert (finding.status, codec in finding.detail, "loses bits" in finding.detail) == ("warn" if lossy else "ok", True, lossy)
+
+
+def test_the_least_bandwidth_is_explained(settings_only: Callable[[Config], dict[str, Finding]]) -> None:
+    assert "no bound" in settings_only(config(min_bandwidth=0))["offload bandwidth"].detail
+    detail = settings_only(config())["offload bandwidth"].detail
+    assert detail.startswith("for KV caches on a GPU: while less than 4.657 GiB/s of KV comes from below it is computed")
+    detail = settings_only(config(min_bandwidth="2 GiB", retry_max_seconds=7))["offload bandwidth"].detail
+    assert detail == "while less than 2 GiB/s of KV comes from below it is computed, but for a try every 7 s"
+
+
+@pytest.mark.parametrize(
+    ("size", "status", "said", "advice"),
+    [
+        ("512 MiB", "ok", "4 chunks of 256 tokens of 512 KiB each", ""),
+        ("16 MiB", "warn", "4 chunks of 256 tokens of 16 KiB each, less than most models have", "staging_bytes to 128 MiB"),
+        ("64 TiB", "fail", "of host memory available", "set offload.staging_bytes to"),
+    ],
+)
+def test_staging_must_hold_a_few_chunks_and_fit_the_machine(
+    size: str, status: str, said: str, advice: str, settings_only: Callable[[Config], dict[str, Finding]]
+) -> None:
+    finding = settings_only(config(staging_bytes=size))["offload staging"]
+    assert finding.status == status
+    assert said in finding.detail
+    assert advice in finding.advice
+
+
+@pytest.mark.parametrize(("soft", "status"), [(8 << 20, "fail"), (1 << 30, "ok"), (resource.RLIM_INFINITY, "ok")])
+def test_rdma_needs_a_limit_of_locked_memory_that_staging_fits_in(
+    soft: int, status: str, monkeypatch: pytest.MonkeyPatch, settings_only: Callable[[Config], dict[str, Finding]]
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, resource.RLIM_INFINITY))
+    finding = settings_only(config(mooncake={"protocol": "rdma"}))["locked memory"]
+    assert (finding.status, "ulimit -l unlimited" in finding.advice) == (status, status == "fail")
+
+
+# ---- packages
+
+
+def test_packages_of_the_tier_are_needed_only_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    tier = {"mooncake-transfer-engine", "xxhash", "zstandard"}
+    for policy, codec, wanted in (("off", "zstd", set()), ("on_evict", "raw", tier - {"zstandard"}), ("on_evict", "zstd", tier)):
+        failed = {
+            finding.check: finding for finding in check_packages(config(policy=policy, codec=codec)) if finding.status == "fail"
+        }
+        assert failed.keys() & tier == wanted
+    assert "mooncake-transfer-engine-non-cuda" in failed["mooncake-transfer-engine"].advice
+    assert LIBRARY not in findings(config())
+
+
+def test_another_build_of_mooncake_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "mooncake-transfer-engine-cuda13":
+            return "0.3.14"
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = {finding.check: finding for finding in check_packages(config())}
+    assert found["mooncake-transfer-engine"] == Finding(
+        "mooncake-transfer-engine", "ok", "0.3.14 (mooncake-transfer-engine-cuda13)"
+    )
+
+
+# ---- a real store
+
+
+@needs_mooncake
+def test_a_store_that_works_is_used_once_and_left_as_it_was(own_depot: Depot) -> None:
+    found = findings(config(own_depot.master.address))
+    assert {finding.status for finding in found.values()} == {"ok"}
+    assert list(found)[-3:] == [LIBRARY, MASTER, PROVIDER]
+    assert found[PROVIDER].detail.startswith("1 MiB put in ")
+    assert sum(own_depot.master.segments().values()) == 0
+
+
+@needs_mooncake
+def test_a_master_that_is_not_there_fails_the_command_and_says_how_to_start_one(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    file = tmp_path / "vcache.yaml"
+    file.write_text(f"offload: {{policy: write_through, mooncake: {{master: '127.0.0.1:{port}'}}}}")
+    start = time.monotonic()
+    result = CliRunner().invoke(app, ["doctor", "--json", "--config", str(file)])
+    assert time.monotonic() - start < 3 + store_checks.MASTER_SECONDS  # no vain try to connect, of 5 s
+    assert result.exit_code == 1
+    found = {finding["check"]: finding for finding in json.loads(result.stdout)}
+    assert found[LIBRARY]["status"] == "ok"
+    assert (found[MASTER]["status"], PROVIDER in found) == ("fail", False)
+    assert f"127.0.0.1:{port}: " in found[MASTER]["detail"]
+    assert "examples/mooncake_tier.sh" in found[MASTER]["advice"]
+
+
+@needs_mooncake
+def test_the_port_of_the_masters_metrics_is_not_taken_for_the_master(own_depot: Depot) -> None:
+    found = findings(config(f"127.0.0.1:{own_depot.master.metrics_port}"))
+    assert (found[MASTER].status, PROVIDER in found) == ("fail", False)
+    assert "and not its metrics_port" in found[MASTER].advice
+
+
+@needs_mooncake
+def test_a_master_without_a_provider_has_no_room(tmp_path: Path) -> None:
+    with Depot(tmp_path / "mooncake", ()) as depot:
+        found = findings(config(depot.master.address))
+        lending = findings(config(depot.master.address, mooncake={"segment_bytes": "64 MiB"}))
+    assert found[MASTER].status == "ok"
+    assert found[PROVIDER].detail == "no room for 1 MiB: no provider lends memory, or all of it is in use"
+    assert "start a provider" in found[PROVIDER].advice
+    assert (lending[PROVIDER].status, "outlive the workers" in lending[PROVIDER].advice) == ("warn", True)
+
+
+@needs_mooncake
+def test_a_provider_that_died_is_a_failure_before_the_master_knows(own_depot: Depot) -> None:
+    own_depot.providers[0].kill()
+    found = findings(config(own_depot.master.address))
+    assert (found[MASTER].status, found[PROVIDER].status) == ("ok", "fail")
+    assert found[PROVIDER].detail.startswith("put of 1 MiB: ")
+    assert "client_ttl" in found[PROVIDER].advice
+
+
+@needs_mooncake
+def test_a_library_that_does_not_load_is_told_apart_from_a_store_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "libibverbs.so.1").write_bytes(b"")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    found = findings(config(f"127.0.0.1:{free_ports(1)[0]}"))
+    assert (found[LIBRARY].status, found[LIBRARY].advice) == ("fail", "apt-get install libibverbs1")
+    assert found.keys() & {MASTER, PROVIDER} == set()
+
+
+# ---- the child that asks
+
+
+@pytest.fixture
+def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Finding]:
+    """The last finding if the child, once it has got its settings, does what the text says."""
+    monkeypatch.setattr(store_checks, "_unreachable", lambda master: None)
+    monkeypatch.setattr(store_checks.packages, "find", lambda package: ("mooncake", "0.3.13"))
+    monkeypatch.setattr(store_checks, "PROBE", "broken_probe")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def run(text: str) -> Finding:
+        (tmp_path / "broken_probe.py").write_text(f"import os, sys, time\nsys.stdin.read()\n{text}")
+        return list(store_checks.check(config()))[-1]
+
+    return run
+
+
+@pytest.mark.parametrize(("step", "check"), [("import", LIBRARY), ("open", MASTER), ("put", PROVIDER), ("get", PROVIDER)])
+def test_a_crash_of_the_library_is_a_finding_of_the_step_it_was_in(
+    step: str, check: str, probe: Callable[[str], Finding]
+) -> None:
+    finding = probe(f"print('import\\n{step}', flush=True)\nos.kill(os.getpid(), {signal.SIGSEGV:d})")
+    assert (finding.check, finding.status) == (check, "fail")
+    assert f"ended with status -{signal.SIGSEGV:d}" in finding.detail
+
+
+def test_a_library_that_hangs_costs_a_deadline(probe: Callable[[str], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_checks, "PROBE_SECONDS", 0.5)
+    finding = probe("print('import\\nopen\\nput', flush=True)\ntime.sleep(60)")
+    assert (finding.check, finding.status, finding.detail) == (PROVIDER, "fail", "put of 1 MiB: did not end within 0.5 s")
+
+
+def test_what_the_child_says_last_is_quoted(probe: Callable[[str], Finding]) -> None:
+    finding = probe("print('import')\nsys.exit('it is late')")
+    assert finding.detail == "ended with status 1: it is late"

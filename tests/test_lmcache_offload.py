@@ -1,0 +1,497 @@
+"""The LMCache plugin with a real Mooncake below the pool: real LMCacheEngines on two nodes, each node with a metadata server of its own.
+
+Every retrieval goes into poisoned blocks, and every byte of the whole KV cache is compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import vllm_cases
+from engine_cases import CHUNK, FLASH, SNAPPY
+from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
+from mooncake_cases import Depot, Memory, depot, needs_mooncake, own_depot
+from processes import SECONDS, eventually
+
+from vcache_backend.offload import objects
+from vcache_backend.offload.mooncake import MooncakeStore
+from vcache_backend.offload.store import Put
+
+if TYPE_CHECKING:
+    from lmcache_worker import Inside
+
+__all__ = ["depot", "own_depot"]
+pytestmark = [needs_lmcache, needs_mooncake]
+
+GET_SECONDS = 1.5
+WAYS = ["looked up", "not looked up", "loaded ahead"]
+"""To retrieve: under the lease of the look-up in one go, through memory objects, and through such as were made before the answer to
+the look-up."""
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Iterator[list[Pool]]:
+    with lmcache_pool(tmp_path / "1") as one, lmcache_pool(tmp_path / "2") as two:
+        for made in (one, two):
+            made.node.serve()
+        yield [one, two]
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> str:
+    """Nobody else's in the shared store."""
+    return str(request.node.nodeid)
+
+
+@pytest.fixture(scope="module")
+def store(depot: Depot) -> Iterator[MooncakeStore]:
+    """The store itself, past everything of ours."""
+    made = MooncakeStore(depot.config())
+    made.open()
+    yield made
+    made.close(SECONDS)
+
+
+def engine(pool: Pool, store: Depot, model: str, way: str = "", offload: dict[str, Any] | None = None, **more: Any) -> Engine:
+    """An engine whose tier is open. offload: of its section, with names as in the YAML."""
+    settings = {
+        "policy": "write_through",
+        "staging_bytes": "8 MiB",
+        "retry_seconds": 0.05,
+        "retry_max_seconds": 0.2,
+        "negative_seconds": 0.05,
+        "lookup_seconds": 0.5,
+        "get_seconds": GET_SECONDS,
+        "mooncake.master": store.master.address,
+        "mooncake.hostname": "127.0.0.1",
+        "mooncake.local_buffer_bytes": 0,
+    } | (offload or {})
+    extra = {f"vcache.offload.{name}": value for name, value in settings.items()} | {"vcache.model": model}
+    if way == "loaded ahead":
+        more = {"enable_async_loading": True, "process": {"service": "ahead"}} | more
+    made = pool.engine(extra=extra, **more)
+    eventually(lambda: made.do(usable))
+    return made
+
+
+def usable(inside: Inside) -> bool:
+    return bool(inside.worker.io.tier.access.usable)
+
+
+def flushed(inside: Inside) -> bool:
+    return bool(inside.worker.io.flush(SECONDS, through=True))
+
+
+def through(made: Engine, prompt: list[int]) -> None:
+    """Store, and wait until it is below."""
+    made.store(prompt)
+    assert made.do(flushed)
+
+
+def fetch(made: Engine, way: str, prompt: list[int], request: str = "r", **more: Any) -> tuple[int, Retrieved]:
+    """Look up, where that is the way, and retrieve what was found: how many tokens the look-up promised, and what came."""
+    if way == "looked up":
+        promised = made.lookup(prompt, request)
+    elif way == "loaded ahead":
+        promised = made.do("ask", prompt, request)
+    else:
+        promised = len(prompt)
+    if not promised:
+        return 0, Retrieved(0, 0, True, 0.0)
+    return promised, made.retrieve(prompt[:promised], request=request, **more)
+
+
+def said(found: Retrieved) -> tuple[int, int, bool]:
+    return (found.first, found.tokens, found.right)
+
+
+def hits(made: Engine) -> tuple[int, int]:
+    """Chunks so far, from VRAM and from below."""
+    counted = made.do("stats")["hits"]
+    return counted["vram"], counted["offload"]
+
+
+def names(inside: Inside, prompt: list[int]) -> list[Any]:
+    """What the pool and the store call the chunks of a prompt."""
+    return list(inside.worker._names.keys(inside.keys(prompt)))
+
+
+def held(inside: Inside) -> int:
+    """Bytes of chunks from below that memory objects have."""
+    return int(inside.worker.below.memory.out)
+
+
+def buffers_back(inside: Inside) -> bool:
+    """Are all staging buffers for reading where they were?"""
+    ring = inside.worker.io.tier._source.ring
+    return bool(ring.free == ring.count)
+
+
+# ---- hits
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_node_retrieves_what_one_stored_and_keeps_it_in_its_pool(
+    pools: list[Pool], depot: Depot, model: str, way: str
+) -> None:
+    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, way)
+    through(writer, chunks(5))
+    reader.do(copy_in_pairs)
+    assert pools[1].stats().chunks == 0
+    for expected in ((0, 5), (5, 5)):
+        promised, found = fetch(reader, way, chunks(5))
+        assert (promised, said(found)) == (5 * CHUNK, (0, 5 * CHUNK, True))
+        assert reader.do(flushed)
+        assert hits(reader) == expected
+    # Promoted, and not written below again.
+    assert pools[1].stats().chunks == 5
+    assert reader.do("stats")["bytes"]["offload_written"] == 0
+    assert reader.do(held) == 0
+    assert pools[1].settled()
+
+
+def copy_in_pairs(inside: Inside) -> None:
+    inside.worker.io._uploader.most = 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_that_vllm_has_are_never_written_nor_promoted_in_part(
+    pools: list[Pool], depot: Depot, model: str, way: str
+) -> None:
+    writer, reader = (engine(pool, depot, model, way, arrangement=FLASH) for pool, way in zip(pools, ("", way), strict=True))
+    through(writer, chunks(4))
+    _, found = fetch(reader, way, chunks(4), cached=CHUNK + 16)
+    assert said(found) == (CHUNK, 3 * CHUNK, True)
+    assert reader.do(flushed)
+    assert pools[1].stats().chunks == 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pool_and_store_take_turns(pools: list[Pool], depot: Depot, model: str, way: str) -> None:
+    """Chunks 0 and 3 are in the pool, all are below: every run comes from where it is."""
+    writer = engine(pools[0], depot, model)
+    reader = engine(pools[1], depot, model, way, {"promote": False, "policy": "on_evict"})
+    through(writer, chunks(5))
+    reader.store(chunks(5))
+    there = reader.do(names, chunks(5))
+    pools[1].client.remove([there[1], there[2], there[4]])
+    promised, found = fetch(reader, way, chunks(5))
+    assert (promised, said(found)) == (5 * CHUNK, (0, 5 * CHUNK, True))
+    assert hits(reader) == (2, 3)
+    assert pools[1].settled()
+
+
+def test_what_left_a_small_pool_is_retrieved(pools: list[Pool], depot: Depot, model: str) -> None:
+    small = engine(pools[0], depot, model, lent=6)
+    for family in range(1, 5):
+        through(small, chunks(5, family))
+    assert pools[0].stats().chunks <= 6
+    for family in range(1, 5):
+        promised, found = fetch(small, "looked up", chunks(5, family), request=f"r{family}")
+        assert (promised, said(found)) == (5 * CHUNK, (0, 5 * CHUNK, True))
+    assert hits(small)[1] >= 14
+    assert pools[0].settled()
+
+
+@pytest.mark.parametrize("way", WAYS[::2])
+def test_what_left_the_pool_after_the_look_up_is_retrieved_from_below(tmp_path: Path, depot: Depot, model: str, way: str) -> None:
+    """The lease of the look-up has ended, too."""
+    with lmcache_pool(tmp_path) as pool:
+        pool.node.serve(lease_seconds=0.3)
+        made = engine(pool, depot, model, way)
+        through(made, chunks(4))
+        assert (made.do("ask", chunks(4), "r") if way == "loaded ahead" else made.lookup(chunks(4), "r")) == 4 * CHUNK
+        assert pool.settled()
+        assert pool.client.remove(made.do(names, chunks(4))) == 4
+        assert said(made.retrieve(chunks(4))) == (0, 4 * CHUNK, True)
+        assert hits(made) == (0, 4)
+
+
+def test_ranks_hit_what_all_of_them_have(pools: list[Pool], depot: Depot, model: str) -> None:
+    writers, readers = ([engine(pool, depot, model, process={"rank": rank, "ranks": 2}) for rank in range(2)] for pool in pools)
+    through(writers[0], chunks(4))
+    through(writers[1], chunks(3))
+    for reader in readers:
+        assert reader.lookup(chunks(4), "r") == 3 * CHUNK
+    for reader in readers:
+        assert said(reader.retrieve(chunks(3))) == (0, 3 * CHUNK, True)
+        assert hits(reader) == (0, 3)
+    # What the server lets each save before it leaves the pool.
+    assert [reader.do(rank) for reader in readers] == [0, 1]
+
+
+def rank(inside: Inside) -> int:
+    return int(inside.worker.io.tier._rank)
+
+
+# ---- look-ups
+
+
+def test_a_look_up_below_leaves_no_lease_and_ends_nobody_elses(pools: list[Pool], depot: Depot, model: str) -> None:
+    """Two look-ups begin with the same chunk: the first found it below only, the second in the pool."""
+    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, offload={"promote": False})
+    through(writer, chunks(3))
+    assert reader.lookup(chunks(3), "below") == 3 * CHUNK
+    assert pools[1].leases() == 0
+    reader.store(chunks(1))
+    assert reader.lookup(chunks(3), "both") == 3 * CHUNK
+    # Writing what was stored below takes one, too, for a moment.
+    eventually(lambda: pools[1].leases() == 1)
+    reader.do("unpin", "below")
+    time.sleep(0.2)  # releases go out in the background
+    assert pools[1].leases() == 1
+    reader.do("unpin", "both")
+    assert pools[1].settled()
+    promised, found = fetch(reader, "looked up", chunks(3))
+    assert (promised, said(found), hits(reader)) == (3 * CHUNK, (0, 3 * CHUNK, True), (1, 2))
+    assert pools[1].settled()
+
+
+def count_nothing_below(inside: Inside) -> None:
+    inside.worker.below.counts = False
+
+
+def test_where_vllm_would_not_recompute_rightly_look_ups_promise_what_the_pool_has(
+    pools: list[Pool], depot: Depot, model: str
+) -> None:
+    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, offload={"promote": False})
+    through(writer, chunks(3))
+    reader.store(chunks(1))
+    reader.do(count_nothing_below)
+    assert reader.lookup(chunks(3), "r") == CHUNK
+    reader.do("unpin", "r")
+    # Who asks without being promised anything, and who loads, has it all.
+    assert reader.lookup(chunks(3)) == 3 * CHUNK
+    assert said(reader.retrieve(chunks(3))) == (0, 3 * CHUNK, True)
+
+
+def test_of_several_ranks_too(pools: list[Pool], depot: Depot, model: str) -> None:
+    """One of two ranks has a chunk in the pool, both have three below."""
+    writers, readers = ([engine(pool, depot, model, process={"rank": rank, "ranks": 2}) for rank in range(2)] for pool in pools)
+    for writer in writers:
+        through(writer, chunks(3))
+    readers[0].store(chunks(1))
+    assert readers[0].lookup(chunks(3), "all") == 3 * CHUNK
+    readers[0].do("unpin", "all")
+    readers[0].do(count_nothing_below)
+    assert readers[0].lookup(chunks(3), "none") == 0
+    assert pools[1].settled()
+
+
+def forget(inside: Inside, prompt: list[int]) -> int:
+    return int(inside.engine.clear(prompt))
+
+
+def test_removing_a_prompt_forgets_it_below_and_clearing_forgets_all(
+    pools: list[Pool], depot: Depot, store: MooncakeStore, model: str
+) -> None:
+    made = engine(pools[0], depot, model)
+    through(made, chunks(2))
+    through(made, chunks(2, family=2))
+    assert made.do(forget, chunks(2)) == 2
+    removed, kept = ([objects.name(name) for name in made.do(names, chunks(2, family))] for family in (1, 2))
+    eventually(lambda: store.contains_prefix(removed) == 0)
+    assert made.lookup(chunks(2)) == 0
+    others = engine(pools[1], depot, f"{model}, another")
+    through(others, chunks(2))
+    assert store.contains_prefix(kept) == 2
+    made.do(clear)
+    assert made.lookup(chunks(2, family=2)) == 0
+    eventually(lambda: others.lookup(chunks(2)) == 2 * CHUNK)
+    # It goes on.
+    through(made, chunks(2, family=2))
+    pools[0].client.clear()
+    eventually(lambda: made.lookup(chunks(2, family=2)) == 2 * CHUNK)
+
+
+def clear(inside: Inside) -> None:
+    inside.engine.clear()
+
+
+def test_what_is_written_late_is_not_found_after_a_clear(pools: list[Pool], own_depot: Depot, model: str) -> None:
+    """A put hangs while another instance of the node clears, and ends after that: those may be chunks of other weights."""
+    writer, reader = (engine(pools[0], own_depot, model) for _ in range(2))
+    own_depot.providers[0].stop()
+    writer.store(chunks(4))
+    eventually(lambda: writer.do(writing))
+    reader.do(clear)
+    eventually(lambda: reader.do(looks_below))
+    own_depot.providers[0].cont()
+    assert writer.do(flushed)
+    assert writer.do("stats")["bytes"]["offload_written"] > 0
+    for made in (reader, writer):
+        assert made.lookup(chunks(4)) == 0
+    # It goes on, for both.
+    through(writer, chunks(4))
+    pools[0].client.clear()
+    eventually(lambda: reader.lookup(chunks(4)) == 4 * CHUNK)
+    assert said(reader.retrieve(chunks(4))) == (0, 4 * CHUNK, True)
+
+
+def writing(inside: Inside) -> bool:
+    return bool(inside.worker.io.tier._writer._writing)
+
+
+def looks_below(inside: Inside) -> bool:
+    return bool(inside.worker.io.tier.index.usable)
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_damaged_object_ends_the_hit_before_it(
+    pools: list[Pool], depot: Depot, store: MooncakeStore, model: str, way: str
+) -> None:
+    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, way)
+    through(writer, chunks(5))
+    damage(store, objects.name(reader.do(names, chunks(5))[2]))
+    promised, found = fetch(reader, way, chunks(5))
+    assert said(found) == (0, 2 * CHUNK, True)
+    # Who reads before it promises, promises nothing that does not come.
+    assert promised == (2 if way == "loaded ahead" else 5) * CHUNK
+    assert any(cause.startswith("offload_bad") for cause in reader.do("stats")["failures"])
+    assert reader.do(flushed)
+    assert (pools[1].stats().chunks, reader.do(held)) == (2, 0)
+    eventually(lambda: reader.do(buffers_back))
+    assert pools[1].settled()
+
+
+def damage(store: MooncakeStore, name: str) -> None:
+    """Flip a bit of the last byte of an object."""
+    memory = Memory(1 << 20)
+    (size,) = store.get_into([name], [memory.span])
+    data = bytearray(memory.read(size))
+    data[-1] ^= 1
+    store.remove([name])
+    bad = Memory(bytes(data))
+    assert store.put([name], [bad.span]) == [Put.STORED]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dead_master_costs_the_hits_below_and_nothing_else(pools: list[Pool], own_depot: Depot, model: str, way: str) -> None:
+    """One chunk is in the pool, three below. Nothing raises, and no call waits longer than its deadline."""
+    writer, reader = engine(pools[0], own_depot, model), engine(pools[1], own_depot, model, way, client=SNAPPY)
+    through(writer, chunks(4))
+    reader.store(chunks(1))
+    own_depot.master.kill()
+    for request in ("1", "2", "3"):
+        started = time.monotonic()
+        promised, found = fetch(reader, way, chunks(4), request=request)
+        assert said(found) == (0, CHUNK, True)
+        assert promised >= CHUNK
+        assert time.monotonic() - started < 0.5 + 2 * GET_SECONDS
+    eventually(lambda: not reader.do(usable))
+    reader.store(chunks(1, family=2))
+    assert not reader.do("logged", "with a traceback")
+    assert reader.do("healthy")
+    assert pools[1].settled()
+
+
+@pytest.mark.parametrize("way", WAYS[::2])
+def test_a_provider_that_hangs_is_waited_for_within_a_deadline(pools: list[Pool], own_depot: Depot, model: str, way: str) -> None:
+    offload = {"failures": 1, "get_seconds": 0.5}
+    writer, reader = engine(pools[0], own_depot, model), engine(pools[1], own_depot, model, way, offload)
+    through(writer, chunks(4))
+    own_depot.providers[0].stop()
+    started = time.monotonic()
+    _, found = fetch(reader, way, chunks(4))
+    assert said(found) == (0, 0, True)
+    assert time.monotonic() - started < 4
+    assert reader.do(held) == 0
+    own_depot.providers[0].cont()
+
+
+def test_memory_objects_hold_a_bounded_part_of_the_host(pools: list[Pool], depot: Depot, model: str) -> None:
+    """Of two requests loaded ahead the second gets what there is room for, until the first has been retrieved."""
+    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, "loaded ahead", {"promote": False})
+    through(writer, chunks(5))
+    through(writer, chunks(5, family=2))
+    reader.do(hold_at_most, 7)
+    assert reader.do("ask", chunks(5), "a") == 5 * CHUNK
+    assert reader.do("ask", chunks(5, family=2), "b") == 2 * CHUNK
+    assert said(reader.retrieve(chunks(5), request="a")) == (0, 5 * CHUNK, True)
+    assert said(reader.retrieve(chunks(2, family=2), request="b")) == (0, 2 * CHUNK, True)
+    assert reader.do(held) == 0
+    assert reader.do("ask", chunks(5, family=2), "abandoned") == 5 * CHUNK
+    reader.do("unpin", "abandoned")
+    eventually(lambda: reader.do(held) == 0)
+
+
+def hold_at_most(inside: Inside, count: int) -> None:
+    inside.worker.below.memory._most = count * inside.worker.io.bind(inside.cache.tensors).chunk_bytes(CHUNK)
+
+
+def test_an_engine_without_a_master_works_as_one_without_a_store(pools: list[Pool], model: str) -> None:
+    extra = {
+        "vcache.model": model,
+        "vcache.offload.policy": "write_through",
+        "vcache.offload.mooncake.master": "127.0.0.1:9",
+        "vcache.offload.staging_bytes": "8 MiB",
+    }
+    made = pools[0].engine(extra=extra)
+    made.store(chunks(3))
+    assert made.lookup(chunks(4), "r") == 3 * CHUNK
+    assert said(made.retrieve(chunks(3))) == (0, 3 * CHUNK, True)
+    assert made.do("logged", "offload tier: OffloadConfig(policy='write_through'")
+    assert not made.do("logged", "with a traceback")
+
+
+# ---- vLLM
+
+
+@pytest.mark.skipif(bool(vllm_cases.missing()), reason=vllm_cases.missing() or "vLLM is here")
+@pytest.mark.timeout(300)
+def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: Depot, store: MooncakeStore) -> None:
+    """Two nodes. `ahead` reads before it promises; `step` in the step that computes, on the runner that recomputes rightly."""
+    length = vllm_cases.CHUNK
+    extra = {
+        "vcache.offload.policy": "write_through",
+        "vcache.offload.staging_bytes": "8 MiB",
+        "vcache.offload.lookup_seconds": 0.5,
+        "vcache.offload.negative_seconds": 0.05,
+        "vcache.offload.mooncake.master": depot.master.address,
+        "vcache.offload.mooncake.hostname": "127.0.0.1",
+    }
+    with vllm_cases.node(tmp_path / "1") as one, vllm_cases.node(tmp_path / "2") as two:
+        first = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+        step = one.start("step", {"extra_config": extra | {"vcache.model": "tiny"}}, first, async_scheduling=False)
+        lmcache = {"enable_async_loading": True, "extra_config": extra | {"vcache.model": "tiny"}}
+        ahead = two.start("ahead", lmcache)
+        seen = stored(depot)
+        for writer, reader in ((step, ahead), (ahead, step)):
+            tokens = vllm_cases.new_tokens(4 * length + 17)
+            computed, _ = keep_below(writer, tokens, depot, seen)
+            own, from_below = writer.one(tokens), reader.one(tokens)
+            assert (computed.cached, own.cached, from_below.cached) == (0, 4 * length, 4 * length)
+            assert from_below.said == own.said
+            assert from_below.agrees(computed)
+            # One object is not what it should be: what comes after it is computed.
+            tokens = vllm_cases.new_tokens(4 * length + 17)
+            computed, added = keep_below(writer, tokens, depot, seen)
+            damage(store, min(added))
+            damaged = reader.one(tokens)
+            assert not damaged.differs(computed)
+            assert reader is step or damaged.cached < 4 * length
+        for instance in (step, ahead):
+            assert "look-ups do not count what is below" not in instance.log
+
+
+def keep_below(instance: vllm_cases.Instance, tokens: list[int], store: Depot, seen: set[str]) -> tuple[Any, set[str]]:
+    """Have it compute and store a prompt nobody has seen: its answer and the objects that came of it. seen: every name there was
+    so far, with what was removed since: a reader removes a damaged object and writes it again, whenever it comes to that."""
+    chunks = len(tokens) // vllm_cases.CHUNK
+    answer = instance.one(tokens)
+    eventually(lambda: len(stored(store) - seen) == chunks)
+    added = stored(store) - seen
+    seen |= added
+    return answer, added
+
+
+def stored(store: Depot) -> set[str]:
+    """The names of all objects."""
+    return set(store.master.ask("/get_all_keys").split())

@@ -1,0 +1,99 @@
+"""From the pool to the store and back, on the host and on a GPU: staging, bounce buffer, promotion. Bytes are compared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_cases import CHUNK, FLASH, MLA, PACKED_HND, Arrangement, Cache, Node, get, places, prompt
+from mooncake_cases import Depot, depot, needs_mooncake
+from offload_cases import LENGTH, ROOMY, engine, model, nodes, through
+from processes import SECONDS
+
+from vcache_backend.vram_pool.planner import plan_blocks
+
+__all__ = ["depot", "model", "nodes"]
+pytestmark = needs_mooncake
+
+DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+def cache_on(device: str, arrangement: Arrangement = FLASH) -> Cache:
+    return Cache(arrangement, device="cpu" if device == "host" else device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("arrangement", "codec"),
+    [(FLASH, "raw"), (FLASH, "planes"), (MLA, "raw"), (PACKED_HND, "zstd")],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_what_one_node_stored_another_reads_and_keeps(
+    nodes: list[Node], depot: Depot, model: str, device: str, arrangement: Arrangement, codec: str
+) -> None:
+    cache, tokens = cache_on(device, arrangement), prompt(LENGTH)
+    one, two = (engine(at, depot, model, cache=cache, device=device, codec=codec) for at in nodes)
+    through(one, cache, tokens)
+    # More than one call of the uploader's: its bounce buffer is written again.
+    assert two._io._uploader is not None
+    two._io._uploader.most = 2
+    assert get(two, cache, tokens) == LENGTH
+    assert two.get_stats()["hits"]["offload"] == 5
+    assert two.flush(SECONDS, through=True)
+    assert get(two, cache, tokens, seed=2) == LENGTH
+    assert two.get_stats()["hits"]["vram"] == 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_the_caller_has_stay_as_they_are(nodes: list[Node], depot: Depot, model: str, device: str) -> None:
+    cache, tokens = cache_on(device), prompt(LENGTH)
+    one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
+    through(one, cache, tokens)
+    cache.poison()
+    slots, mask = places(cache.sizes, LENGTH, 3), torch.arange(LENGTH) >= CHUNK + 16
+    assert torch.equal(two.retrieve(tokens, mask, cache.tensors, slots), mask)
+    assert cache.holds_only(tokens[mask], slots[mask])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_the_pool_had_no_room_for_is_read_from_below(nodes: list[Node], depot: Depot, model: str, device: str) -> None:
+    cache = cache_on(device)
+    made = engine(nodes[0], depot, model, cache=cache, device=device)
+    prompts = [prompt(LENGTH, family) for family in range(1, ROOMY // cache.chunk_bytes // 5 + 9)]
+    for tokens in prompts:
+        through(made, cache, tokens)
+    for number, tokens in enumerate(prompts):
+        assert get(made, cache, tokens, seed=number) == LENGTH
+    stats = made.get_stats()
+    assert stats["hits"]["offload"] >= 5
+    assert sum(stats["offload"]["dropped"].values()) == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arrangement", [FLASH, PACKED_HND], ids=lambda value: value.name)
+def test_whole_blocks_are_filled_behind_a_mark(
+    nodes: list[Node], depot: Depot, model: str, device: str, arrangement: Arrangement
+) -> None:
+    """As the connector for vLLM does it: the model's stream goes on, and waits for nothing."""
+    cache, tokens = cache_on(device, arrangement), prompt(LENGTH)
+    one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
+    there, here = places(cache.sizes, LENGTH, 1), places(cache.sizes, LENGTH, 2)
+    each, keys = CHUNK // cache.sizes.block_size, one.keys(tokens)
+    blocks = (there[:: cache.sizes.block_size] // cache.sizes.block_size).reshape(-1, each).numpy()
+    cache.fill(tokens, there)
+    kv = one._io.bind(cache.tensors)
+    assert one._io.store_blocks(kv, keys, blocks, []) is not None
+    assert one.flush(SECONDS, through=True)
+    cache.poison()
+    io, ids = two._io, (here[:: cache.sizes.block_size] // cache.sizes.block_size).numpy()
+    kv, done, mark = io.bind(cache.tensors), 0, io.copier.mark()
+    fetch = io.fetch(keys)
+    assert fetch is not None
+    while not fetch.over:
+        if staged := fetch.ready(io.most_staged):
+            copy = io.upload(kv, plan_blocks(kv, CHUNK, ids[done * each : (done + len(staged)) * each]), staged, mark)
+            assert copy.wait(SECONDS)
+            fetch.give_back(staged)
+            done += len(staged)
+        fetch.wait(0.01)
+    assert done == len(keys)
+    assert cache.holds_only(tokens, here)

@@ -1,0 +1,599 @@
+"""The engine with a real Mooncake below its pool: two nodes, small pools, damaged objects, dead masters and hung providers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from engine_cases import (
+    CHUNK,
+    FLASH,
+    MLA,
+    PACKED_HND,
+    SMALL,
+    SNAPPY,
+    Arrangement,
+    Cache,
+    Node,
+    get,
+    layout_of,
+    node,
+    places,
+    prompt,
+    put,
+)
+from mooncake_cases import Depot, Memory, depot, needs_mooncake, own_depot
+from offload_cases import LENGTH, QUICK, ROOMY, engine, model, nodes, through
+from processes import SECONDS, eventually
+from test_cli import vcache
+
+from vcache_backend.engine import VCacheEngine
+from vcache_backend.errors import ServerTimeout
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Leased, Present
+from vcache_backend.offload import fetch, objects
+from vcache_backend.offload.isolated import IsolatedStore
+from vcache_backend.offload.mooncake import MooncakeStore
+from vcache_backend.offload.store import StoreDown
+from vcache_backend.offload.writer import FIRST_PART
+
+__all__ = ["depot", "model", "nodes", "own_depot"]
+pytestmark = needs_mooncake
+
+Make = Callable[..., VCacheEngine]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, depot: Depot) -> Iterator[tuple[VCacheEngine, VCacheEngine]]:
+    """An engine on each of two nodes, shared by tests that use prompts of their own and break nothing."""
+    with node(tmp_path_factory.mktemp("one"), SNAPPY) as one, node(tmp_path_factory.mktemp("two"), SNAPPY) as two:
+        for made in (one, two):
+            made.serve()
+        yield engine(one, depot, "shared"), engine(two, depot, "shared")
+
+
+_families = itertools.count(1000)
+
+
+def fresh(count: int) -> torch.Tensor:
+    """A prompt that no other test has."""
+    return prompt(count, next(_families))
+
+
+def dropped(made: VCacheEngine) -> int:
+    return sum(made.get_stats()["offload"]["dropped"].values())
+
+
+def test_another_node_reads_what_one_stored_and_keeps_it_in_its_own_pool(pair: tuple[VCacheEngine, VCacheEngine]) -> None:
+    one, two = pair
+    cache, tokens = Cache(), fresh(LENGTH + 7)
+    before = two.get_stats()
+    through(one, cache, tokens)
+    (key, *_) = two.keys(tokens)
+    assert (one.contains(key), two.contains(key)) == (0, 1)
+    assert two.lookup(tokens) == LENGTH
+    assert get(two, cache, tokens) == LENGTH
+    stats = two.get_stats()
+    assert [stats["hits"][tier] - before["hits"][tier] for tier in ("vram", "offload")] == [0, 5]
+    assert stats["bytes"]["offload"] - before["bytes"]["offload"] == 5 * cache.chunk_bytes
+    # Promoted, and not written below again.
+    assert two.flush(SECONDS, through=True)
+    assert two.contains(key) == 0
+    assert get(two, cache, tokens) == LENGTH
+    stats = two.get_stats()
+    assert [stats["hits"][tier] - before["hits"][tier] for tier in ("vram", "offload")] == [5, 5]
+    assert stats["offload"]["written"] == before["offload"]["written"]
+    assert two.contains(ChunkKey(bytes(26))) == -1
+
+
+@pytest.mark.parametrize(
+    ("codec", "arrangement"),
+    [("zstd", FLASH), ("planes", FLASH), ("planes", MLA), ("planes", PACKED_HND), ("raw", MLA), ("raw", PACKED_HND)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_objects_of_every_codec_and_shape_come_back_bit_for_bit(
+    nodes: list[Node], depot: Depot, model: str, codec: str, arrangement: Arrangement
+) -> None:
+    cache, tokens = Cache(arrangement), prompt(LENGTH)
+    one, two = (engine(at, depot, model, cache=cache, codec=codec, promote=False) for at in nodes)
+    through(one, cache, tokens)
+    assert get(two, cache, tokens) == LENGTH
+    assert two.get_stats()["server"]["chunks"] == 0
+
+
+def test_a_codec_that_loses_something_shares_with_nobody_else(nodes: list[Node], depot: Depot, model: str) -> None:
+    lossy, plain = engine(nodes[0], depot, model, codec="int8"), engine(nodes[0], depot, model)
+    assert lossy.get_stats()["namespace"] != plain.get_stats()["namespace"]
+
+
+def test_pool_and_store_take_turns(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Chunks 0 and 3 are in the pool, all are below: every run comes from where it is."""
+    one, two = engine(nodes[0], depot, model), engine(nodes[1], depot, model, promote=False, policy="on_evict")
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(one, cache, tokens)
+    put(two, cache, tokens)
+    keys = two.keys(tokens)
+    with nodes[1].client() as client:
+        client.remove([keys[1], keys[2], keys[4]])
+    assert two.lookup(tokens) == LENGTH
+    assert get(two, cache, tokens) == LENGTH
+    assert two.get_stats()["hits"] == {"vram": 2, "offload": 3}
+
+
+def test_what_the_pool_has_is_a_hit_though_nobody_says_what_is_below(
+    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, cache = engine(nodes[0], depot, model), Cache()
+    put(made, cache, prompt(2 * CHUNK))
+
+    def late(keys: list[ChunkKey]) -> Present:
+        raise ServerTimeout("planted")
+
+    monkeypatch.setattr(made._client, "present", late)
+    assert get(made, cache, prompt(LENGTH)) == 2 * CHUNK
+    assert made.get_stats()["failures"] == {"fetch: ServerTimeout": 1}
+    assert nodes[0].client().stats().leases == 0
+
+
+def test_a_hole_that_is_nowhere_ends_the_hit(pair: tuple[VCacheEngine, VCacheEngine], depot: Depot) -> None:
+    one, two = pair
+    cache, tokens = Cache(), fresh(LENGTH)
+    through(one, cache, tokens)
+    with raw(depot) as store:
+        store.remove([objects.name(two.keys(tokens)[3])])
+    assert two.lookup(tokens) == 3 * CHUNK
+    assert get(two, cache, tokens) == 3 * CHUNK
+
+
+def test_a_prefix_the_caller_has_is_not_touched(pair: tuple[VCacheEngine, VCacheEngine], depot: Depot) -> None:
+    one, two = pair
+    cache, tokens = Cache(), fresh(LENGTH)
+    through(one, cache, tokens)
+    cache.poison()
+    slots, mask = places(SMALL, LENGTH, 3), torch.arange(LENGTH) >= CHUNK + 16
+    assert torch.equal(two.retrieve(tokens, mask, cache.tensors, slots), mask)
+    assert cache.holds_only(tokens[mask], slots[mask])
+
+
+def test_ranks_hit_only_what_all_of_them_have(nodes: list[Node], depot: Depot, model: str) -> None:
+    ranks = [engine(nodes[0], depot, model, rank=rank, ranks=2) for rank in range(2)]
+    reader = engine(nodes[1], depot, model, rank=0, ranks=2)
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(ranks[0], cache, tokens)
+    through(ranks[1], cache, tokens[: 2 * CHUNK])
+    assert reader.lookup(tokens) == 2 * CHUNK
+
+
+def test_what_leaves_a_small_pool_is_below(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Room for 6 chunks, 30 stored: all of them are hits, and right."""
+    cache = Cache()
+    small = engine(nodes[0], depot, model, segment=6 * cache.chunk_bytes)
+    families = [prompt(LENGTH, family) for family in range(1, 7)]
+    for tokens in families:
+        through(small, cache, tokens)
+    assert nodes_chunks(small) <= 6
+    for tokens in families:
+        assert small.lookup(tokens) == LENGTH
+        assert get(small, cache, tokens) == LENGTH
+    assert dropped(small) == 0
+
+
+def test_on_evict_saves_victims_first(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Nothing is written while there is room; then what is about to leave, and all of it. What comes back makes nothing else be lost."""
+    cache = Cache()
+    small = engine(nodes[0], depot, model, segment=16 * cache.chunk_bytes, policy="on_evict")
+    families = [prompt(2 * CHUNK, family) for family in range(1, 17)]
+    for number, tokens in enumerate(families):
+        put(small, cache, tokens)
+        if number == 3:
+            time.sleep(0.2)
+            assert small.get_stats()["offload"]["written"] == 0
+        if number >= 7:
+            # As much later as the pool's rate of change allows: the saver has its turn.
+            eventually(lambda n=number: small.get_stats()["offload"]["written"] >= 2 * (n - 6))  # type: ignore[misc]
+            # And the server knows; before, others would have to go.
+            assert small.flush(SECONDS, through=True)
+    counters = server_counters(nodes[0])
+    assert counters["evicted"] == 16
+    assert counters.get("evicted_unsaved", 0) == 0
+    for tokens in families:
+        assert get(small, cache, tokens) == 2 * CHUNK
+
+
+def test_on_evict_saves_chunks_by_the_names_they_have(nodes: list[Node], depot: Depot, model: str) -> None:
+    """In vLLM the scheduler makes them, and the layout that a worker knows stands for another namespace."""
+    cache, tokens = Cache(), fresh(4 * CHUNK)
+    made, slots = engine(nodes[0], depot, model, segment=4 * cache.chunk_bytes, policy="on_evict"), places(cache.sizes, 4 * CHUNK)
+    cache.fill(tokens, slots)
+    keys = [ChunkKey(b"another!" + key[NAMESPACE_BYTES:]) for key in made.keys(tokens)]
+    assert made._io.store(made._io.bind(cache.tensors), keys, list(range(0, 4 * CHUNK, CHUNK)), slots.numpy(), []) == 4
+    with raw(depot) as store:
+        eventually(lambda: store.contains_prefix([objects.name(keys[-1])]) == 1)
+
+
+# ---- objects that are not what they should be
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "another chunk's", "of another model", "empty"])
+def test_a_bad_object_is_a_miss_and_removed(pair: tuple[VCacheEngine, VCacheEngine], depot: Depot, damage: str) -> None:
+    one, two = pair
+    cache, tokens = Cache(), fresh(LENGTH)
+    before = bad_objects(two)
+    through(one, cache, tokens)
+    names = [objects.name(key) for key in two.keys(tokens)]
+    size = objects.HEADER_BYTES + cache.chunk_bytes
+    with raw(depot) as store:
+        there, other = Memory(size), Memory(size)
+        assert store.get_into(names[2:4], [there.span, other.span]) == [size, size]
+        data = bytearray(there.read())
+        if damage == "flipped":
+            data[-1] ^= 1
+        elif damage == "cut":
+            del data[-1]
+        elif damage == "another chunk's":
+            data = bytearray(other.read())
+        elif damage == "of another model":
+            key, fingerprint = two.keys(tokens)[2], bytes(32)
+            objects.seal(as_array(data), key, fingerprint, 0, cache.chunk_bytes, cache.chunk_bytes)
+        else:
+            data = bytearray(8)
+        store.remove(names[2:3])
+        bad = Memory(bytes(data))
+        store.put(names[2:3], [bad.span])
+        assert store.contains_prefix(names) == 5
+        assert two.lookup(tokens) == LENGTH
+        assert get(two, cache, tokens) == 2 * CHUNK
+        assert bad_objects(two) == before + 1
+        eventually(lambda: store.contains_prefix(names) == 2)
+
+
+# ---- failures
+
+
+def test_without_a_master_everything_else_works(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Its port is dead: no exception, no wait, no look-up that costs anything."""
+    settings = QUICK | {"queue_chunks": 3, "mooncake": {"master": "127.0.0.1:9", "rpc_seconds": 0.5}}
+    config = msgspec.structs.replace(nodes[0].config("host", ROOMY), offload=depot.offload(**settings))
+    started = time.monotonic()
+    with VCacheEngine(config, layout_of(Cache(), model=model)) as alone:
+        cache, tokens = Cache(), prompt(LENGTH)
+        put(alone, cache, tokens)
+        assert alone.lookup(tokens) == LENGTH
+        assert get(alone, cache, tokens) == LENGTH
+        assert alone.lookup(prompt(LENGTH, 2)) == 0
+        assert time.monotonic() - started < 5
+        assert alone.get_stats()["offload"]["usable"] is False
+        assert alone.get_stats()["offload"]["dropped"]["backlog"] == 2
+
+
+def test_a_master_that_dies_and_comes_back(nodes: list[Node], own_depot: Depot, model: str) -> None:
+    one, two = (engine(at, own_depot, model) for at in nodes)
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(one, cache, tokens)
+    own_depot.master.kill()
+    began = time.monotonic()
+    for _ in range(5):
+        assert two.lookup(tokens) in (0, LENGTH)  # what was asked before it died may still be answered
+        assert get(two, cache, tokens) == 0
+    assert two.lookup(tokens) == 0
+    assert time.monotonic() - began < 5 * (0.5 + 1.5)
+    assert two.get_stats()["offload"]["usable"] is False
+    own_depot.master.restart()
+    eventually(lambda: two.get_stats()["offload"]["usable"])
+    eventually(lambda: one.get_stats()["offload"]["usable"])
+    eventually(lambda: own_depot.master.segments())
+    # It forgot every object; what is stored from now on is there.
+    fresh = prompt(LENGTH, 2)
+    through(one, cache, fresh)
+    eventually(lambda: two.lookup(fresh) == LENGTH)
+    assert get(two, cache, fresh) == LENGTH
+
+
+@pytest.mark.parametrize("policy", ["write_through", "on_evict"])
+def test_what_a_new_master_does_not_know_is_written_again(nodes: list[Node], own_depot: Depot, model: str, policy: str) -> None:
+    """Though it was written, or read from there, a moment ago."""
+    cache = Cache()
+    one = engine(nodes[0], own_depot, model, segment=5 * cache.chunk_bytes, policy=policy)
+    two = engine(nodes[1], own_depot, model)
+    tokens = prompt(LENGTH)
+    through(one, cache, tokens)
+    keys = one.keys(tokens)
+    eventually(lambda: two.contains(keys[-1]) == 1)
+    own_depot.master.restart()
+    eventually(lambda: own_depot.master.segments())
+    for made in (one, two):
+        # Whoever asks finds out that the master is another one.
+        eventually(lambda m=made: m.contains(ChunkKey(os.urandom(26))) == -1 and m.get_stats()["offload"]["usable"])  # type: ignore[misc]
+    if policy == "write_through":
+        assert two.contains(keys[-1]) == -1
+        with nodes[0].client() as client:
+            client.remove(keys)
+        through(one, cache, tokens)
+    eventually(lambda: two.contains(keys[-1]) == 1)
+
+
+def test_a_hung_provider_costs_one_deadline(nodes: list[Node], own_depot: Depot, model: str) -> None:
+    """The library's call goes on for half a minute: its buffers are not used again, and nobody waits for it but its thread."""
+    one, two = (engine(at, own_depot, model, failures=1, get_seconds=0.5) for at in nodes)
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(one, cache, tokens)
+    (provider,) = own_depot.providers
+    provider.stop()
+    began = time.monotonic()
+    assert get(two, cache, tokens) == 0
+    assert time.monotonic() - began < 3
+    assert two.get_stats()["offload"]["usable"] is False
+    assert two.lookup(tokens) == 0
+    assert two.get_stats()["offload"]["late"] == 1
+    provider.cont()
+    eventually(lambda: two.get_stats()["offload"]["usable"])
+    eventually(lambda: two.lookup(tokens) == LENGTH)
+    assert get(two, cache, tokens) == LENGTH
+
+
+def test_closing_with_a_hung_provider_ends(nodes: list[Node], own_depot: Depot, model: str) -> None:
+    one, two = (engine(at, own_depot, model, get_seconds=0.3) for at in nodes)
+    cache, tokens = Cache(), prompt(LENGTH)
+    through(one, cache, tokens)
+    own_depot.providers[0].stop()
+    put(one, cache, prompt(LENGTH, 2))
+    assert get(two, cache, tokens) == 0
+    began = time.monotonic()
+    one.close()
+    two.close()
+    assert time.monotonic() - began < 12
+    own_depot.providers[0].cont()
+
+
+def test_a_full_store_drops_and_counts(nodes: list[Node], tmp_path: Path, model: str) -> None:
+    """16 MiB hold a third of it; of what was written last some is there, and right."""
+    with Depot(tmp_path / "mooncake", (16 << 20,), default_kv_lease_ttl=100) as store:
+        cache = Cache()
+        one = engine(nodes[0], store, model, segment=64 << 20, queue_chunks=1 << 14)
+        count = 2000
+        for family in range(1, count // 12 + 1):
+            put(one, cache, prompt(12 * CHUNK, family))
+        assert one.flush(40, through=True)
+        tier = one.get_stats()["offload"]
+        assert tier["written"] + sum(tier["dropped"].values()) == 12 * (count // 12)
+        two = engine(nodes[1], store, model, promote=False)
+        hits = [get(two, cache, prompt(12 * CHUNK, family)) for family in range(count // 12 - 45, count // 12 + 1, 3)]
+        assert max(hits) > 0
+    assert one.lookup(prompt(12 * CHUNK, 1)) == 12 * CHUNK
+
+
+def test_chunks_wait_for_a_metadata_server_that_answers_late(
+    pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+    assert one._io.tier is not None
+    client, late, cache, tokens = one._io.tier._client, [ServerTimeout("planted")], Cache(), fresh(LENGTH)
+    assert client is not None
+    acquire = client.acquire
+
+    def late_once(keys: list[ChunkKey]) -> Leased:
+        if late:
+            raise late.pop()
+        return acquire(keys)
+
+    monkeypatch.setattr(client, "acquire", late_once)
+    through(one, cache, tokens)
+    assert (late, two.lookup(tokens)) == ([], LENGTH)
+
+
+def test_the_queue_is_bounded_and_what_is_too_much_is_counted(nodes: list[Node], own_depot: Depot, model: str) -> None:
+    one = engine(nodes[0], own_depot, model, queue_chunks=4)
+    own_depot.providers[0].stop()
+    cache = Cache()
+    for family in range(1, 20):
+        put(one, cache, prompt(LENGTH, family))
+    assert one.get_stats()["offload"]["dropped"]["backlog"] > 0
+    own_depot.providers[0].cont()
+
+
+def test_vcache_clear_reaches_below_where_it_is_told_to(
+    nodes: list[Node], depot: Depot, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cache, tokens, other = Cache(), fresh(LENGTH), fresh(CHUNK)
+    one, reader = engine(nodes[0], depot, model), engine(nodes[1], depot, model)
+    neighbour = engine(nodes[0], depot, f"{model}, another")
+    through(one, cache, tokens)
+    through(neighbour, cache, other)
+    assert reader.contains(one.keys(tokens)[0]) == 1
+    namespace = one.keys(tokens)[0][:NAMESPACE_BYTES].hex()
+    Path("on.yaml").write_text(f"offload: {{policy: on_evict, mooncake: {{master: '{depot.master.address}'}}}}\n")
+
+    def clear(*arguments: str, expect: int = 0) -> str:
+        said = vcache("clear", "--socket", str(nodes[0].path), "--namespace", namespace, *arguments, expect=expect)
+        return str(said.stdout + said.stderr)
+
+    assert "offload.policy is off; name the file" in clear("--offload", expect=1)
+    assert clear() == "5 chunks forgotten\n"
+    assert "--offload removes that, too" in clear("--config", "on.yaml")
+    assert reader.contains(one.keys(tokens)[0]) == 1
+    assert clear("--config", "on.yaml", "--offload") == "0 chunks forgotten\n5 objects removed from the offload tier\n"
+    assert reader.lookup(tokens) == 0
+    assert engine(nodes[1], depot, f"{model}, another").lookup(other) == CHUNK
+
+
+def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Node], own_depot: Depot, model: str) -> None:
+    """By nobody on the node, though its put ends after the reset, and whatever the server forgets. A node that was not reset has it."""
+    cache, tokens = Cache(), prompt(LENGTH)
+    one, two = (engine(nodes[0], own_depot, model) for _ in range(2))
+    other = engine(nodes[1], own_depot, model)
+    keys = one.keys(tokens)
+    tier = one._io.tier
+    assert tier is not None
+    assert isinstance(tier.access.store, IsolatedStore)
+    assert tier.access.store.pid
+    os.kill(tier.access.store.pid, signal.SIGSTOP)
+    put(one, cache, tokens)
+    eventually(lambda: tier._writer is not None and tier._writer._writing)
+    with nodes[0].client() as client:
+        assert client.clear(keys[0][:NAMESPACE_BYTES], reset=True) == 5
+    os.kill(tier.access.store.pid, signal.SIGCONT)
+    assert one.flush(SECONDS, through=True)
+    assert get(other, cache, tokens) == LENGTH
+
+    def nothing() -> bool:
+        return [made.lookup(tokens) for made in (one, two)] == [get(made, cache, tokens) for made in (one, two)] == [0, 0]
+
+    assert nothing()
+    for forgetful in (False, True):
+        nodes[0].server.kill()
+        if forgetful:
+            (journal,) = nodes[0].path.parent.glob("*.journal")
+            journal.unlink()
+        nodes[0].serve()
+        eventually(lambda: one._io.client.connected and two._io.client.connected)
+        assert nothing()
+    # It goes on, once the server gives out room again.
+    eventually(lambda: through(one, cache, tokens) or one.lookup(tokens) == LENGTH)  # type: ignore[func-returns-value]
+    with nodes[0].client() as client:
+        client.clear()
+    eventually(lambda: two.lookup(tokens) == LENGTH)
+    assert get(two, cache, tokens) == LENGTH
+
+
+def test_a_removal_that_hangs_or_fails_is_nothing_to_look_ups(
+    pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+    tier, cache, tokens, gone = two._io.tier, Cache(), fresh(LENGTH), fresh(LENGTH)
+    assert tier is not None
+    hung, go_on = threading.Event(), threading.Event()
+    for made in (tokens, gone):
+        through(one, cache, made)
+
+    def slow(names: Any) -> None:
+        hung.set()
+        go_on.wait(SECONDS)
+        raise StoreDown("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.access.store, "remove", slow)
+        for key in two.keys(gone):
+            tier.forget([key])
+        assert hung.wait(SECONDS)
+        assert two.lookup(tokens) == LENGTH
+        go_on.set()
+        eventually(lambda: two.get_stats()["failures"].get("offload_remove") == 5)
+    assert tier.access.breaker.opened == 0
+    assert get(two, cache, tokens) == LENGTH
+
+
+def test_writing_begins_with_few_chunks_and_goes_on_with_more(
+    pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = pair
+    assert one._io.tier is not None
+    writer, store = one._io.tier._writer, one._io.tier.access.store
+    assert writer is not None
+    sizes, go_on, write = list[int](), threading.Event(), store.put
+
+    def slow(names: Any, sources: Any) -> Any:
+        sizes.append(len(names))
+        go_on.wait(SECONDS)
+        return write(names, sources)
+
+    monkeypatch.setattr(store, "put", slow)
+    cache, most = Cache(), writer._sink.batch
+    assert most == 16
+    for _ in range(7):
+        put(one, cache, fresh(LENGTH))
+    eventually(lambda: sizes and not writer._waiting)
+    go_on.set()
+    assert one.flush(SECONDS, through=True)
+    # The first when nothing was being written; how many there were to take by then is up to the committer.
+    assert sizes[0] <= most // FIRST_PART
+    assert sum(sizes) == 35
+    assert max(sizes) > most // FIRST_PART
+
+
+def test_an_object_is_checked_while_the_next_call_is_made(
+    pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look at what the first call brought waits until the last call has begun: it would wait for ever in the thread that calls."""
+    one, two = pair
+    tier = two._io.tier
+    assert tier is not None
+    assert tier._source is not None
+    cache, tokens = Cache(), fresh(LENGTH)
+    through(one, cache, tokens)
+    monkeypatch.setattr(tier._source.workers, "_count", 1)
+    monkeypatch.setattr(fetch, "BATCH_MOST", 2)
+    calls, last, read, look = list[int](), threading.Event(), tier.access.store.get_into, fetch.opened
+
+    def counted(names: Any, targets: Any) -> Any:
+        calls.append(len(names))
+        if sum(calls) == 5:
+            last.set()
+        return read(names, targets)
+
+    def late(*arguments: Any) -> Any:
+        assert last.wait(SECONDS)
+        return look(*arguments)
+
+    monkeypatch.setattr(tier.access.store, "get_into", counted)
+    monkeypatch.setattr(fetch, "opened", late)
+    assert get(two, cache, tokens) == LENGTH
+    assert calls == [1, 2, 1, 1]
+
+
+def test_slow_links_are_not_used(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Once a load has shown that the link brings less than min_bandwidth, look-ups stop at the pool, but for a try now and then."""
+    cache, tokens = Cache(sizes=SMALL._replace(layers=8, heads=8, dim=128)), prompt(LENGTH)
+    slow = {"promote": False, "min_bandwidth": 1 << 60, "retry_max_seconds": 60.0}
+    one = engine(nodes[0], depot, model, segment=64 << 20, cache=cache)
+    two = engine(nodes[1], depot, model, segment=64 << 20, cache=cache, **slow)
+    through(one, cache, tokens)
+    assert two.lookup(tokens) == LENGTH
+    assert get(two, cache, tokens) == LENGTH
+    assert two.lookup(tokens) == LENGTH  # the try
+    assert two.lookup(tokens) == 0
+
+
+# ---- what the tests above use
+
+
+def bad_objects(made: VCacheEngine) -> int:
+    failures = made.get_stats()["failures"]
+    return sum(count for cause, count in failures.items() if cause.startswith("offload_bad"))
+
+
+class raw:
+    """The store itself, past everything of ours."""
+
+    def __init__(self, store: Depot) -> None:
+        self._store = MooncakeStore(store.config())
+
+    def __enter__(self) -> MooncakeStore:
+        self._store.open()
+        return self._store
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close(SECONDS)
+
+
+def as_array(data: bytearray) -> Any:
+    import numpy as np
+
+    return np.frombuffer(data, np.uint8)
+
+
+def nodes_chunks(made: VCacheEngine) -> int:
+    return int(made.get_stats()["server"]["chunks"])
+
+
+def server_counters(at: Node) -> dict[str, int]:
+    with at.client() as client:
+        return client.stats().counters

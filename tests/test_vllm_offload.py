@@ -1,0 +1,583 @@
+"""Our connector in real vLLM on the CPU with a real Mooncake offload tier: two nodes with a pool each, and one store.
+
+`a`, on the first node, stores, and computes what answers are compared with. `b`, on the second, has never computed what it is asked,
+and its pool has room for 16 chunks only. What the store does wrong costs a computation: same tokens, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from mooncake_cases import MIB, Depot, Memory, free_ports, needs_mooncake, own_depot
+from processes import PATIENT, eventually
+from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Answer, Instance, Prompt, missing, new_tokens
+from vllm_failures import OURS, FailureNode, meddled, stopped_at
+
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import ChunkKey, Location
+from vcache_backend.offload.mooncake import MooncakeStore
+from vcache_backend.offload.objects import HEADER_BYTES, NAME_PREFIX
+from vcache_backend.offload.store import Put
+from vcache_backend.offload.writer import DROPPED
+
+__all__ = ["own_depot"]
+pytestmark = [
+    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
+    needs_mooncake,
+    # An engine starts in 10 s when nothing else runs: each is started by the first test to use it.
+    pytest.mark.timeout(300),
+]
+
+CHUNK_BYTES = CHUNK * TOKEN_BYTES
+ROOM = 16
+"""Chunks that the second node's pool has room for."""
+HITS = 4 * CHUNK
+BUFFERS = 24
+"""For staging, so few that those which get lost are missed."""
+GET_SECONDS = 2.0
+UNCACHED = {"vcache": {"load": False, "store": False}}
+FETCH = "vcache_backend.transfer.chunk_io:ChunkIO.fetch"
+READ = "vcache_backend.offload.tier:Tier.fetch"
+UPLOAD = "vcache_backend.transfer.chunk_io:ChunkIO.upload"
+LEASE = "vcache_backend.metadata_server.client:Client.acquire"
+
+
+@pytest.fixture(scope="module")
+def depot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depot]:
+    """One that these tests break, and mend."""
+    with Depot(tmp_path_factory.mktemp("mooncake"), (64 * MIB,), client_ttl=3) as made:
+        yield made
+
+
+class Two:
+    """Two nodes, one store, and the instances on them."""
+
+    def __init__(self, folder: Any, depot: Depot) -> None:
+        self.depot, self.undo = depot, ExitStack()
+        (folder / "1").mkdir()
+        (folder / "2").mkdir()
+        self.first, self.second = FailureNode(folder / "1"), FailureNode(folder / "2")
+        self.second.model = self.first.model
+        for each in (self.first, self.second):
+            self.undo.enter_context(each.undo)
+            each.serve()
+
+    def settings(self, chunks: int, **offload: Any) -> dict[str, Any]:
+        quick = {"retry_seconds": 0.1, "retry_max_seconds": 0.2, "lookup_seconds": 1.0, "get_seconds": GET_SECONDS}
+        more = {
+            "policy": "write_through",
+            "staging_bytes": BUFFERS * (CHUNK_BYTES + 4096),
+            "negative_seconds": 0,
+            **quick,
+            **offload,
+        }
+        mooncake = {"master": self.depot.master.address, "hostname": "127.0.0.1", "local_buffer_bytes": 0}
+        return {
+            "pool": {"segment_bytes": chunks * CHUNK_BYTES},
+            "connector": {"min_hit_tokens": CHUNK},
+            "offload": {"mooncake": mooncake, **more},
+        }
+
+    def names(self) -> set[str]:
+        """Of the objects in the store."""
+        said = self.depot.master.ask("/get_all_keys")
+        return {line.strip() for line in said.replace(",", "\n").splitlines() if "vcache1/" in line}
+
+    def keep(self, instance: Instance, tokens: list[int]) -> tuple[Answer, set[str]]:
+        """Have it computed by `instance`: its answer, and the names of the new objects, once all its chunks are in the store."""
+        before = self.names()
+        answer = instance.one(tokens)
+        new = eventually(lambda: len(found := self.names() - before) >= len(tokens) // CHUNK - answer.cached // CHUNK and found)
+        return answer, new
+
+    def hits_from_below(self, a: Instance, b: Instance) -> None:
+        """Once both can use the store again, all is as it was."""
+
+        def written() -> bool:
+            before = self.names()
+            a.one(new_tokens(CHUNK + 1), max_tokens=1)
+            time.sleep(0.05)
+            return bool(self.names() - before)
+
+        eventually(written)
+        tokens = new_tokens(HITS + 17)
+        self.keep(a, tokens)
+        own, before = a.one(tokens), loaded(b, "store")
+
+        def read() -> bool:
+            self.empty()
+            assert b.again(tokens).said == own.said
+            return loaded(b, "store") == before + HITS
+
+        eventually(read)
+
+    def chunks(self) -> int:
+        return int(self.second.stats().chunks)
+
+    def empty(self) -> None:
+        """The second node's pool holds nothing any more."""
+        with Client(self.second.socket, PATIENT, reconnect=False) as client:
+            client.clear(b"")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, depot: Depot) -> Iterator[Two]:
+    made = Two(tmp_path_factory.mktemp("vllm"), depot)
+    with made.undo:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pair(two: Two) -> tuple[Instance, Instance]:
+    return two.first.connect("a", two.settings(400)), two.second.connect("b", two.settings(ROOM))
+
+
+@pytest.fixture
+def a(pair: tuple[Instance, Instance]) -> Instance:
+    return pair[0]
+
+
+@pytest.fixture
+def b(pair: tuple[Instance, Instance]) -> Instance:
+    return pair[1]
+
+
+def loaded(instance: Instance, tier: str) -> int:
+    return instance.counter("vllm:vcache_loaded_tokens", tier=tier)
+
+
+@contextmanager
+def raw(two: Two) -> Iterator[MooncakeStore]:
+    """A client of the store's own, past all of ours."""
+    store = MooncakeStore(two.depot.config())
+    store.open()
+    try:
+        yield store
+    finally:
+        store.close(5.0)
+
+
+def damage(two: Two, name: str) -> None:
+    """Change the sign of every number in an object's second half."""
+    with raw(two) as store:
+        memory = Memory(CHUNK_BYTES + 4096)
+        (nbytes,) = store.get_into([name], [memory.span])
+        data = bytearray(memory.read(nbytes))
+        half = len(data) // 2
+        data[half:] = bytes(byte ^ 0x80 for byte in data[half:])
+        store.remove([name])
+        damaged = Memory(bytes(data))
+        assert store.put([name], [damaged.span]) == [Put.STORED]
+
+
+# ---- hits
+
+
+@pytest.mark.parametrize("tail", [17, 0], ids=["and a tail", "whole chunks"])
+def test_another_nodes_prefix_is_as_good_as_vllms_own(two: Two, a: Instance, b: Instance, tail: int) -> None:
+    """And after that it is in the pool of this node."""
+    two.empty()
+    tokens, had = new_tokens(HITS + tail), loaded(b, "store")
+    two.keep(a, tokens)
+    own, wanted = a.one(tokens), HITS if tail else HITS - BLOCK
+    from_below = b.one(tokens)
+    assert (own.cached, from_below.cached) == (wanted, wanted)
+    assert from_below.said == own.said
+    eventually(lambda: two.chunks() == 4)
+    assert loaded(b, "store") - had == wanted
+    pooled = loaded(b, "host")
+    assert b.again(tokens).said == own.said
+    assert (loaded(b, "store") - had, loaded(b, "host") - pooled) == (wanted, wanted)
+
+
+def test_what_the_pool_has_in_between_comes_from_there(two: Two, a: Instance, b: Instance) -> None:
+    two.empty()
+    tokens = new_tokens(HITS + 17)
+    two.keep(a, tokens)
+    own = a.one(tokens)
+    b.one(tokens)
+    eventually(lambda: two.chunks() == 4)
+    b.forget()
+    with stopped_at(b, two.second.folder, LEASE) as place:
+        place.while_there(lambda: None, Prompt(tokens))
+    keys = [ChunkKey(bytes.fromhex(key)) for key in place.seen[0]]
+    for kept in ([0, 2], [1, 3], [0, 1, 3]):
+        with Client(two.second.socket, PATIENT, reconnect=False) as client:
+            client.remove([key for chunk, key in enumerate(keys) if chunk not in kept])
+        before = loaded(b, "store"), loaded(b, "host")
+        answer = b.again(tokens)
+        assert (answer.cached, answer.said) == (HITS, own.said)
+        assert (loaded(b, "store") - before[0], loaded(b, "host") - before[1]) == ((4 - len(kept)) * CHUNK, len(kept) * CHUNK)
+        eventually(lambda: two.chunks() == 4)
+
+
+def test_a_chunk_of_which_vllm_has_the_first_block_itself(two: Two, a: Instance, b: Instance) -> None:
+    """The whole chunk goes into the pool, that block included."""
+    two.empty()
+    tokens = new_tokens(HITS + 17)
+    two.keep(a, tokens)
+    own = a.one(tokens)
+    assert b.one(tokens[: CHUNK + BLOCK + 1], params=UNCACHED).cached == 0
+    before = loaded(b, "store")
+    answer = b.one(tokens)
+    assert (answer.cached, answer.said) == (HITS, own.said)
+    assert loaded(b, "store") - before == HITS - CHUNK - BLOCK
+    eventually(lambda: two.chunks() == 3)
+    b.forget()
+    again = b.one(tokens)
+    assert (again.cached, again.said) == (HITS, own.said)
+    assert loaded(b, "store") - before == HITS - BLOCK
+
+
+def test_what_a_pool_too_small_has_lost_still_hits(two: Two, b: Instance) -> None:
+    prompts = [new_tokens(HITS + 17) for _ in range(8)]
+    computed = [two.keep(b, tokens)[0] for tokens in prompts]
+    own = [b.one(tokens) for tokens in prompts]
+    assert two.chunks() <= ROOM
+    before = loaded(b, "store")
+    for tokens, expected, mine in zip(prompts, computed, own, strict=True):
+        answer = b.again(tokens)
+        assert (answer.cached, answer.said) == (HITS, mine.said)
+        assert answer.agrees(expected)
+    assert loaded(b, "store") - before >= 4 * HITS
+    assert b.counter("vllm:vcache_offload_written_chunks") >= 32
+
+
+def test_two_requests_for_the_same_chunks_at_once(two: Two, a: Instance, b: Instance) -> None:
+    two.empty()
+    tokens = new_tokens(HITS + 17)
+    two.keep(a, tokens)
+    prompts = [Prompt([*tokens, more]) for more in (5, 6, 7)]
+    expected = a.run(*prompts)
+    for answer, own in zip(b.run(*prompts, together=True), expected, strict=True):
+        assert answer.cached == HITS
+        assert answer.agrees(own)
+    eventually(lambda: two.chunks() == 4)
+
+
+def test_announced_chunks_and_chunks_for_one_reader(two: Two, a: Instance, b: Instance) -> None:
+    """Announced ones come from the pool, whatever lies below; what was for one reader is nowhere after that."""
+    two.empty()
+    tokens = new_tokens(HITS + 17)
+    _, names = two.keep(b, tokens)
+    own = b.one(tokens)
+    eventually(lambda: two.chunks() == 4)
+    announced = b.again(tokens, params={"vcache": {"announced": True}})
+    assert (announced.cached, announced.said) == (HITS, own.said)
+    two.empty()
+    b.forget()
+    once = b.one(tokens, params={"vcache": {"consume_once": True}})
+    assert (once.cached, once.said) == (HITS, own.said)
+    eventually(lambda: not names & two.names())
+    assert two.chunks() == 0
+    assert b.again(tokens).agrees(own)
+
+
+# ---- failures
+
+
+def test_a_damaged_object_is_computed_and_removed(two: Two, a: Instance, b: Instance) -> None:
+    two.empty()
+    tokens = new_tokens(HITS + 17)
+    _, names = two.keep(a, tokens[: 2 * CHUNK + 17])
+    computed, more = two.keep(a, tokens)
+    own = a.one(tokens)
+    damage(two, sorted(more)[0])
+    failures = b.counter("vllm:vcache_failures", cause="store_bad")
+    answer = b.one(tokens)
+    assert answer.agrees(computed)
+    assert b.counter("vllm:vcache_failures", cause="store_bad") == failures + 1
+    # It was removed, and what was computed instead is written.
+    eventually(lambda: names | more <= two.names())
+    two.empty()
+    again = eventually(lambda: (found := b.again(tokens)).cached == HITS and found)
+    assert again.said == own.said
+
+
+def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(two: Two, a: Instance, b: Instance) -> None:
+    """Another request has put it there, since the load began."""
+    two.empty()
+    tokens = new_tokens(HITS + 17)
+    two.keep(a, tokens[: 2 * CHUNK + 1])
+    _, third = two.keep(a, tokens[: 3 * CHUNK + 1])
+    two.keep(a, tokens)
+    own, (name,) = a.one(tokens), third
+    namespace, _, rest = name.removeprefix(NAME_PREFIX).partition(".")
+    key = ChunkKey(bytes.fromhex(namespace + rest.partition("/")[2]))
+
+    def move() -> None:
+        with raw(two) as store, Client(two.second.socket, PATIENT, reconnect=False) as client:
+            memory = Memory(HEADER_BYTES + CHUNK_BYTES)
+            assert store.get_into([name], [memory.span]) == [HEADER_BYTES + CHUNK_BYTES]
+            store.remove([name])
+            reserved = client.reserve([key], CHUNK_BYTES)
+            (place,) = reserved.slots
+            assert isinstance(place, Location)
+            with open(two.second.segments()[0], "r+b") as segment:
+                segment.seek(place.offset)
+                segment.write(memory.read()[HEADER_BYTES:])
+            assert client.commit(reserved.reservation) == 1
+
+    before = loaded(b, "store"), loaded(b, "host"), b.counter("vllm:vcache_recomputed_tokens")
+    with stopped_at(b, two.second.folder, READ) as place:
+        (answer,) = place.while_there(move, Prompt(tokens))
+    assert answer.agrees(own)
+    after = loaded(b, "store"), loaded(b, "host"), b.counter("vllm:vcache_recomputed_tokens")
+    assert [now - then for now, then in zip(after, before, strict=True)] == [2 * CHUNK, CHUNK, CHUNK]
+
+
+def test_a_load_is_not_over_before_its_copy_is(two: Two, a: Instance, b: Instance) -> None:
+    """Others go on meanwhile; and what is not in place is not stored in the pool."""
+    two.empty()
+    tokens, beside = new_tokens(HITS + 17), new_tokens(40)
+    two.keep(a, tokens)
+    own, undisturbed = a.one(tokens), a.one(beside, max_tokens=8, params=UNCACHED)
+    with meddled(b, UPLOAD, "slow", 0.4, times=1):
+        b.add("beside", beside, max_tokens=8)
+        b.add("waits", tokens)
+        done = b.finish("beside")
+        assert set(done) == {"beside"}
+        assert two.chunks() == 0
+        assert done["beside"].agrees(undisturbed)
+        late = b.finish("waits")["waits"]
+    assert (late.cached, late.said) == (HITS, own.said)
+    eventually(lambda: two.chunks() == 4)
+
+
+def test_others_go_on_beside_a_load_that_takes_long(two: Two, a: Instance, b: Instance) -> None:
+    """The provider hangs for as long as the other request takes."""
+    two.empty()
+    tokens, beside = new_tokens(HITS + 17), new_tokens(40)
+    two.keep(a, tokens)
+    own, undisturbed = a.one(tokens), a.one(beside, max_tokens=8, params=UNCACHED)
+    (provider,) = two.depot.providers
+    b.add("beside", beside, max_tokens=8)
+    b.step(1)
+    provider.stop()
+    try:
+        b.add("waits", tokens)
+        done = b.finish("beside")
+    finally:
+        provider.cont()
+    assert set(done) == {"beside"}
+    assert done["beside"].agrees(undisturbed)
+    late = b.finish("waits")["waits"]
+    assert (late.cached, late.said) == (HITS, own.said)
+
+
+@pytest.mark.parametrize("what", ["provider hangs", "provider dies", "master hangs", "master dies"])
+def test_a_store_that_fails_under_a_load_costs_a_computation(two: Two, a: Instance, b: Instance, what: str) -> None:
+    two.empty()
+    tokens, beside = new_tokens(HITS + 17), new_tokens(40)
+    computed, _ = two.keep(a, tokens)
+    undisturbed = a.one(beside, max_tokens=8, params=UNCACHED)
+    lost = b.counter("vllm:vcache_recomputed_tokens")
+    who, how = what.split()
+    provider, master = two.depot.providers[-1], two.depot.master
+    process = provider if who == "provider" else master
+    started = time.monotonic()
+    with stopped_at(b, two.second.folder, FETCH) as place:
+        fail = process.stop if how == "hangs" else process.kill
+        answers = place.while_there(fail, Prompt(tokens), Prompt(beside, max_tokens=8))
+    assert b.counter("vllm:vcache_recomputed_tokens") - lost == HITS
+    assert answers[0].agrees(computed)
+    assert answers[1].agrees(undisturbed)
+    fresh = new_tokens(HITS + 17)
+    assert b.one(fresh).agrees(a.one(fresh, params=UNCACHED))
+    assert b.again(tokens).agrees(computed)
+    assert time.monotonic() - started < GET_SECONDS + 8
+    if how == "hangs":
+        process.cont()
+    elif who == "master":
+        master.restart()
+        eventually(lambda: provider.name in master.segments())
+    else:
+        two.depot.lend(64 * MIB)
+        eventually(provider.gone)
+    two.hits_from_below(a, b)
+
+
+@pytest.mark.parametrize("place", [FETCH, UPLOAD], ids=["before it is read", "before it is copied"])
+def test_a_pool_whose_server_dies_under_a_load_from_below(two: Two, a: Instance, b: Instance, place: str) -> None:
+    """What is on its way needs no server."""
+    two.empty()
+    tokens = new_tokens(HITS + 17)
+    computed, _ = two.keep(a, tokens)
+    lost = b.counter("vllm:vcache_recomputed_tokens")
+    with stopped_at(b, two.second.folder, place) as moment:
+        (answer,) = moment.while_there(two.second.kill, Prompt(tokens))
+    assert answer.agrees(computed)
+    assert b.counter("vllm:vcache_recomputed_tokens") - lost == (HITS if place == FETCH else 0)
+    two.second.serve_again()
+    two.hits_from_below(a, b)
+
+
+def test_an_aborted_request_leaves_nothing_behind(two: Two, a: Instance, b: Instance) -> None:
+    two.empty()
+    tokens = new_tokens(HITS + 17)
+    two.keep(a, tokens)
+    own, failures = a.one(tokens), b.counter("vllm:vcache_failures")
+    (provider,) = two.depot.providers[-1:]
+    for _ in range(BUFFERS // 4 + 1):
+        provider.stop()
+        try:
+            b.add("waits", tokens)
+            assert b.step(3) == {}
+            b.ask("abort", "waits")
+            b.step(3)
+        finally:
+            provider.cont()
+    assert b.counter("vllm:vcache_failures") == failures
+    assert two.chunks() == 0
+    answer = b.one(tokens)
+    assert (answer.cached, answer.said) == (HITS, own.said)
+
+
+PLACES = [
+    FETCH,
+    UPLOAD,
+    "vcache_backend.transfer.chunk_io:ChunkIO.note_fetched",
+    *(f"{OURS}.loading:Loading.{name}" for name in ("_upload", "_take_fetched", "to_promote")),
+    *(f"{OURS}.below:Reading.{name}" for name in ("begin", "is_next", "ready")),
+    *(f"{OURS}.worker:WorkerSide.{name}" for name in ("_promote", "_gather", "_measure_below")),
+    f"{OURS}.below:Below.continued",
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.rpartition(":")[2])
+def test_an_exception_of_ours_is_a_miss(two: Two, a: Instance, b: Instance, place: str) -> None:
+    two.empty()
+    tokens, beside = new_tokens(HITS + 17), new_tokens(40)
+    computed, _ = two.keep(a, tokens)
+    undisturbed = a.one(beside, max_tokens=8, params=UNCACHED)
+    with meddled(b, place, "raise", times=1):
+        answers = b.run(Prompt(tokens), Prompt(beside, max_tokens=8), together=True)
+        assert answers[0].agrees(computed)
+        assert answers[1].agrees(undisturbed)
+    two.empty()
+    eventually(lambda: (again := b.again(tokens)).cached == HITS and again.agrees(computed))
+
+
+# ---- what is not taken from below
+
+
+@pytest.mark.parametrize("wish", ["store", "load"])
+def test_what_a_request_does_not_want(two: Two, a: Instance, b: Instance, wish: str) -> None:
+    """Not to leave anything in the pool; not to take anything."""
+    two.empty()
+    tokens = new_tokens(HITS + 17)
+    computed, _ = two.keep(a, tokens)
+    answer = b.one(tokens, params={"vcache": {wish: False}})
+    assert answer.cached == (HITS if wish == "store" else 0)
+    assert answer.agrees(computed)
+    assert two.chunks() == (0 if wish == "store" else eventually(two.chunks))
+
+
+def test_after_a_reset_nothing_of_before_is_taken_from_below(two: Two, a: Instance, b: Instance) -> None:
+    """A reset is for weights that have changed, and the store has the old ones' chunks."""
+    two.empty()
+    tokens = new_tokens(HITS + 17)
+    _, old = two.keep(a, tokens)
+    assert b.one(tokens).cached == HITS
+    assert b.ask("reset")
+    before = two.names()
+    b.one(new_tokens(5))
+    assert b.one(tokens).cached == 0
+    # What is stored from then on is below, under names of its own, and found there.
+    eventually(lambda: len(two.names() - before) == HITS // CHUNK)
+    assert old <= before
+    two.empty()
+    assert b.again(tokens).cached == HITS
+
+
+def test_a_link_slower_than_computing_is_tried_now_and_then(two: Two, b: Instance) -> None:
+    settings = two.settings(ROOM, min_bandwidth=1 << 50, retry_seconds=1.0, retry_max_seconds=600)
+    assert b.restart(model=str(two.second.model), kv_transfer_config=two.second.transfer(settings)) == ""
+    two.empty()
+    first, second, third = (new_tokens(8 * CHUNK + 17) for _ in range(3))
+    for tokens in (first, second, third):
+        two.keep(b, tokens)
+    # The first load measures; what it said is doubted once.
+    eventually(lambda: (two.empty(), b.again(first))[1].cached == 8 * CHUNK)
+    assert b.one(second).cached == 8 * CHUNK
+    assert b.one(third).cached == 0
+
+
+def test_a_store_that_was_never_there_costs_nothing(two: Two, a: Instance, b: Instance) -> None:
+    """But what it would have had."""
+    settings = two.settings(ROOM)
+    settings["offload"]["mooncake"]["master"] = f"127.0.0.1:{free_ports(1)[0]}"
+    assert b.restart(model=str(two.second.model), kv_transfer_config=two.second.transfer(settings)) == ""
+    two.empty()
+    tokens = new_tokens(HITS + 17)
+    computed, _ = two.keep(a, tokens)
+    answer = b.one(tokens)
+    assert answer.cached == 0
+    assert answer.agrees(computed)
+    eventually(lambda: two.chunks() == 4)
+    own = b.one(tokens)
+    assert b.again(tokens).said == own.said
+    assert b.counter("vllm:vcache_loaded_tokens", tier="store") == 0
+
+
+# ---- what the halves tell each other, and the metrics
+
+
+@pytest.fixture(scope="module")
+def ours() -> SimpleNamespace:
+    """Modules that import vLLM, which takes a while."""
+    pytest.importorskip("vllm.distributed.kv_events")
+    return SimpleNamespace(**{name: import_module(f"{OURS}.{name}") for name in ("below", "metadata", "stats", "worker")})
+
+
+def test_one_worker_that_cannot_read_the_store_is_enough_to_leave_it(own_depot: Depot, ours: SimpleNamespace) -> None:
+    """Of two workers both said so, in one step; what is slow is as slow as the slower one, which has half of each chunk."""
+    link, told = ours.metadata.Link, ours.metadata.WorkerReport
+    with closing(ours.offload.Below(own_depot.offload(retry_seconds=0.1), 2, False)) as below:
+        eventually(lambda: below.usable)
+        said = told(set(), links={0: link(True, 4e9)}).aggregate(told(set(), links={1: link(False, 1e9)}))
+        below.hear(said.links)
+        assert (below.usable, below.bandwidth) == (False, 2e9)
+        below.hear({1: link(True, 3e9)})
+        assert (below.usable, below.bandwidth) == (True, 6e9)
+
+
+def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(ours: SimpleNamespace) -> None:
+    side = ours.worker.WorkerSide.__new__(ours.worker.WorkerSide)
+    side._gathers, side._invalid, fenced = [], set(), []
+    copy = SimpleNamespace(done=lambda: False, seconds=None)
+    io = SimpleNamespace(
+        promotes=True,
+        copier=SimpleNamespace(fence=fenced.append),
+        store_blocks=lambda *_: SimpleNamespace(completion=copy, tokens=CHUNK, nbytes=CHUNK_BYTES),
+    )
+    context = SimpleNamespace(io=io, kv=None, kernel_blocks=lambda blocks: blocks)
+    loading = SimpleNamespace(epochs={0}, to_promote=lambda: ([ChunkKey(b"")], np.array([[7, 9]]), []))
+    side._promote(context, loading)
+    side._fence(context, ours.metadata.StepMetadata(fresh=[[8]]))
+    assert fenced == []
+    side._fence(context, ours.metadata.StepMetadata(fresh=[[9]]))
+    assert fenced == [copy]
+
+
+def test_what_is_written_below_is_counted_by_cause(ours: SimpleNamespace) -> None:
+    meter = ours.stats.Meter()
+    meter.written_below(3, 3 * CHUNK_BYTES, {"full": 2, "a reason of its own": 1, "down": 0})
+    meter.failed("store_late")
+    taken = meter.take()
+    assert taken is not None
+    assert taken.data["counters"] == {
+        "below_written_chunks": {"": 3},
+        "below_written_bytes": {"": 3 * CHUNK_BYTES},
+        "below_dropped_chunks": {"full": 2, "other": 1},
+        "failures": {"store_late": 1},
+    }
+    assert set(ours.below.CAUSES.values()) | {"store"} <= set(ours.stats.FAILURES)
+    assert set(DROPPED) <= set(ours.stats.NOT_WRITTEN)

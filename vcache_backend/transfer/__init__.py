@@ -1,0 +1,1 @@
+"""Moving KV: sessions with the server, keys, loads and stores of chunks."""

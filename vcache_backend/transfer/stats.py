@@ -1,0 +1,91 @@
+"""What an engine counts: hits and misses, bytes by source, metadata time apart from data time, failures by cause."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+from vcache_backend.histogram import Histogram
+
+TIMES = (
+    *("lookup", "retrieve", "store", "acquire", "release", "reserve", "commit", "plan", "retrieve_copy", "store_copy"),
+    *("offload_lookup", "offload_put"),
+)
+"""Whole calls first, then their parts: `retrieve_copy` and `store_copy` are data, `plan` is neither, the rest is metadata. Last those of
+the offload tier; a put is one batch, in the background."""
+METADATA = ("acquire", "release", "reserve", "commit")
+DATA = ("retrieve_copy", "store_copy")
+NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late")
+
+
+class EngineStats:
+    """Counters and latencies of one engine. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._times = {name: Histogram() for name in TIMES}
+        self._counts: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the duration of the block to `name`."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self.add_time(name, perf_counter() - started)
+
+    def add_time(self, name: str, seconds: float) -> None:
+        with self._lock:
+            self._times[name].add(seconds * 1e6)
+
+    def count(self, **amounts: int) -> None:
+        """Add to counters."""
+        with self._lock:
+            self._counts.update(amounts)
+
+    def failed(self, cause: str) -> int:
+        """One more failure of this cause; how many so far."""
+        with self._lock:
+            self._failures[cause] += 1
+            return self._failures[cause]
+
+    def not_stored(self) -> dict[str, int]:
+        """Chunks that were not stored so far, by cause."""
+        with self._lock:
+            return {name: self._counts[f"not_stored_{name}"] for name in NOT_STORED}
+
+    def counted(self, prefix: str) -> dict[str, int]:
+        """The counters whose names begin so, without that beginning."""
+        with self._lock:
+            return {name.removeprefix(prefix): amount for name, amount in self._counts.items() if name.startswith(prefix)}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything as plain values. Times in microseconds, bandwidth in GB/s (1e9 bytes) of data time."""
+        with self._lock:
+            counts = self._counts
+            times = {name: histogram.summary() for name, histogram in self._times.items()}
+            retrieved = counts["bytes_own"] + counts["bytes_peer"] + counts["bytes_offload"]
+            return times | {
+                "tokens": {name: counts[f"tokens_{name}"] for name in ("asked", "hit", "retrieved", "stored")},
+                "hits": {"vram": counts["chunks_retrieved"], "offload": counts["chunks_offload"]},
+                "misses": counts["chunks_missed"],
+                "bytes": {name: counts[f"bytes_{name}"] for name in ("own", "peer", "offload", "stored", "offload_written")},
+                "gb_per_s": {
+                    "retrieve": _rate(retrieved, self._times["retrieve_copy"]),
+                    "store": _rate(counts["bytes_stored"], self._times["store_copy"]),
+                },
+                "metadata_us": sum(self._times[name].total_us for name in METADATA) + self._times["lookup"].total_us,
+                "data_us": sum(self._times[name].total_us for name in DATA),
+                "not_stored": {name: counts[f"not_stored_{name}"] for name in NOT_STORED},
+                "failures": dict(self._failures),
+            }
+
+
+def _rate(nbytes: int, time: Histogram) -> float:
+    return nbytes / time.total_us / 1e3 if time.total_us else 0.0
