@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What vLLM finds out about a model, in seconds, it keeps for all instances of these tests, and for no others."""
     os.environ["VLLM_CACHE_ROOT"] = str(tmp_path_factory.mktemp("vllm_cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_survivors() -> Iterator[None]:
+    """Every test ends its own processes."""
+    from processes import survivors
+
+    yield
+    left = survivors()
+    assert not left, f"left running: {', '.join(left)}"
 
 
 @pytest.fixture(autouse=True)

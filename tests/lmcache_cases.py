@@ -134,7 +134,7 @@ class Nursery:
         return self._log.read_text()[-3000:] if self._log.exists() else ""
 
     def close(self) -> None:
-        self._child.__exit__(None, None, None)
+        self._child.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def connect(self) -> Any:

@@ -88,7 +88,7 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL, and reaped."""
-        self.child.__exit__(None, None, None)
+        self.child.close()
 
     close = kill
 

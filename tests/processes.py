@@ -1,23 +1,31 @@
-"""Real processes for the tests: a server, child programs, memfd segments. Everything has a deadline and dies with its test."""
+"""Real processes for the tests: programs, functions in processes of their own, a metadata server; and memfd segments.
+
+Everything has a deadline. Every process dies with its test; who is left at the end is killed and named.
+"""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
+import functools
 import mmap
+import multiprocessing
 import os
+import pickle
 import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import msgpack
 
@@ -28,6 +36,8 @@ from vcache_backend.metadata_server.client import Client
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 20.0
 """Nothing in these tests waits longer, however slow the machine."""
+IMPORT_SECONDS = 120.0
+"""Until a nursery has imported its modules on a busy machine."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,30 +53,114 @@ def eventually(what: Callable[[], Any], seconds: float = SECONDS) -> Any:
         time.sleep(0.01)
 
 
-class Child:
-    """A process of this test. `expect` reads its standard output with a deadline; leaving the context kills and reaps it."""
+class Process:
+    """A process of this test, and the leader of a session: everything it starts ends with it. Leaving the context ends it.
+
+    What a test leaves running is killed at the end of the tests, which fail and name it (`survivors`).
+    """
+
+    def __init__(self, name: str, pid: int) -> None:
+        self.name, self.pid = name, pid
+        self._end: int | None = None
+        # It may have ended already.
+        with suppress(ProcessLookupError):
+            self._end = os.pidfd_open(pid)
+        _running[pid] = f"{name} (process {pid}) of {os.environ.get('PYTEST_CURRENT_TEST', 'no test')}", self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        return not self.ended()
+
+    def ended(self, seconds: float = 0.0) -> bool:
+        """Whether it has ended, or does within so many seconds."""
+        return self._end is None or bool(select.select([self._end], [], [], seconds)[0])
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL for it, not for what it has started; and gone. Idempotent."""
+        if not self.ended():
+            self.signal(signal.SIGKILL)
+        assert self.ended(SECONDS), f"{self.name} does not end"
+
+    def close(self) -> None:
+        """SIGKILL for it and all it has started, and gone. Idempotent."""
+        if _running.pop(self.pid, None) is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.kill()
+        if self._end is not None:
+            os.close(self._end)
+            self._end = None
+
+    def stop(self) -> None:
+        """From now on it hangs, as far as anybody can tell."""
+        self.signal(signal.SIGSTOP)
+        eventually(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "TZ")
+
+    def cont(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        self.stop()
+        try:
+            yield
+        finally:
+            self.cont()
+
+    def descriptors(self, limit: int | None = None) -> set[int]:
+        """Numbers of its open files; `limit` becomes its (soft) RLIMIT_NOFILE."""
+        if limit is not None:
+            _, hard = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (limit, hard))
+        return {int(fd) for fd in os.listdir(f"/proc/{self.pid}/fd")}
+
+    def fds(self) -> list[str]:
+        """What its file descriptors point to."""
+        names = []
+        for fd in os.listdir(f"/proc/{self.pid}/fd"):
+            with suppress(FileNotFoundError):
+                names.append(os.readlink(f"/proc/{self.pid}/fd/{fd}"))
+        return names
+
+
+_running: dict[int, tuple[str, Process]] = {}
+
+
+def survivors() -> list[str]:
+    """Kill what is still running; the names of it."""
+    left = list(_running.values())
+    for _, process in left:
+        process.close()
+    return [name for name, _ in left]
+
+
+class Child(Process):
+    """A program, started as users start it. `expect` reads its standard output with a deadline."""
 
     def __init__(self, arguments: list[str], **environment: str) -> None:
         self._buffer = b""
-        paths = [str(ROOT), str(ROOT / "tests"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         self.process = subprocess.Popen(
             arguments,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **environment},
+            env={**os.environ, "PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1", **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
             preexec_fn=_start,
         )
-        self.pid = self.process.pid
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.kill()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        super().__init__(" ".join(arguments)[:120], self.process.pid)
 
     def expect(self, text: str, seconds: float = SECONDS) -> str:
         """The first line with `text`; fails if the child ends or takes longer."""
@@ -90,47 +184,166 @@ class Child:
         out, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, (self._buffer + out).decode()
 
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
     def kill(self) -> None:
-        """SIGKILL, and reaped. Idempotent."""
-        if self.process.poll() is None:
-            self.process.kill()
+        super().kill()
         self.process.wait(SECONDS)
 
-    def descriptors(self, limit: int | None = None) -> set[int]:
-        """Numbers of its open files; `limit` becomes its (soft) RLIMIT_NOFILE."""
-        if limit is not None:
-            _, hard = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
-            resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (limit, hard))
-        return {int(fd) for fd in os.listdir(f"/proc/{self.pid}/fd")}
-
-    def fds(self) -> list[str]:
-        """What its file descriptors point to."""
-        names = []
-        for fd in os.listdir(f"/proc/{self.pid}/fd"):
-            try:
-                names.append(os.readlink(f"/proc/{self.pid}/fd/{fd}"))
-            except FileNotFoundError:
-                continue
-        return names
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Hung, as far as anybody can tell."""
-        self.signal(signal.SIGSTOP)
-        eventually(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-        try:
-            yield
-        finally:
-            self.signal(signal.SIGCONT)
+    def close(self) -> None:
+        super().close()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 def _start() -> None:
     """In the child: die with the parent, and hear Ctrl-C also where a shell started the tests in the background."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _python_path() -> str:
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, given)])
+
+
+# ---- functions in other processes
+
+
+class Nursery(Process):
+    """A process that has imported modules, for others to be forked from it: that takes milliseconds. See `nursery`."""
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str | None]) -> None:
+        self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(IMPORT_SECONDS)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        given = {**os.environ, "PYTHONPATH": _python_path(), **environment}
+        with there:
+            process = subprocess.Popen(
+                [sys.executable, "-c", "import nursery; nursery.main()", str(there.fileno()), *modules],
+                cwd=ROOT,
+                env={name: value for name, value in given.items() if value is not None},
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=[there.fileno()],
+                start_new_session=True,
+                preexec_fn=_start,
+            )
+        super().__init__(f"the nursery of {', '.join(modules)}", process.pid)
+        # Not of one test.
+        del _running[self.pid]
+        self._process = process
+
+    def fork(self, setting: Mapping[str, Any], fds: Sequence[int]) -> int:
+        """The number of a new process. Returns once all is imported."""
+        socket.send_fds(self._socket, [pickle.dumps(dict(setting))], list(fds))
+        answer = self._socket.recv(64)
+        assert answer, f"{self.name} has ended; it said {self.said()}"
+        return int(answer)
+
+    def said(self) -> str:
+        """The end of its output, and of that of processes without a log of their own."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-4000:]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(SECONDS)
+        self._socket.close()
+        self._log.close()
+
+
+@functools.cache
+def nursery(*modules: str, **environment: str | None) -> Nursery:
+    """The one that has imported these, for all tests of this process. Its environment is that of its first use, with changes."""
+    made = Nursery(modules, environment)
+    atexit.register(made.close)
+    return made
+
+
+class Failure(NamedTuple):
+    """What went wrong inside a worker."""
+
+    text: str
+
+
+class Worker(Process):
+    """An object in a process of its own, which is forked from a nursery.
+
+    make: gets the arguments and makes it there, such as its class. It is called at once; `answer`, the first time, also waits until it
+    is made (`start_seconds`). Everything travels as pickles. folder, environment: the process's own; log: for its output.
+    """
+
+    def __init__(
+        self,
+        home: Nursery,
+        make: Callable[..., Any],
+        *arguments: Any,
+        name: str = "a worker",
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        patience: float = 2 * SECONDS,
+        start_seconds: float = 2 * SECONDS,
+    ) -> None:
+        self._home, self._log, self._patience, self._start_seconds = home, log, patience, start_seconds
+        self._made = False
+        self._pipe, theirs = multiprocessing.Pipe()
+        with theirs, ExitStack() as undo:
+            fds = [theirs.fileno()]
+            if log is not None:
+                fds.append(undo.enter_context(log.open("ab")).fileno())
+            pid = home.fork({"folder": folder, "environment": environment}, fds)
+        super().__init__(name, pid)
+        self.tell(make, *arguments)
+
+    def ask(self, what: Callable[..., Any] | str, *arguments: Any, seconds: float | None = None, **more: Any) -> Any:
+        """What the object's method of this name, or a function that gets it, returns. Fails with the traceback of what it raises."""
+        self.made()
+        self.tell(what, *arguments, **more)
+        return self.answer(seconds)
+
+    def tell(self, what: Callable[..., Any] | str, *arguments: Any, **more: Any) -> None:
+        """`ask` without waiting; `answer` waits."""
+        self.say((what, arguments, more))
+
+    def answer(self, seconds: float | None = None) -> Any:
+        """The next answer, or what the process said of its own accord."""
+        self.made()
+        return self._receive(self._patience if seconds is None else seconds)
+
+    def made(self) -> Self:
+        """Wait until the object is there."""
+        if not self._made:
+            self._receive(self._start_seconds)
+            self._made = True
+        return self
+
+    def say(self, value: Any) -> None:
+        """Give the process what it waits for (`nursery.listen`)."""
+        self._pipe.send(value)
+
+    @property
+    def log(self) -> str:
+        """All it has said so far."""
+        return self._log.read_text(errors="replace") if self._log is not None else self._home.said()
+
+    def close(self) -> None:
+        super().close()
+        self._pipe.close()
+
+    def _receive(self, seconds: float) -> Any:
+        try:
+            assert self._pipe.poll(seconds), (
+                f"{self.name} did not answer within {seconds:g} s; its log ends with\n{self.log[-4000:]}"
+            )
+            answer = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise AssertionError(f"{self.name} ended; its log ends with\n{self.log[-4000:]}") from None
+        assert not isinstance(answer, Failure), f"{self.name}: {answer.text}"
+        return answer
+
+
+# ---- programs
 
 
 def script(text: str, *arguments: str) -> Child:
@@ -150,7 +363,7 @@ def start_server(path: Path, config: dict[str, Any] | None = None) -> Child:
     try:
         child.expect("serving")
     except BaseException:
-        child.__exit__(None, None, None)
+        child.close()
         raise
     return child
 

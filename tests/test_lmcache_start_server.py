@@ -100,7 +100,7 @@ def test_of_many_that_start_at_once_one_starts_it(path: Path, launch: Callable[.
         ends = [starter.wait() for starter in starters]
     finally:
         for starter in starters:
-            starter.__exit__(None, None, None)
+            starter.close()
     assert [status for status, _ in ends] == [0] * 6
     assert sorted("started at" in said for _, said in ends) == [False] * 5 + [True]
     assert len(servers(path)) == 1

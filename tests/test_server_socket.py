@@ -119,7 +119,7 @@ def test_every_name_of_a_socket_has_files_of_its_own(tmp_path: Path) -> None:
         }
     finally:
         for server in servers:
-            server.__exit__(None, None, None)
+            server.close()
 
 
 # ---- folders

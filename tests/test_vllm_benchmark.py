@@ -315,7 +315,7 @@ class Script:
         return {row.case: row for row in read(self._result)}
 
     def close(self) -> None:
-        self._child.__exit__(None, None, None)
+        self._child.close()
 
 
 @pytest.fixture(scope="module")
