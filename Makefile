@@ -43,7 +43,7 @@ bench: setup  ## measure this machine; ARGS are those of `vcache bench`
 	@$(BIN)/vcache bench $(ARGS)
 
 soak: setup  ## a quarter of an hour of kills, stops, damaged journals and full disks; every byte is checked; ARGS="--seed 1"
-	@$(BIN)/python -m vcache_backend.benchmarks.soak $(ARGS)
+	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 clean:  ## remove .venv and everything built
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """What each codec of the offload tier does: size, speed, error; and the links on which it pays.
 
-    python3 -m vcache_backend.benchmarks.codecs [--kv FILE.npy --head-dim N] [--device cuda] [--logprobs] [--json] [--out FILE]
+    python3 -m benchmarks.codecs [--kv FILE.npy --head-dim N] [--device cuda] [--logprobs] [--json] [--out FILE]
 
 One thread on the CPU, GB of KV a second. FILE.npy holds real KV: uint16 (the bits of bfloat16) or float16, the innermost dimension a
 head's vector. Without one KV is made up, and the table says so: normal numbers, channels of different size and a few large ones;
@@ -53,7 +53,7 @@ class Measured(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="vcache_backend.benchmarks.codecs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.codecs", description=__doc__)
     parser.add_argument("--kv", type=Path, help="real KV, .npy")
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: int8 and fp8 there as well")

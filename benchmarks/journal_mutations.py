@@ -337,7 +337,7 @@ def rows(counts: Counts, control: Counts) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if a damaged journal was believed, or if the control saw nothing wrong."""
-    parser = argparse.ArgumentParser(prog="vcache_backend.benchmarks.journal_mutations", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.journal_mutations", description=__doc__)
     parser.add_argument("--mutations", type=int, default=MUTATIONS, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="result file")

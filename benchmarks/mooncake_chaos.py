@@ -1,6 +1,6 @@
 """Does a wrong byte ever come from the store? Workers of two nodes read, check and store while everything below them is killed.
 
-    python -m vcache_backend.benchmarks.mooncake_chaos [--gets 100000] [--workers 4] [--accept]
+    python -m benchmarks.mooncake_chaos [--gets 100000] [--workers 4] [--accept]
 
 Master, providers, workers and the processes that hold the workers' clients are killed or stopped at random and started again; objects
 are replaced by damaged ones; pools and store are too small for what is stored. A get is a chunk that `retrieve` says is in place: all of
@@ -159,7 +159,7 @@ class Chaos:
         command = [
             sys.executable,
             "-m",
-            "vcache_backend.benchmarks.mooncake_chaos_worker",
+            "benchmarks.mooncake_chaos_worker",
             msgspec.json.encode(settings).decode(),
         ]
         return Child(f"worker {number}", command, dict(os.environ), self._site.folder / f"worker{number}.log")
@@ -280,7 +280,7 @@ def children(pid: int) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if there was a wrong byte, an exception, or a call that was late; with --accept, if there was none."""
-    parser = argparse.ArgumentParser(prog="vcache_backend.benchmarks.mooncake_chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.mooncake_chaos", description=__doc__)
     parser.add_argument("--gets", type=int, default=GETS, help="chunks to get and check (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--pause", type=float, default=0.4, help="seconds between two mishaps, on average (default: %(default)s)")

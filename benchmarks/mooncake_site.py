@@ -77,7 +77,7 @@ class Site:
 
     def raw(self, nbytes: int) -> Child:
         """Mooncake's own client, with so much memory for objects."""
-        command = [sys.executable, "-m", "vcache_backend.benchmarks.mooncake_raw"]
+        command = [sys.executable, "-m", "benchmarks.mooncake_raw"]
         child = self._undo.enter_context(Child("raw client", command, dict(os.environ), self.folder / "raw.log"))
         child.ask("make", SECONDS, master=self.depot.address, nbytes=nbytes)
         return child

@@ -1,6 +1,6 @@
 """Is nothing that was computed lost? Mooncake's conversation trace through two engines whose pool is too small by four times.
 
-    python -m vcache_backend.benchmarks.mooncake_trace [--trace FILE] [--requests N] [--policy write_through] [--pause 0.2]
+    python -m benchmarks.mooncake_trace [--trace FILE] [--requests N] [--policy write_through] [--pause 0.2]
 
 Requests follow one another as fast as they can, on one engine and the other in turn: look up, retrieve, compute, store the rest. The
 KV is tiny, 64 B a token, but every byte of it says which token it belongs to, and is checked. Hits are counted in chunks of 512 tokens,
@@ -139,7 +139,7 @@ def infinite(requests: Sequence[trace.Request]) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if something was lost."""
-    parser = argparse.ArgumentParser(prog="vcache_backend.benchmarks.mooncake_trace", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.mooncake_trace", description=__doc__)
     parser.add_argument("--trace", type=Path, help="the whole trace (default: the excerpt that comes with the demo)")
     parser.add_argument("--requests", type=int, default=0, help="its first so many (default: all)")
     parser.add_argument("--policy", action="append", choices=["write_through", "on_evict"], help="default: both")

@@ -1,6 +1,6 @@
 """Disaggregated prefill on two GPUs: how long until the decode instance's first token, when another instance computes the prompt?
 
-    python3 -m vcache_backend.benchmarks.vllm_pd --out FILE [--scale full|tiny] [--rounds N]
+    python3 -m benchmarks.vllm_pd --out FILE [--scale full|tiny] [--rounds N]
 
 A kv_producer computes on GPU 0 and a kv_consumer on GPU 1, through our own connector. Each round has a new prompt for each of: handed
 to both at the same instant (`together`); to the consumer once the producer has answered (`in turn`); to the producer with the pool

@@ -1,6 +1,6 @@
 """Two vLLM servers under load, requests in turn to the one and the other: what does sharing their KV bring?
 
-    python3 -m vcache_backend.benchmarks.vllm_serving --out FILE --trace mooncake-conversation.jsonl [--systems alone,offload,mp,vcache]
+    python3 -m benchmarks.vllm_serving --out FILE --trace mooncake-conversation.jsonl [--systems alone,offload,mp,vcache]
 
 Real OpenAI servers, one a GPU, of a model with the shape of Llama-3.1-8B and dummy weights; prompts are token ids, answers have a
 fixed length. Every system has the same VRAM for KV: what vcache lends to the pool its vLLM does without. Two workloads: `prefix`,

@@ -1,6 +1,6 @@
 """Real vLLM instances on two GPUs that share KV through vcache: is it right, and how fast is it?
 
-    python3 -m vcache_backend.benchmarks.vllm_ttft --out FILE [--door lmcache|vllm] [--only PART,...] [--scale full|quick|tiny]
+    python3 -m benchmarks.vllm_ttft --out FILE [--door lmcache|vllm] [--only PART,...] [--scale full|quick|tiny]
 
 `--door`: through LMCache and the plugin, or through our own connector. Needs vLLM, and LMCache for its door and for comparisons;
 the model has the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded. Each part writes its rows as soon as it has

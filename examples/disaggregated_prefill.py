@@ -49,8 +49,8 @@ from rich.console import Console
 from rich.table import Table
 from two_vllm_instances import ANSWER_SECONDS, TAIL, Failed, Process, connect, die_with_parent, ended, numbers, say
 
-from vcache_backend.benchmarks.vllm.scale import FULL, TINY, Scale
-from vcache_backend.benchmarks.vllm.weights import write_model
+from benchmarks.vllm.scale import FULL, TINY, Scale
+from benchmarks.vllm.weights import write_model
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client

@@ -32,12 +32,14 @@ from typing import Any, NamedTuple, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from vcache_backend.benchmarks.vllm.scale import FULL, TINY, Scale
-from vcache_backend.benchmarks.vllm.weights import scale_weights, write_model
 from vcache_backend.config import ByteSize, ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.status import summary
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `benchmarks` lies in the checkout and is not installed
+from benchmarks.vllm.scale import FULL, TINY, Scale
+from benchmarks.vllm.weights import scale_weights, write_model
 
 NEW_TOKENS = 16
 TAIL = 8

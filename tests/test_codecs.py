@@ -17,8 +17,8 @@ pytest.importorskip("zstandard")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vcache_backend.benchmarks import break_even, codec_logprobs
-from vcache_backend.benchmarks import codecs as benchmark
+from benchmarks import break_even, codec_logprobs
+from benchmarks import codecs as benchmark
 from vcache_backend.offload import codecs
 from vcache_backend.offload.codecs import Codec, CodecError, Geometry
 

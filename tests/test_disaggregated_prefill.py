@@ -18,8 +18,8 @@ import pytest
 from processes import PATIENT, ROOT, Child, eventually
 from vllm_cases import new_tokens
 
-from vcache_backend.benchmarks.results import Row
-from vcache_backend.benchmarks.vllm_pd import Samples, rows
+from benchmarks.results import Row
+from benchmarks.vllm_pd import Samples, rows
 from vcache_backend.metadata_server.client import Client
 
 EXAMPLE, PROXY = ROOT / "examples" / "disaggregated_prefill.py", ROOT / "examples" / "prefill_proxy.py"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model import FakeClock, chunk_key
 
-from vcache_backend.benchmarks import journal_mutations
+from benchmarks import journal_mutations
 from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server.directory import Client, Directory, Limits
 from vcache_backend.metadata_server.eviction import LRU

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from mooncake_cases import needs_mooncake
 
-from vcache_backend.benchmarks import mooncake, mooncake_chaos, mooncake_site, mooncake_trace
-from vcache_backend.benchmarks import run as bench
-from vcache_backend.benchmarks.mooncake_site import Size
-from vcache_backend.benchmarks.results import Row
+from benchmarks import __main__ as bench
+from benchmarks import mooncake, mooncake_chaos, mooncake_site, mooncake_trace
+from benchmarks.mooncake_site import Size
+from benchmarks.results import Row
 
 TINY = Size(layers=2, heads=2, dim=16, chunks=4)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vcache_backend.benchmarks.soak import __main__ as soak
+from benchmarks.soak import __main__ as soak
 
 
 @pytest.mark.timeout(180)

@@ -17,18 +17,18 @@ import pytest
 from processes import Child as Process
 from vllm_cases import known_models
 
-from vcache_backend.benchmarks.results import Row
-from vcache_backend.benchmarks.vllm import latency
-from vcache_backend.benchmarks.vllm.equality import said
-from vcache_backend.benchmarks.vllm.fleet import Fleet
-from vcache_backend.benchmarks.vllm.instances import KINDS
-from vcache_backend.benchmarks.vllm.plot import plot
-from vcache_backend.benchmarks.vllm.probe import Probe
-from vcache_backend.benchmarks.vllm.process import Child, ChildFailed
-from vcache_backend.benchmarks.vllm.prompts import Prompts
-from vcache_backend.benchmarks.vllm.report import Clock, OutOfTime, Report, fraction, read, recorded
-from vcache_backend.benchmarks.vllm.scale import FULL, TINY, Scale
-from vcache_backend.benchmarks.vllm_ttft import PARTS, main
+from benchmarks.results import Row
+from benchmarks.vllm import latency
+from benchmarks.vllm.equality import said
+from benchmarks.vllm.fleet import Fleet
+from benchmarks.vllm.instances import KINDS
+from benchmarks.vllm.plot import plot
+from benchmarks.vllm.probe import Probe
+from benchmarks.vllm.process import Child, ChildFailed
+from benchmarks.vllm.prompts import Prompts
+from benchmarks.vllm.report import Clock, OutOfTime, Report, fraction, read, recorded
+from benchmarks.vllm.scale import FULL, TINY, Scale
+from benchmarks.vllm_ttft import PARTS, main
 
 ECHO = """
 import json, sys, time
@@ -304,7 +304,7 @@ class Script:
     def __init__(self, folder: Path, parts: list[str], *more: str) -> None:
         self._result, cache = folder / "r.json", folder / "cache"
         known_models(cache / name for name in {name for part in parts for name in PARTS[part].instances})
-        command = [sys.executable, "-m", "vcache_backend.benchmarks.vllm_ttft", "--tiny", "--rounds", "2", "--seconds", "360"]
+        command = [sys.executable, "-m", "benchmarks.vllm_ttft", "--tiny", "--rounds", "2", "--seconds", "360"]
         command += ["--only", ",".join(parts), "--out", str(self._result), "--logs", str(folder / "logs")]
         self._child = Process([*command, "--cache", str(cache), "--commit", "x", *more], TRITON_INTERPRET="0")
 

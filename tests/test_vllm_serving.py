@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from vllm_cases import known_models
 
-from vcache_backend.benchmarks.results import Row
-from vcache_backend.benchmarks.serving.client import Answer, Job, Run
-from vcache_backend.benchmarks.serving.plot import plot
-from vcache_backend.benchmarks.serving.servers import counter
-from vcache_backend.benchmarks.serving.sizes import FULL, TINY, Plan, Sizes
-from vcache_backend.benchmarks.serving.summary import compared, figures, percentile, raw_rows
-from vcache_backend.benchmarks.serving.systems import SYSTEMS, memory, serve_arguments
-from vcache_backend.benchmarks.serving.workloads import (
+from benchmarks.results import Row
+from benchmarks.serving.client import Answer, Job, Run
+from benchmarks.serving.plot import plot
+from benchmarks.serving.servers import counter
+from benchmarks.serving.sizes import FULL, TINY, Plan, Sizes
+from benchmarks.serving.summary import compared, figures, percentile, raw_rows
+from benchmarks.serving.systems import SYSTEMS, memory, serve_arguments
+from benchmarks.serving.workloads import (
     Ceilings,
     Request,
     ceilings,
@@ -32,8 +32,8 @@ from vcache_backend.benchmarks.serving.workloads import (
     prefix_repetition,
     warm_up,
 )
-from vcache_backend.benchmarks.vllm.report import Report, recorded
-from vcache_backend.benchmarks.vllm_serving import main
+from benchmarks.vllm.report import Report, recorded
+from benchmarks.vllm_serving import main
 
 TRACE = [
     (0, 1200, [0, 1, 2]),
@@ -339,7 +339,7 @@ NEEDED = ("vllm", "safetensors", "uvloop", "watchfiles", "prometheus_fastapi_ins
 @pytest.mark.timeout(420)
 def test_two_servers_answer_on_the_cpu(tmp_path: Path) -> None:
     """vLLM alone, whole answers only, and hits at most as the ceiling has it; how fast is nobody's concern."""
-    command = [sys.executable, "-m", "vcache_backend.benchmarks.vllm_serving", "--scale", "tiny", "--systems", "alone"]
+    command = [sys.executable, "-m", "benchmarks.vllm_serving", "--scale", "tiny", "--systems", "alone"]
     known_models(tmp_path / "cache" / f"serving_{gpu}" for gpu in (0, 1))
     command += ["--workloads", "prefix", "--prefixes", "4", "--repeats", "4", "--out", str(tmp_path / "r.json"), "--commit", "x"]
     command += ["--logs", str(tmp_path / "logs"), "--cache", str(tmp_path / "cache"), "--seconds", "360"]

@@ -334,10 +334,11 @@ def _findings_table(findings: Sequence[Finding]) -> RenderableType:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def bench(ctx: typer.Context) -> None:
     """Measure this machine; `vcache bench --help` lists the cases."""
-    try:
-        run = import_module("vcache_backend.benchmarks").main
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ConfigError(f"the benchmarks are not installed here ({error}); `make setup` in a checkout installs them") from error
+    checkout = Path(__file__).resolve().parent.parent
+    if not (checkout / "benchmarks" / "__main__.py").is_file():
+        raise ConfigError("the benchmarks are not part of the package: in a checkout of vcache run `python -m benchmarks`")
+    sys.path.insert(0, str(checkout))
+    run = import_module("benchmarks.__main__").main
     raise typer.Exit(int(run(ctx.args) or 0))
 
 

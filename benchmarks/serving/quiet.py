@@ -1,4 +1,4 @@
-"""`python -m vcache_backend.benchmarks.serving.quiet MODULE ARGUMENT...`: the module, with all it prints on standard error.
+"""`python -m benchmarks.serving.quiet MODULE ARGUMENT...`: the module, with all it prints on standard error.
 
 `vllm.process.Child` keeps a child's standard output for answers, and a server gives none.
 """

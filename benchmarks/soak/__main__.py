@@ -1,6 +1,6 @@
 """Is a byte ever wrong? Engines retrieve, check and store while all that they share is killed, stopped, damaged and filled up.
 
-    python -m vcache_backend.benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--only KIND] [--out FILE]
+    python -m benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--only KIND] [--out FILE]
 
 Workers with a pool far too small for their prompts, so that slots are written anew all the time, and one metadata server. Workers are
 killed and stopped, also amid their copies; the server is killed, stopped and started again with a damaged journal, on a full disk, with
@@ -195,7 +195,7 @@ def table(result: Result) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if a byte was wrong, a call raised, a server or worker ended by itself, or the control saw no wrong byte."""
     parser = argparse.ArgumentParser(
-        prog="vcache_backend.benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--retrieves", type=int, default=RETRIEVES, help="verified ones (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=0.0, help="for so long, instead of so many retrieves")
@@ -227,7 +227,7 @@ def _with_own_mounts() -> None:
     if os.geteuid() == 0 and not _own_mounts():
         probe = subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True)
         if probe.returncode == 0:
-            module = "vcache_backend.benchmarks.soak"
+            module = "benchmarks.soak"
             os.execvp("unshare", ["unshare", "--mount", sys.executable, "-m", module, *sys.argv[1:]])
 
 

@@ -1,4 +1,4 @@
-"""`vcache bench`: run the subjects this machine can run, print a table, write one result file."""
+"""`python -m benchmarks`, or `vcache bench`: run the subjects this machine can run, print a table, write one result file."""
 
 from __future__ import annotations
 
@@ -83,3 +83,7 @@ def _table(rows: Sequence[Row]) -> Table:
         figures = (f"{row.value:,.4g}", f"{row.reference:,.4g}", row.unit, f"{row.ratio:.3f}", row.limit)
         table.add_row(row.case, *figures, str(row.runs), f"{row.spread:.1%}", verdict)
     return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
