@@ -127,7 +127,7 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance
     assert (found.tp_size, found.pp_size, found.pp_rank, found.worker_id, found.rank, found.ranks) == (2, 2, 1, 3, 1, 2)
     assert (found.load_failure_policy, found.kv_role, found.gpu_memory_utilization) == ("recompute", "kv_both", 0.9)
     assert found.rope == '{"rope_parameters":{"rope_theta":10000.0,"rope_type":"default"}}'
-    assert (found.model_spec["engine"], found.model_spec["attention"]) == ("vllm 0.26", "FLASH_ATTN")
+    assert (found.spec["engine"], found.spec["attention"]) == ("vllm 0.26", "FLASH_ATTN")
     assert found.kvcaches is found.connector.kv_caches
     assert not found.whole_blocks_only
 
@@ -151,7 +151,7 @@ def test_on_a_cpu_only_whole_blocks_are_safe_and_no_gpu_has_a_budget(under_vllm:
 def test_what_vllm_leaves_out_or_has_not_made_yet_is_no_error(under_vllm: Callable[..., Instance]) -> None:
     assert under_vllm(kvcaches={}).kvcaches is None
     found = under_vllm(device_config=None, load_config=None, compilation_config=None, kv_transfer_config=None)
-    assert (found.load_failure_policy, found.model_spec.get("attention")) == ("", None)
+    assert (found.load_failure_policy, found.spec.get("attention")) == ("", None)
 
 
 def test_the_block_size_is_that_of_the_tensors(under_vllm: Callable[..., Instance]) -> None:
@@ -361,8 +361,8 @@ def find(**changes):
 
 one, two = find(), find(gpu_memory_utilization=0.3, max_num_seqs=4)
 other = find(hf_overrides={"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}})
-print("FOUND", json.dumps([one.model, one.revision, one.rope, dict(one.model_spec), one.block_size, one.dtype, one.kv_cache_dtype,
-                           one.load_failure_policy, one.device_type, one.model_spec == two.model_spec, one.model_spec == other.model_spec,
+print("FOUND", json.dumps([one.model, one.revision, one.rope, dict(one.spec), one.block_size, one.dtype, one.kv_cache_dtype,
+                           one.load_failure_policy, one.device_type, one.spec == two.spec, one.spec == other.spec,
                            one.rope == other.rope]))
 """
 

@@ -66,7 +66,7 @@ def test_wrong_bytes_would_be_seen() -> None:
     """Workers that take every object for a right one, and a vandal."""
     with mooncake_chaos.Chaos(workers=2, accept=True, only=["objects damaged"]) as chaos:
         chaos.run(gets=50_000, pause=0.1)
-        assert chaos.outcomes.wrong_bytes > 0
+        assert chaos.counts.wrong_bytes > 0
 
 
 def test_it_runs_only_where_it_is_asked_for() -> None:

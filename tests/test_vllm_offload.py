@@ -445,9 +445,9 @@ PLACES = [
     UPLOAD,
     "vcache_backend.transfer.chunk_io:ChunkIO.note_fetched",
     *(f"{OURS}.loading:Loading.{name}" for name in ("_upload", "_take_fetched", "to_promote")),
-    *(f"{OURS}.below:Reading.{name}" for name in ("begin", "is_next", "ready")),
+    *(f"{OURS}.offload:Reading.{name}" for name in ("begin", "is_next", "ready")),
     *(f"{OURS}.worker:WorkerSide.{name}" for name in ("_promote", "_gather", "_measure_below")),
-    f"{OURS}.below:Below.continued",
+    f"{OURS}.offload:Below.continued",
 ]
 
 
@@ -534,7 +534,7 @@ def test_a_store_that_was_never_there_costs_nothing(two: Two, a: Instance, b: In
 def ours() -> SimpleNamespace:
     """Modules that import vLLM, which takes a while."""
     pytest.importorskip("vllm.distributed.kv_events")
-    return SimpleNamespace(**{name: import_module(f"{OURS}.{name}") for name in ("below", "metadata", "stats", "worker")})
+    return SimpleNamespace(**{name: import_module(f"{OURS}.{name}") for name in ("offload", "metadata", "stats", "worker")})
 
 
 def test_one_worker_that_cannot_read_the_store_is_enough_to_leave_it(own_depot: Depot, ours: SimpleNamespace) -> None:
@@ -579,5 +579,5 @@ def test_what_is_written_below_is_counted_by_cause(ours: SimpleNamespace) -> Non
         "below_dropped_chunks": {"full": 2, "other": 1},
         "failures": {"store_late": 1},
     }
-    assert set(ours.below.CAUSES.values()) | {"store"} <= set(ours.stats.FAILURES)
+    assert set(ours.offload.CAUSES.values()) | {"store"} <= set(ours.stats.FAILURES)
     assert set(DROPPED) <= set(ours.stats.NOT_WRITTEN)
