@@ -286,6 +286,49 @@ def test_an_answer_that_comes_too_late_is_never_taken_for_another_s(
     assert client.lookup([B]) == 2
 
 
+def test_answers_to_what_was_sent_ahead_are_each_ones_own(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
+    """Fetched in any order, or read on the way by whoever calls next; an answer nobody fetches is no other one's."""
+    answers = {A: ["count", 1], B: ["leased", 7, 10.0, [], 1]}
+    scripted(lambda request: answers[request[1][0]] if request[0] in ("lookup", "acquire") else ["verdict", True])
+    client = stage_.client(PATIENT)
+    first, second = client.send_lookup([A], 2), client.send_acquire([B])
+    assert first is not None
+    assert (second.answer().lease, first.over, first.answer().count) == (7, True, 1)
+    third, fourth = client.send_acquire([B]), client.send_lookup([A])
+    assert client.renew(7)
+    assert fourth is not None
+    assert (third.over, fourth.over, third.answer().lease, fourth.answer().count) == (True, True, 7, 1)
+    client.send_acquire([B])
+    assert client.lookup([A]) == 1
+    assert client.send_lookup([A] * (m.MAX_LOOKED_UP // 2 + 1), 2) is None
+
+
+@pytest.mark.parametrize("reply", [None, ["verdict", True], ["error", "no", False], b"\xff\xff\xff\x7f"], ids=repr)
+def test_what_was_sent_ahead_and_is_answered_late_or_wrongly_is_an_error_of_ours(
+    stage_: Stage, scripted: Callable[..., ScriptedServer], reply: Any
+) -> None:
+    scripted(lambda request: reply)
+    client = stage_.client(QUICK, reconnect=False)
+    sent = client.send_lookup([A])
+    assert sent is not None
+    with pytest.raises(VCacheError):
+        sent.answer()
+    with pytest.raises(VCacheError):
+        sent.answer()
+    assert client.connected == (reply == ["error", "no", False])
+
+
+def test_what_was_sent_ahead_is_lost_with_its_connection(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
+    server = scripted(lambda request: None)
+    client = stage_.client(QUICK)
+    sent = client.send_acquire([A])
+    server.hang_up()
+    eventually(lambda: client.connections_lost == 1 or timed(lambda: client.lookup([A])) is None)
+    assert sent.over
+    with pytest.raises(ServerUnavailable):
+        sent.answer()
+
+
 @pytest.mark.parametrize(
     "reply",
     [

@@ -8,11 +8,12 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -26,6 +27,33 @@ from vcache_backend.metadata_server.link import Link, Unwelcome
 log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=m.Reply)
+T = TypeVar("T")
+
+
+class Sent(Generic[R]):
+    """A request on its way, from `Client.send_lookup` or `send_acquire`. Its answer is read by `answer`, or before the next call's.
+
+    An answer that nobody fetches is read with the next call's and forgotten: of a lease, fetch it, or it is held until it ends.
+    """
+
+    def __init__(self, client: Client, request: m.Request, kind: type[R]) -> None:
+        self.request, self.kind, self._client = request, kind, client
+        self.reply: m.AnyReply | None = None
+        self.lost = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether the answer is here, or never comes."""
+        return self.reply is not None or bool(self.lost)
+
+    def answer(self) -> R:
+        """The answer, waited for as long as for that of a call; raises as a call does."""
+        self._client._collect(self)
+        if isinstance(self.reply, self.kind):
+            return self.reply
+        if isinstance(self.reply, m.Error):
+            raise Refused(self.reply.message)
+        raise ServerUnavailable(self.lost)
 
 
 class Client:
@@ -56,6 +84,7 @@ class Client:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._link: Link | None = None
+        self._unread: deque[Sent[Any]] = deque()
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
         self._avoided: set[m.SegmentId] = set()
         self._witness: int | None = None
@@ -132,6 +161,15 @@ class Client:
     def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
         """Lease the leading run, of at most `MAX_KEYS` chunks."""
         return self._call(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
+
+    def send_lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> Sent[m.Count] | None:
+        """`lookup` without waiting for the answer; None if one request cannot ask for so many."""
+        most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
+        return self._send(m.Lookup(keys, ranks), m.Count) if len(keys) <= most else None
+
+    def send_acquire(self, keys: list[m.ChunkKey]) -> Sent[m.Leased]:
+        """`acquire` without waiting for the answer."""
+        return self._send(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
 
     def renew(self, lease: int) -> bool:
         return self._call(m.Renew(lease), m.Verdict).held
@@ -284,6 +322,42 @@ class Client:
         finally:
             self._lock.release()
 
+    def _send(self, request: m.Request, kind: type[R]) -> Sent[R]:
+        """Ask now; the answer is read later."""
+        deadline = time.perf_counter() + self._config.request_seconds
+        self.require()
+        data, sent = wire.frame(request), Sent(self, request, kind)
+        if not self._lock.acquire(timeout=self._config.request_seconds):
+            raise ServerTimeout(self._late(request, self._config.request_seconds, "waiting for other calls"))
+        try:
+            self._use(request, self._config.request_seconds, lambda link: link.send(data, deadline))
+            self._unread.append(sent)
+        finally:
+            self._lock.release()
+        return sent
+
+    def _collect(self, sent: Sent[Any]) -> None:
+        """See that the answer is there, if it ever comes."""
+        if sent.over:
+            return
+        seconds = self._config.request_seconds
+        deadline = time.perf_counter() + seconds
+        if not self._lock.acquire(timeout=seconds):
+            raise ServerTimeout(self._late(sent.request, seconds, "waiting for other calls"))
+        try:
+            if not sent.over:
+                self._use(sent.request, seconds, lambda link: self._read_unread(link, deadline, sent))
+        finally:
+            self._lock.release()
+
+    def _read_unread(self, link: Link, deadline: float, last: Sent[Any] | None = None) -> None:
+        """Read the answers to what was sent before, up to that to `last`. Under the lock."""
+        while self._unread and (last is None or not last.over):
+            sent, reply = self._unread[0], link.read(deadline)
+            if not isinstance(reply, sent.kind | m.Error):
+                raise ProtocolError(f"{type(sent.request).__name__} was answered with {type(reply).__name__}")
+            self._unread.popleft().reply = reply
+
     def _exchange(
         self,
         request: m.Request,
@@ -295,14 +369,37 @@ class Client:
         received: list[int] | None,
     ) -> R:
         """Ask on the present connection, which ends if the answer is late or wrong. Under the lock."""
+
+        def exchange(link: Link) -> m.AnyReply:
+            if self._unread:
+                if fd is not None:
+                    # With the answer to one request the server closes what came along with the next one.
+                    self._read_unread(link, deadline)
+                link.send(data, deadline, () if fd is None else [fd])
+                self._read_unread(link, deadline)
+                return link.read(deadline, received)
+            return link.exchange(data, deadline, () if fd is None else [fd], received)
+
+        reply = self._use(request, deadline - started, exchange)
+        self._note(request, started)
+        if isinstance(reply, m.Error):
+            if reply.fatal:
+                self._drop(self._link, f"the metadata server at {self._path} closed the connection: {reply.message}")
+            raise Refused(reply.message)
+        if not isinstance(reply, kind):
+            self._drop(self._link, f"the metadata server answered {type(request).__name__} with {type(reply).__name__}")
+            raise ServerUnavailable(self._down)
+        return reply
+
+    def _use(self, request: m.Request, seconds: float, work: Callable[[Link], T]) -> T:
+        """Do this with the present connection, which ends if it fails: `request` had that many seconds. Under the lock."""
         link = self._link
         if link is None:
             raise ServerUnavailable(self._down)
         try:
-            reply = link.exchange(data, deadline, () if fd is None else [fd], received)
-            self._note(request, started)
+            return work(link)
         except TimeoutError as error:
-            self._drop(link, self._late(request, deadline - started, "no answer"))
+            self._drop(link, self._late(request, seconds, "no answer"))
             raise ServerTimeout(self._down) from error
         except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
@@ -311,14 +408,6 @@ class Client:
             # A signal handler raised: the answer is still to come, and must not be taken for the next call's.
             self._drop(link, f"a call to the metadata server at {self._path} was interrupted")
             raise
-        if isinstance(reply, m.Error):
-            if reply.fatal:
-                self._drop(link, f"the metadata server at {self._path} closed the connection: {reply.message}")
-            raise Refused(reply.message)
-        if not isinstance(reply, kind):
-            self._drop(link, f"the metadata server answered {type(request).__name__} with {type(reply).__name__}")
-            raise ServerUnavailable(self._down)
-        return reply
 
     def _note(self, request: m.Request, started: float) -> None:
         """Remember how long the call took, waiting included. Under the lock."""
@@ -393,11 +482,15 @@ class Client:
             log.info("connected to the metadata server at %s", self._path)
         self._complained = ""
 
-    def _drop(self, link: Link, reason: str) -> None:
+    def _drop(self, link: Link | None, reason: str) -> None:
         """Open the breaker: close the socket, remember why, wake the background thread. Under the lock, so that nobody uses it."""
+        if link is None:
+            return
         link.close()
         if self._link is link:
             self._link, self._down = None, reason
+            while self._unread:
+                self._unread.popleft().lost = reason
             self.connections_lost += 1
             self._wake.set()
 

@@ -69,8 +69,14 @@ class Link:
         received: list[int] | None = None,
     ) -> m.AnyReply:
         """Send one framed request and read its one reply. TimeoutError at the deadline; the stream is then out of step."""
-        self._send(data, fds, deadline)
-        while True:
+        self.send(data, deadline, fds)
+        reply = self.read(deadline, received)
+        self.expect_no_more()
+        return reply
+
+    def read(self, deadline: float, received: list[int] | None = None) -> m.AnyReply:
+        """The next reply: the server answers requests in their order."""
+        while (frame := self._reader.take()) is None:
             piece, came = self._receive(deadline)
             if received is not None:
                 received += came
@@ -78,12 +84,14 @@ class Link:
                 wire.close_fds(came)
             if not piece:
                 raise ConnectionError("the server closed it")
-            frames = self._reader.feed(piece)
-            if len(frames) > 1:
-                raise ProtocolError(f"{len(frames)} answers to one request")
-            if frames:
-                reply: m.AnyReply = wire.reply_decoder.decode(frames[0])
-                return reply
+            self._reader.push(piece)
+        reply: m.AnyReply = wire.reply_decoder.decode(frame)
+        return reply
+
+    def expect_no_more(self) -> None:
+        """ProtocolError if more came than was asked for."""
+        if self._reader.ready:
+            raise ProtocolError("several answers to one request")
 
     def interrupt(self) -> None:
         """End the connection for whoever waits for an answer on it. Any thread."""
@@ -94,7 +102,8 @@ class Link:
         """Not while somebody exchanges: the number of a closed socket is given to the next file that is opened."""
         self._socket.close()
 
-    def _send(self, data: bytes, fds: Sequence[int], deadline: float) -> None:
+    def send(self, data: bytes, deadline: float, fds: Sequence[int] = ()) -> None:
+        """Send one framed request, whose reply is to be `read`."""
         rest = memoryview(data)
         while rest:
             try:
