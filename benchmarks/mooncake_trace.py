@@ -21,9 +21,9 @@ import torch
 from rich.console import Console
 
 from vcache_backend.config import OffloadConfig
-from vcache_backend.demo import trace
 from vcache_backend.engine import VCacheEngine
 
+from . import trace
 from .mooncake_depot import missing
 from .mooncake_site import BLOCK_SIZE, GIB, KV, SECONDS, Site, Size, load, threads, write_rows
 from .results import Row, row
@@ -40,7 +40,7 @@ def run(
     pause: float = 0.0,
     through: bool = False,
 ) -> list[Row]:
-    """One row a policy. Without requests, those of the demo's excerpt. pause: seconds between requests, in which chunks are saved.
+    """One row a policy. Without requests, those of the excerpt. pause: seconds between requests, in which chunks are saved.
 
     through: wait after each request until its chunks are below. Else one that is evicted between its copy out of the pool and the end
     of its writing is nowhere for that long.
@@ -140,7 +140,7 @@ def infinite(requests: Sequence[trace.Request]) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if something was lost."""
     parser = argparse.ArgumentParser(prog="benchmarks.mooncake_trace", description=__doc__)
-    parser.add_argument("--trace", type=Path, help="the whole trace (default: the excerpt that comes with the demo)")
+    parser.add_argument("--trace", type=Path, help="the whole trace (default: the excerpt in data/)")
     parser.add_argument("--requests", type=int, default=0, help="its first so many (default: all)")
     parser.add_argument("--policy", action="append", choices=["write_through", "on_evict"], help="default: both")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two requests (default: none)")

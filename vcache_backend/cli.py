@@ -345,13 +345,12 @@ def bench(ctx: typer.Context) -> None:
 @app.command()
 def demo(
     config_file: ConfigFile = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests of the trace.")] = None,
     as_json: Json = False,
 ) -> None:
-    """A server and its workers share real KV bytes on this machine; every byte is checked. Exit code 1 on a wrong one."""
+    """A server and two workers share real KV bytes on this machine; every byte is checked. Exit code 1 on a wrong one."""
     from vcache_backend.demo import run
 
-    raise typer.Exit(run(config.load(config_file), requests=requests, as_json=as_json))
+    raise typer.Exit(run(config.load(config_file), as_json))
 
 
 @app.command()

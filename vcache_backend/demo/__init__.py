@@ -1,38 +1,118 @@
-"""`vcache demo`: a real metadata server and real workers replay an excerpt of a public trace, and every byte is checked."""
+"""`vcache demo`: a real metadata server and two real workers on this machine. What one stores the other retrieves, every byte checked."""
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from vcache_backend.config import Config, load
-from vcache_backend.demo.lockstep import replay
-from vcache_backend.demo.plan import choose_devices, make_plan
-from vcache_backend.demo.report import render, summarize
-from vcache_backend.demo.trace import excerpt
-from vcache_backend.errors import ConfigError
+from vcache_backend.config import ByteSize, Config
+from vcache_backend.demo.content import Shape
+from vcache_backend.demo.workers import CHUNKS, workers
+from vcache_backend.errors import ConfigError, SegmentError
+from vcache_backend.vram_pool.devices import gpus
+
+HOST_SHAPE = Shape(layers=4, kv_heads=2, head_dim=64)
+"""2 KiB a token: two slow cores write, check and copy it fast enough."""
+GPU_SHAPE = Shape(layers=16, kv_heads=8, head_dim=64)
+"""Llama-3.2-1B: 32 KiB a token."""
+PROMPTS = 8
+NEXT = "Next: `vcache doctor`, then connect vLLM: docs/vllm.md or docs/lmcache.md"
 
 
-def run(config: Config | None = None, *, requests: int | None = None, as_json: bool = False, corrupt: int | None = None) -> int:
-    """Run the demo and print its result on stdout, progress on stderr. 0 only if every byte and the hit rate are right, else 1.
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `--json`. control: where the byte that was changed on purpose was found; empty if it was not."""
 
-    `config`: of it only `engine.chunk_size` and `pool.max_ctas` count; socket, devices and sizes are the demo's own.
-    `requests`: only the first so many of the excerpt. `corrupt`: see `replay`. Raises DemoError or ConfigError when it cannot run;
-    no process and no file is left behind, on Ctrl-C neither.
+    ok: bool
+    devices: list[str]
+    chunks_stored: int
+    chunks_retrieved: int
+    chunk_bytes: int
+    bytes_checked: int
+    wrong_bytes: int
+    gb_per_s: float
+    control: str
+    problems: list[str]
+
+
+def run(config: Config, as_json: bool = False) -> int:
+    """Run the demo and print its result. 0 only if every byte was right and the one changed on purpose was found, else 1.
+
+    Of `config` only `engine.chunk_size` and `pool.max_ctas` count; socket, devices and sizes are the demo's own. Raises VCacheError when
+    it cannot run. No process and no file is left behind, on Ctrl-C neither.
     """
-    config = config or load()
-    if requests is not None and requests < 1:
-        raise ConfigError(f"a demo of {requests} requests; expected at least 1")
-    plan = make_plan(excerpt()[:requests], config.engine.chunk_size, choose_devices())
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"{len(plan.devices)} workers, {', '.join(plan.devices)}", total=len(plan.requests))
-        outcome = replay(plan, config, lambda count: bar.update(task, completed=count), corrupt)
-    summary = summarize(plan, outcome)
-    console = Console()
+    devices = choose_devices()
+    print(f"starting a metadata server, and workers on {' and '.join(devices)}", file=sys.stderr)
+    summary = play(config, devices)
     if as_json:
-        console.print_json(msgspec.json.encode(summary).decode())
+        print(msgspec.json.format(msgspec.json.encode(summary)).decode())
     else:
-        console.print(render(summary))
+        Console().print(render(summary))
     return 0 if summary.ok else 1
+
+
+def choose_devices() -> list[str]:
+    """Two GPUs that can read each other's memory, else host memory twice."""
+    try:
+        found = [gpu for gpu in gpus() if gpu.shares_memory] if torch.cuda.is_available() else []
+    except SegmentError:
+        found = []
+    for gpu in found:
+        for peer in found:
+            if "none" not in (gpu.links.get(peer.uuid, "none"), peer.links.get(gpu.uuid, "none")):
+                return [f"cuda:{gpu.ordinal}", f"cuda:{peer.ordinal}"]
+    return ["host:0", "host:1"]
+
+
+def play(config: Config, devices: list[str]) -> Summary:
+    """Each worker stores half of the prompts, the other one retrieves them. Then one byte is changed in the pool, and must be found."""
+    shape = GPU_SHAPE if devices[0].startswith("cuda") else HOST_SHAPE
+    size = config.engine.chunk_size
+    if size % shape.block_size:
+        raise ConfigError(f"engine.chunk_size: {size} is not a multiple of the demo's block size, {shape.block_size}")
+    problems, chunks, wrong, seconds = list[str](), 0, 0, 0.0
+    with workers(config, devices, shape, PROMPTS * CHUNKS * size * shape.token_bytes) as both:
+        for prompt in range(PROMPTS):
+            writer, reader = both[prompt % 2], both[1 - prompt % 2]
+            problems += writer.ask("store", prompt).problems
+            done = reader.ask("retrieve", prompt)
+            problems += [f"prompt {prompt}, {reader.name}: {what}" for what in (*done.faults, *done.problems)]
+            chunks, seconds = chunks + done.chunks, seconds + done.seconds
+            wrong += sum(fault.nbytes for fault in done.faults)
+        both[0].ask("damage", 0)
+        control = both[1].ask("retrieve", 0).faults
+    if [(fault.kind, fault.nbytes) for fault in control] != [("wrong", 1)]:
+        problems.append(f"control: of the one byte that was changed in the pool the check found {list(map(str, control))}")
+    if chunks != PROMPTS * CHUNKS:
+        problems.append(f"{chunks} chunks were retrieved of {PROMPTS * CHUNKS}")
+    nbytes = chunks * size * shape.token_bytes
+    return Summary(
+        ok=not problems,
+        devices=devices,
+        chunks_stored=PROMPTS * CHUNKS,
+        chunks_retrieved=chunks,
+        chunk_bytes=size * shape.token_bytes,
+        bytes_checked=nbytes,
+        wrong_bytes=wrong,
+        gb_per_s=nbytes / seconds / 1e9,
+        control=", ".join(map(str, control)),
+        problems=problems,
+    )
+
+
+def render(summary: Summary) -> RenderableType:
+    """The table for people, below it every problem, and what to do next."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    checked = f"{summary.chunks_retrieved} chunks, {ByteSize(summary.bytes_checked).about}, {summary.gb_per_s:.2f} GB/s"
+    table.add_row("workers", " and ".join(summary.devices))
+    table.add_row("stored", f"{summary.chunks_stored} chunks of {ByteSize(summary.chunk_bytes).about}")
+    table.add_row("retrieved by the other worker", checked)
+    table.add_row("wrong bytes", f"{summary.wrong_bytes:,} of {summary.bytes_checked:,}")
+    table.add_row("one byte changed on purpose", f"found: {summary.control}" if summary.control else "NOT FOUND")
+    problems = [Text(problem, style="red") for problem in summary.problems]
+    verdict = [Text("Every byte is right, and a wrong one is found.", style="green")]
+    return Group(table, *(problems or verdict), NEXT)
