@@ -36,7 +36,7 @@ SIZE = Size(layers=1, heads=1, dim=16, chunks=MOST_BLOCKS * BLOCK_SIZE // CHUNK,
 
 def run(
     requests: Sequence[trace.Request] = (),
-    policies: Sequence[str] = ("write_through", "on_evict"),
+    policies: Sequence[str] = ("write_through",),
     pause: float = 0.0,
     through: bool = False,
 ) -> list[Row]:
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.mooncake_trace", description=__doc__)
     parser.add_argument("--trace", type=Path, help="the whole trace (default: the excerpt in data/)")
     parser.add_argument("--requests", type=int, default=0, help="its first so many (default: all)")
-    parser.add_argument("--policy", action="append", choices=["write_through", "on_evict"], help="default: both")
+    parser.add_argument("--policy", action="append", choices=["write_through"])
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two requests (default: none)")
     parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args(arguments)
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     requests = trace.read(options.trace.read_bytes()) if options.trace else trace.excerpt()
     with console.status("replaying the trace ..."):
-        rows = run(requests[: options.requests or None], options.policy or ["write_through", "on_evict"], options.pause)
+        rows = run(requests[: options.requests or None], options.policy or ["write_through"], options.pause)
     return write_rows(rows, options.out)
 
 

@@ -151,8 +151,13 @@ def test_a_dump_has_sizes_as_people_write_them() -> None:
     assert (tier["policy"], tier["staging_bytes"], tier["mooncake"]["segment_bytes"]) == ("write_through", "1 GiB", "0 B")
 
 
+def test_a_policy_that_is_no_more_names_the_one_to_use(write: Any) -> None:
+    with pytest.raises(ConfigError, match="offload.policy: on_evict is no more; use write_through"):
+        config.load(write("offload: {policy: on_evict}"))
+
+
 def test_rdma_has_devices(write: Any) -> None:
     read = config.load(
-        write("offload: {policy: on_evict, mooncake: {master: '[fd00::1]:50051', protocol: rdma, devices: mlx5_0}}")
+        write("offload: {policy: write_through, mooncake: {master: '[fd00::1]:50051', protocol: rdma, devices: mlx5_0}}")
     )
     assert (read.offload.mooncake.devices, read.offload.mooncake.master) == ("mlx5_0", "[fd00::1]:50051")

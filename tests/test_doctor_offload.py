@@ -56,13 +56,13 @@ def settings_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], dict[st
 
 
 def test_what_the_tier_is_stands_first(settings_only: Callable[[Config], dict[str, Finding]]) -> None:
-    found = settings_only(config("node-1:50051", policy="on_evict"))
-    assert found["offload"].detail == "on_evict to mooncake at node-1:50051, tcp"
+    found = settings_only(config("node-1:50051", policy="write_through"))
+    assert found["offload"].detail == "write_through to mooncake at node-1:50051, tcp"
     assert {finding.status for finding in found.values()} == {"ok"}
     assert "locked memory" not in found
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd", "planes", "fp8", "int8"])
+@pytest.mark.parametrize("codec", ["raw", "fp8", "int8"])
 def test_a_codec_that_loses_bits_is_a_warning(codec: str, settings_only: Callable[[Config], dict[str, Finding]]) -> None:
     finding = settings_only(config(codec=codec))["offload codec"]
     lossy = codec in ("fp8", "int8")
@@ -111,11 +111,9 @@ def test_packages_of_the_tier_are_needed_only_where_it_is_on(monkeypatch: pytest
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    tier = {"mooncake-transfer-engine", "xxhash", "zstandard"}
-    for policy, codec, wanted in (("off", "zstd", set()), ("on_evict", "raw", tier - {"zstandard"}), ("on_evict", "zstd", tier)):
-        failed = {
-            finding.check: finding for finding in check_packages(config(policy=policy, codec=codec)) if finding.status == "fail"
-        }
+    tier = {"mooncake-transfer-engine", "xxhash"}
+    for policy, wanted in (("off", set()), ("write_through", tier)):
+        failed = {finding.check: finding for finding in check_packages(config(policy=policy)) if finding.status == "fail"}
         assert failed.keys() & tier == wanted
     assert "mooncake-transfer-engine-non-cuda" in failed["mooncake-transfer-engine"].advice
     assert LIBRARY not in findings(config())

@@ -79,7 +79,7 @@ def engine(pool: Pool, store: Depot, model: str, way: str = "", offload: dict[st
 
 
 def usable(inside: Inside) -> bool:
-    return bool(inside.worker.io.tier.access.usable)
+    return bool(inside.worker.io.tier.usable)
 
 
 def flushed(inside: Inside) -> bool:
@@ -174,7 +174,7 @@ def test_tokens_that_vllm_has_are_never_written_nor_promoted_in_part(
 def test_pool_and_store_take_turns(pools: list[Pool], depot: Depot, model: str, way: str) -> None:
     """Chunks 0 and 3 are in the pool, all are below: every run comes from where it is."""
     writer = engine(pools[0], depot, model)
-    reader = engine(pools[1], depot, model, way, {"promote": False, "policy": "on_evict"})
+    reader = engine(pools[1], depot, model, way, {"promote": False})
     through(writer, chunks(5))
     reader.store(chunks(5))
     there = reader.do(names, chunks(5))
@@ -220,12 +220,6 @@ def test_ranks_hit_what_all_of_them_have(pools: list[Pool], depot: Depot, model:
     for reader in readers:
         assert said(reader.retrieve(chunks(3))) == (0, 3 * CHUNK, True)
         assert hits(reader) == (0, 3)
-    # What the server lets each save before it leaves the pool.
-    assert [reader.do(rank) for reader in readers] == [0, 1]
-
-
-def rank(inside: Inside) -> int:
-    return int(inside.worker.io.tier._rank)
 
 
 # ---- look-ups
@@ -337,7 +331,7 @@ def writing(inside: Inside) -> bool:
 
 
 def looks_below(inside: Inside) -> bool:
-    return bool(inside.worker.io.tier.index.usable)
+    return bool(inside.worker.io.tier.usable)
 
 
 # ---- failures

@@ -22,16 +22,12 @@ def cache_on(device: str, arrangement: Arrangement = FLASH) -> Cache:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("arrangement", "codec"),
-    [(FLASH, "raw"), (FLASH, "planes"), (MLA, "raw"), (PACKED_HND, "zstd")],
-    ids=lambda value: value if isinstance(value, str) else value.name,
-)
+@pytest.mark.parametrize("arrangement", [FLASH, MLA, PACKED_HND], ids=lambda value: value.name)
 def test_what_one_node_stored_another_reads_and_keeps(
-    nodes: list[Node], depot: Depot, model: str, device: str, arrangement: Arrangement, codec: str
+    nodes: list[Node], depot: Depot, model: str, device: str, arrangement: Arrangement
 ) -> None:
     cache, tokens = cache_on(device, arrangement), prompt(LENGTH)
-    one, two = (engine(at, depot, model, cache=cache, device=device, codec=codec) for at in nodes)
+    one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
     through(one, cache, tokens)
     # More than one call of the uploader's: its bounce buffer is written again.
     assert two._io._uploader is not None

@@ -16,12 +16,8 @@ import pytest
 import torch
 from engine_cases import (
     CHUNK,
-    FLASH,
-    MLA,
-    PACKED_HND,
     SMALL,
     SNAPPY,
-    Arrangement,
     Cache,
     Node,
     get,
@@ -94,21 +90,6 @@ def test_another_node_reads_what_one_stored_and_keeps_it_in_its_own_pool(pair: t
     assert two.contains(ChunkKey(bytes(26))) == -1
 
 
-@pytest.mark.parametrize(
-    ("codec", "arrangement"),
-    [("zstd", FLASH), ("planes", FLASH), ("planes", MLA), ("planes", PACKED_HND), ("raw", MLA), ("raw", PACKED_HND)],
-    ids=lambda value: value if isinstance(value, str) else value.name,
-)
-def test_objects_of_every_codec_and_shape_come_back_bit_for_bit(
-    nodes: list[Node], depot: Depot, model: str, codec: str, arrangement: Arrangement
-) -> None:
-    cache, tokens = Cache(arrangement), prompt(LENGTH)
-    one, two = (engine(at, depot, model, cache=cache, codec=codec, promote=False) for at in nodes)
-    through(one, cache, tokens)
-    assert get(two, cache, tokens) == LENGTH
-    assert two.get_stats()["server"]["chunks"] == 0
-
-
 def test_a_codec_that_loses_something_shares_with_nobody_else(nodes: list[Node], depot: Depot, model: str) -> None:
     lossy, plain = engine(nodes[0], depot, model, codec="int8"), engine(nodes[0], depot, model)
     assert lossy.get_stats()["namespace"] != plain.get_stats()["namespace"]
@@ -116,7 +97,7 @@ def test_a_codec_that_loses_something_shares_with_nobody_else(nodes: list[Node],
 
 def test_pool_and_store_take_turns(nodes: list[Node], depot: Depot, model: str) -> None:
     """Chunks 0 and 3 are in the pool, all are below: every run comes from where it is."""
-    one, two = engine(nodes[0], depot, model), engine(nodes[1], depot, model, promote=False, policy="on_evict")
+    one, two = engine(nodes[0], depot, model), engine(nodes[1], depot, model, promote=False)
     cache, tokens = Cache(), prompt(LENGTH)
     through(one, cache, tokens)
     put(two, cache, tokens)
@@ -184,39 +165,6 @@ def test_what_leaves_a_small_pool_is_below(nodes: list[Node], depot: Depot, mode
         assert small.lookup(tokens) == LENGTH
         assert get(small, cache, tokens) == LENGTH
     assert dropped(small) == 0
-
-
-def test_on_evict_saves_victims_first(nodes: list[Node], depot: Depot, model: str) -> None:
-    """Nothing is written while there is room; then what is about to leave, and all of it. What comes back makes nothing else be lost."""
-    cache = Cache()
-    small = engine(nodes[0], depot, model, segment=16 * cache.chunk_bytes, policy="on_evict")
-    families = [prompt(2 * CHUNK, family) for family in range(1, 17)]
-    for number, tokens in enumerate(families):
-        put(small, cache, tokens)
-        if number == 3:
-            time.sleep(0.2)
-            assert small.get_stats()["offload"]["written"] == 0
-        if number >= 7:
-            # As much later as the pool's rate of change allows: the saver has its turn.
-            eventually(lambda n=number: small.get_stats()["offload"]["written"] >= 2 * (n - 6))  # type: ignore[misc]
-            # And the server knows; before, others would have to go.
-            assert small.flush(SECONDS, through=True)
-    counters = server_counters(nodes[0])
-    assert counters["evicted"] == 16
-    assert counters.get("evicted_unsaved", 0) == 0
-    for tokens in families:
-        assert get(small, cache, tokens) == 2 * CHUNK
-
-
-def test_on_evict_saves_chunks_by_the_names_they_have(nodes: list[Node], depot: Depot, model: str) -> None:
-    """In vLLM the scheduler makes them, and the layout that a worker knows stands for another namespace."""
-    cache, tokens = Cache(), fresh(4 * CHUNK)
-    made, slots = engine(nodes[0], depot, model, segment=4 * cache.chunk_bytes, policy="on_evict"), places(cache.sizes, 4 * CHUNK)
-    cache.fill(tokens, slots)
-    keys = [ChunkKey(b"another!" + key[NAMESPACE_BYTES:]) for key in made.keys(tokens)]
-    assert made._io.store(made._io.bind(cache.tensors), keys, list(range(0, 4 * CHUNK, CHUNK)), slots.numpy(), []) == 4
-    with raw(depot) as store:
-        eventually(lambda: store.contains_prefix([objects.name(keys[-1])]) == 1)
 
 
 # ---- objects that are not what they should be
@@ -297,11 +245,10 @@ def test_a_master_that_dies_and_comes_back(nodes: list[Node], own_depot: Depot, 
     assert get(two, cache, fresh) == LENGTH
 
 
-@pytest.mark.parametrize("policy", ["write_through", "on_evict"])
-def test_what_a_new_master_does_not_know_is_written_again(nodes: list[Node], own_depot: Depot, model: str, policy: str) -> None:
+def test_what_a_new_master_does_not_know_is_written_again(nodes: list[Node], own_depot: Depot, model: str) -> None:
     """Though it was written, or read from there, a moment ago."""
     cache = Cache()
-    one = engine(nodes[0], own_depot, model, segment=5 * cache.chunk_bytes, policy=policy)
+    one = engine(nodes[0], own_depot, model, segment=5 * cache.chunk_bytes)
     two = engine(nodes[1], own_depot, model)
     tokens = prompt(LENGTH)
     through(one, cache, tokens)
@@ -312,11 +259,10 @@ def test_what_a_new_master_does_not_know_is_written_again(nodes: list[Node], own
     for made in (one, two):
         # Whoever asks finds out that the master is another one.
         eventually(lambda m=made: m.contains(ChunkKey(os.urandom(26))) == -1 and m.get_stats()["offload"]["usable"])  # type: ignore[misc]
-    if policy == "write_through":
-        assert two.contains(keys[-1]) == -1
-        with nodes[0].client() as client:
-            client.remove(keys)
-        through(one, cache, tokens)
+    assert two.contains(keys[-1]) == -1
+    with nodes[0].client() as client:
+        client.remove(keys)
+    through(one, cache, tokens)
     eventually(lambda: two.contains(keys[-1]) == 1)
 
 
@@ -410,7 +356,7 @@ def test_vcache_clear_reaches_below_where_it_is_told_to(
     through(neighbour, cache, other)
     assert reader.contains(one.keys(tokens)[0]) == 1
     namespace = one.keys(tokens)[0][:NAMESPACE_BYTES].hex()
-    Path("on.yaml").write_text(f"offload: {{policy: on_evict, mooncake: {{master: '{depot.master.address}'}}}}\n")
+    Path("on.yaml").write_text(f"offload: {{policy: write_through, mooncake: {{master: '{depot.master.address}'}}}}\n")
 
     def clear(*arguments: str, expect: int = 0) -> str:
         said = vcache("clear", "--socket", str(nodes[0].path), "--namespace", namespace, *arguments, expect=expect)
@@ -592,8 +538,3 @@ def as_array(data: bytearray) -> Any:
 
 def nodes_chunks(made: VCacheEngine) -> int:
     return int(made.get_stats()["server"]["chunks"])
-
-
-def server_counters(at: Node) -> dict[str, int]:
-    with at.client() as client:
-        return client.stats().counters

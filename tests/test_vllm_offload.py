@@ -44,7 +44,7 @@ BUFFERS = 24
 GET_SECONDS = 2.0
 UNCACHED = {"vcache": {"load": False, "store": False}}
 FETCH = "vcache_backend.transfer.chunk_io:ChunkIO.fetch"
-READ = "vcache_backend.offload.tier:Tier.fetch"
+READ = "vcache_backend.offload.tier:OffloadTier.fetch"
 UPLOAD = "vcache_backend.transfer.chunk_io:ChunkIO.upload"
 LEASE = "vcache_backend.metadata_server.client:Client.acquire"
 

@@ -201,9 +201,9 @@ class MooncakeConfig(_Section, frozen=True, kw_only=True):
 class OffloadConfig(_Section, frozen=True, kw_only=True):
     """The offload tier. Times in seconds.
 
-    policy: which chunks go there: every one that is stored (write_through), those about to leave the pool (on_evict), or none, and
-    none is looked for (off). codec: how their bytes are written. raw; zstd and planes lose nothing; fp8 and int8 do, so that who uses
-    them shares with nobody who does not. promote: chunks read from below go back into the pool.
+    policy: write_through: every chunk that is stored goes there; off: none, and none is looked for. codec: how their bytes are written:
+    raw, or one byte a number, fp8 or int8, which loses precision, so that who uses them shares with nobody who does not. promote: chunks
+    read from there go back into the pool.
     min_bandwidth: bytes of KV a second; while less comes from below, computing is taken to be faster, and nothing is read but a try
     every `retry_max_seconds`. 0: never. None: see `least_bandwidth`.
     staging_bytes: pinned host memory that chunks pass through. queue_chunks: chunks that may wait to be written; more are dropped, and
@@ -215,9 +215,9 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
     `retry_max_seconds`, it is tried again in the background.
     """
 
-    policy: Literal["off", "write_through", "on_evict"] = "off"
+    policy: Literal["off", "write_through"] = "off"
     store: Literal["mooncake"] = "mooncake"
-    codec: Literal["raw", "zstd", "planes", "fp8", "int8"] = "raw"
+    codec: Literal["raw", "fp8", "int8"] = "raw"
     promote: bool = True
     min_bandwidth: ByteSize | None = None
     staging_bytes: ByteSize = ByteSize(1 << 30)
@@ -306,6 +306,8 @@ def from_dict(values: dict[str, Any], source: str = "configuration") -> Config:
     if isinstance(offload, dict) and offload.get("policy") is False:
         # What YAML makes of a plain `off`.
         values = values | {"offload": offload | {"policy": "off"}}
+    if isinstance(offload, dict) and offload.get("policy") == "on_evict":
+        raise ConfigError(f"{source}: offload.policy: on_evict is no more; use write_through, which has the same hits")
     try:
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:

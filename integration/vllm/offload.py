@@ -16,9 +16,8 @@ from vcache_backend.transfer.stats import EngineStats
 from .metadata import Link
 
 if TYPE_CHECKING:
-    from vcache_backend.offload.access import Access
     from vcache_backend.offload.fetch import Fetch, Staged
-    from vcache_backend.offload.index import Index
+    from vcache_backend.offload.tier import OffloadTier
 
 log = logging.getLogger("vllm.vcache")
 
@@ -36,33 +35,31 @@ class Below:
 
     def __init__(self, config: OffloadConfig, ranks: int, on_gpu: bool) -> None:
         """ranks: shards of a chunk. on_gpu: where the KV caches are."""
-        self._access: Access | None = None
-        self._index: Index | None = None
+        self._tier: OffloadTier | None = None
         self._ranks = ranks
         self._links: dict[int, Link] = {}
         if config.policy != "off":
             # Needs libraries of its own.
-            from vcache_backend.offload.tier import make_index
+            from vcache_backend.offload.tier import open_tier
 
-            made = make_index(config, on_gpu, EngineStats())
-            self._access, self._index = made if made is not None else (None, None)
+            self._tier = open_tier(config, EngineStats(), on_gpu)
 
     @property
     def usable(self) -> bool:
-        index = self._index
-        return index is not None and index.usable and all(link.usable for link in self._links.values())
+        tier = self._tier
+        return tier is not None and tier.usable and all(link.usable for link in self._links.values())
 
     @property
     def bandwidth(self) -> float | None:
         """Bytes of KV a second that loads brought lately."""
-        return self._index.bandwidth.value if self._index is not None else None
+        return self._tier.bandwidth if self._tier is not None else None
 
     def continued(self, client: Client, keys: Sequence[ChunkKey], found: int) -> int:
         """How many leading chunks can be loaded, given that the pool has the first `found` and not the next one."""
-        if self._index is None or found >= len(keys) or not self.usable:
+        if self._tier is None or found >= len(keys) or not self.usable:
             return found
         try:
-            return self._index.continued(client, keys, self._ranks, found)
+            return self._tier.extend(client, keys, self._ranks, found)
         except VCacheError as error:
             log.debug("look-up below: %s", error)
             return found
@@ -71,22 +68,22 @@ class Below:
         """How workers reach the store now, by their numbers."""
         self._links |= links
         rates = [link.bandwidth for link in self._links.values() if link.bandwidth is not None]
-        if self._index is not None and rates:
+        if self._tier is not None and rates:
             # All of them load at once, each its shard; a chunk is there when the slowest has it.
-            self._index.bandwidth.value = min(rates) * self._ranks
+            self._tier.bandwidth = min(rates) * self._ranks
 
     def close(self) -> None:
         """Idempotent."""
-        if self._access is not None:
-            self._access.close()
-        self._access = self._index = None
+        if self._tier is not None:
+            self._tier.close()
+        self._tier = None
 
 
 def link(io: ChunkIO, last: Link) -> Link:
     """How this worker reaches the store. The `last` one, if there is no noticeable change."""
     if io.tier is None:
         return last
-    usable, rate = io.tier.index.usable, io.tier.index.bandwidth.value
+    usable, rate = io.tier.usable, io.tier.bandwidth
     known = last.bandwidth
     same = rate == known or (rate is not None and known is not None and abs(rate - known) < NOTICEABLE * known)
     return last if same and usable == last.usable else Link(usable, rate)

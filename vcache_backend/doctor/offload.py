@@ -36,9 +36,7 @@ def _codec(tier: OffloadConfig) -> Finding:
     if tier.codec not in LOSSY:
         return Finding("offload codec", "ok", f"{tier.codec}: every bit comes back")
     detail = f"{tier.codec} loses bits: answers after a read from below differ a little, and only instances with it share"
-    return Finding(
-        "offload codec", "warn", detail, "set offload.codec to raw, zstd or planes, unless docs/mooncake.md's errors are fine"
-    )
+    return Finding("offload codec", "warn", detail, "set offload.codec to raw, unless docs/mooncake.md's errors are fine")
 
 
 def _bandwidth(tier: OffloadConfig) -> Finding:

@@ -33,7 +33,6 @@ MOONCAKE = _Package(
     ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"),
 )
 XXHASH = _Package("xxhash", (3, 5), (5,), "optional")
-ZSTANDARD = _Package("zstandard", (0, 23), (1,), "optional")
 PACKAGES = (
     _Package("msgspec", (0, 19), (1,), "required"),
     _Package("PyYAML", (6,), (7,), "required"),
@@ -44,7 +43,6 @@ PACKAGES = (
     _Package("vllm", (0, 26), (0, 34), "optional"),
     MOONCAKE,
     XXHASH,
-    ZSTANDARD,
 )
 
 
@@ -79,7 +77,7 @@ def needed_by_the_tier(config: Config) -> tuple[_Package, ...]:
     """What the offload tier cannot do without, as it is set."""
     if config.offload.policy == "off":
         return ()
-    return (MOONCAKE, XXHASH, ZSTANDARD) if config.offload.codec in ("zstd", "planes") else (MOONCAKE, XXHASH)
+    return MOONCAKE, XXHASH
 
 
 def _missing(package: _Package, needed: bool) -> Finding:

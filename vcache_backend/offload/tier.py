@@ -37,42 +37,52 @@ _BACKLOG = 1 << 14
 CLOSE_SECONDS = 3.0
 
 
-class Tier:
-    """What one worker reads from and writes to the offload tier.
+class OffloadTier:
+    """What one process reads from and writes to the offload tier; nobody outside looks behind it.
 
     Look-ups in any thread; `bind` and `fetch` in the worker's thread; `offer` in any. Nothing waits for the store but threads of the
     tier's own and whoever waits for a `Fetch`, and nothing raises for what the store does.
     """
 
-    def __init__(self, config: Config, layout: Layout, rank: int, device: Device, stats: EngineStats) -> None:
-        self._config, self._settings, self._stats = config, config.offload, stats
-        self._namespace, self._rank, self._device = layout.namespace(), rank, device
-        self._codec = codecs.make(config.offload.codec, codecs.Geometry(layout.dtype, layout.head_dim))
-        self.access = Access(config.offload, make_store(config.offload), stats)
-        self.index = Index(config.offload, self.access, device.ordinal is not None)
+    def __init__(self, config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> None:
+        """Looks up only, until `bind`. on_gpu: where the KV caches are. Starts to reach the store, in the background."""
+        self._settings, self._stats = config, stats
+        self.access = Access(config, make_store(config), stats)
+        self.index = Index(config, self.access, on_gpu)
         # What came back may be another master, which knows no object.
         self.access.on_back = self.doubt
         self._source: Source | None = None
         self._writer: Writer | None = None
         self._client: Client | None = None
-        self._readers = Workers("vcache-offload-read", config.offload.readers, _BACKLOG)
+        self._readers = Workers("vcache-offload-read", config.readers, _BACKLOG)
         self._checkers = Workers("vcache-offload-check", max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4)), _BACKLOG)
         self._rings: list[Ring] = []
         self._bound = 0
-        self.promotes = config.offload.promote
+        self.promotes = config.promote
 
-    def bind(self, chunk_bytes: int, views: Callable[[Sequence[Location]], list[SlotView]]) -> None:
-        """The size of a chunk is known: make the buffers, once. Raises ConfigError where there is no memory for them."""
+    def bind(
+        self,
+        config: Config,
+        layout: Layout,
+        device: Device,
+        chunk_bytes: int,
+        views: Callable[[Sequence[Location]], list[SlotView]],
+    ) -> None:
+        """The chunks of this process's KV caches are known: make the buffers, once. In the worker's thread. views: addresses of slots.
+
+        Raises ConfigError where there is no memory for them, CodecError where the codec is not for such KV.
+        """
         if self._bound == chunk_bytes:
             return
         if self._bound:
             raise ConfigError(f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks of {self._bound:,} B")
-        size = buffer_bytes(self._codec, chunk_bytes)
+        codec = codecs.make(self._settings.codec, codecs.Geometry(layout.dtype, layout.head_dim))
+        size = buffer_bytes(codec, chunk_bytes)
         count = min(self._settings.staging_bytes // size, 2 * MOST_BUFFERS)
         if count < 4:
             need = f"offload.staging_bytes must be at least {4 * size:,}, four chunks of {size:,} B each"
             raise ConfigError(f"{need}; it is {int(self._settings.staging_bytes):,}")
-        pinned = self._device.ordinal is not None
+        pinned = device.ordinal is not None
         try:
             writing, reading = Ring(size, count // 2, pinned), Ring(size, count - count // 2, pinned)
         except (RuntimeError, OSError) as error:
@@ -80,13 +90,13 @@ class Tier:
         self._rings = [writing, reading]
         for ring in self._rings:
             self.access.store.register(ring.span, ring.fd)
-        fingerprint, settings = self._namespace.fingerprint, self._settings
+        fingerprint, settings = layout.namespace().fingerprint, self._settings
         self._source = Source(
             self.access,
             self._readers,
             self._checkers,
             reading,
-            self._codec,
+            codec,
             fingerprint,
             chunk_bytes,
             settings.get_seconds,
@@ -95,36 +105,67 @@ class Tier:
             self.index.bandwidth,
         )
         # A connection of its own: what happens here must not make a request wait.
-        self._client = Client(self._config.server.path, self._config.client, self._device.name, self._device.medium)
+        self._client = Client(config.server.path, config.client, device.name, device.medium)
         sink = Sink(
             self.access,
             writing,
-            self._codec,
+            codec,
             fingerprint,
-            self._rank,
             chunk_bytes,
             self._client,
             views,
-            self._device.ordinal,
+            device.ordinal,
             self._stats,
             self.index,
         )
-        self._writer = Writer(sink, settings.writers, settings.queue_chunks, saves=settings.policy == "on_evict")
+        self._writer = Writer(sink, settings.writers, settings.queue_chunks)
         self._bound = chunk_bytes
         log.info("offload tier: %s; %d buffers of %s B, %s", settings, count, f"{size:,}", "pinned" if pinned else "host")
 
     def doubt(self) -> None:
         """What was written may not be there any more. Any thread."""
         self.index.below.clear()
-        if self._writer is not None:
-            self._writer.doubt()
+
+    # ---- look-ups
+
+    @property
+    def usable(self) -> bool:
+        """Whether look-ups reach the store now. Costs nothing to ask."""
+        return self.index.usable
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes of KV a second that came lately; None before the first load."""
+        return self.index.bandwidth.value
+
+    @bandwidth.setter
+    def bandwidth(self, value: float | None) -> None:
+        self.index.bandwidth.value = value
+
+    def note_epoch(self, epoch: int) -> None:
+        """The server said that the namespace is in this epoch. What was found out in another is forgotten."""
+        self.index.hear(epoch)
+
+    def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:
+        """How many leading chunks are there, as far as can be told within `lookup_seconds`. epoch: the server's answer to who asked it
+        just now."""
+        return self.index.contains_prefix(keys, epoch)
+
+    def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
+        """How many leading chunks can be loaded, given that the pool has the first `found` and not the next one, by all `ranks` ranks
+        (keys of rank 0). Raises VCacheError if the pool does not answer."""
+        return self.index.continued(client, keys, ranks, found)
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch | None:
         """Begin to read these, as they were stored in `epoch`; None where nothing can come."""
         self.index.hear(epoch)
-        if self._source is None or not keys or not self.index.usable:
+        if self._source is None or not keys or not self.may_have(keys[0]):
             return None
         return Fetch(self._source, keys, epoch)
+
+    def may_have(self, key: ChunkKey) -> bool:
+        """Whether it is worth asking: the store is usable, and this was not found to be absent a short while ago."""
+        return self.index.usable and not self.index.known_absent(key)
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """These are in the pool from now on. Never blocks."""
@@ -152,7 +193,7 @@ class Tier:
             "usable": self.access.usable,
             "breaker": {"open": self.access.breaker.is_open, "opened": self.access.breaker.opened},
             "policy": self._settings.policy,
-            "codec": self._codec.name,
+            "codec": self._settings.codec,
             "written": counted.get("written", 0),
             "dropped": {reason: counted.get(f"dropped_{reason}", 0) for reason in DROPPED},
             "late": counted.get("late", 0),
@@ -179,13 +220,12 @@ def make_store(config: OffloadConfig) -> ObjectStore:
     return IsolatedStore(config)
 
 
-def make_index(config: OffloadConfig, on_gpu: bool, stats: EngineStats) -> tuple[Access, Index] | None:
-    """For who only looks up: the store and its index. None where the tier is off, or cannot be had, which is logged."""
+def open_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> OffloadTier | None:
+    """The offload tier. None where it is off, or cannot be had, which is logged: the pool serves without."""
     if config.policy == "off":
         return None
     try:
-        access = Access(config, make_store(config), stats)
+        return OffloadTier(config, stats, on_gpu)
     except VCacheError as error:
         log.error("no offload tier: %s", error)
         return None
-    return access, Index(config, access, on_gpu)

@@ -17,7 +17,7 @@ import torch
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Location
+from vcache_backend.metadata_server.messages import ChunkKey, Location
 from vcache_backend.offload import objects
 from vcache_backend.offload.access import Access
 from vcache_backend.offload.codecs import Codec, CodecError
@@ -35,8 +35,7 @@ BATCH_MOST = 16
 FIRST_PART = 4
 """While nothing is being written, a batch is so many times smaller."""
 POLL_SECONDS = 0.02
-"""How often the server is asked for chunks that are about to leave the pool."""
-SAVE_MOST = 64
+"""How often a store that is down is looked at again."""
 FULL_RETRIES = 4
 FULL_SECONDS = 0.05
 """A full store evicts in the background: it is tried again after about so long, doubling."""
@@ -56,7 +55,6 @@ class Sink:
     ring: Ring
     codec: Codec
     fingerprint: bytes
-    rank: int
     chunk_bytes: int
     client: Client
     views: Callable[[Sequence[Location]], list[SlotView]]
@@ -71,39 +69,30 @@ class Sink:
 
 @dataclass
 class _Batch:
-    """Sealed objects of one epoch on their way. unfit: what cannot be one. lease: held until they are written, 0 if they may leave the
-    pool before."""
+    """Sealed objects of one epoch on their way."""
 
     epoch: int
     keys: list[ChunkKey] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    unfit: list[ChunkKey] = field(default_factory=list)
-    lease: int = 0
 
 
 class Writer:
-    """Writes what it is offered, and, where `saves`, what the server says is about to leave the pool.
+    """Writes what it is offered.
 
     One thread copies out of the pool, `putters` threads write: a copy goes on beside the call of the store's.
     """
 
-    def __init__(self, sink: Sink, putters: int, most: int, saves: bool) -> None:
+    def __init__(self, sink: Sink, putters: int, most: int) -> None:
         """most: chunks that may wait."""
-        self._sink, self._most, self._saves = sink, most, saves
+        self._sink, self._most = sink, most
         self._waiting: deque[ChunkKey] = deque()
-        self._there: list[ChunkKey] = []
-        self._doubts = False
-        self._namespace = b""
-        """Of the chunks in the pool, once there is one: in vLLM the scheduler names them, by all workers' layouts."""
         self._copied: deque[_Batch] = deque()
         self._changed = threading.Condition()
         self._copying = False
         self._writing = 0
         self._step = 1
         """Chunks of the next batch: few at first, so that writing begins early, then twice as many each time."""
-        self._more = False
-        """Was there more to save than one batch takes?"""
         self._stopping = False
         self._stream: torch.cuda.Stream | None = None
         self._threads = [threading.Thread(target=self._guarded, args=(self._copy_out,), name="vcache-offload-copy", daemon=True)]
@@ -115,24 +104,13 @@ class Writer:
             thread.start()
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """These are in the pool: write them, soon, or, where the server says what is to be written, tell it which are below already.
-        Never blocks: what is too much is dropped, and counted."""
-        if self._saves:
-            with self._changed:
-                self._namespace = keys[0][:NAMESPACE_BYTES] if keys else self._namespace
-                self._there += [key for key in keys if key in self._sink.index.below]
-            return
+        """These are in the pool: write them, soon. Never blocks: what is too much is dropped, and counted."""
         fresh = [key for key in keys if key not in self._sink.index.below]
         with self._changed:
             room = max(self._most - len(self._waiting), 0)
             self._waiting += fresh[:room]
             self._changed.notify_all()
         self._dropped("backlog", len(fresh) - min(room, len(fresh)))
-
-    def doubt(self) -> None:
-        """What was said to be below may not be."""
-        with self._changed:
-            self._doubts = True
 
     def flush(self, seconds: float) -> bool:
         """Wait until what was offered so far is written or dropped; False if it is not after so many seconds."""
@@ -155,7 +133,6 @@ class Writer:
 
     def _copy_out(self) -> None:
         batch = self._take()
-        self._more = False
         if batch:
             try:
                 self._stage(batch)
@@ -163,22 +140,11 @@ class Writer:
                 with self._changed:
                     self._copying = False
                     self._changed.notify_all()
-        elif self._waiting:
-            return
-        elif self._saves:
-            with self._changed:
-                there, self._there = self._there, []
-                doubts, self._doubts = self._doubts, False
-            if doubts and self._namespace:
-                self._sink.client.unsaved(self._namespace)
-            self._tell_saved(there)
-            self._more = self._sink.access.usable and bool(self._namespace) and self._save()
 
     def _take(self) -> list[ChunkKey]:
         """What waits, once there is a store for it: a chunk may stay in the pool for longer than a master takes to come back."""
-        pause = (0.0 if self._more else POLL_SECONDS) if self._saves else None
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._stopping, pause)
+            self._changed.wait_for(lambda: self._waiting or self._stopping)
             if self._waiting and not self._sink.access.usable:
                 self._changed.wait(POLL_SECONDS)
                 return []
@@ -210,32 +176,6 @@ class Writer:
                 self._dropped("gone", 1)
             keys = keys[run + 1 :]
 
-    def _save(self) -> bool:
-        """Write what would leave the pool next: was that not all? Under a lease until it is written: its slot is not given to another
-        before."""
-        sink, most = self._sink, min(self._sink.batch, SAVE_MOST)
-        offered = sink.client.save(self._namespace, sink.rank, most)
-        if not offered.lease:
-            return False
-        names = [objects.name(key, offered.epoch) for key in offered.keys]
-        there = sink.access.ask(names) or 0
-        if there:
-            # An earlier life of the server, or another node, had them written.
-            sink.client.saved(offered.keys[:there])
-        if there == len(names) or not sink.access.usable:
-            self._held(offered.lease)
-            return len(offered.keys) == most
-        batch = self._copied_out(offered.keys[there:], offered.locations[there:], offered.epoch)
-        batch.lease = offered.lease
-        # Not to be offered for ever.
-        self._tell_saved(batch.unfit)
-        if batch.keys and self._renewed(offered.lease):
-            self._hand_over(batch)
-        else:
-            self._give_up(batch, "gone")
-            self._held(offered.lease)
-        return len(offered.keys) == most
-
     def _copied_out(self, keys: Sequence[ChunkKey], locations: Sequence[Location], epoch: int) -> _Batch:
         """The chunks, stored in `epoch`, as sealed objects in buffers; what has no buffer or no address is dropped."""
         sink, batch = self._sink, _Batch(epoch)
@@ -257,7 +197,6 @@ class Writer:
                     log.warning("chunk %s is not written to the store: %s", key.hex(), error)
                 self._dropped("codec", 1)
                 sink.ring.give([buffer])
-                batch.unfit.append(key)
                 continue
             batch.keys.append(key)
             batch.buffers.append(buffer)
@@ -296,13 +235,6 @@ class Writer:
             log.debug("release: %s", error)
             return False
 
-    def _renewed(self, lease: int) -> bool:
-        try:
-            return self._sink.client.renew(lease)
-        except VCacheError as error:
-            log.debug("renew: %s", error)
-            return False
-
     def _hand_over(self, batch: _Batch) -> None:
         if batch.keys:
             with self._changed:
@@ -323,8 +255,6 @@ class Writer:
         finally:
             # Only now: until the call has returned it may read them.
             self._sink.ring.give(batch.buffers)
-            if batch.lease:
-                self._held(batch.lease)
             with self._changed:
                 self._writing -= 1
                 self._changed.notify_all()
@@ -345,8 +275,6 @@ class Writer:
             there = [keys[i] for i in stored]
             if batch.epoch == sink.index.epoch:
                 sink.index.written(there)
-            if self._saves:
-                self._tell_saved(there)
             for outcome in (Put.TOO_LARGE, Put.FAILED):
                 self._dropped(outcome.value, put.count(outcome))
             full = [i for i, outcome in enumerate(put) if outcome is Put.FULL]
@@ -364,14 +292,6 @@ class Writer:
                 return False
             time.sleep(POLL_SECONDS)
         return not self._stopping
-
-    def _tell_saved(self, keys: list[ChunkKey]) -> None:
-        if not keys:
-            return
-        try:
-            self._sink.client.saved(keys)
-        except VCacheError as error:
-            log.debug("saved: %s", error)
 
     # ---- the rest
 

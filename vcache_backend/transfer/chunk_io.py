@@ -29,7 +29,7 @@ from vcache_backend.vram_pool.uploads import Uploader, make_uploader
 
 if TYPE_CHECKING:
     from vcache_backend.offload.fetch import Fetch, Staged
-    from vcache_backend.offload.tier import Tier
+    from vcache_backend.offload.tier import OffloadTier
     from vcache_backend.vram_pool.checksum import Check, Sealer
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class ChunkIO:
             there = layout.extra.get("checksum")
             raise ValueError(f"engine.checksum is {config.engine.checksum}, the layout's is {there!r}; see `checked_layout`")
         self.layout, self.chunk_size = layout, layout.chunk_size
-        self._config = config.engine
+        self._config, self._whole_config = config.engine, config
         self.stats = EngineStats()
         self.device = devices.resolve(config.pool.device)
         fields = {} if anonymous else layout.fields() | {"namespace": str(layout.namespace())}
@@ -137,7 +137,7 @@ class ChunkIO:
         self.copier = copier or make_copier(self.device, config)
         self._sealer = make_sealer(self.device, config) if config.engine.checksum else None
         self.committer = Committer(self.client, self.stats, config.engine.max_inflight_stores)
-        self.tier = make_tier(config, layout, rank, self.device, self.stats)
+        self.tier = make_tier(config, self.device, self.stats)
         """The offload tier; None where there is none."""
         self._uploader: Uploader | None = None
         self._paged: PagedKV | None = None
@@ -168,7 +168,7 @@ class ChunkIO:
             return
         try:
             self._uploader = make_uploader(self.copier, kv, kv.chunk_bytes(self.chunk_size))
-            self.tier.bind(kv.chunk_bytes(self.chunk_size), self.views)
+            self.tier.bind(self._whole_config, self.layout, self.device, kv.chunk_bytes(self.chunk_size), self.views)
         except (VCacheError, RuntimeError) as error:
             log.error("no offload tier: %s", error)
             with suppress(VCacheError):
@@ -190,14 +190,14 @@ class ChunkIO:
 
     def continued(self, keys: list[ChunkKey], ranks: int, found: int) -> int:
         """`lookup`, where the first `found` chunks are known to be in the pool and the next one is not."""
-        return found if self.tier is None else self.tier.index.continued(self.client, keys, ranks, found)
+        return found if self.tier is None else self.tier.extend(self.client, keys, ranks, found)
 
     def contains(self, key: ChunkKey) -> int:
         """0: in the pool; 1: below it; -1: nowhere known. No lease."""
         answer = self.client.present([key])
         if answer.present[0]:
             return 0
-        return 1 if self.tier is not None and self.tier.index.contains_prefix([key], answer.epoch) else -1
+        return 1 if self.tier is not None and self.tier.lookup([key], answer.epoch) else -1
 
     def lease(self, keys: list[ChunkKey]) -> Lease | None:
         """Lease the leading run of chunks that are there; None if there are none."""
@@ -205,7 +205,7 @@ class ChunkIO:
         with self.stats.timed("acquire"):
             leased = self.client.acquire(keys)
         if self.tier is not None:
-            self.tier.index.hear(leased.epoch)
+            self.tier.note_epoch(leased.epoch)
         if not leased.lease:
             return None
         there, until = keys[: len(leased.locations)], asked + leased.seconds
@@ -274,7 +274,7 @@ class ChunkIO:
 
     def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
         """Begin to read the leading run of chunks that the pool has not; None if nothing is below. To be cancelled if it is not used up."""
-        if self.tier is None or not keys or not self.tier.index.usable or self.tier.index.known_absent(keys[0]):
+        if self.tier is None or not keys or not self.tier.may_have(keys[0]):
             return None
         answer = self.client.present(list(keys))
         pooled = answer.present
@@ -418,7 +418,7 @@ class ChunkIO:
         with self.stats.timed("reserve"):
             reserved = self.client.reserve(list(keys), self.slot_bytes(kv), fetched_in is not None)
         if self.tier is not None:
-            self.tier.index.hear(reserved.epoch)
+            self.tier.note_epoch(reserved.epoch)
         if fetched_in not in (None, reserved.epoch):
             # A reset came in between: these are chunks of before.
             if reserved.reservation:
@@ -546,18 +546,14 @@ def checked_layout(config: Config, layout: Layout) -> Layout:
     return msgspec.structs.replace(layout, extra=extra | checksum | codec)
 
 
-def make_tier(config: Config, layout: Layout, rank: int, device: devices.Device, stats: EngineStats) -> Tier | None:
-    """The offload tier. None where it is off, or cannot be for this KV, which is logged: the pool serves without."""
+def make_tier(config: Config, device: devices.Device, stats: EngineStats) -> OffloadTier | None:
+    """The offload tier. None where it is off, or cannot be had, which is logged: the pool serves without."""
     if config.offload.policy == "off":
         return None
     # Needs libraries of its own.
-    from vcache_backend.offload.tier import Tier
+    from vcache_backend.offload.tier import open_tier
 
-    try:
-        return Tier(config, layout, rank, device, stats)
-    except VCacheError as error:
-        log.error("no offload tier: %s", error)
-        return None
+    return open_tier(config.offload, stats, device.ordinal is not None)
 
 
 def make_sealer(device: devices.Device, config: Config) -> Sealer:
