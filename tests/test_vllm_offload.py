@@ -567,16 +567,16 @@ def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(ours: SimpleN
     assert fenced == [copy]
 
 
-def test_what_is_written_below_is_counted_by_cause(ours: SimpleNamespace) -> None:
+def test_what_is_written_offloaded_is_counted_by_cause(ours: SimpleNamespace) -> None:
     meter = ours.stats.Meter()
-    meter.written_below(3, 3 * CHUNK_BYTES, {"full": 2, "a reason of its own": 1, "down": 0})
+    meter.written_offloaded(3, 3 * CHUNK_BYTES, {"full": 2, "a reason of its own": 1, "down": 0})
     meter.failed("store_late")
     taken = meter.take()
     assert taken is not None
     assert taken.data["counters"] == {
-        "below_written_chunks": {"": 3},
-        "below_written_bytes": {"": 3 * CHUNK_BYTES},
-        "below_dropped_chunks": {"full": 2, "other": 1},
+        "offload_written_chunks": {"": 3},
+        "offload_written_bytes": {"": 3 * CHUNK_BYTES},
+        "offload_dropped_chunks": {"full": 2, "other": 1},
         "failures": {"store_late": 1},
     }
     assert set(ours.offload.CAUSES.values()) | {"store"} <= set(ours.stats.FAILURES)

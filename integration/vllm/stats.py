@@ -49,9 +49,9 @@ COUNTERS = {
     "failures": _Count("Loads, stores and look-ups that failed.", "cause", FAILURES),
     "recomputed_tokens": _Count("Promised tokens that were computed after all."),
     "not_stored_chunks": _Count("Chunks that were not stored; `exists` and `busy` are no failures.", "cause", NOT_STORED),
-    "below_written_chunks": _Count("Chunks written to the offload tier, counted by worker."),
-    "below_written_bytes": _Count("Bytes written to the offload tier, as they lie there."),
-    "below_dropped_chunks": _Count("Chunks that were to be written there and were not.", "cause", NOT_WRITTEN),
+    "offload_written_chunks": _Count("Chunks written to the offload tier, counted by worker."),
+    "offload_written_bytes": _Count("Bytes written to the offload tier, as they lie there."),
+    "offload_dropped_chunks": _Count("Chunks that were to be written there and were not.", "cause", NOT_WRITTEN),
 }
 HISTOGRAMS = {
     "load_seconds": "Time of one worker's load, metadata and data.",
@@ -193,13 +193,13 @@ class Meter:
         with self._lock:
             self._stats.count("not_stored_chunks", chunks, cause if cause in NOT_STORED else OTHER)
 
-    def written_below(self, chunks: int, nbytes: int, dropped: Mapping[str, int]) -> None:
+    def written_offloaded(self, chunks: int, nbytes: int, dropped: Mapping[str, int]) -> None:
         """Chunks of one rank that were written to the offload tier, and those that were not, by cause. See NOT_WRITTEN."""
         with self._lock:
-            self._stats.count("below_written_chunks", chunks)
-            self._stats.count("below_written_bytes", nbytes)
+            self._stats.count("offload_written_chunks", chunks)
+            self._stats.count("offload_written_bytes", nbytes)
             for cause, count in dropped.items():
-                self._stats.count("below_dropped_chunks", count, cause if cause in NOT_WRITTEN else OTHER)
+                self._stats.count("offload_dropped_chunks", count, cause if cause in NOT_WRITTEN else OTHER)
 
     def scheduler_time(self, seconds: float) -> None:
         """What one request cost the scheduler, from its look-up to its metadata."""

@@ -274,7 +274,7 @@ class WorkerSide:
         if counts != self._counted_below:
             more = {name: count - self._counted_below.get(name, 0) for name, count in counts.items()}
             dropped = {name.removeprefix("dropped_"): count for name, count in more.items() if name.startswith("dropped_")}
-            self._meter.written_below(more.get("written", 0), more["bytes"], dropped)
+            self._meter.written_offloaded(more.get("written", 0), more["bytes"], dropped)
             self._counted_below = counts
 
     def _advance(self) -> set[str]:
