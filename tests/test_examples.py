@@ -8,10 +8,11 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,8 @@ from vllm_cases import missing
 from vcache_backend import config as configuration
 from vcache_backend import doctor
 from vcache_backend.config import ByteSize
-from vcache_backend.integration.lmcache import selftest, settings
-from vcache_backend.integration.lmcache.instance import Instance
-from vcache_backend.integration.lmcache.start_server import LAUNCHED
+from vcache_backend.integration.lmcache import checks, settings
+from vcache_backend.integration.lmcache.instance import discover
 
 PLAIN, HOST_TIER = "lmcache-vcache.yaml", "lmcache-vcache-with-host-tier.yaml"
 CONFIGS = [ROOT / "configs" / name for name in (PLAIN, HOST_TIER)]
@@ -48,18 +48,14 @@ class Written:
         self.__dict__.update(yaml.safe_load(path.read_text()))
 
 
-INSTANCE = Instance(
-    model="m",
-    dtype="bfloat16",
-    kv_cache_dtype="bfloat16",
-    layers=2,
-    kv_heads=2,
-    head_dim=64,
-    block_size=16,
-    under_vllm=True,
+INSTANCE = replace(
+    discover(
+        SimpleNamespace(
+            model_name="m", kv_dtype="bfloat16", kv_shape=(2, 1, 256, 2, 64), world_size=2, worker_id=0, use_mla=True
+        ),
+        settings.Settings(config=configuration.Config(), block_size=16),
+    ),
     load_failure_policy="recompute",
-    use_mla=True,
-    tp_size=2,
 )
 
 
@@ -85,14 +81,14 @@ def test_every_key_has_a_line_that_explains_it(path: Path) -> None:
 
 def test_the_plugin_has_nothing_against_them_but_what_the_host_tier_costs() -> None:
     plain, host = (Written(path) for path in CONFIGS)
-    assert [selftest.modes(written, INSTANCE) for written in (plain, host)] == [None, None]
-    assert selftest.remarks(plain, INSTANCE) == []
-    assert [line.partition(":")[0] for line in selftest.remarks(host, INSTANCE)] == [
+    assert [checks.refusal(written, INSTANCE) for written in (plain, host)] == [None, None]
+    assert list(checks.remarks(plain, INSTANCE)) == []
+    assert [line.partition(":")[0] for line in checks.remarks(host, INSTANCE)] == [
         "every store is copied to host memory too",
         "local_cpu is true",
     ]
     # The check can fail.
-    assert selftest.remarks(plain, Instance(**{**vars(INSTANCE), "load_failure_policy": "fail"})) != []
+    assert list(checks.remarks(plain, replace(INSTANCE, load_failure_policy="fail"))) != []
 
 
 LOADED = """
@@ -140,7 +136,7 @@ def test_every_key_of_ours_that_it_names_exists() -> None:
     known = set(settings._known())
     named = set(re.findall(r"`(vcache\.[a-z_.]+)[`:]", DOCS.read_text()))
     assert len(named) > 8
-    assert named - known - {"vcache.log"} == set()
+    assert named - known - {"vcache.sock.log"} == set()
 
 
 def test_its_snippets_are_yaml_and_its_paths_exist() -> None:
@@ -149,7 +145,6 @@ def test_its_snippets_are_yaml_and_its_paths_exist() -> None:
         settings.read(values.get("extra_config", {}), 256)
     for path in re.findall(r"\]\(\.\./([^)#]+)\)", DOCS.read_text()):
         assert (ROOT / path).exists(), path
-    assert LAUNCHED.name in DOCS.read_text()
 
 
 def test_the_settings_it_refuses_are_those_that_the_plugin_refuses() -> None:
@@ -157,7 +152,7 @@ def test_the_settings_it_refuses_are_those_that_the_plugin_refuses() -> None:
     for name in re.findall(r"`(\w+)`", row.split("|")[1]):
         written = Written(CONFIGS[0])
         setattr(written, name, True)
-        assert selftest.modes(written) is not None, name
+        assert checks.refusal(written, INSTANCE) is not None, name
 
 
 # ---- the example
