@@ -13,11 +13,11 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.transfer.courier import Courier
+from vcache_backend.transfer.keys import BlockHashKeys, adapter_digest
 from vcache_backend.transfer.layout import checked_layout
 
 from . import compat, model_spec, request_params
 from .adapters import Adapters
-from .keys import KeyMaker, adapter_digest
 from .metadata import Granted, Link, Shard
 from .offload import Below
 from .stats import Meter
@@ -68,7 +68,7 @@ class Finder:
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
         self._introduced_by = 0.0
         self._client: Client | None = None
-        self._namer: KeyMaker | None = None
+        self._namer: BlockHashKeys | None = None
         self._releaser: Courier | None = None
         self._adapters = Adapters()
         self._prefix = b""
@@ -127,7 +127,7 @@ class Finder:
         )
         self._prefix = namespace.prefix
         self._releaser = Courier(self._client)
-        self._namer = KeyMaker(namespace, self._size // self._hash_block)
+        self._namer = BlockHashKeys(namespace, self._size // self._hash_block)
         if trouble := self._client.trouble:
             log.warning("vcache: %s; everything is computed until then", trouble)
         log.info("vcache: namespace %s, chunks of %d tokens, %d shards", namespace, self._size, self.ranks)

@@ -23,6 +23,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.transfer import load as transfer
+from vcache_backend.transfer.keys import of_rank
 from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.places import BlockPlaces, Places
 from vcache_backend.transfer.session import FOREIGN, Lease, Session
@@ -34,7 +35,6 @@ from .. import amx, memory_budget, round_trip
 from . import compat, model_spec, offload
 from .compat import refusal
 from .events import Events, StoredBlocks
-from .keys import of_rank
 from .metadata import Link, Load, Shard, StepMetadata, Store, WorkerReport
 from .stats import Meter
 
