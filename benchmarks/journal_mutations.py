@@ -1,6 +1,6 @@
 """Journals damaged in many ways: does a restarted server ever believe one that is not its predecessor's last word?
 
-Histories are made by a real directory and a real journal: stores, evictions, removals, pins, dropped segments, writers that never
+Histories are made by a real directory and a real journal: stores, evictions, removals, dropped segments, writers that never
 answer, compactions. Then the file is changed and a server's parts start from it: journal, directory, service; the segments' holders
 bring the witness and offer their memory again. Wrong is a key that is found where it was not, and a slot given away that a chunk has
 which the server no longer knows, or that somebody may still be writing to. A cold start is right.
@@ -21,13 +21,15 @@ from unittest.mock import patch
 
 from vcache_backend.metadata_server import journal as journals
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import service as services
+from vcache_backend.metadata_server import succession
 from vcache_backend.metadata_server.allocator import padded
-from vcache_backend.metadata_server.directory import Client, Directory, Limits
-from vcache_backend.metadata_server.eviction import LRU
-from vcache_backend.metadata_server.journal import Journal, ProcessId
+from vcache_backend.metadata_server.directory import Directory, Limits
+from vcache_backend.metadata_server.journal import Journal
+from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import JournalState, ProcessId
 from vcache_backend.metadata_server.service import Service
-from vcache_backend.metadata_server.witness import Proof, Witness
+from vcache_backend.metadata_server.succession import Predecessor
+from vcache_backend.metadata_server.witness import Witness
 from vcache_backend.vram_pool import host_segment
 
 from .mooncake_site import write_rows
@@ -39,8 +41,8 @@ EACH = 500
 STEPS = 60
 SEGMENTS = {m.SegmentId(name): size for name, size in (("s0", 16 << 10), ("s1", 8 << 10), ("s2", 12 << 10))}
 SIZES = (1024, 1024, 1024, 700, 2048)
-WRITERS = [Client(number, ProcessId(100 + number, number), "host", "host") for number in (1, 2, 3)]
-OTHER = Client(9, ProcessId(900, 9), "host", "host")
+WRITERS = [Peer(number, ProcessId(100 + number, number), "host", "host") for number in (1, 2, 3)]
+OTHER = Peer(9, ProcessId(900, 9), "host", "host")
 
 
 class History:
@@ -51,11 +53,11 @@ class History:
         self.epoch = 1 + self.random.getrandbits(62)
         self.witness = Witness(self.epoch)
         self.now = 1000.0
-        self.directory = Directory(LRU(), Limits(), lambda: self.now, 1 + self.random.getrandbits(62))
+        self.directory = Directory(Limits(), lambda: self.now, 1 + self.random.getrandbits(62))
         self.path = folder / "made.journal"
         self._journal = Journal(self.path, self.epoch, WRITERS[0].process)
         self._journal.start(self.directory.snapshot())
-        self._open: list[tuple[Client, int]] = []
+        self._open: list[tuple[Peer, int]] = []
         self.older: list[bytes] = []
         for name in SEGMENTS:
             self.directory.add_segment(m.SegmentInfo(name, "host", "host", SEGMENTS[name]))
@@ -69,7 +71,7 @@ class History:
         self._journal.close()
         self.data = self.path.read_bytes()
         self.frames = list(frames(self.data))
-        self.live = {entry.key: entry.location for entry in self.directory._live}
+        self.live = {entry.key: entry.location for entry in self.directory.contents.live}
         self.written = [entry.location for _, held in self.directory.reservations.items() for entry in held.entries]
 
     def _keys(self, most: int) -> list[m.ChunkKey]:
@@ -91,14 +93,14 @@ class History:
         elif what < 0.75:
             directory.remove(self._keys(4))
         elif what < 0.85:
-            directory.set_pin(self._keys(4), pick.choice((m.Pin.NONE, m.Pin.SOFT)))
+            directory.touch(self._keys(4))
         elif what < 0.9:
             directory.disconnect(client)
         elif what < 0.92:
             directory.process_gone(client.process)
         elif what < 0.93:
-            name = pick.choice(list(directory.placement.segments) or [m.SegmentId("s0")])
-            if name in directory.placement.segments:
+            name = pick.choice(list(directory.segments) or [m.SegmentId("s0")])
+            if name in directory.segments:
                 directory.drop_segment(name)
         else:
             directory.tick()
@@ -246,17 +248,17 @@ def restarted(here: History, path: Path, fds: dict[m.SegmentId, int], believe: b
     try:
         state = journals.read(path)
     except journals.Damaged:
-        state = journals.State()
+        state = JournalState()
     clock = here.now + 1000.0
-    directory = Directory(LRU(), Limits(), lambda: clock, 1)
+    directory = Directory(Limits(), lambda: clock, 1)
     directory.restore(state)
     clock += 1.0
-    proof = Proof(state.epoch, state.frame)
-    service = Service(directory, 1, proof)
+    predecessor = Predecessor(directory, state, 1)
+    service = Service(directory, 1, predecessor)
     if believe:
-        proof.proven = True
+        predecessor.proven = True
     else:
-        service.hear_witness(here.witness.fd)
+        predecessor.hear(here.witness.fd)
     for name, fd in fds.items():
         mine = [os.dup(fd)]
         service.answer(OTHER, m.AddSegment(name, "host", "host", SEGMENTS[name], again=True), mine)
@@ -267,8 +269,8 @@ def restarted(here: History, path: Path, fds: dict[m.SegmentId, int], believe: b
 
 def wrongs(here: History, directory: Directory) -> int:
     """Keys that are not where they were, and slots given away that were somebody's."""
-    known = {entry.location for entry in directory._live}
-    wrong = sum(here.live.get(entry.key) != entry.location for entry in directory._live)
+    known = {entry.location for entry in directory.contents.live}
+    wrong = sum(here.live.get(entry.key) != entry.location for entry in directory.contents.live)
     taken = [*here.written, *(location for location in here.live.values() if location not in known)]
     for number in range(1000, 1100):
         (slot,) = directory.reserve(OTHER, [_key(number)], 1024).slots
@@ -304,7 +306,7 @@ class Counts:
 def run(mutations: int, seed: int = 1, believe: bool = False) -> Counts:
     """So many mutations, the same ones for the same seed."""
     counts, kinds = Counts(), list(KINDS.items())
-    quiet = patch.object(services.log, "disabled", True)
+    quiet = patch.object(succession.log, "disabled", True)
     with tempfile.TemporaryDirectory() as name, _memory() as fds, patch.object(journals, "COMPACT_BYTES", 3000), quiet:
         folder, round_ = Path(name), 0
         while counts.mutations < mutations:

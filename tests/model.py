@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vcache_backend.metadata_server.directory import Client
-from vcache_backend.metadata_server.journal import ProcessId
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Pin, SegmentId
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location
+from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import ProcessId
 
 ALIGNMENT = 256
 
@@ -63,13 +63,12 @@ def pattern(token: int, nbytes: int) -> bytes:
 @dataclass(eq=False)
 class Slot:
     """An occupied place. `state`: open (may be committed), void (quarantined), live, doomed (removed under a lease), cleared (seen by
-    nobody, to be freed some time)."""
+    nobody, to be freed some time), resting (of before a restart, seen by nobody until it is back)."""
 
     key: ChunkKey
     location: Location
     token: int
     state: str
-    pin: Pin = Pin.NONE
 
     @property
     def span(self) -> tuple[str, int, int]:
@@ -127,16 +126,16 @@ class Model:
     # ---- what is true
 
     def live(self, key: ChunkKey) -> Slot | None:
-        found = [s for s in self.slots if s.key == key and s.state == "live" and s.location.segment in self.segments]
+        found = [s for s in self.slots if s.key == key and s.state == "live"]
         assert len(found) <= 1, f"{key!r} is live twice"
         return found[0] if found else None
 
     def live_keys(self) -> set[ChunkKey]:
-        return {s.key for s in self.slots if s.state == "live" and s.location.segment in self.segments}
+        return {s.key for s in self.slots if s.state == "live"}
 
     def resting(self, key: ChunkKey) -> Slot | None:
-        """The chunk in a segment that a restarted server still waits for."""
-        return next((s for s in self.slots if s.key == key and s.state == "live" and s.location.segment in self.absent), None)
+        """The chunk of before a restart that is not back yet."""
+        return next((s for s in self.slots if s.key == key and s.state == "resting"), None)
 
     def pending(self, key: ChunkKey) -> bool:
         return any(s.key == key and s.state == "open" for s in self.slots)
@@ -145,13 +144,11 @@ class Model:
         return any(slot in held.slots for held in self.leases.values())
 
     def evictable(self, slot: Slot) -> bool:
-        may = slot.state == "cleared" or (slot.state == "live" and slot.pin != Pin.HARD)
-        return may and not self.leased(slot)
+        return slot.state in ("cleared", "live") and not self.leased(slot)
 
     def coldest(self) -> list[Slot]:
-        """The live chunks in the order in which they should go, soft-pinned ones last."""
-        live = [slot for slot in map(self.live, self.order) if slot is not None]
-        return [s for s in live if s.pin == Pin.NONE] + [s for s in live if s.pin == Pin.SOFT]
+        """The live chunks in the order in which they should go."""
+        return [slot for slot in map(self.live, self.order) if slot is not None]
 
     def used(self, segment: str) -> int:
         return sum(end - start for name, start, end in (s.span for s in self.slots) if name == segment)
@@ -163,7 +160,7 @@ class Model:
         for start, end in sorted((start, end) for name, start, end in keep if name == segment):
             largest = max(largest, start - at)
             at = max(at, end)
-        return max(largest, self.segments[segment].nbytes - at)
+        return max(largest, (self.segments | self.absent)[segment].nbytes - at)
 
     def usable(self) -> dict[str, Place]:
         return {name: place for name, place in self.segments.items() if not place.draining}
@@ -178,16 +175,16 @@ class Model:
 
     def forget(self, slot: Slot) -> None:
         """A live chunk is gone; its place stays taken while somebody reads it."""
-        if slot.key in self.order and slot.location.segment in self.segments:
-            self.order.remove(slot.key)
+        self.order.remove(slot.key)
         if self.leased(slot):
             slot.state = "doomed"
         else:
             self.slots.remove(slot)
 
     def cleared(self, slot: Slot) -> None:
-        """A live chunk that nobody sees any more; its place stays taken for a while."""
-        self.order.remove(slot.key)
+        """A chunk that nobody sees any more; its place stays taken for a while."""
+        if slot.state == "live":
+            self.order.remove(slot.key)
         slot.state = "cleared"
 
     def freed(self, slot: Slot) -> None:
@@ -198,7 +195,7 @@ class Model:
             self.slots.remove(slot)
 
     def forget_resting(self, keys: list[ChunkKey]) -> None:
-        """What is said about a key holds for its copy in a segment that is still awaited, too."""
+        """What is said about a key holds for its copy of before a restart, too."""
         for key in keys:
             slot = self.resting(key)
             if slot is not None:
@@ -206,10 +203,10 @@ class Model:
 
     def evicted(self, slots: list[Slot]) -> None:
         for slot in slots:
-            assert self.evictable(slot), f"{slot} was evicted though it is leased, pinned hard or being written"
+            assert self.evictable(slot), f"{slot} was evicted though it is leased or being written"
             self.forget(slot)
 
-    def reserved(self, id_: int, client: Client, slots: list[Slot], now: float) -> None:
+    def reserved(self, id_: int, client: Peer, slots: list[Slot], now: float) -> None:
         for slot in slots:
             taken = [other for other in self.slots if _overlap(other.span, slot.span)]
             assert not taken, f"{slot} was given out over {taken}"
@@ -275,7 +272,7 @@ class Model:
             if write.client is not None and now > write.deadline:
                 self.void(id_)
 
-    def disconnect(self, client: Client, now: float) -> None:
+    def disconnect(self, client: Peer, now: float) -> None:
         for id_, held in list(self.leases.items()):
             if held.client == client.id:
                 held.deadline = min(held.deadline, held.granted + GRACE_SECONDS)
@@ -291,22 +288,19 @@ class Model:
                 self.given_back(id_)
 
     def restart(self, now: float) -> None:
-        """Leases are gone but for their grace, reservations void, segments awaited, chunks rest in them."""
+        """Leases are gone but for their grace, reservations void, segments absent, chunks rest in them."""
         for id_, held in list(self.leases.items()):
             until = min(held.deadline, held.granted + GRACE_SECONDS)
             self.before += [(until, slot) for slot in held.slots]
             self.end_lease(id_)
         for id_ in self.writes:
             self.void(id_)
+        for slot in self.slots:
+            slot.state = "resting" if slot.state == "live" else slot.state
         self.absent |= {name: Place(place.device, place.nbytes) for name, place in self.segments.items()}
         self.reserves_from = now + GRACE_SECONDS if self.absent else 0.0
         self.segments = {}
         self.order = []
-
-    def returns(self, segment: SegmentId) -> list[Slot]:
-        """Which chunks an awaited segment brings back when it is offered again."""
-        resting = [s for s in self.slots if s.location.segment == segment and s.state == "live"]
-        return [s for s in resting if self.live(s.key) is None and not self.pending(s.key)]
 
 
 def _overlap(a: tuple[str, int, int], b: tuple[str, int, int]) -> bool:

@@ -446,7 +446,7 @@ class Raw:
         self.fds: list[int] = []
         try:
             self.socket.connect(str(path))
-            self.welcome = self.ask("hello", 2, "host", "host", {}) if hello else None
+            self.welcome = self.ask("hello", m.PROTOCOL_VERSION, "host", "host", {}) if hello else None
         except BaseException:
             self.close()
             raise

@@ -25,7 +25,7 @@ from vcache_backend.metadata_server.client import Client
 
 A, B = chunk_key(1), chunk_key(2)
 KIB = 1 << 10
-WELCOME = ["welcome", 2, 77, 10.0, 30.0, []]
+WELCOME = ["welcome", 3, 77, 10.0, 30.0, []]
 
 
 class ScriptedServer:
@@ -139,7 +139,6 @@ def test_every_call_fails_as_unavailable(stage_: Stage) -> None:
         lambda: client.commit(1),
         lambda: client.abort(1),
         lambda: client.touch([A]),
-        lambda: client.set_pin([A], m.Pin.HARD),
         lambda: client.remove([A]),
         lambda: client.clear(),
         lambda: client.add_segment(info("s0", KIB), fd),
@@ -177,7 +176,7 @@ def test_every_call_is_answered(stage_: Stage) -> None:
     assert client.renew(leased.lease)
     assert client.release(leased.lease)
     assert not client.release(leased.lease)
-    assert client.touch([A]) == client.set_pin([A], m.Pin.SOFT) == client.remove([A]) == 1
+    assert client.touch([A]) == client.remove([A]) == 1
     opened, copy = client.open_segment(m.SegmentId("s0"))
     stage_.undo.callback(os.close, copy)
     assert os.get_inheritable(copy) is False
@@ -228,7 +227,7 @@ def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) ->
     assert client.lookup(many[::2], ranks=2) == len(many) // 2
     assert client.contains([*many, A[:8] + b"\xff" * 18]) == [True] * len(many) + [False]
     assert len(client.acquire(many).locations) == m.MAX_KEYS
-    assert client.touch(many) == client.set_pin(many, m.Pin.SOFT) == client.saved(many) == client.remove(many) == len(many)
+    assert client.touch(many) == client.remove(many) == len(many)
 
 
 def test_many_threads_share_one_client(stage_: Stage) -> None:

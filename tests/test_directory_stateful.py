@@ -20,16 +20,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from model import FakeClock, Held, Memory, Model, Place, Slot, chunk_key, pattern, room_of
 
-from vcache_backend.metadata_server import backlog, journal
-from vcache_backend.metadata_server import directory as directory_module
-from vcache_backend.metadata_server.directory import Client, Directory, Limits
-from vcache_backend.metadata_server.eviction import LRU
-from vcache_backend.metadata_server.journal import ProcessId
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Pin, Refusal, SegmentId, SegmentInfo
-from vcache_backend.metadata_server.saving import SAVER_SECONDS
+from vcache_backend.metadata_server import backlog, contents, snapshot
+from vcache_backend.metadata_server.backlog import Task
+from vcache_backend.metadata_server.directory import Directory, Limits
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Refusal, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import JournalState, ProcessId, Record
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-LIMITS = Limits(lease_seconds=10, reservation_seconds=30, max_chunks=14, save_ahead=0.6)
+LIMITS = Limits(lease_seconds=10, reservation_seconds=30, max_chunks=14)
 SEGMENTS = {"s0": ("gpu-0", 4096), "s1": ("gpu-1", 3072), "s2": ("gpu-0", 1536), "s3": ("gpu-2", 5120)}
 DEVICES = ["gpu-0", "gpu-1", "gpu-9"]
 SPACES = [b"space--0", b"space--1"]
@@ -38,7 +37,7 @@ SIZES = [1024, 1024, 1024, 1000, 500, 256, 1500, 2048, 3000, 6000]
 
 keys = st.lists(st.sampled_from(ALL_KEYS), min_size=1, max_size=5)
 one_of = st.integers(0, 1 << 16)
-_decoder = msgspec.msgpack.Decoder(journal.Record)
+_decoder = msgspec.msgpack.Decoder(Record)
 
 
 class DirectoryMachine(RuleBasedStateMachine):
@@ -47,16 +46,13 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.memory = Memory()
         self.model = Model(LIMITS.lease_seconds, LIMITS.reservation_seconds, LIMITS.max_chunks)
-        self.directory = Directory(LRU(), LIMITS, self.clock)
-        self.journal = journal.State()
-        self.compacting: tuple[journal.State, Iterator[journal.Record]] | None = None
-        self.clients: list[Client] = []
+        self.directory = Directory(LIMITS, self.clock)
+        self.journal = JournalState()
+        self.compacting: tuple[JournalState, Iterator[Record]] | None = None
+        self.clients: list[Peer] = []
         self.processes: list[ProcessId] = []
         self.writers: dict[int, ProcessId] = {}
         self.old_leases: list[int] = []
-        self.savers: dict[tuple[bytes, str], tuple[int, float]] = {}
-        self.saved: set[int] = set()
-        self.saving: dict[int, int] = {}
         self.tokens = self.numbers = 0
         self.highest_id = self.highest_generation = 0
         self.restarted = False
@@ -72,11 +68,12 @@ class DirectoryMachine(RuleBasedStateMachine):
                 self.compacting[0].apply(_decoder.decode(encoded))
         self.directory.records.clear()
 
-    def add_segment(self, name: str) -> int:
+    def add_segment(self, name: str) -> Task:
         device, nbytes = SEGMENTS[name]
-        added = self.directory.add_segment(SegmentInfo(SegmentId(name), device, "cuda", nbytes))
+        with self.little_at_once():
+            task = self.directory.add_segment(SegmentInfo(SegmentId(name), device, "cuda", nbytes))
         self.keep_journal()
-        return added
+        return task
 
     def new_slots(self, reply_slots: list[Location | int], asked: list[ChunkKey]) -> list[Slot]:
         slots = []
@@ -94,8 +91,10 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def follow(self) -> None:
         """Take over how far the directory is with what it does in its own time: slots of cleared chunks, segments to be dropped."""
-        model, segments = self.model, self.directory.placement.segments
-        for slot in [slot for slot in model.slots if slot.location.segment in model.segments]:
+        model, segments = self.model, self.directory.segments
+        back: list[Slot] = []
+        recency = {key: number for number, key in enumerate(self.journal.chunks)}
+        for slot in sorted(model.slots, key=lambda slot: recency.get(slot.key, 0)):
             segment = segments.get(slot.location.segment)
             there = {**segment.occupants, **segment.staying} if segment is not None else {}
             entry = there.get(slot.location.offset)
@@ -104,6 +103,18 @@ class DirectoryMachine(RuleBasedStateMachine):
                 model.freed(slot)
             elif slot.state == "live" and model.segments[slot.location.segment].draining and (not kept or entry.doomed):
                 model.forget(slot)
+            elif slot.state == "resting" and not kept:
+                assert model.pending(slot.key) or model.segments[slot.location.segment].draining
+                model.slots.remove(slot)
+            elif slot.state == "resting" and self.directory.contents.live.holds(entry):
+                assert not model.pending(slot.key)
+                slot.state = "live"
+                back.append(slot)
+        order = {entry.key: number for number, entry in enumerate(self.directory.contents.order.coldest("cuda"))}
+        for name in {slot.location.segment for slot in back}:
+            mine = [slot for slot in back if slot.location.segment == name]
+            assert mine == sorted(mine, key=lambda slot: order[slot.key]), "they come back coldest first"
+        model.order += [slot.key for slot in sorted(back, key=lambda slot: order[slot.key])]
         for name in [name for name, place in model.segments.items() if place.draining and name not in segments]:
             assert not any(slot.location.segment == name and slot.state != "void" for slot in model.slots)
             model.left(name)
@@ -117,7 +128,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         """What is begun here takes several turns."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backlog, "AT_ONCE", 2)
-            patch.setattr(directory_module, "DRAIN_PIECE", 1)
+            patch.setattr(contents, "DRAIN_PIECE", 1)
             yield
 
     @rule(work=st.integers(1, 3))
@@ -153,7 +164,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.processes and len(self.clients) < 6)
     def connect(self, pick: int, device: str) -> None:
         self.numbers += 1
-        self.clients.append(Client(self.numbers, self.processes[pick % len(self.processes)], device, "cuda"))
+        self.clients.append(Peer(self.numbers, self.processes[pick % len(self.processes)], device, "cuda"))
 
     @rule(pick=one_of)
     @precondition(lambda self: self.clients)
@@ -161,7 +172,6 @@ class DirectoryMachine(RuleBasedStateMachine):
         client = self.clients.pop(pick % len(self.clients))
         self.directory.disconnect(client)
         self.model.disconnect(client, self.clock.now)
-        self.savers = {saver: (owner, until) for saver, (owner, until) in self.savers.items() if owner != client.id}
 
     @rule(pick=one_of)
     @precondition(lambda self: self.processes)
@@ -243,7 +253,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.follow()
         self.open_reservation(client, reply.reservation, self.new_slots(reply.slots, [key]))
 
-    def refused_after_a_restart(self, client: Client, wanted: list[ChunkKey], nbytes: int) -> bool:
+    def refused_after_a_restart(self, client: Peer, wanted: list[ChunkKey], nbytes: int) -> bool:
         """Is it too early to reserve? That changes nothing, as the invariants see."""
         if self.clock.now >= self.model.reserves_from:
             return False
@@ -252,17 +262,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         return True
 
     def check_victims(self, victims: list[Slot], size: int) -> None:
-        """The coldest chunk goes, alone if it has the right size; otherwise a run within one segment. A saver's unsaved ones last."""
+        """The coldest chunk goes, alone if it has the right size; otherwise a run within one segment."""
         assert victims
-        saved_by_now = {space for (space, _), (_, until) in self.savers.items() if until > self.clock.now}
         usable = self.model.usable()
         can_go = [slot for slot in self.model.coldest() if self.model.evictable(slot) and slot.location.segment in usable]
-        coldest = min(can_go, key=lambda s: (s.pin, not s.pin and s.key[:8] in saved_by_now and not self.is_saved(s)))
-        if room_of(coldest.location.length) == size:
-            assert victims == [coldest]
+        if room_of(can_go[0].location.length) == size:
+            assert victims == [can_go[0]]
         assert len({slot.location.segment for slot in victims}) == 1
 
-    def open_reservation(self, client: Client, id_: int, slots: list[Slot]) -> None:
+    def open_reservation(self, client: Peer, id_: int, slots: list[Slot]) -> None:
         assert (id_ != 0) == bool(slots)
         if slots:
             self.highest_id = max(self.highest_id, id_)
@@ -357,22 +365,21 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.model.touch(wanted[: len(slots)])
             self.old_leases.append(leased.lease)
 
-    @rule(pick=one_of, who=one_of, renew=st.booleans())
-    @precondition(lambda self: self.old_leases and self.clients)
-    def renew_or_release(self, pick: int, who: int, renew: bool) -> None:
+    @rule(pick=one_of, renew=st.booleans())
+    @precondition(lambda self: self.old_leases)
+    def renew_or_release(self, pick: int, renew: bool) -> None:
         """By anybody, whoever got the lease, also after its holder hung up; those of an earlier server are unknown."""
         lease = self.old_leases[pick % len(self.old_leases)]
-        client = self.clients[who % len(self.clients)]
         held = self.model.leases.get(lease)
         if held is not None and held.deadline <= self.clock.now:
             self.model.end_lease(lease)
         holds = lease in self.model.leases
         if renew:
-            assert self.directory.renew(client, lease) is holds
+            assert self.directory.renew(lease) is holds
             if holds:
                 self.model.renewed(lease, self.clock.now)
         else:
-            assert self.directory.release(client, lease) is holds
+            assert self.directory.release(lease) is holds
             if holds:
                 self.model.end_lease(lease)
 
@@ -385,7 +392,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         for _ in range(2):
             self.time_passes(6, True)
             for lease in set(self.model.leases) - before:
-                assert self.directory.renew(self.clients[pick % len(self.clients)], lease) is True
+                assert self.directory.renew(lease) is True
                 self.model.renewed(lease, self.clock.now)
 
     @rule(pick=one_of, wanted=keys, before=st.sampled_from([0, GRACE_SECONDS / 2]), after=st.sampled_from([0.5, 1, 2]))
@@ -403,14 +410,6 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert self.directory.touch(wanted) == sum(key in self.model.live_keys() for key in wanted)
         self.model.touch(wanted)
 
-    @rule(wanted=keys, pin=st.sampled_from(Pin))
-    def pin(self, wanted: list[ChunkKey], pin: Pin) -> None:
-        self.directory.set_pin(wanted, pin)
-        self.model.touch(wanted)
-        for slot in map(self.model.live, wanted):
-            if slot is not None:
-                slot.pin = pin
-
     @rule(wanted=keys)
     def remove(self, wanted: list[ChunkKey]) -> None:
         slots = [slot for slot in map(self.model.live, dict.fromkeys(wanted)) if slot is not None]
@@ -423,71 +422,16 @@ class DirectoryMachine(RuleBasedStateMachine):
     def clear(self, space: bytes) -> None:
         wanted = [key for key in ALL_KEYS if key.startswith(space)]
         slots = [slot for slot in map(self.model.live, wanted) if slot is not None]
+        resting = [slot for slot in map(self.model.resting, wanted) if slot is not None]
         with self.little_at_once():
-            job = self.directory.clear(space)
+            task = self.directory.clear(space)
         for id_, write in self.model.writes.items():
             if write.client is not None and any(slot.key.startswith(space) for slot in write.slots):
                 self.model.void(id_)
-        for slot in slots:
+        for slot in slots + resting:
             self.model.cleared(slot)
-        self.model.forget_resting(wanted)
-        assert not job.done or job.count == len(slots)
+        assert not task.done or task.count == len(slots)
         self.follow()
-
-    # ---- saving
-
-    def is_saved(self, slot: Slot) -> bool:
-        return slot.location.generation in self.saved
-
-    @rule(pick=one_of, space=st.sampled_from(SPACES), limit=st.integers(1, 4))
-    @precondition(lambda self: self.clients)
-    def save(self, pick: int, space: bytes, limit: int) -> None:
-        client, model = self.clients[pick % len(self.clients)], self.model
-        model.expire_leases(self.clock.now)
-        self.savers[space, client.device] = client.id, self.clock.now + SAVER_SECONDS
-        expected = self.to_be_saved(client, space)[:limit]
-        reply = self.directory.save(client, space, 0, limit)
-        assert reply.keys == [slot.key for slot in expected]
-        assert reply.locations == [slot.location for slot in expected]
-        assert (reply.lease != 0) == bool(expected)
-        if expected:
-            self.highest_id = max(self.highest_id, reply.lease)
-            model.leases[reply.lease] = Held(client.id, self.clock.now, self.clock.now + LIMITS.lease_seconds, expected)
-            self.saving |= {slot.location.generation: reply.lease for slot in expected}
-            self.old_leases.append(reply.lease)
-
-    def to_be_saved(self, client: Client, space: bytes) -> list[Slot]:
-        """All that may be offered: in the part to keep ahead, unsaved, in nobody's hands, nearer to no other saver."""
-        model, usable, wanted = self.model, self.model.usable(), []
-        total = sum(place.nbytes for place in usable.values())
-        ahead = LIMITS.save_ahead * total - (total - sum(map(model.used, usable)))
-        for slot in model.coldest():
-            if ahead <= 0:
-                break
-            if slot.location.segment not in usable:
-                continue
-            ahead -= slot.location.length
-            device = usable[slot.location.segment].device
-            _, until = self.savers.get((space, device), (0, 0.0))
-            near = device == client.device or until <= self.clock.now
-            in_hands = self.saving.get(slot.location.generation) in model.leases
-            if near and slot.key.startswith(space) and not self.is_saved(slot) and not in_hands:
-                wanted.append(slot)
-        return wanted
-
-    @rule(wanted=keys)
-    def say_saved(self, wanted: list[ChunkKey]) -> None:
-        slots = [slot for slot in map(self.model.live, dict.fromkeys(wanted)) if slot is not None]
-        assert self.directory.saved(wanted) == len(slots)
-        self.saved |= {slot.location.generation for slot in slots}
-
-    @rule(pick=one_of, wanted=keys, new=st.lists(st.sampled_from(ALL_KEYS), min_size=4, max_size=8))
-    @precondition(lambda self: self.clients)
-    def store_while_somebody_saves(self, pick: int, wanted: list[ChunkKey], new: list[ChunkKey]) -> None:
-        self.save(pick, wanted[0][:8], 1)
-        self.say_saved(wanted)
-        for key in new:
-            self.reserve_one(pick, key, 1024)
 
     # ---- time
 
@@ -512,7 +456,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             if name not in self.memory.bytes_of:
                 self.memory.create(name, SEGMENTS[name][1])
             self.model.segments[name] = Place(*SEGMENTS[name])
-        assert self.add_segment(name) == 0
+            assert (self.add_segment(name).done, len(self.directory.segments)) == (True, len(self.model.segments))
 
     @rule(pick=one_of)
     @precondition(lambda self: self.model.segments)
@@ -520,11 +464,11 @@ class DirectoryMachine(RuleBasedStateMachine):
         name = sorted(self.model.segments)[pick % len(self.model.segments)]
         live = [slot for slot in self.model.slots if slot.location.segment == name and slot.state == "live"]
         with self.little_at_once():
-            job = self.directory.drop_segment(SegmentId(name))
+            task = self.directory.drop_segment(SegmentId(name))
         self.model.segments[name].draining = True
         self.follow()
-        if job.done:
-            assert job.count == len(live)
+        if task.done:
+            assert task.count == len(live)
             staying = any(slot.location.segment == name and slot.state != "void" for slot in self.model.slots)
             assert (name in self.model.segments) is staying
 
@@ -532,20 +476,20 @@ class DirectoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.absent)
     def offer_again(self, pick: int) -> None:
         name = sorted(self.model.absent)[pick % len(self.model.absent)]
-        back = self.model.returns(SegmentId(name))
-        order = [key for key in self.journal.chunks if key in {slot.key for slot in back}]
-        assert self.add_segment(name) == len(back)
-        for slot in [s for s in self.model.slots if s.location.segment == name and s.state == "live" and s not in back]:
-            self.model.slots.remove(slot)
         self.model.segments[name] = self.model.absent.pop(name)
-        self.model.order += order
+        before = len(self.model.live_keys())
+        task = self.add_segment(name)
+        self.follow()
+        resting = any(slot.location.segment == name and slot.state == "resting" for slot in self.model.slots)
+        assert task.done is not resting or not task.count
+        assert not task.done or task.count == len(self.model.live_keys()) - before
 
     @rule()
     @precondition(lambda self: self.model.absent)
-    def give_up_awaited_segments(self) -> None:
-        resting = [s for s in self.model.slots if s.location.segment in self.model.absent and s.state == "live"]
-        assert self.directory.forget_absent(self.directory.absent_segments()) == len(resting)
-        for slot in resting:
+    def give_up_absent_segments(self) -> None:
+        lying = [s for s in self.model.slots if s.location.segment in self.model.absent and s.state != "void"]
+        assert self.directory.forget_absent(self.directory.absent_segments()) == sum(s.state == "resting" for s in lying)
+        for slot in lying:
             self.model.slots.remove(slot)
         for name in self.model.absent:
             self.model.left(name)
@@ -562,21 +506,20 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.restarted = True
         self.keep_journal()
         assert self.journal.generation >= self.highest_generation
-        told = {location.generation for location, _ in self.journal.chunks.values()}
+        told = {location.generation for location in self.journal.chunks.values()}
         for slot in [slot for slot in self.model.slots if slot.state == "cleared"]:
             if slot.location.generation in told:
                 slot.state = "live"  # nobody was told that it is gone
             else:
                 self.model.slots.remove(slot)
         self.model.restart(self.clock.now)
-        self.directory = Directory(LRU(), LIMITS, self.clock, first_id=self.highest_id + 1000)
+        self.directory = Directory(LIMITS, self.clock, first_id=self.highest_id + 1000)
         self.directory.restore(self.journal)
-        self.savers, self.saved, self.saving = {}, set(), {}
-        compacted = journal.State()
+        compacted = JournalState()
         for record in self.directory.snapshot():
             compacted.apply(_decoder.decode(msgspec.msgpack.encode(record)))
         self.journal, self.compacting = compacted, None
-        self.clients = [Client(10_000 + client.id, client.process, client.device, "cuda") for client in self.clients]
+        self.clients = [Peer(10_000 + client.id, client.process, client.device, "cuda") for client in self.clients]
         self.old_leases = self.old_leases[-2:]
         while offered and self.model.absent:
             self.offer_again(0)
@@ -588,7 +531,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.compacting is None)
     def start_compaction(self) -> None:
         self.keep_journal()
-        self.compacting = journal.State(), iter(self.directory.snapshot())
+        self.compacting = JournalState(), iter(self.directory.snapshot())
         self.compact_a_slice()
 
     @rule()
@@ -605,7 +548,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(slices=st.integers(0, 3), key=st.sampled_from(ALL_KEYS))
     def restart_and_compact_at_once(self, slices: int, key: ChunkKey) -> None:
-        """Segments come back, and chunks are stored, while the snapshot that still awaits those segments is being copied."""
+        """Segments come back, and chunks are stored, while the snapshot in which those segments are absent is being copied."""
         self.restart(1, True)
         self.start_compaction()
         for _ in range(slices):
@@ -623,10 +566,9 @@ class DirectoryMachine(RuleBasedStateMachine):
     @invariant()
     def the_journal_tells_the_truth(self) -> None:
         self.keep_journal()
-        told = {key: (location, pin) for key, (location, pin) in self.journal.chunks.items()}
-        true = {s.key: (s.location, int(s.pin)) for s in self.model.slots if s.state == "live"}
+        true = {s.key: s.location for s in self.model.slots if s.state in ("live", "resting")}
         cleared = {s.location for s in self.model.slots if s.state == "cleared"}
-        assert {key: chunk for key, chunk in told.items() if chunk[0] not in cleared} == true
+        assert {key: location for key, location in self.journal.chunks.items() if location not in cleared} == true
         assert set(self.journal.segments) == set(self.model.segments) | set(self.model.absent)
         held = {id_: dict(zip(held.keys, held.locations, strict=True)) for id_, held in self.journal.held.items()}
         assert held == {id_: {s.key: s.location for s in write.slots} for id_, write in self.model.writes.items()}
@@ -637,7 +579,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert {key for key, there in zip(ALL_KEYS, present, strict=True) if there} == self.model.live_keys()
         assert len(self.directory) == len(self.model.live_keys())
         for slot in self.model.slots:
-            if slot.state in ("live", "doomed"):
+            if slot.state in ("live", "doomed", "resting"):
                 assert self.memory.read(slot.location) == pattern(slot.token, slot.location.length)
 
     @invariant()
@@ -654,18 +596,19 @@ class DirectoryMachine(RuleBasedStateMachine):
     def every_byte_is_used_once_or_free(self) -> None:
         infos = {info.id: info for info in self.directory.segment_infos()}
         assert set(infos) == set(self.model.segments) | set(self.model.absent)
-        for name, place in self.model.segments.items():
+        for name, place in (self.model.segments | self.model.absent).items():
             mine = [slot for slot in self.model.slots if slot.location.segment == name]
             info = infos[SegmentId(name)]
             assert (info.used, info.largest_hole) == (self.model.used(name), self.model.largest_gap(name))
-            assert (info.state == "draining") is place.draining
+            assert info.state == ("absent" if name in self.model.absent else "draining" if place.draining else "live")
             assert info.reserved == sum(slot.state in ("open", "void") for slot in mine)
             assert info.chunks == len(mine) - info.reserved
             assert info.leased == sum(self.model.leased(slot) for slot in mine)
 
     @invariant()
     def the_order_of_eviction_is_the_order_of_use(self) -> None:
-        order = [entry.key for entry in self.directory._policy.victims("cuda") if self.directory._live.holds(entry)]
+        contents = self.directory.contents
+        order = [entry.key for entry in contents.order.coldest("cuda") if contents.live.holds(entry)]
         assert order == [slot.key for slot in self.model.coldest()]
 
     @invariant()
@@ -693,4 +636,4 @@ DirectoryMachine.TestCase.settings = settings(
 class TestDirectoryAgainstTheModel(DirectoryMachine.TestCase):
     @pytest.fixture(autouse=True)
     def _small_slices(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(directory_module, "SNAPSHOT_SLICE", 2)
+        monkeypatch.setattr(snapshot, "SLICE", 2)

@@ -13,25 +13,23 @@ from model import FakeClock, chunk_key
 
 from benchmarks import journal_mutations
 from vcache_backend.metadata_server import journal
-from vcache_backend.metadata_server.directory import Client, Directory, Limits
-from vcache_backend.metadata_server.eviction import LRU
-from vcache_backend.metadata_server.journal import (
+from vcache_backend.metadata_server.directory import Directory, Limits
+from vcache_backend.metadata_server.journal import Damaged, Journal
+from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import (
     Counted,
-    Damaged,
     Gone,
     Held,
-    Journal,
+    JournalState,
     Live,
-    Pinned,
     ProcessId,
     Published,
     Record,
     Returned,
     SegmentAdded,
     SegmentGone,
-    State,
 )
-from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId, SegmentInfo
 
 KIB = 1 << 10
 S0 = SegmentId("s0")
@@ -44,7 +42,6 @@ HISTORY: list[Record] = [
     Held(1, WRITER, [A, B], PLACE[:2]),
     Published(1),
     Held(2, WRITER, [C], [PLACE[2]]),
-    Pinned([A], 2),
 ]
 
 
@@ -54,8 +51,8 @@ def write(path: Path, records: list[Record]) -> None:
     file.close()
 
 
-def state_of(records: list[Record]) -> State:
-    state = State(EPOCH, len(records))
+def state_of(records: list[Record]) -> JournalState:
+    state = JournalState(EPOCH, len(records))
     for record in records:
         state.apply(record)
     return state
@@ -67,13 +64,13 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_no_file_is_an_empty_state(path: Path) -> None:
-    assert journal.read(path) == State()
+    assert journal.read(path) == JournalState()
 
 
 def test_what_was_written_is_read_back(path: Path) -> None:
     write(path, HISTORY)
     state = journal.read(path)
-    assert state.chunks == {B: (PLACE[1], 0), A: (PLACE[0], 2)}
+    assert state.chunks == {B: PLACE[1], A: PLACE[0]}
     assert state.held == {2: HISTORY[3]}
     assert state.segments == {S0: HISTORY[0]}
 
@@ -118,12 +115,12 @@ def test_a_file_with_a_flipped_bit_is_damaged_or_ends_earlier(path: Path, bit: i
 @pytest.mark.parametrize(
     "records",
     [
-        [Live([A], [Location(S0, 0, KIB, 1)], [0])],
+        [Live([A], [Location(S0, 0, KIB, 1)])],
         [HISTORY[0], Held(1, WRITER, [A, B], [PLACE[0], PLACE[0]])],
-        [HISTORY[0], Live([A], [Location(S0, 8 * KIB, KIB, 1)], [0])],
-        [HISTORY[0], Live([A], [Location(S0, 0, 0, 1)], [0])],
-        [HISTORY[0], Live([ChunkKey(b"short")], [PLACE[0]], [0])],
-        [HISTORY[0], Live([A, B], [PLACE[0]], [0])],
+        [HISTORY[0], Live([A], [Location(S0, 8 * KIB, KIB, 1)])],
+        [HISTORY[0], Live([A], [Location(S0, 0, 0, 1)])],
+        [HISTORY[0], Live([ChunkKey(b"short")], [PLACE[0]])],
+        [HISTORY[0], Live([A, B], [PLACE[0]])],
     ],
     ids=["no segment", "one slot twice", "outside", "no bytes", "no key", "uneven"],
 )
@@ -198,7 +195,7 @@ def test_an_abandoned_journal_leaves_nothing_to_be_misled_by(path: Path) -> None
 
 
 def test_no_generation_in_use_or_used_before_is_above_the_newest(path: Path) -> None:
-    assert State().generation == 0
+    assert JournalState().generation == 0
     assert state_of(HISTORY).generation == 102
     gone: list[Record] = [Held(3, WRITER, [C], [Location(S0, 3 * KIB, KIB, 900)]), Returned(3)]
     assert state_of([*HISTORY, *gone]).generation == 900
@@ -206,25 +203,25 @@ def test_no_generation_in_use_or_used_before_is_above_the_newest(path: Path) -> 
 
 
 def test_records_of_unknown_reservations_and_chunks_change_nothing() -> None:
-    records: list[Record] = [Published(5), Returned(6), Gone([A]), Pinned([A], 1), SegmentGone(S0)]
-    assert state_of(records) == State(EPOCH, len(records))
+    records: list[Record] = [Published(5), Returned(6), Gone([A]), SegmentGone(S0)]
+    assert state_of(records) == JournalState(EPOCH, len(records))
 
 
 def test_a_segment_that_is_gone_takes_its_chunks_along() -> None:
-    state = state_of([*HISTORY, Live([C], [Location(SegmentId("s1"), 0, KIB, 9)], [0]), SegmentGone(S0)])
+    state = state_of([*HISTORY, Live([C], [Location(SegmentId("s1"), 0, KIB, 9)]), SegmentGone(S0)])
     assert list(state.chunks) == [C]
     assert state.segments == {}
 
 
-CLIENT = Client(1, WRITER, "gpu-0", "cuda")
+CLIENT = Peer(1, WRITER, "gpu-0", "cuda")
 
 
 @pytest.mark.parametrize("when", range(13))
 def test_compaction_between_any_two_requests_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
     """Every request that touches the journal happens while slices of the snapshot are being copied, whatever the slice."""
     monkeypatch.setattr(journal, "COMPACT_BYTES", 1)
-    monkeypatch.setattr("vcache_backend.metadata_server.directory.SNAPSHOT_SLICE", 2)
-    directory = Directory(LRU(), Limits(), FakeClock())
+    monkeypatch.setattr("vcache_backend.metadata_server.snapshot.SLICE", 2)
+    directory = Directory(Limits(), FakeClock())
     file = Journal(path, EPOCH, WRITER)
     file.start(directory.snapshot())
 
@@ -244,7 +241,7 @@ def test_compaction_between_any_two_requests_loses_nothing(path: Path, monkeypat
         lambda: directory.commit(CLIENT, early, []),
         lambda: directory.abort(CLIENT, other),
         lambda: directory.remove([chunk_key(0), chunk_key(5)]),
-        lambda: directory.set_pin([chunk_key(1), chunk_key(6)], 2),
+        lambda: directory.touch([chunk_key(1), chunk_key(6)]),
         lambda: directory.commit(CLIENT, put(30, 31, 5), []),
         lambda: put(40),
         lambda: directory.clear(b"namespac", reset=True),
@@ -266,16 +263,16 @@ def test_compaction_between_any_two_requests_loses_nothing(path: Path, monkeypat
     assert path.stat().st_ino != inode, "no compaction happened"
     file.close()
     told = journal.read(path)
-    assert {k: (loc, pin) for k, (loc, pin) in told.chunks.items()} == {e.key: (e.location, int(e.pin)) for e in directory._live}
+    assert told.chunks == {entry.key: entry.location for entry in directory.contents.live}
     assert set(told.held) == {id_ for id_, _ in directory.reservations.items()}
-    assert set(told.segments) == set(directory.placement.segments)
+    assert set(told.segments) == set(directory.segments)
     assert told.epochs == directory.epochs.all()
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_compaction_shrinks_a_file_of_things_long_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "COMPACT_BYTES", 10_000)
-    directory = Directory(LRU(), Limits(), FakeClock())
+    directory = Directory(Limits(), FakeClock())
     directory.add_segment(SegmentInfo(S0, "gpu-0", "cuda", 4 * KIB))
     file = Journal(path, EPOCH, WRITER)
     file.start(directory.snapshot())
@@ -293,7 +290,7 @@ def test_compaction_shrinks_a_file_of_things_long_gone(path: Path, monkeypatch: 
 
 def test_records_are_told_apart_by_their_first_element() -> None:
     encoded = [msgspec.msgpack.decode(msgspec.msgpack.encode(record))[0] for record in HISTORY]
-    assert encoded == ["S", "H", "C", "H", "P"]
+    assert encoded == ["S", "H", "C", "H"]
 
 
 def test_no_mutation_of_a_journal_is_believed() -> None:

@@ -21,8 +21,8 @@ from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused, ServerUnavailable
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.directory import Client
-from vcache_backend.metadata_server.journal import ProcessId
+from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.reports import MAX_REPORTS, Reports
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
@@ -44,8 +44,8 @@ def raw(stage_: Stage, server: Child) -> Raw:
     return stage_.raw()
 
 
-def peer(number: int = 1, pid: int = 7) -> Client:
-    return Client(number, ProcessId(pid, 1), "GPU-1", "cuda")
+def peer(number: int = 1, pid: int = 7) -> Peer:
+    return Peer(number, ProcessId(pid, 1), "GPU-1", "cuda")
 
 
 def reports(raw: Raw) -> list[Any]:

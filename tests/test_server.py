@@ -23,15 +23,14 @@ from vcache_backend.metadata_server import backlog
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.backlog import Waiting
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.directory import Client as Known
 from vcache_backend.metadata_server.directory import Directory, Limits
 from vcache_backend.metadata_server.endpoint import beside
-from vcache_backend.metadata_server.eviction import LRU
-from vcache_backend.metadata_server.journal import ProcessId
 from vcache_backend.metadata_server.messages import MAX_REQUEST_BYTES
+from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.processes import spin
+from vcache_backend.metadata_server.records import JournalState, ProcessId
 from vcache_backend.metadata_server.service import Service
-from vcache_backend.metadata_server.witness import Proof
+from vcache_backend.metadata_server.succession import Predecessor
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
@@ -85,13 +84,13 @@ def put(raw: Raw, *keys: bytes) -> list[Any]:
 
 def test_hello_is_welcomed_with_version_epoch_and_times(raw: Raw) -> None:
     name, version, epoch, lease_seconds, reservation_seconds, mismatches = raw.welcome
-    assert (name, version, lease_seconds, reservation_seconds, mismatches) == ("welcome", 2, 10.0, 30.0, [])
+    assert (name, version, lease_seconds, reservation_seconds, mismatches) == ("welcome", 3, 10.0, 30.0, [])
     assert isinstance(epoch, int)
     assert epoch > 0
 
 
 def test_a_second_hello_is_refused_and_the_connection_stays(raw: Raw) -> None:
-    reply = ask(raw, "hello", 2, "host", "host", {})
+    reply = ask(raw, "hello", 3, "host", "host", {})
     assert (reply[0], reply[2]) == ("error", False)
     assert ask(raw, "lookup", [A], 1) == ["count", 0]
 
@@ -164,12 +163,11 @@ def test_acquire_renew_release(worker: Raw) -> None:
     assert ask(worker, "acquire", [C]) == ["leased", 0, 0.0, [], 0]
 
 
-def test_contains_touch_pin_remove_clear(worker: Raw) -> None:
+def test_contains_touch_remove_clear(worker: Raw) -> None:
     put(worker, A, B)
     put(worker, C)
     assert ask(worker, "contains", [A, D, C]) == ["present", [True, False, True], 0]
     assert ask(worker, "touch", [A, B, D]) == ["count", 2]
-    assert ask(worker, "pin", [A, D], 2) == ["count", 1]
     assert ask(worker, "remove", [B, D]) == ["count", 1]
     assert ask(worker, "clear", b"another!") == ["count", 0]
     assert ask(worker, "clear", b"namespac") == ["count", 2]
@@ -203,9 +201,9 @@ def test_drop_segment_lets_go_of_the_memory(worker: Raw, server: Child) -> None:
 
 def test_a_segment_that_is_gone_is_not_here_even_if_nobody_waits_for_that(memfd: int) -> None:
     """Whoever asked for it has left before the job was done."""
-    directory = Directory(LRU(), Limits(), time.monotonic)
-    service = Service(directory, 1, Proof(0, 0))
-    client = Known(1, ProcessId(1, 1), "host", "host")
+    directory = Directory(Limits(), time.monotonic)
+    service = Service(directory, 1, Predecessor(directory, JournalState(), 1))
+    client = Peer(1, ProcessId(1, 1), "host", "host")
     service.answer(client, m.AddSegment(m.SegmentId("s0"), "host", "host", 4 * KIB), [os.dup(memfd)])
     stored = directory.reserve(client, [m.ChunkKey(key) for key in (A, B, C)], KIB)
     directory.commit(client, stored.reservation, [])
@@ -266,15 +264,15 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
     """The one that joins says it in its own log; the statistics say it as long as both are there."""
     layout = {"model": "llama", "extra.hash_probe": "17", "namespace": "aa", "pp_rank": "0"}
     one = stage_.raw(hello=False)
-    assert ask(one, "hello", 2, "host", "host", layout)[5] == []
+    assert ask(one, "hello", 3, "host", "host", layout)[5] == []
     other = Client(stage_.path, PATIENT, layout=layout | {"extra.hash_probe": "-4", "namespace": "bb"}, reconnect=False)
     here = f"pid {os.getpid()} on host"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"vcache: another instance of 'llama' ({here}) does not share")
     assert "extra.hash_probe: '-4' here, '17' there" in line
     assert "same PYTHONHASHSEED" in line
-    assert ask(stage_.raw(hello=False), "hello", 2, "host", "host", {"model": "qwen", "namespace": "cc"})[5] == []
-    next_stage = ask(stage_.raw(hello=False), "hello", 2, "host", "host", layout | {"pp_rank": "1", "namespace": "dd"})
+    assert ask(stage_.raw(hello=False), "hello", 3, "host", "host", {"model": "qwen", "namespace": "cc"})[5] == []
+    next_stage = ask(stage_.raw(hello=False), "hello", 3, "host", "host", layout | {"pp_rank": "1", "namespace": "dd"})
     assert ["'17' here, '-4' there" in line for line in next_stage[5]] == [True], "the stages of one instance are no mismatch"
     (mismatch,) = other.stats().mismatches
     assert (mismatch.model, mismatch.field) == ("llama", "extra.hash_probe")
@@ -288,20 +286,20 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
 def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> None:
     """Without a model, with names for a terminal, or as large as a frame: its own hello may be refused, every other one is not."""
     nameless = stage_.raw(hello=False)
-    assert ask(nameless, "hello", 2, "host", "host", {"namespace": "aa"})[0] == "welcome"
-    assert ask(stage_.raw(hello=False), "hello", 2, "host", "host", {})[0] == "welcome"
+    assert ask(nameless, "hello", 3, "host", "host", {"namespace": "aa"})[0] == "welcome"
+    assert ask(stage_.raw(hello=False), "hello", 3, "host", "host", {})[0] == "welcome"
     victim = {"model": "llama", "namespace": "aa"}
     for layout in (
         {**victim, "dtype": "x" * (MAX_REQUEST_BYTES // 2)},
         {**victim, "\x1b[2J": "x"},
         dict.fromkeys(map(str, range(65)), "x"),
     ):
-        assert "hello of protocol" in ask(stage_.raw(hello=False), "hello", 2, "host", "host", layout)[1]
-    assert ask(stage_.raw(hello=False), "hello", 2, "\x1b]0;owned\x07", "host", {})[0] == "error"
+        assert "hello of protocol" in ask(stage_.raw(hello=False), "hello", 3, "host", "host", layout)[1]
+    assert ask(stage_.raw(hello=False), "hello", 3, "\x1b]0;owned\x07", "host", {})[0] == "error"
     crowd = [stage_.raw(hello=False) for _ in range(40)]
     for number, one in enumerate(crowd):
-        ask(one, "hello", 2, "host", "host", {**victim, "namespace": str(number), **dict.fromkeys("abcdef", f"{number}" * 300)})
-    said = ask(stage_.raw(hello=False), "hello", 2, "host", "host", victim)
+        ask(one, "hello", 3, "host", "host", {**victim, "namespace": str(number), **dict.fromkeys("abcdef", f"{number}" * 300)})
+    said = ask(stage_.raw(hello=False), "hello", 3, "host", "host", victim)
     assert said[0] == "welcome"
     assert len(said[5]) == 8
     assert len(str(said)) < 8_000
@@ -466,7 +464,7 @@ def test_who_cannot_use_a_segment_gets_no_slot_there_and_everybody_else_does(sta
     finally:
         os.close(large)
     far = stage_.raw(hello=False)
-    assert ask(far, "hello", 2, "host:far", "host", {})[0] == "welcome"
+    assert ask(far, "hello", 3, "host:far", "host", {})[0] == "welcome"
     put(far, *(chunk_key(n) for n in range(50, 60)))
     assert ask(worker, "unusable", "s1") == ["count", 1]
     for start in (0, 10, 20):
@@ -558,11 +556,11 @@ def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(stage_: S
     gone = select.poll()
     gone.register(third.socket, select.POLLRDHUP)
     assert gone.poll(1000 * SECONDS)
-    reply = ask(third, "hello", 2, "host", "host", {})
+    reply = ask(third, "hello", 3, "host", "host", {})
     assert "raise server.max_clients" in reply[1]
     assert third.closed()
     first.close()
-    eventually(lambda: ask(stage_.raw(hello=False), "hello", 2, "host", "host", {})[0] == "welcome")
+    eventually(lambda: ask(stage_.raw(hello=False), "hello", 3, "host", "host", {})[0] == "welcome")
 
 
 @pytest.mark.parametrize(("cores", "default"), [(1, 0.0), (2, 0.005), (15, 0.005), (16, 1.0)])

@@ -35,13 +35,9 @@ REQUESTS: list[m.AnyRequest] = [
     m.Release(7),
     m.Contains([A]),
     m.Touch([A]),
-    m.SetPin([A], m.Pin.SOFT),
     m.Remove([A]),
     m.Clear(b"namespac"),
     m.Stats(),
-    m.Save(b"namespac", 0, 8),
-    m.Saved([A]),
-    m.Unsaved(b"namespac"),
 ]
 FRAMES = [wire.frame(request) for request in REQUESTS]
 
@@ -81,7 +77,7 @@ hostile = st.one_of(
     ).map(lambda value: frame(value)),
     st.builds(
         lambda name, values: frame(name, *values),
-        st.sampled_from(["hello", "lookup", "reserve", "commit", "pin", "add_segment", "clear", "renew", "nothing", "", 5]),
+        st.sampled_from(["hello", "lookup", "reserve", "commit", "touch", "add_segment", "clear", "renew", "nothing", "", 5]),
         st.lists(
             st.integers(-5, 1 << 64)
             | st.binary(max_size=30)
@@ -104,7 +100,7 @@ def test_every_request_survives_the_wire(request_: m.AnyRequest) -> None:
 
 def test_a_request_is_a_plain_array_that_starts_with_its_name() -> None:
     assert msgpack.unpackb(FRAMES[8][4:]) == ["lookup", [A], 2]
-    assert msgpack.unpackb(FRAMES[5][4:]) == ["reserve", [A], 1024, False]
+    assert msgpack.unpackb(FRAMES[5][4:]) == ["reserve", [A], 1024]
     assert FRAMES[8][:4] == (len(FRAMES[8]) - 4).to_bytes(4, "little")
 
 
@@ -165,7 +161,6 @@ def test_we_never_send_a_frame_above_the_limit() -> None:
         ["reserve", [A], -1],
         ["reserve", [A], 1 << 60],
         ["commit", "one"],
-        ["pin", [A], 3],
         ["clear", b"far more than eight bytes"],
         ["add_segment", "", "host", "host", 4096],
         ["add_segment", "s" * 65, "host", "host", 4096],
@@ -264,15 +259,15 @@ def test_another_protocol_version_gets_a_clear_error(stage_: Stage, server: Chil
         reply = guest.ask("hello", 999, "host", "host", {})
         assert reply is not None
         assert reply[0] == "error"
-        assert "the client speaks protocol 999, this server 2; install the same vcache-backend" in reply[1]
+        assert "the client speaks protocol 999, this server 3; install the same vcache-backend" in reply[1]
         assert guest.closed()
 
 
 def test_a_later_version_s_hello_of_another_shape_gets_a_clear_error(stage_: Stage, server: Child) -> None:
     with Raw(stage_.path, hello=False) as guest:
-        reply = guest.ask("hello", 3, {"everything": "changed"})
+        reply = guest.ask("hello", 4, {"everything": "changed"})
         assert reply is not None
-        assert "no hello of protocol 2" in reply[1]
+        assert "no hello of protocol 3" in reply[1]
         assert guest.closed()
 
 

@@ -20,7 +20,6 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {"KIB": 1 << 1
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
-Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -56,21 +55,6 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Base of the sections: unknown keys are errors."""
 
 
-class EvictionConfig(_Section, frozen=True, kw_only=True):
-    """When the part of the pool in use exceeds `1 - low_water`, evict in the background until `1 - high_water`.
-
-    Both 0 (the default): evict only when a reservation needs the room, which keeps the pool full and costs about a microsecond.
-    """
-
-    policy: Literal["lru"] = "lru"
-    low_water: Fraction = 0.0
-    high_water: Fraction = 0.0
-
-    def __post_init__(self) -> None:
-        if self.high_water < self.low_water:
-            raise ValueError(f"high_water ({self.high_water}) must be at least low_water ({self.low_water})")
-
-
 class ServerConfig(_Section, frozen=True, kw_only=True):
     """The metadata server. Times in seconds.
 
@@ -80,8 +64,6 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     waking a sleeping core costs ten times the request; 0: never. None: a second on a host of 16 cores or more, else 5 ms. Not on a
     single core.
     allow_uids: users besides its own and root who may connect, and so read and rewrite every chunk.
-    save_ahead: share of the pool to have free or saved below, counted from the next victim on, where workers save what is evicted
-    (`offload.policy: on_evict`).
     """
 
     socket: str = ""
@@ -93,8 +75,6 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     max_chunks: PositiveInt = 4_000_000
     max_clients: PositiveInt = 1024
     allow_uids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
-    save_ahead: Fraction = 0.125
-    eviction: EvictionConfig = EvictionConfig()
 
     @property
     def path(self) -> Path:

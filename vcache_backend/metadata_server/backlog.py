@@ -10,14 +10,14 @@ import msgspec
 from vcache_backend.metadata_server import messages as m
 
 AT_ONCE = 1024
-"""So many entries a job touches in the turn that brings it; most end there."""
+"""So many entries a task touches in the turn that brings it; most end there."""
 
 
 Steps = Generator[int, None, int]
 """Each step tells how many entries it touched, the end how much was done in all."""
 
 
-class Job:
+class Task:
     """Work in steps. `count`: how much it did, once it is `done`."""
 
     def __init__(self, steps: Steps) -> None:
@@ -37,37 +37,37 @@ class Job:
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """An answer that comes when a job is done."""
+    """An answer that comes when a task is done."""
 
-    job: Job
+    task: Task
     reply: Callable[[int], m.Reply]
-    """Of what the job counted."""
+    """Of what the task counted."""
 
 
 class Backlog:
-    """The jobs that go on. Each has its share of every turn, so that none waits for the end of another."""
+    """The tasks that go on. Each has its share of every turn, so that none waits for the end of another."""
 
     def __init__(self) -> None:
-        self._jobs: deque[Job] = deque()
+        self._tasks: deque[Task] = deque()
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._tasks)
 
-    def add(self, job: Job) -> int:
-        """Begin a job; how many entries that touched."""
-        touched = job.run(AT_ONCE)
-        if not job.done:
-            self._jobs.append(job)
+    def add(self, task: Task) -> int:
+        """Begin a task; how many entries that touched."""
+        touched = task.run(AT_ONCE)
+        if not task.done:
+            self._tasks.append(task)
         return touched
 
     def run(self, work: int) -> int:
-        """Go on with every job, those that waited longest first, until about `work` entries are touched; how many were."""
+        """Go on with every task, those that waited longest first, until about `work` entries are touched; how many were."""
         touched = 0
-        for left in range(len(self._jobs), 0, -1):
+        for left in range(len(self._tasks), 0, -1):
             if touched >= work:
                 break
-            job = self._jobs.popleft()
-            touched += job.run(max(1, (work - touched) // left))
-            if not job.done:
-                self._jobs.append(job)
+            task = self._tasks.popleft()
+            touched += task.run(max(1, (work - touched) // left))
+            if not task.done:
+                self._tasks.append(task)
         return touched

@@ -1,4 +1,4 @@
-"""The committed chunks by key, namespace by namespace, so that a whole namespace is forgotten in one step. Pure."""
+"""The chunks that lie in the pool, by key, namespace by namespace, so that a whole namespace is forgotten in one step. Pure."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Chunks:
         self._count += 1
 
     def holds(self, entry: Entry) -> bool:
-        """Is it this very entry that its key leads to?"""
+        """Whether its key leads to this very entry."""
         return self.get(entry.key) is entry
 
     def drop(self, entry: Entry) -> bool:
-        """Take it out; was it this very entry that its key led to?"""
+        """Take it out; whether its key led to this very entry."""
         namespace = entry.key[:NAMESPACE_BYTES]
         space = self._spaces.get(namespace, _EMPTY)
         if space.get(entry.key) is not entry:
@@ -61,10 +61,10 @@ class Chunks:
     def clear(self, namespace: bytes) -> tuple[Spaces, int]:
         """Take a namespace out, or all with b"": the caller's from now on, and how many chunks they are."""
         if not namespace:
-            taken, count = self._spaces, self._count
-            self._spaces = {}
+            taken, self._spaces = self._spaces, {}
         else:
             space = self._spaces.pop(namespace, _EMPTY)
-            taken, count = ({namespace: space} if space else {}), len(space)
+            taken = {namespace: space} if space else {}
+        count = sum(map(len, taken.values()))
         self._count -= count
         return taken, count

@@ -177,9 +177,9 @@ class Client:
     def release(self, lease: int) -> bool:
         return self._call(m.Release(lease), m.Verdict).held
 
-    def reserve(self, keys: list[m.ChunkKey], nbytes: int, spare: bool = False) -> m.Reserved:
+    def reserve(self, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
         """A slot or a refusal for each key; FULL for those behind the first `MAX_SLOTS` that get one."""
-        reserved = self._call(m.Reserve(keys[: m.MAX_KEYS], nbytes, spare), m.Reserved)
+        reserved = self._call(m.Reserve(keys[: m.MAX_KEYS], nbytes), m.Reserved)
         rest = len(keys) - m.MAX_KEYS
         if rest <= 0:
             return reserved
@@ -195,31 +195,12 @@ class Client:
     def touch(self, keys: list[m.ChunkKey]) -> int:
         return sum(reply.count for reply in self._in_parts(keys, m.Touch, m.Count, last_first=True))
 
-    def set_pin(self, keys: list[m.ChunkKey], pin: m.Pin) -> int:
-        parts = self._in_parts(keys, lambda part: m.SetPin(part, pin), m.Count, last_first=True)
-        return sum(reply.count for reply in parts)
-
     def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
         return sum(reply.count for reply in self._in_parts(keys, lambda part: m.Remove(part, force), m.Count))
 
     def clear(self, namespace: bytes = b"", reset: bool = False) -> int:
         """Forget chunks of a namespace; how many. reset: nor is anything found again that was offloaded of it."""
         return self._call(m.Clear(namespace, reset), m.Count, self._config.control_seconds).count
-
-    def save(self, namespace: bytes, rank: int, limit: int) -> m.ToSave:
-        """Up to `limit` chunks (at most `MAX_SAVE`) of a namespace (8 bytes) and rank to copy to the offload tier, under a lease.
-
-        `release` its lease after the copies: only if that says the lease held are they good. Then say `saved`. Ask again every second
-        or so, also when there was nothing. Refused by a server too old to know it, and if an argument is out of range.
-        """
-        return self._call(m.Save(namespace, rank, limit), m.ToSave)
-
-    def unsaved(self, namespace: bytes) -> int:
-        return self._call(m.Unsaved(namespace), m.Count).count
-
-    def saved(self, keys: list[m.ChunkKey]) -> int:
-        """These chunks are in the offload tier, whoever brought them there; how many of them are in the pool. Refused as `save` is."""
-        return sum(reply.count for reply in self._in_parts(keys, m.Saved, m.Count))
 
     # ---- segments and the server
 

@@ -11,7 +11,7 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.backlog import Waiting
 from vcache_backend.metadata_server.descriptors import Holder
-from vcache_backend.metadata_server.directory import Client
+from vcache_backend.metadata_server.placement import Peer
 
 MAX_UNREAD_BYTES = 1 << 16
 """A client that leaves more than this unread is not answered, nor read from, until it has read."""
@@ -24,7 +24,7 @@ class Connection:
         self.sock = sock
         self.number = number
         self.pid = pid
-        self.client: Client | None = None
+        self.client: Peer | None = None
         self.accepted = time.monotonic()
         self.reader = wire.FrameReader(m.MAX_REQUEST_BYTES)
         self.held = 0
@@ -40,9 +40,9 @@ class Connection:
 
     @property
     def ready(self) -> bool:
-        """Is there a request that can be answered now? Not before earlier answers have left, but for a few."""
-        free = self.waiting is None and self.unsent_bytes <= MAX_UNREAD_BYTES
-        return free and not (self.closing or self.closed) and self.reader.ready
+        """Whether a request can be answered now: not before earlier answers have left, but for a few."""
+        free = self.reader.ready and self.waiting is None and self.unsent_bytes <= MAX_UNREAD_BYTES
+        return free and not (self.closing or self.closed)
 
     @property
     def wanted(self) -> int:
@@ -54,7 +54,7 @@ class Connection:
     def hold(self, completed: bool) -> int:
         """Note how many bytes of an unfinished frame there are, and since when; by how many they grew. completed: a frame was."""
         before, self.held = self.held, self.reader.held
-        if completed or not before:
+        if self.held and (completed or not before):
             self.held_since = time.monotonic()
         return self.held - before
 

@@ -16,18 +16,16 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import chain, pairwise
 from pathlib import Path
 from zlib import crc32
 
 import msgspec
 
-from vcache_backend.metadata_server.allocator import ALIGNMENT, padded
-from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Location, Medium, SegmentId
+from vcache_backend.metadata_server.records import JournalState, ProcessId, Record
 
 COMPACT_BYTES = 64 << 20
 """A journal smaller than this is never compacted."""
-FORMAT = 2
+FORMAT = 3
 _MAGIC = b"vcache-j"
 _HEADER = struct.Struct("<8sIQIQ")
 _CRC = struct.Struct("<I")
@@ -41,147 +39,6 @@ class Damaged(Exception):
     """The file cannot be what a server wrote; the text says where and why."""
 
 
-class ProcessId(msgspec.Struct, frozen=True, array_like=True):
-    """A process for good, as pids are reused: pid and start time in ticks since boot (field 22 of /proc/PID/stat)."""
-
-    pid: int
-    started: int
-
-
-class SegmentAdded(msgspec.Struct, frozen=True, array_like=True, tag="S"):
-    id: SegmentId
-    device: str
-    medium: Medium
-    nbytes: int
-
-
-class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    id: SegmentId
-
-
-class Held(msgspec.Struct, frozen=True, array_like=True, tag="H", gc=False):
-    """A reservation: its slots may be written by `process` from now on."""
-
-    reservation: int
-    process: ProcessId
-    keys: list[ChunkKey]
-    locations: list[Location]
-
-
-class Published(msgspec.Struct, frozen=True, array_like=True, tag="C", gc=False):
-    """A reservation was committed; its keys are in prefix order."""
-
-    reservation: int
-
-
-class Returned(msgspec.Struct, frozen=True, array_like=True, tag="R", gc=False):
-    """A reservation's slots are free again."""
-
-    reservation: int
-
-
-class Live(msgspec.Struct, frozen=True, array_like=True, tag="L", gc=False):
-    """Part of a snapshot: committed chunks, coldest first."""
-
-    keys: list[ChunkKey]
-    locations: list[Location]
-    pins: list[int]
-
-
-class Gone(msgspec.Struct, frozen=True, array_like=True, tag="G", gc=False):
-    """Chunks evicted or removed."""
-
-    keys: list[ChunkKey]
-
-
-class Pinned(msgspec.Struct, frozen=True, array_like=True, tag="P", gc=False):
-    keys: list[ChunkKey]
-    pin: int
-
-
-class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
-    """Part of a snapshot: every generation up to this one may have been used."""
-
-    generation: int
-
-
-class Epochs(msgspec.Struct, frozen=True, array_like=True, tag="E"):
-    """Those of all namespaces, see epochs.py; b"": of every one that is not among them."""
-
-    epochs: dict[bytes, int]
-
-
-Record = SegmentAdded | SegmentGone | Held | Published | Returned | Live | Gone | Pinned | Counted | Epochs
-
-
-class State(msgspec.Struct):
-    """What a journal says: segments, committed chunks coldest first as (location, pin), open reservations; whose it is (`epoch`, 0
-    without a journal), the number of its last frame, and the newest generation."""
-
-    epoch: int = 0
-    frame: int = 0
-    generation: int = 0
-    segments: dict[SegmentId, SegmentAdded] = {}
-    chunks: dict[ChunkKey, tuple[Location, int]] = {}
-    held: dict[int, Held] = {}
-    epochs: dict[bytes, int] = {}
-
-    def apply(self, record: Record) -> None:
-        match record:
-            case SegmentAdded(id=id):
-                self.segments[id] = record
-            case SegmentGone(id=id):
-                self.segments.pop(id, None)
-                self.chunks = {key: chunk for key, chunk in self.chunks.items() if chunk[0].segment != id}
-                self.held = {number: kept for number, held in self.held.items() if (kept := _without(held, id)) is not None}
-            case Held(reservation=reservation):
-                self.held[reservation] = record
-                self.generation = max([self.generation, *(location.generation for location in record.locations)])
-            case Published(reservation=reservation):
-                held = self.held.pop(reservation, None)
-                for key, location in reversed(list(zip(held.keys, held.locations, strict=True)) if held else []):
-                    self.chunks[key] = (location, 0)
-            case Returned(reservation=reservation):
-                self.held.pop(reservation, None)
-            case Live(keys=keys, locations=locations, pins=pins):
-                self.chunks.update(zip(keys, zip(locations, pins, strict=True), strict=True))
-            case Counted(generation=generation):
-                self.generation = max(self.generation, generation)
-            case Gone(keys=keys):
-                for key in keys:
-                    self.chunks.pop(key, None)
-            case Pinned(keys=keys, pin=pin):
-                for key in keys:
-                    if key in self.chunks:
-                        self.chunks[key] = (self.chunks[key][0], pin)
-            case Epochs(epochs=epochs):
-                self.epochs = epochs
-
-    def check(self) -> None:
-        """ValueError unless this can be the state of a pool: known segments, slots inside them that do not overlap, keys of our own."""
-        taken: dict[SegmentId, list[tuple[int, int]]] = {id_: [] for id_ in self.segments}
-        places = chain(
-            ((key, location) for key, (location, _) in self.chunks.items()),
-            *(zip(held.keys, held.locations, strict=True) for held in self.held.values()),
-        )
-        for key, location in places:
-            start = location.offset
-            if len(key) != KEY_BYTES or location.length < 1 or start < 0 or start % ALIGNMENT or location.segment not in taken:
-                raise ValueError(f"chunk {key.hex()} at {location} cannot be")
-            taken[location.segment].append((start, start + padded(location.length)))
-        for id_, slots in taken.items():
-            slots.sort()
-            for (start, end), (after, _) in pairwise([*slots, (self.segments[id_].nbytes // ALIGNMENT * ALIGNMENT, 0)]):
-                if end > after:
-                    raise ValueError(f"slot [{start}, {end}) of segment {id_} ends behind {after}")
-
-
-def _without(held: Held, segment: SegmentId) -> Held | None:
-    """A reservation less its slots in a segment that is gone; None if that leaves none."""
-    pairs = [(k, at) for k, at in zip(held.keys, held.locations, strict=True) if at.segment != segment]
-    return Held(held.reservation, held.process, [k for k, _ in pairs], [at for _, at in pairs]) if pairs else None
-
-
 def writer(path: Path) -> ProcessId | None:
     """Who wrote the journal; None if there is none, or none with a whole header. OSError if it cannot be read."""
     try:
@@ -191,11 +48,11 @@ def writer(path: Path) -> ProcessId | None:
     return process
 
 
-def read(path: Path) -> State:
+def read(path: Path) -> JournalState:
     """Replay a journal; no file is an empty state. A last frame that is not all there was never promised to anybody: it is left out.
 
     Raises Damaged for everything else that is not as it was written, OSError if the file cannot be read."""
-    state = State()
+    state = JournalState()
     try:
         data = memoryview(_content(path))
     except FileNotFoundError:

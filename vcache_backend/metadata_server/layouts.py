@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.directory import Client
+from vcache_backend.metadata_server.placement import Peer
 
 MAX_LINES = 8
 """Most lines about others that one instance is told."""
@@ -26,12 +26,12 @@ class Layouts:
     """The layouts of the connected instances, as their hellos told them. Those without a model are of tools."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[Client, dict[str, str]]] = {}
+        self._of: dict[int, tuple[Peer, dict[str, str]]] = {}
         self._mismatches: list[m.Mismatch] | None = []
 
-    def add(self, client: Client, layout: dict[str, str]) -> list[str]:
+    def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
         """Remember an instance; a line for each other namespace of the same model: it cannot share with that."""
-        others: dict[str, tuple[Client, dict[str, str]]] = {}
+        others: dict[str, tuple[Peer, dict[str, str]]] = {}
         for who, other in self._of.values():
             if layout.get("model") and other["model"] == layout["model"]:
                 others.setdefault(other.get("namespace", ""), (who, other))
@@ -60,7 +60,7 @@ class Layouts:
 
     def _compare(self) -> list[m.Mismatch]:
         """Of `MAX_COMPARED` namespaces: who connects with many of many names costs everybody a millisecond, not more."""
-        of_model: dict[str, dict[str, tuple[dict[str, str], list[Client]]]] = {}
+        of_model: dict[str, dict[str, tuple[dict[str, str], list[Peer]]]] = {}
         for client, layout in self._of.values():
             groups = of_model.setdefault(layout["model"], {})
             groups.setdefault(layout.get("namespace", ""), (layout, []))[1].append(client)
@@ -74,10 +74,10 @@ class Layouts:
         return found[:MAX_MISMATCHES]
 
 
-def _mismatches(model: str, groups: list[tuple[dict[str, str], list[Client]]]) -> list[m.Mismatch]:
+def _mismatches(model: str, groups: list[tuple[dict[str, str], list[Peer]]]) -> list[m.Mismatch]:
     found: list[m.Mismatch] = []
     for name in sorted({name for layout, _ in groups for name in layout}.difference(_APART)):
-        who: dict[str, list[Client]] = {}
+        who: dict[str, list[Peer]] = {}
         for layout, clients in groups:
             who.setdefault(layout.get(name, ""), []).extend(clients[:MAX_INSTANCES])
         if len(who) > 1 and len(found) < MAX_MISMATCHES:
@@ -96,7 +96,7 @@ def _differing(layout: dict[str, str], other: dict[str, str]) -> list[str]:
     return sorted(name for name in layout.keys() | other.keys() if name not in _APART and layout.get(name) != other.get(name))
 
 
-def _line(layout: dict[str, str], who: Client, other: dict[str, str], fields: list[str]) -> str:
+def _line(layout: dict[str, str], who: Peer, other: dict[str, str], fields: list[str]) -> str:
     """Why two instances of one model do not share, in words."""
     differ = [
         f"{printable(name)}: {printable(layout.get(name, ''))!r} here, {printable(other.get(name, ''))!r} there"
@@ -107,5 +107,5 @@ def _line(layout: dict[str, str], who: Client, other: dict[str, str], fields: li
     return "; ".join([f"{whose} does not share its chunks with this one: {differ[0]}", *advice, *differ[1:]])[:MAX_LINE_CHARS]
 
 
-def _who(client: Client) -> str:
+def _who(client: Peer) -> str:
     return f"pid {client.process.pid} on {client.device}" if client.process.pid else f"another pid namespace, {client.device}"

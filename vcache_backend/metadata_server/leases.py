@@ -18,7 +18,7 @@ AT_ONCE = 1024
 """Most chunks that a release lets go of before it is answered, and most leases that one look at the clock ends."""
 
 
-class Lease(msgspec.Struct, gc=False):
+class Grant(msgspec.Struct, gc=False):
     """One reader's hold on some chunks until `deadline` (the server's monotonic clock, seconds). `client`: None once its connection
     is gone and nothing but the deadline ends it."""
 
@@ -35,7 +35,7 @@ class Leases:
         self.seconds = seconds
         self.expired = 0
         self._held, self._unheld = held, unheld
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, Grant] = {}
         self._of_client: dict[int, set[int]] = {}
         self._leased_by: Counter[int] = Counter()
         self._deadlines: list[tuple[float, int]] = []
@@ -48,7 +48,7 @@ class Leases:
         return lease in self._leases
 
     def full(self, client: int, more: int = 1) -> bool:
-        """Has the client as many leases as it may have, or would it have too many chunks with `more`?"""
+        """Whether the client has as many leases as it may have, or would have too many chunks with `more`."""
         leases = len(self._of_client.get(client, ()))
         return leases >= MAX_LEASES_PER_CLIENT or self._leased_by[client] + more > MAX_LEASED_PER_CLIENT
 
@@ -58,7 +58,7 @@ class Leases:
             if not entry.leases:
                 self._held(entry)
             entry.leases += 1
-        self._leases[lease] = Lease(client, now + self.seconds, entries)
+        self._leases[lease] = Grant(client, now + self.seconds, entries)
         self._of_client.setdefault(client, set()).add(lease)
         self._leased_by[client] += len(entries)
         heapq.heappush(self._deadlines, (now + self.seconds, lease))
@@ -75,7 +75,7 @@ class Leases:
         return True
 
     def release(self, lease: int, now: float) -> bool:
-        """End a lease, whoever asks; did it hold until now?"""
+        """End a lease, whoever asks; whether it held until now."""
         if self._holding(lease, now) is None:
             return False
         self._end(lease)
@@ -114,7 +114,7 @@ class Leases:
 
     @property
     def letting_go(self) -> bool:
-        """Is there something for `let_go` to do?"""
+        """Whether there is something for `let_go` to do."""
         return bool(self._ended)
 
     def let_go(self, most: int = AT_ONCE) -> int:
@@ -138,7 +138,7 @@ class Leases:
                 break
             heapq.heappop(self._deadlines)
 
-    def _holding(self, lease: int, now: float) -> Lease | None:
+    def _holding(self, lease: int, now: float) -> Grant | None:
         """The lease, if it holds still; one whose time is over ends here."""
         held = self._leases.get(lease)
         if held is not None and held.deadline <= now:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 8 << 20
 MAX_REQUEST_BYTES = 1 << 18
 """A client whose frame announces more is disconnected."""
@@ -22,13 +22,12 @@ MAX_LOOKED_UP = 16_384
 """Most keys times ranks of one look-up; one of more is refused in the same way."""
 MAX_SLOTS = 1024
 """Most slots that one request reserves; the keys after these are refused as FULL."""
-MAX_SAVE = 256
-"""Most chunks one `Save` hands out."""
 
 ChunkKey = NewType("ChunkKey", bytes)
 """Namespace (8 bytes), prefix-chained token hash (16), rank (2, big-endian). See `vcache_backend.transfer.keys`."""
 SegmentId = NewType("SegmentId", str)
 Medium = Literal["cuda", "host"]
+SegmentState = Literal["live", "absent", "draining"]
 KEY_BYTES = 26
 NAMESPACE_BYTES = 8
 RANK_BYTES = 2
@@ -66,14 +65,6 @@ class Refusal(IntEnum):
     NO_SEGMENT = 4
 
 
-class Pin(IntEnum):
-    """How hard a chunk resists eviction: not, only while unpinned ones are left, or always."""
-
-    NONE = 0
-    SOFT = 1
-    HARD = 2
-
-
 class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where one chunk lies: `length` bytes at byte `offset` of `segment`. `generation` changes at every reuse of the place."""
 
@@ -96,7 +87,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     reserved: int = 0
     largest_hole: int = 0
     evictions: int = 0
-    state: Literal["live", "absent", "draining"] = "live"
+    state: SegmentState = "live"
 
 
 class Reported(msgspec.Struct, frozen=True, array_like=True):
@@ -186,14 +177,10 @@ class ListSegments(Request, frozen=True, tag="list_segments"):
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
-    """Ask for one slot of `nbytes` for each key, in prefix order → `Reserved`. Own device first, then peers, then evict.
-
-    `spare`: these can be had elsewhere, so that no chunk which would be lost (see `Save`) is to make room for them.
-    """
+    """Ask for one slot of `nbytes` for each key, in prefix order → `Reserved`. Own device first, then peers, then evict."""
 
     keys: Keys
     nbytes: Bytes
-    spare: bool = False
 
 
 class Commit(Request, frozen=True, tag="commit"):
@@ -249,16 +236,9 @@ class Touch(Request, frozen=True, tag="touch"):
     keys: Keys
 
 
-class SetPin(Request, frozen=True, tag="pin"):
-    """Set the pin of chunks → `Count` of those there."""
-
-    keys: Keys
-    pin: Pin
-
-
 class Remove(Request, frozen=True, tag="remove"):
     """Forget chunks; the place of a leased one comes back when its leases end → `Count` removed. Without `force` those that are
-    leased or hard-pinned stay."""
+    leased stay."""
 
     keys: Keys
     force: bool = True
@@ -280,33 +260,10 @@ class Stats(Request, frozen=True, tag="stats"):
 
 class Report(Request, frozen=True, tag="report"):
     """A line for whoever looks after the node, such as why an instance caches nothing → `Count`: 1, or 0 if this connection's
-    words are among the newest already. The server logs it and keeps the newest. A server from before this request answers `Error`."""
+    words are among the newest already. The server logs it and keeps the newest."""
 
     level: Level
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REPORT_CHARS)]
-
-
-class Save(Request, frozen=True, tag="save"):
-    """Up to `limit` chunks of one namespace and rank that will be evicted soon and are not known to be in the offload tier → `ToSave`.
-
-    Whoever asks every few seconds is a saver of that namespace and rank: evictions prefer what is saved while there is one. A server
-    from before this request answers `Error`."""
-
-    namespace: Annotated[bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << (8 * RANK_BYTES))]
-    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAVE)]
-
-
-class Unsaved(Request, frozen=True, tag="unsaved"):
-    """The offload tier may have lost what it had of one namespace (8 bytes): nothing of it counts as saved any more → `Count`: 0."""
-
-    namespace: Annotated[bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
-
-
-class Saved(Request, frozen=True, tag="saved"):
-    """These chunks are in the offload tier: do not offer them again, evict them before others → `Count` of those here."""
-
-    keys: Keys
 
 
 # ---- replies
@@ -388,17 +345,6 @@ class Leased(Reply, frozen=True, tag="leased"):
     epoch: int = 0
 
 
-class ToSave(Reply, frozen=True, tag="to_save"):
-    """Chunks to save, coldest first, under one lease, to be ended with `Release` as any other; 0 and no chunks: nothing to do now.
-    What `Release` answers says whether the bytes read may be kept. `seconds` from the request's arrival."""
-
-    lease: int
-    seconds: float
-    keys: list[ChunkKey]
-    locations: list[Location]
-    epoch: int = 0
-
-
 class Count(Reply, frozen=True, tag="count"):
     count: int
 
@@ -424,7 +370,7 @@ class Latency(msgspec.Struct, frozen=True, array_like=True):
 
 class ServerStats(Reply, frozen=True, tag="server_stats"):
     """Counters since the server's start. `lookup_*` count chunks asked and found; `latency` is by request name.
-    `reports`: the newest, oldest first; a server from before `Report` sends none. `quarantined_slots`: slots that wait until their
+    `reports`: the newest, oldest first. `quarantined_slots`: slots that wait until their
     writer, by its pid, ends or answers for them."""
 
     epoch: int
@@ -461,28 +407,11 @@ AnyRequest = (
     | Release
     | Contains
     | Touch
-    | SetPin
     | Remove
     | Clear
     | Stats
     | Report
-    | Save
-    | Saved
-    | Unsaved
 )
 AnyReply = (
-    Welcome
-    | Error
-    | Added
-    | Lendable
-    | Opened
-    | Dropped
-    | Segments
-    | Reserved
-    | Leased
-    | ToSave
-    | Count
-    | Verdict
-    | Present
-    | ServerStats
+    Welcome | Error | Added | Lendable | Opened | Dropped | Segments | Reserved | Leased | Count | Verdict | Present | ServerStats
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import msgspec
 
 from vcache_backend.metadata_server.allocator import Extents, padded
-from vcache_backend.metadata_server.messages import ChunkKey, Location, Medium, Pin, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.messages import ChunkKey, Location, Medium, SegmentId, SegmentInfo, SegmentState
+from vcache_backend.metadata_server.records import ProcessId
 
 MAX_WINDOW_ATTEMPTS = 64
 """How many cold chunks are tried as the start of a run to evict, when chunks of other sizes surround them."""
@@ -19,18 +20,14 @@ SAME_SEGMENT = 64
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """One occupied slot. `reservation` is 0 once the chunk is committed; `doomed` once it was removed under a lease; `saved` since
-    the offload tier has it (see `Saving`); `saving` is the lease under which somebody last began to save it. `ring`, `older`, `newer`
-    and `told` are the eviction policy's."""
+    """One occupied slot. `reservation` is 0 once its chunk is committed; `doomed` once that was removed under a lease. `ring`, `older`,
+    `newer` and `told` are the eviction order's: a chunk is in a ring as long as its slot may be taken for another one."""
 
     key: ChunkKey
     location: Location
     reservation: int = 0
     leases: int = 0
-    pin: Pin = Pin.NONE
     doomed: bool = False
-    saved: int = 0
-    saving: int = 0
     ring: Entry | None = None
     older: Entry | None = None
     newer: Entry | None = None
@@ -38,26 +35,45 @@ class Entry(msgspec.Struct, gc=False, eq=False):
 
     @property
     def evictable(self) -> bool:
-        """Nobody writes it, nobody reads it, nobody insists on it."""
-        return not (self.reservation or self.leases or self.doomed or self.pin == Pin.HARD)
+        """Whether nobody reads it, and it is a chunk that others may follow."""
+        return self.ring is not None and not self.leases
+
+    @property
+    def end(self) -> int:
+        """Where its slot ends."""
+        return self.location.offset + padded(self.location.length)
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """One connection of a client: its number, the process behind it, the device it prefers and the segments it cannot use."""
+
+    id: int
+    process: ProcessId
+    device: str
+    medium: Medium
+    avoids: set[SegmentId] = msgspec.field(default_factory=set)
 
 
 class Segment:
-    """One live segment: its holes and its occupants by offset (and by where they end), and how many are reserved and leased."""
+    """One segment: its holes and its occupants by offset (and by where they end), and how many are reserved and leased.
+
+    `state`: live; absent, of before a restart, until its fd is offered again; draining, until nobody reads or writes there any more.
+    """
 
     def __init__(self, info: SegmentInfo, taken: list[Entry] | None = None) -> None:
         taken = taken or []
         self.id, self.device, self.medium, self.nbytes = info.id, info.device, info.medium, info.nbytes
-        self.extents = Extents(info.nbytes, [(e.location.offset, padded(e.location.length)) for e in taken])
+        self.state: SegmentState = info.state
+        self.extents = Extents(info.nbytes, [(entry.location.offset, padded(entry.location.length)) for entry in taken])
         self.occupants: dict[int, Entry] = {}
         self.staying: dict[int, Entry] = {}
         """Occupants of a draining segment that go when somebody is done with them."""
+        self.returning: list[Entry] = []
+        """Chunks that an absent segment will bring back, unless they have gone meanwhile; the coldest last."""
         self._ending: dict[int, Entry] = {}
-        self.reserved = self.leased = 0
+        self.reserved = self.leased = self.evictions = 0
         for entry in taken:
             self.occupy(entry)
-        self.draining = False
-        self.evictions = 0
 
     def info(self) -> SegmentInfo:
         """What people and the protocol see."""
@@ -72,35 +88,35 @@ class Segment:
             reserved=self.reserved,
             largest_hole=self.extents.largest,
             evictions=self.evictions,
-            state="draining" if self.draining else "live",
+            state=self.state,
         )
 
     def has(self, entry: Entry) -> bool:
-        """Does this very entry still have its slot?"""
-        return self._ending.get(_end(entry)) is entry
+        """Whether this very entry still has its slot."""
+        return self._ending.get(entry.end) is entry
 
     def occupy(self, entry: Entry) -> None:
-        self.occupants[entry.location.offset] = self._ending[_end(entry)] = entry
+        self.occupants[entry.location.offset] = self._ending[entry.end] = entry
         self.reserved += entry.reservation != 0
 
     def vacate(self, entry: Entry) -> None:
         if self.occupants.pop(entry.location.offset, None) is None:
             del self.staying[entry.location.offset]
-        del self._ending[_end(entry)]
+        del self._ending[entry.end]
         self.reserved -= entry.reservation != 0
 
     def window(self, first: Entry, size: int, most: int) -> tuple[list[Entry], bool]:
         """A run of at most `most` evictable occupants with `first`, and whether it, with the holes around it, spans `size` bytes.
 
         It grows towards the end of the segment as far as it can, then towards the start."""
-        run, end = [first], self.extents.hole_at(_end(first))
+        run, end = [first], self.extents.hole_at(first.end)
         start = self.extents.hole_before(first.location.offset)
         while end - start < size and len(run) < most:
             after = self.occupants.get(end)
             if after is None or not after.evictable:
                 break
             run.append(after)
-            end = self.extents.hole_at(_end(after))
+            end = self.extents.hole_at(after.end)
         while end - start < size and len(run) < most:
             before = self._ending.get(start)
             if before is None or not before.evictable:
@@ -110,26 +126,22 @@ class Segment:
         return run, end - start >= size
 
 
-def _end(entry: Entry) -> int:
-    return entry.location.offset + padded(entry.location.length)
-
-
 class Placement:
-    """All live segments. `next_generation` numbers every use of a slot, across the server's lives."""
+    """All segments. `next_generation` numbers every use of a slot, across the server's lives."""
 
     def __init__(self, next_generation: Callable[[], int]) -> None:
         self.segments: dict[SegmentId, Segment] = {}
         self._next_generation = next_generation
 
-    def take(self, nbytes: int, device: str, medium: Medium, most: int, avoid: Collection[SegmentId] = ()) -> list[Location]:
-        """Free slots, at most `most`: on `device` first, then on the peer with the most room, not in segments to `avoid`. Empty if there
-        is no hole that is large enough."""
+    def take(self, nbytes: int, peer: Peer, most: int) -> list[Location]:
+        """Free slots for a peer, at most `most`: on its device first, then on the one with the most room. Empty if there is no hole that
+        is large enough."""
         size = padded(nbytes)
         best: Segment | None = None
-        for segment in self.segments.values():
-            if segment.medium != medium or segment.draining or segment.extents.largest < size or segment.id in avoid:
+        for segment in self._usable(peer):
+            if segment.extents.largest < size:
                 continue
-            if segment.device == device:
+            if segment.device == peer.device:
                 best = segment
                 break
             if best is None or segment.extents.free > best.extents.free:
@@ -151,7 +163,7 @@ class Placement:
         self.segments[entry.location.segment].occupy(entry)
 
     def has(self, entry: Entry) -> bool:
-        """Does this very entry still have its slot?"""
+        """Whether this very entry still has its slot."""
         segment = self.segments.get(entry.location.segment)
         return segment is not None and segment.has(entry)
 
@@ -161,10 +173,8 @@ class Placement:
         segment.vacate(entry)
         segment.extents.give(entry.location.offset, padded(entry.location.length))
 
-    def victims(
-        self, coldest: Iterator[Entry], nbytes: int, most: int, avoid: Collection[SegmentId] = ()
-    ) -> tuple[list[Entry], bool, list[Entry]]:
-        """Which chunks of one medium to evict for slots of `nbytes`: (victims, does each of them leave such a slot?, passed over).
+    def victims(self, coldest: Iterator[Entry], nbytes: int, most: int, peer: Peer) -> tuple[list[Entry], bool, list[Entry]]:
+        """Which chunks of a peer's medium to evict for slots of `nbytes`: (victims, whether each of them leaves such a slot, passed over).
 
         Up to `most` of the coldest ones as long as they have that size; if the coldest has another one, the run from it on that
         leaves one slot; no victims if none can go, or none among the `MAX_SEARCH` that are looked at.
@@ -174,7 +184,7 @@ class Placement:
         passed: list[Entry] = []
         for entry in islice(coldest, MAX_SEARCH):
             segment = self.segments[entry.location.segment]
-            if segment.draining or not entry.evictable or segment.id in avoid:
+            if segment.state != "live" or not entry.evictable or segment.id in peer.avoids:
                 passed.append(entry)
             elif padded(entry.location.length) == size:
                 equal.append(entry)
@@ -189,25 +199,18 @@ class Placement:
                 attempts, left = attempts + 1, left - len(run)
         return equal, bool(equal), passed
 
-    def largest_segment(self, medium: Medium, avoid: Collection[SegmentId] = ()) -> int:
-        """Bytes of the largest usable segment of a medium, none of those to `avoid`; 0 without one."""
-        usable = (s.nbytes for s in self.segments.values() if s.medium == medium and not s.draining and s.id not in avoid)
-        return max(usable, default=0)
+    def largest_segment(self, peer: Peer) -> int:
+        """Bytes of the largest segment that a peer can use; 0 without one."""
+        return max((segment.nbytes for segment in self._usable(peer)), default=0)
 
-    def draining(self) -> list[Segment]:
-        """The segments that wait to be dropped."""
-        return [segment for segment in self.segments.values() if segment.draining]
+    def in_state(self, state: SegmentState) -> list[Segment]:
+        """The segments in a state."""
+        return [segment for segment in self.segments.values() if segment.state == state]
 
-    def free_and_total(self, medium: Medium) -> tuple[int, int]:
-        """Bytes that are free and bytes in all usable segments of a medium."""
-        usable = [s for s in self.segments.values() if s.medium == medium and not s.draining]
-        return sum(s.extents.free for s in usable), sum(s.nbytes for s in usable)
-
-    def used_and_total(self, medium: Medium) -> tuple[int, int]:
-        """Bytes in use and bytes in all live segments of a medium."""
-        live = [segment for segment in self.segments.values() if segment.medium == medium]
-        total = sum(segment.nbytes for segment in live)
-        return total - sum(segment.extents.free for segment in live), total
+    def _usable(self, peer: Peer) -> Iterator[Segment]:
+        for segment in self.segments.values():
+            if segment.medium == peer.medium and segment.state == "live" and segment.id not in peer.avoids:
+                yield segment
 
     def _location(self, segment: Segment, offset: int, nbytes: int) -> Location:
         return Location(segment.id, offset, nbytes, self._next_generation())

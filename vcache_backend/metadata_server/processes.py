@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from vcache_backend.metadata_server.journal import ProcessId
 from vcache_backend.metadata_server.messages import TOKEN_BITS
+from vcache_backend.metadata_server.records import ProcessId
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def identity(pid: int, token: int = 0) -> ProcessId:
 
 
 def lives(process: ProcessId) -> bool:
-    """Does it run? A zombie does not. OSError if that cannot be found out."""
+    """Whether it runs. A zombie does not. OSError if that cannot be found out."""
     if identity(process.pid) != process:
         return False
     pidfd = open_pidfd(process)
@@ -94,7 +94,7 @@ def open_pidfd(process: ProcessId) -> int | None:
 
 
 def is_pidfd(fd: int, pid: int) -> bool:
-    """Is `fd` a pidfd, and of process `pid` as far as that can be told (pid 0: it is invisible; -1: it is gone by now)?"""
+    """Whether `fd` is a pidfd, of process `pid` as far as that can be told (pid 0: it is invisible; -1: it is gone by now)."""
     for line in Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines():
         if line.startswith(b"Pid:"):
             return pid == 0 or int(line.split()[1]) in (pid, -1)
@@ -138,7 +138,7 @@ class Watch:
         self._unseen = unseen
 
     def __contains__(self, fd: int) -> bool:
-        """Is this one waited for?"""
+        """Whether this one is waited for."""
         return fd in self._waited
 
     def joined(self, process: ProcessId, pidfd: int | None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vcache_backend.metadata_server.directory import Client
 from vcache_backend.metadata_server.messages import Level, Reported
+from vcache_backend.metadata_server.placement import Peer
 
 MAX_REPORTS = 64
 
@@ -17,7 +17,7 @@ class Reports:
         self._now = wall_clock
         self._kept: dict[tuple[int, str], Reported] = {}
 
-    def add(self, client: Client, level: Level, text: str) -> Reported | None:
+    def add(self, client: Peer, level: Level, text: str) -> Reported | None:
         """Keep what `client` says, as one printable line; None if it is among those kept already."""
         line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
         known = self._kept.pop((client.id, line), None)

@@ -11,9 +11,9 @@ from itertools import takewhile
 
 import msgspec
 
-from vcache_backend.metadata_server.journal import ProcessId
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
 from vcache_backend.metadata_server.placement import Entry
+from vcache_backend.metadata_server.records import ProcessId
 
 MAX_RESERVATIONS_PER_CLIENT = 4096
 
@@ -45,7 +45,7 @@ class Reservations:
         self._slots = 0
 
     def pending(self, key: ChunkKey) -> bool:
-        """Is somebody writing this chunk, who may still commit it?"""
+        """Whether somebody is writing this chunk who may still commit it."""
         id_ = self._pending.get(key)
         return id_ is not None and id_ not in self._void
 
@@ -54,7 +54,7 @@ class Reservations:
         return self._slots
 
     def full(self, client: int) -> bool:
-        """Has the client as many reservations as it may have?"""
+        """Whether the client has as many reservations as it may have."""
         return len(self._of_client.get(client, ())) >= MAX_RESERVATIONS_PER_CLIENT
 
     def get(self, id_: int) -> Reservation | None:
@@ -107,7 +107,7 @@ class Reservations:
             self._quarantine(id_, reservation)
 
     def quarantined(self, entry: Entry) -> bool:
-        """Does this slot wait for a writer that can no longer commit it?"""
+        """Whether this slot waits for a writer that can no longer commit it."""
         return entry.reservation in self._void
 
     def let_go(self, entries: list[Entry]) -> None:

@@ -13,26 +13,23 @@ import secrets
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import msgspec
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.errors import ConfigError, ProtocolError, raising_as
-from vcache_backend.metadata_server import journal as journals
+from vcache_backend.errors import ConfigError, ProtocolError
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import processes, wire
+from vcache_backend.metadata_server import processes, succession, wire
+from vcache_backend.metadata_server.admission import Admission
 from vcache_backend.metadata_server.backlog import Waiting
 from vcache_backend.metadata_server.connection import Connection
-from vcache_backend.metadata_server.directory import Client, Directory, Limits
+from vcache_backend.metadata_server.directory import Directory, Limits
 from vcache_backend.metadata_server.endpoint import Endpoint, beside
-from vcache_backend.metadata_server.eviction import POLICIES
-from vcache_backend.metadata_server.journal import Journal
 from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.succession import Legacy, Predecessor
 from vcache_backend.metadata_server.turns import Turns
-from vcache_backend.metadata_server.witness import NEVER, Proof, Witness
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +42,6 @@ HELLO_SECONDS = 5.0
 HALF_FRAME_SECONDS = 5.0
 MAX_HELD_BYTES = 64 << 20
 """A frame may be unfinished for so long, and all unfinished frames together may be so large."""
-SPARE_DESCRIPTORS = 64
-"""Not for clients: sockets, journals, /proc. A third each of the rest for connections, their pidfds and segments."""
 READ_BYTES = 1 << 16
 EVENTS_A_TURN = 64
 """Most bytes read from a connection in one turn of the loop, and most connections read from."""
@@ -63,39 +58,43 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self._uids = {os.getuid(), 0, *config.allow_uids}
         self._connections: dict[int, Connection] = {}
-        self._numbers = 0
         self._receiver = wire.Receiver(READ_BYTES)
         self._turns = Turns()
         self._concerned: dict[Connection, None] = {}
-        """Connections of which something changed in this turn, and those whose request waits for a job."""
-        self._journal: Journal | None = None
+        """Connections of which something changed in this turn, and those whose request waits for a task."""
         self._stopping = False
         self._held = 0
-        self._listens, self._paused = True, ""
-        limit = processes.raise_descriptor_limit()
-        share = max(1, (limit - SPARE_DESCRIPTORS) // 3)
-        self._max_clients, self._max_segments = min(config.max_clients, share), share
-        if self._max_clients < config.max_clients:
-            log.warning("%d descriptors are enough for %d clients, not for server.max_clients", limit, self._max_clients)
         self._spin_until = 0.0
         self._spin_seconds = processes.spin(config.spin_seconds)
         self._looked = time.monotonic()
         with ExitStack() as undo:
             self._endpoint = undo.enter_context(Endpoint(config.path, open_to_others=bool(config.allow_uids)))
-            self._listener = self._endpoint.listener
             self._epoll = undo.enter_context(select.epoll())
-            self._epoll.register(self._listener, select.EPOLLIN)
+            self._admission = Admission(config, self._endpoint, self._epoll)
             self._watch = processes.Watch(self._epoll)
             undo.callback(self._watch.close)
-            self._service = self._start_service(beside(config.path, ".journal"), undo)
-            undo.callback(self._service.close)
-            if not self._endpoint.same_pids:
-                self._watch.cannot_see(self._service.directory.quarantined_processes())
-            self._recover_until = time.monotonic() + config.recover_seconds
+            self._take_over(undo)
             self._undo = undo.pop_all()
         self._watch_quarantined()
+
+    def _take_over(self, undo: ExitStack) -> None:
+        """Start from what the server before left, and begin what this one leaves."""
+        config, epoch, path = self._config, 1 + secrets.randbits(62), beside(self._config.path, ".journal")
+        state = succession.inherit(path, config.journal)
+        limits = Limits(config.lease_seconds, config.reservation_seconds, config.max_chunks)
+        self._directory = Directory(limits, time.monotonic, succession.first_id(state.held))
+        self._directory.restore(state)
+        self._legacy = Legacy(path, config.journal, epoch, self._directory)
+        undo.callback(self._legacy.close)
+        self._predecessor = Predecessor(self._directory, state, epoch)
+        self._service = Service(self._directory, epoch, self._predecessor, self._admission.max_segments)
+        undo.callback(self._service.close)
+        if state.segments:
+            log.info("journal: %d chunks in %d segments wait to be offered again", len(state.chunks), len(state.segments))
+        if not self._endpoint.same_pids:
+            self._watch.cannot_see(self._directory.quarantined_processes())
+        self._recover_until = time.monotonic() + config.recover_seconds
 
     def run(self) -> None:
         """Serve until stopped. Everything is closed and the socket removed on return.
@@ -113,7 +112,7 @@ class Server:
 
     def _serve(self) -> None:
         next_tick = time.monotonic()
-        directory, longest = self._service.directory, self._service.longest
+        directory, longest = self._directory, self._service.longest
         while not self._stopping:
             now = time.monotonic()
             more = len(self._turns) or directory.unfinished
@@ -122,16 +121,16 @@ class Server:
                 os.sched_yield()  # spinning, or woken for nothing: whoever else wants this core goes first
                 continue
             longest.begin()
-            self._check_path()
             for fd, mask in events:
                 self._on_ready(fd, mask)
-            directory.go_on(BACKLOG_WORK)
+            if directory.unfinished:
+                directory.go_on(BACKLOG_WORK)
             self._answer_some()
             if now >= next_tick:
                 self._tick()
                 next_tick = now + (BUSY_TICK_SECONDS if self._busy() else IDLE_TICK_SECONDS)
             self._check_path()
-            self._write_journal()
+            self._legacy.write()
             self._send()
             longest.end()
 
@@ -139,55 +138,31 @@ class Server:
         """End `run` within a tick. May be called from a signal handler."""
         self._stopping = True
 
-    def _start_service(self, path: Path, undo: ExitStack) -> Service:
-        """path: of the journal."""
-        config, eviction = self._config, self._config.eviction
-        myself, epoch = processes.identity(os.getpid()), 1 + secrets.randbits(62)
-        with raising_as({OSError: ConfigError}, f"server.journal: cannot use {path}"):
-            writer = journals.writer(path)
-            if writer not in (None, myself) and processes.lives(writer):
-                raise ConfigError(
-                    f"server.socket: pid {writer.pid} still serves, it writes {path}; stop it, or use another socket"
-                )
-            state = _read(path) if config.journal else journals.State()
-        limits = Limits(
-            lease_seconds=config.lease_seconds,
-            reservation_seconds=config.reservation_seconds,
-            max_chunks=config.max_chunks,
-            low_water=eviction.low_water,
-            high_water=eviction.high_water,
-            save_ahead=config.save_ahead,
-        )
-        directory = Directory(POLICIES[eviction.policy](), limits, time.monotonic, _first_id(state.held))
-        directory.restore(state)
-        self._witness = Witness(epoch)
-        undo.callback(self._witness.close)
-        with raising_as({OSError: ConfigError}, f"server.journal: cannot use {path}"):
-            if config.journal:
-                self._journal = Journal(path, epoch, myself)
-                undo.callback(self._journal.close)
-                self._journal.start(directory.snapshot())
-                self._witness.reached(self._journal.frame)
-            else:
-                path.unlink(missing_ok=True)
-        if state.segments:
-            log.info("journal: %d chunks in %d segments wait to be offered again", len(state.chunks), len(state.segments))
-        return Service(directory, epoch, Proof(state.epoch, state.frame, epoch), self._max_segments)
-
     # ---- events
 
     def _on_ready(self, fd: int, mask: int) -> None:
-        if fd == self._listener.fileno():
-            self._accept()
-        elif fd in self._watch:
-            self._service.directory.process_gone(self._watch.ended(fd))
-        elif fd in self._connections:
-            connection = self._connections[fd]
+        connection = self._connections.get(fd)
+        if connection is not None:
             self._concerned[connection] = None
             if mask & select.EPOLLIN:
                 self._guarded(connection, self._read)
             elif mask & (select.EPOLLHUP | select.EPOLLERR):
                 self._disconnect(connection)
+        elif fd == self._admission.fd:
+            self._accept()
+        elif fd in self._watch:
+            self._directory.process_gone(self._watch.ended(fd))
+
+    def _accept(self) -> None:
+        accepted = self._admission.accept(len(self._connections))
+        if accepted is None:
+            return
+        connection, refusal = accepted
+        self._connections[connection.sock.fileno()] = connection
+        self._concerned[connection] = None
+        self._directory.counters["clients_total"] += 1
+        if refusal:
+            self._refuse(connection, refusal)
 
     def _guarded(self, connection: Connection, what: Callable[[Connection], None]) -> None:
         """Whatever goes wrong with one connection ends that one only."""
@@ -196,53 +171,13 @@ class Server:
         except BlockingIOError:
             return
         except ProtocolError as error:
-            self._service.directory.counters["protocol_errors"] += 1
+            self._directory.counters["protocol_errors"] += 1
             self._refuse(connection, str(error))
         except OSError:
             self._disconnect(connection)
         except Exception:
             log.exception("a request of pid %d could not be answered; its connection is closed", connection.pid)
             self._disconnect(connection)
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return  # it went away again
-        except OSError as error:
-            self._pause(error)
-            return
-        self._paused = ""
-        sock.setblocking(False)
-        pid, uid = processes.peer(sock)
-        self._numbers += 1
-        connection = Connection(sock, self._numbers, pid)
-        self._connections[sock.fileno()] = connection
-        self._epoll.register(sock, select.EPOLLIN)
-        self._concerned[connection] = None
-        self._service.directory.counters["clients_total"] += 1
-        if uid not in self._uids:
-            log.warning("refused a connection of uid %d (pid %d)", uid, pid)
-            allowed = "its own user and root; add the uid to server.allow_uids to let it in"
-            self._refuse(connection, f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}")
-        elif len(self._connections) > self._max_clients:
-            what = (
-                "server.max_clients" if self._max_clients == self._config.max_clients else "its limit of descriptors (ulimit -n)"
-            )
-            self._refuse(connection, f"{self._max_clients} clients are connected; raise {what}")
-
-    def _pause(self, error: OSError) -> None:
-        """Descriptors or memory are exhausted: whoever waits to connect waits on, and costs nothing meanwhile."""
-        if not self._paused:
-            log.warning("no new client can connect for now: %s; %d are connected", error, len(self._connections))
-        self._paused = str(error)
-        self._listens = False
-        self._epoll.unregister(self._listener)
-
-    def _listen_again(self) -> None:
-        if not self._listens:
-            self._listens = True
-            self._epoll.register(self._listener, select.EPOLLIN)
 
     def _read(self, connection: Connection) -> None:
         data, fds = self._receiver.receive(connection.sock)
@@ -268,19 +203,18 @@ class Server:
 
     def _answer_some(self) -> None:
         """Answer requests, one after the other, until they have made enough work for one turn."""
-        directory = self._service.directory
-        for connection in list(self._concerned):
-            waiting = connection.waiting
-            if waiting is not None and waiting.job.done:
-                connection.waiting = None
-                connection.queue(waiting.reply(waiting.job.count))
-                self._turns.enter(connection)
-        enough = directory.work + TURN_WORK
-        while directory.work < enough and (served := self._turns.next()) is not None:
-            before = directory.work
+        for connection in [waits for waits in self._concerned if waits.waiting is not None and waits.waiting.task.done]:
+            waiting, connection.waiting = connection.waiting, None
+            assert waiting is not None
+            connection.queue(waiting.reply(waiting.task.count))
+            self._turns.enter(connection)
+        left = TURN_WORK
+        while left > 0 and (served := self._turns.next()) is not None:
+            before = self._directory.work
             self._guarded(served, self._answer)
-            directory.work += REQUEST_WORK
-            served.charged += directory.work - before
+            cost = REQUEST_WORK + self._directory.work - before
+            served.charged += cost
+            left -= cost
             self._concerned[served] = None
             self._turns.enter(served)
 
@@ -300,7 +234,7 @@ class Server:
         try:
             request = wire.request_decoder.decode(body)
         except msgspec.ValidationError as error:
-            self._service.directory.counters["protocol_errors"] += 1
+            self._directory.counters["protocol_errors"] += 1
             if connection.client is None:
                 raise ProtocolError(f"the first frame is no hello of protocol {m.PROTOCOL_VERSION}: {error}") from error
             connection.queue(m.Error(str(error)))
@@ -308,7 +242,7 @@ class Server:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a frame is no MessagePack message: {error}") from error
         if connection.client is None:
-            self._hello(connection, request)
+            self._admission.greet(connection, request, self._service, self._watch, self._predecessor, self._legacy.witness)
             return
         if isinstance(request, m.Lookup | m.Acquire | m.Reserve):
             self._spin_until = time.monotonic() + self._spin_seconds
@@ -321,34 +255,6 @@ class Server:
             connection.waiting = reply
         else:
             connection.queue(reply, held)
-
-    def _hello(self, connection: Connection, request: m.AnyRequest) -> None:
-        if not isinstance(request, m.Hello):
-            raise ProtocolError(f"the first frame is {type(request).__name__}, not hello")
-        if request.version != m.PROTOCOL_VERSION:
-            theirs, ours = request.version, m.PROTOCOL_VERSION
-            raise ProtocolError(f"the client speaks protocol {theirs}, this server {ours}; install the same vcache-backend")
-        process = processes.identity(connection.pid, request.token)
-        self._watch.joined(process, self._take_pidfd(connection))
-        for fd in connection.fds:
-            self._service.hear_witness(fd)
-        wire.close_fds(connection.fds)
-        connection.fds.clear()
-        connection.client = Client(connection.number, process, request.device, request.medium)
-        mismatches = self._service.layouts.add(connection.client, request.layout)
-        if mismatches:
-            log.warning("pid %d: %s; %d such instances", connection.pid, mismatches[0], len(mismatches))
-        lease, reservation = self._config.lease_seconds, self._config.reservation_seconds
-        welcome = m.Welcome(m.PROTOCOL_VERSION, self._service.epoch, lease, reservation, mismatches)
-        connection.queue(welcome, self._witness)
-
-    def _take_pidfd(self, connection: Connection) -> int | None:
-        """The pidfd of its process that came with the hello, ours now; None if none did."""
-        for fd in connection.fds:
-            if processes.is_pidfd(fd, connection.pid):
-                connection.fds.remove(fd)
-                return fd
-        return None
 
     # ---- turns
 
@@ -364,9 +270,8 @@ class Server:
 
     def _tick(self) -> None:
         self._endpoint.keep_fresh()
-        self._listen_again()
-        directory = self._service.directory
-        directory.tick()
+        self._admission.listen_again()
+        self._directory.tick()
         self._service.collect_dropped()
         self._watch_quarantined()
         now = time.monotonic()
@@ -374,29 +279,15 @@ class Server:
             unsaid = connection.client is None and now > connection.accepted + HELLO_SECONDS
             if unsaid or (connection.held and now > connection.held_since + HALF_FRAME_SECONDS):
                 self._disconnect(connection)
-        absent = directory.absent_segments()
-        if absent and now > self._recover_until and (lost := directory.forget_absent(absent)):
+        absent = self._directory.absent_segments()
+        if absent and now > self._recover_until and (lost := self._directory.forget_absent(absent)):
             seconds = self._config.recover_seconds
             log.warning("%d segments were not offered again within %g s; %d chunks are lost", len(absent), seconds, lost)
 
     def _busy(self) -> bool:
-        directory = self._service.directory
-        return bool(len(directory.leases) or sum(directory.reservations.counts()) or directory.placement.draining())
-
-    def _write_journal(self) -> None:
-        records = self._service.directory.records
-        if self._journal is not None:
-            try:
-                if records:
-                    self._journal.append(records)
-                self._journal.compact(self._service.directory.snapshot)
-                self._witness.reached(self._journal.frame)
-            except OSError as error:
-                log.error("journal: %s; going on without one, a restart will be cold", error)
-                self._witness.reached(NEVER)
-                self._journal.abandon()
-                self._journal = None
-        records.clear()
+        directory = self._directory
+        draining = directory.contents.placement.in_state("draining")
+        return bool(len(directory.leases) or sum(directory.reservations.counts()) or draining)
 
     def _send(self) -> None:
         """What can leave now does; then listen to those whose requests are all answered, and whose answers are read."""
@@ -429,12 +320,12 @@ class Server:
             return
         connection.close()
         self._held -= connection.held
-        self._listen_again()
+        self._admission.listen_again()
         if connection.client is not None:
             self._watch.left(connection.client.process)
             for reservation in connection.untold():
-                self._service.directory.abort(connection.client, reservation)
-            self._service.directory.disconnect(connection.client)
+                self._directory.abort(connection.client, reservation)
+            self._directory.disconnect(connection.client)
             self._service.layouts.drop(connection.number)
             self._watch_quarantined()
 
@@ -442,28 +333,8 @@ class Server:
 
     def _watch_quarantined(self) -> None:
         """Watch every process whose death would free slots; act at once for those that are gone already."""
-        directory = self._service.directory
-        for process in self._watch.wait_for(directory.quarantined_processes()):
-            directory.process_gone(process)
-
-
-def _read(path: Path) -> journals.State:
-    """The journal's state; an empty one if it is damaged. It is kept aside then, for whoever wants to know what happened."""
-    try:
-        return journals.read(path)
-    except journals.Damaged as damage:
-        aside = path.with_name(path.name + ".damaged")
-        path.replace(aside)
-        log.error("journal %s is damaged: %s; starting empty, the file is kept as %s", path, damage, aside)
-        return journals.State()
-
-
-def _first_id(taken: Iterable[int]) -> int:
-    """From where ids can count up without meeting any of `taken`, or of another life of the server."""
-    while True:
-        first = 1 + secrets.randbits(62)
-        if not any(first <= id_ < first + (1 << 48) for id_ in taken):
-            return first
+        for process in self._watch.wait_for(self._directory.quarantined_processes()):
+            self._directory.process_gone(process)
 
 
 def serve(config: ServerConfig) -> None:

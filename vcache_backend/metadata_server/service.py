@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import struct
 import time
 from typing import assert_never
 
@@ -14,11 +13,12 @@ from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.backlog import Waiting
 from vcache_backend.metadata_server.descriptors import Descriptor, unfit
-from vcache_backend.metadata_server.directory import Client, Directory
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.layouts import Layouts
+from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.reports import Reports
+from vcache_backend.metadata_server.succession import Predecessor
 from vcache_backend.metadata_server.turns import Longest
-from vcache_backend.metadata_server.witness import Proof
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +32,11 @@ class Refuse(Exception):
 class Service:
     """Answers requests. Runs in the server's one thread; owns the segments' fds from registration until they are dropped."""
 
-    def __init__(self, directory: Directory, epoch: int, proof: Proof, max_segments: int = 1024) -> None:
-        """`proof`: of the journal that the directory was restored from."""
+    def __init__(self, directory: Directory, epoch: int, predecessor: Predecessor, max_segments: int = 1024) -> None:
+        """`predecessor`: of the server that the directory was restored from."""
         self.max_segments = max_segments
         self.directory = directory
-        self._proof = proof
+        self._predecessor = predecessor
         self.epoch = epoch
         self.layouts = Layouts()
         self.latency: dict[str, Histogram] = {}
@@ -45,14 +45,14 @@ class Service:
         self.longest = Longest()
         self._started = time.monotonic()
 
-    def answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply | Waiting, Descriptor | None]:
+    def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply | Waiting, Descriptor | None]:
         """The reply, now or later, and the fd that goes with it, if any, to be held until it is sent. `fds` came along; one that is
         kept is taken out of the list."""
         started = time.perf_counter()
         try:
             reply, fd = self._answer(client, request, fds)
-            if isinstance(reply, Waiting) and reply.job.done:
-                reply = reply.reply(reply.job.count)
+            if isinstance(reply, Waiting) and reply.task.done:
+                reply = reply.reply(reply.task.count)
         except Refuse as refusal:
             reply, fd = m.Error(str(refusal)), None
         name = type(request).__name__
@@ -62,7 +62,7 @@ class Service:
         histogram.add((time.perf_counter() - started) * 1e6)
         return reply, fd
 
-    def _answer(self, client: Client, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply | Waiting, Descriptor | None]:
+    def _answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply | Waiting, Descriptor | None]:
         directory = self.directory
         match request:
             case m.Lookup(keys, ranks):
@@ -70,21 +70,19 @@ class Service:
             case m.Acquire(keys):
                 return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys)), None
             case m.Release(lease):
-                return m.Verdict(directory.release(client, lease)), None
-            case m.Reserve(keys, nbytes, spare):
-                return _in_epoch(directory.reserve(client, keys, nbytes, spare), directory.epochs.of(keys)), None
+                return m.Verdict(directory.release(lease)), None
+            case m.Reserve(keys, nbytes):
+                return _in_epoch(directory.reserve(client, keys, nbytes), directory.epochs.of(keys)), None
             case m.Commit(reservation, prefix):
                 return m.Count(directory.commit(client, reservation, prefix)), None
             case m.Abort(reservation):
                 return m.Count(directory.abort(client, reservation)), None
             case m.Renew(lease):
-                return m.Verdict(directory.renew(client, lease)), None
+                return m.Verdict(directory.renew(lease)), None
             case m.Contains(keys):
                 return m.Present(directory.contains(keys), directory.epochs.of(keys)), None
             case m.Touch(keys):
                 return m.Count(directory.touch(keys)), None
-            case m.SetPin(keys, pin):
-                return m.Count(directory.set_pin(keys, pin)), None
             case m.Remove(keys, force):
                 return m.Count(directory.remove(keys, force)), None
             case m.Clear(namespace, reset):
@@ -105,57 +103,32 @@ class Service:
                 return self._stats(), None
             case m.Report(level, text):
                 return self._report(client, level, text), None
-            case m.Save(namespace, rank, limit):
-                offered = directory.save(client, namespace, rank, limit)
-                return _in_epoch(offered, directory.epochs.of(offered.keys)), None
-            case m.Unsaved(namespace):
-                directory.unsaved(namespace)
-                return m.Count(0), None
-            case m.Saved(keys):
-                return m.Count(directory.saved(keys)), None
             case m.Hello():
                 raise Refuse("hello was said already on this connection")
             case _:
                 assert_never(request)
 
-    def hear_witness(self, fd: int) -> None:
-        """A client brings the witness of the server it knew before. Nothing of before is used if that refutes the journal."""
-        knew = self._proof.forgetful
-        try:
-            refuted = self._proof.refuted_by(fd)
-        except (OSError, struct.error) as error:
-            log.warning("a client brought a witness that is none: %s", error)
-            return
-        if self._proof.forgetful and not knew:
-            # Resets may be among what is forgotten.
-            self.directory.raise_epoch(b"")
-        if refuted and (absent := self.directory.absent_segments()):
-            lost = self.directory.forget_absent(absent)
-            log.error("journal: %s; %d chunks in %d segments are lost, fresh memory is used", refuted, lost, len(absent))
-
     def collect_dropped(self) -> None:
         """Let go of the memory of segments that are gone."""
-        for id_ in [id_ for id_ in self.fds if id_ not in self.directory.placement.segments]:
+        for id_ in [id_ for id_ in self.fds if id_ not in self.directory.segments]:
             del self.fds[id_]
 
     def close(self) -> None:
         """Let go of all fds; host and GPU memory nobody else holds is freed."""
         self.fds.clear()
 
-    def _add_segment(self, client: Client, request: m.AddSegment, fds: list[int]) -> m.Added:
+    def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> m.Added | Waiting:
         if len(fds) != 1:
             raise Refuse(f"add_segment {request.id}: {len(fds)} fds came along; exactly 1 is needed")
-        absent = self.directory.absent_segments().get(request.id)
-        live = self.directory.placement.segments.get(request.id)
-        for known in (absent, live):
-            if known and (known.device, known.medium, known.nbytes) != (request.device, request.medium, request.nbytes):
-                was = f"{known.nbytes:,} B of {known.medium} on {known.device}"
-                raise Refuse(f"segment {request.id} is {was}, not {request.nbytes:,} B of {request.medium} on {request.device}")
-        if live is not None:
+        known = self.directory.segments.get(request.id)
+        if known and (known.device, known.medium, known.nbytes) != (request.device, request.medium, request.nbytes):
+            was = f"{known.nbytes:,} B of {known.medium} on {known.device}"
+            raise Refuse(f"segment {request.id} is {was}, not {request.nbytes:,} B of {request.medium} on {request.device}")
+        if known and known.state != "absent":
             return m.Added(0)
-        if request.again and not (absent and self._proof.proven):
-            return self._decline(request.id, known=absent is not None)
-        if absent and not request.again:
+        if request.again and not (known and self._predecessor.proven):
+            return self._decline(request.id, known is not None)
+        if known and not request.again:
             raise Refuse(f"segment {request.id} is known from before a restart: offer it again, or make one with another id")
         if reason := unfit(request, fds[0]):
             raise Refuse(f"segment {request.id}: {reason}")
@@ -166,9 +139,8 @@ class Service:
                 f"segment {request.id}: its claim on {request.device} has ended, or is on less; ask again what may be lent"
             )
         info = m.SegmentInfo(request.id, request.device, request.medium, request.nbytes)
-        chunks = self.directory.add_segment(info)
         self.fds[request.id] = Descriptor(fds.pop())
-        return m.Added(chunks)
+        return Waiting(self.directory.add_segment(info), m.Added)
 
     def _decline(self, id_: m.SegmentId, known: bool) -> m.Added:
         """Memory of before that nothing proves to be as the journal says: an earlier writer may still write there."""
@@ -178,7 +150,7 @@ class Service:
         return m.Added(0, taken=False)
 
     def _open_segment(self, id_: m.SegmentId) -> tuple[m.Reply, Descriptor]:
-        segment = self.directory.placement.segments.get(id_)
+        segment = self.directory.segments.get(id_)
         if segment is None:
             raise Refuse(f"segment {id_} is not here: it was dropped, or nobody offered it since the server's restart")
         return m.Opened(segment.info()), self.fds[id_]
@@ -195,15 +167,15 @@ class Service:
         return Waiting(self.directory.clear(namespace, reset), m.Count)
 
     def _drop_segment(self, id_: m.SegmentId) -> Waiting:
-        if id_ not in self.directory.placement.segments:
+        if id_ not in self.directory.segments:
             raise Refuse(f"segment {id_} is not here; `vcache segment list` shows those that are")
         return Waiting(self.directory.drop_segment(id_), lambda chunks: self._dropped(id_, chunks))
 
     def _dropped(self, id_: m.SegmentId, chunks: int) -> m.Dropped:
         self.collect_dropped()
-        return m.Dropped(chunks, id_ not in self.directory.placement.segments)
+        return m.Dropped(chunks, id_ not in self.directory.segments)
 
-    def _report(self, client: Client, level: m.Level, text: str) -> m.Count:
+    def _report(self, client: Peer, level: m.Level, text: str) -> m.Count:
         reported = self.reports.add(client, level, text)
         if reported is not None:
             log.log(_LOG_LEVELS[level], "pid %d on %s reports: %s", reported.pid, reported.device, reported.text)
@@ -232,7 +204,7 @@ class Service:
         )
 
 
-def _in_epoch(reply: m.Leased | m.Reserved | m.ToSave, epoch: int) -> m.Reply:
+def _in_epoch(reply: m.Leased | m.Reserved, epoch: int) -> m.Reply:
     return msgspec.structs.replace(reply, epoch=epoch) if epoch else reply
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from array import array
 
 import msgspec
@@ -11,7 +12,8 @@ import msgspec
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server.messages import MAX_FRAME_BYTES, MAX_REQUEST_BYTES, AnyReply, AnyRequest, Reply, Request
 
-HEADER_BYTES = 4
+_LENGTH = struct.Struct("<I")
+HEADER_BYTES = _LENGTH.size
 MAX_FDS = 4
 """Most fds accepted with one read; a frame carries at most one."""
 READ_BYTES = 1 << 18
@@ -55,12 +57,14 @@ class Receiver:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames of at most `limit` bytes."""
+    """Cuts a byte stream into frames of at most `limit` bytes. `ready`: whether `take` has something to say."""
 
     def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
+        self.ready = False
         self._limit = limit
         self._buffer = bytearray()
-        self._at = 0
+        self._at = self._size = 0
+        """Where the next frame starts, and how large it is, as far as that is known."""
 
     def push(self, data: bytes | memoryview) -> None:
         """More of the stream, to be had by `take`."""
@@ -68,28 +72,20 @@ class FrameReader:
             del self._buffer[: self._at]
             self._at = 0
         self._buffer += data
-
-    @property
-    def ready(self) -> bool:
-        """Has `take` something to say?"""
-        have = len(self._buffer) - self._at - HEADER_BYTES
-        if have < 0:
-            return False
-        size = int.from_bytes(self._buffer[self._at : self._at + HEADER_BYTES], "little")
-        return have >= size or size > self._limit
+        if not self.ready:
+            self._look()
 
     def take(self) -> bytes | None:
         """The next whole frame, if it is there. ProtocolError on a length above the limit: the stream cannot be trusted."""
-        at = self._at + HEADER_BYTES
-        if len(self._buffer) < at:
+        if not self.ready:
             return None
-        size = int.from_bytes(self._buffer[self._at : at], "little")
-        if size > self._limit:
-            raise ProtocolError(f"a frame announces {size:,} B; the limit is {self._limit:,} B")
-        if len(self._buffer) < at + size:
-            return None
-        self._at = at + size
-        return bytes(self._buffer[at : at + size])
+        if self._size > self._limit:
+            raise ProtocolError(f"a frame announces {self._size:,} B; the limit is {self._limit:,} B")
+        start = self._at + HEADER_BYTES
+        self._at = start + self._size
+        frame = bytes(self._buffer[start : self._at])
+        self._look()
+        return frame
 
     @property
     def held(self) -> int:
@@ -103,6 +99,14 @@ class FrameReader:
         while (frame := self.take()) is not None:
             frames.append(frame)
         return frames
+
+    def _look(self) -> None:
+        have = len(self._buffer) - self._at - HEADER_BYTES
+        if have < 0:
+            self.ready = False
+            return
+        (self._size,) = _LENGTH.unpack_from(self._buffer, self._at)
+        self.ready = have >= self._size or self._size > self._limit
 
 
 def close_fds(fds: list[int]) -> None:

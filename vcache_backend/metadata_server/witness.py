@@ -36,32 +36,14 @@ class Witness:
         os.close(self.fd)
 
 
-class Proof:
-    """Is the journal that a server started from the last word of the server before it? Clients' witnesses tell."""
+def read(fd: int) -> tuple[int, int]:
+    """(epoch, frame) of a witness that a client brought. OSError, struct.error if it is none."""
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise OSError("it can shrink")
+    epoch, frame = _LAYOUT.unpack(os.pread(fd, _LAYOUT.size, 0))
+    return epoch, frame
 
-    def __init__(self, epoch: int, frame: int, ours: int = 0) -> None:
-        """`epoch` is the journal's, 0 without one; `frame` is its last. `ours`: this server's epoch."""
-        self._epoch, self._frame, self._ours = epoch, frame, ours
-        self.proven = False
-        self.forgetful = False
-        """Has a client known a server of which the journal does not say all?"""
 
-    def refuted_by(self, fd: int) -> str:
-        """Look at the witness a client brought: why it refutes the journal, or "". OSError, struct.error if it is none.
-
-        The first one that proves the journal is ended: its memory belongs to this server's life now, and a copy of the journal,
-        put back later, cannot be proven with it again. One of another epoch says nothing.
-        """
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise OSError("it can shrink")
-        epoch, frame = _LAYOUT.unpack(os.pread(fd, _LAYOUT.size, 0))
-        self.forgetful |= epoch not in (self._epoch, self._ours)
-        if self.proven or epoch != self._epoch:
-            return ""
-        if frame > self._frame:
-            self.forgetful = True
-            came = "given up, or taken over by another server since" if frame == NEVER else f"at frame {frame}"
-            return f"it ends at frame {self._frame}, but was {came}"
-        os.pwrite(fd, NEVER.to_bytes(8, "little"), 8)
-        self.proven = True
-        return ""
+def end(fd: int) -> None:
+    """Its memory belongs to this server's life now, and a copy of the journal, put back later, cannot be proven with it again."""
+    os.pwrite(fd, NEVER.to_bytes(8, "little"), 8)

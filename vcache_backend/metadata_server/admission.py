@@ -1,0 +1,120 @@
+"""Who may connect, and how many: connections are accepted here, and a hello makes a client of one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+
+from vcache_backend.config import ServerConfig
+from vcache_backend.errors import ProtocolError
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes, wire
+from vcache_backend.metadata_server.connection import Connection
+from vcache_backend.metadata_server.endpoint import Endpoint
+from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.processes import Watch
+from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.succession import Predecessor
+from vcache_backend.metadata_server.witness import Witness
+
+log = logging.getLogger(__name__)
+
+SPARE_DESCRIPTORS = 64
+"""Not for clients: sockets, journals, /proc. A third each of the rest for connections, their pidfds and segments."""
+
+
+class Admission:
+    """The listening socket in the server's loop. Where descriptors run out nobody is accepted until `listen_again`."""
+
+    def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
+        limit = processes.raise_descriptor_limit()
+        share = max(1, (limit - SPARE_DESCRIPTORS) // 3)
+        self.max_segments = share
+        self._max_clients = min(config.max_clients, share)
+        self._few_descriptors = self._max_clients < config.max_clients
+        if self._few_descriptors:
+            log.warning("%d descriptors are enough for %d clients, not for server.max_clients", limit, self._max_clients)
+        self._uids = {os.getuid(), 0, *config.allow_uids}
+        self._listener, self._epoll = endpoint.listener, epoll
+        self._numbers = 0
+        self._listens, self._paused = True, ""
+        self._times = config.lease_seconds, config.reservation_seconds
+        self.fd = self._listener.fileno()
+        epoll.register(self._listener, select.EPOLLIN)
+
+    def accept(self, connected: int) -> tuple[Connection, str] | None:
+        """Whoever waits first, and why he is to be turned away, if so. `connected`: how many connections there are."""
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return None  # it went away again
+        except OSError as error:
+            self._pause(error, connected)
+            return None
+        self._paused = ""
+        sock.setblocking(False)
+        pid, uid = processes.peer(sock)
+        self._numbers += 1
+        self._epoll.register(sock, select.EPOLLIN)
+        return Connection(sock, self._numbers, pid), self._refusal(pid, uid, connected + 1)
+
+    def _refusal(self, pid: int, uid: int, connected: int) -> str:
+        if uid not in self._uids:
+            log.warning("refused a connection of uid %d (pid %d)", uid, pid)
+            allowed = "its own user and root; add the uid to server.allow_uids to let it in"
+            return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
+        if connected > self._max_clients:
+            what = "its limit of descriptors (ulimit -n)" if self._few_descriptors else "server.max_clients"
+            return f"{self._max_clients} clients are connected; raise {what}"
+        return ""
+
+    def _pause(self, error: OSError, connected: int) -> None:
+        """Descriptors or memory are exhausted: whoever waits to connect waits on, and costs nothing meanwhile."""
+        if not self._paused:
+            log.warning("no new client can connect for now: %s; %d are connected", error, connected)
+        self._paused = str(error)
+        self._listens = False
+        self._epoll.unregister(self._listener)
+
+    def listen_again(self) -> None:
+        """Something may have become free."""
+        if not self._listens:
+            self._listens = True
+            self._epoll.register(self._listener, select.EPOLLIN)
+
+    def greet(
+        self,
+        connection: Connection,
+        request: m.AnyRequest,
+        service: Service,
+        watch: Watch,
+        predecessor: Predecessor,
+        witness: Witness,
+    ) -> None:
+        """The first request of a connection: a hello, with its pidfd and the witness that the client holds, or a ProtocolError."""
+        if not isinstance(request, m.Hello):
+            raise ProtocolError(f"the first frame is {type(request).__name__}, not hello")
+        if request.version != m.PROTOCOL_VERSION:
+            theirs, ours = request.version, m.PROTOCOL_VERSION
+            raise ProtocolError(f"the client speaks protocol {theirs}, this server {ours}; install the same vcache-backend")
+        process = processes.identity(connection.pid, request.token)
+        watch.joined(process, _take_pidfd(connection))
+        for fd in connection.fds:
+            predecessor.hear(fd)
+        wire.close_fds(connection.fds)
+        connection.fds.clear()
+        connection.client = Peer(connection.number, process, request.device, request.medium)
+        mismatches = service.layouts.add(connection.client, request.layout)
+        if mismatches:
+            log.warning("pid %d: %s; %d such instances", connection.pid, mismatches[0], len(mismatches))
+        connection.queue(m.Welcome(m.PROTOCOL_VERSION, service.epoch, *self._times, mismatches), witness)
+
+
+def _take_pidfd(connection: Connection) -> int | None:
+    """The pidfd of its process that came with the hello, ours now; None if none did."""
+    for fd in connection.fds:
+        if processes.is_pidfd(fd, connection.pid):
+            connection.fds.remove(fd)
+            return fd
+    return None

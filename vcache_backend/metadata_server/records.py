@@ -1,0 +1,138 @@
+"""What the journal holds, record by record, and the state that a sequence of records tells."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+
+import msgspec
+
+from vcache_backend.metadata_server.allocator import ALIGNMENT, padded
+from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Location, Medium, SegmentId
+
+
+class ProcessId(msgspec.Struct, frozen=True, array_like=True):
+    """A process for good, as pids are reused: pid and start time in ticks since boot (field 22 of /proc/PID/stat)."""
+
+    pid: int
+    started: int
+
+
+class SegmentAdded(msgspec.Struct, frozen=True, array_like=True, tag="S"):
+    id: SegmentId
+    device: str
+    medium: Medium
+    nbytes: int
+
+
+class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    id: SegmentId
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True, tag="H", gc=False):
+    """A reservation: its slots may be written by `process` from now on."""
+
+    reservation: int
+    process: ProcessId
+    keys: list[ChunkKey]
+    locations: list[Location]
+
+
+class Published(msgspec.Struct, frozen=True, array_like=True, tag="C", gc=False):
+    """A reservation was committed; its keys are in prefix order."""
+
+    reservation: int
+
+
+class Returned(msgspec.Struct, frozen=True, array_like=True, tag="R", gc=False):
+    """A reservation's slots are free again."""
+
+    reservation: int
+
+
+class Live(msgspec.Struct, frozen=True, array_like=True, tag="L", gc=False):
+    """Part of a snapshot: committed chunks, coldest first."""
+
+    keys: list[ChunkKey]
+    locations: list[Location]
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag="G", gc=False):
+    """Chunks evicted or removed."""
+
+    keys: list[ChunkKey]
+
+
+class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
+    """Part of a snapshot: every generation up to this one may have been used."""
+
+    generation: int
+
+
+class EpochTable(msgspec.Struct, frozen=True, array_like=True, tag="E"):
+    """The epochs of all namespaces, see epochs.py; b"": of every one that is not among them."""
+
+    epochs: dict[bytes, int]
+
+
+Record = SegmentAdded | SegmentGone | Held | Published | Returned | Live | Gone | Counted | EpochTable
+
+
+class JournalState(msgspec.Struct):
+    """What a journal says: segments, where committed chunks lie, coldest first, open reservations; whose it is (`epoch`, 0 without a
+    journal), the number of its last frame, and the newest generation."""
+
+    epoch: int = 0
+    frame: int = 0
+    generation: int = 0
+    segments: dict[SegmentId, SegmentAdded] = {}
+    chunks: dict[ChunkKey, Location] = {}
+    held: dict[int, Held] = {}
+    epochs: dict[bytes, int] = {}
+
+    def apply(self, record: Record) -> None:
+        """The next record."""
+        match record:
+            case SegmentAdded(id=id):
+                self.segments[id] = record
+            case SegmentGone(id=id):
+                self.segments.pop(id, None)
+                self.chunks = {key: location for key, location in self.chunks.items() if location.segment != id}
+                self.held = {number: kept for number, held in self.held.items() if (kept := _without(held, id)) is not None}
+            case Held(reservation=reservation):
+                self.held[reservation] = record
+                self.generation = max([self.generation, *(location.generation for location in record.locations)])
+            case Published(reservation=reservation):
+                held = self.held.pop(reservation, None)
+                self.chunks.update(reversed(list(zip(held.keys, held.locations, strict=True))) if held else [])
+            case Returned(reservation=reservation):
+                self.held.pop(reservation, None)
+            case Live(keys=keys, locations=locations):
+                self.chunks.update(zip(keys, locations, strict=True))
+            case Counted(generation=generation):
+                self.generation = max(self.generation, generation)
+            case Gone(keys=keys):
+                for key in keys:
+                    self.chunks.pop(key, None)
+            case EpochTable(epochs=epochs):
+                self.epochs = epochs
+
+    def check(self) -> None:
+        """ValueError unless this can be the state of a pool: known segments, slots inside them that do not overlap, keys of our own."""
+        taken: dict[SegmentId, list[tuple[int, int]]] = {id_: [] for id_ in self.segments}
+        written = (zip(held.keys, held.locations, strict=True) for held in self.held.values())
+        for key, location in chain(self.chunks.items(), *written):
+            start = location.offset
+            if len(key) != KEY_BYTES or location.length < 1 or start < 0 or start % ALIGNMENT or location.segment not in taken:
+                raise ValueError(f"chunk {key.hex()} at {location} cannot be")
+            taken[location.segment].append((start, start + padded(location.length)))
+        for id_, slots in taken.items():
+            slots.sort()
+            for (start, end), (after, _) in pairwise([*slots, (self.segments[id_].nbytes // ALIGNMENT * ALIGNMENT, 0)]):
+                if end > after:
+                    raise ValueError(f"slot [{start}, {end}) of segment {id_} ends behind {after}")
+
+
+def _without(held: Held, segment: SegmentId) -> Held | None:
+    """A reservation less its slots in a segment that is gone; None if that leaves none."""
+    pairs = [(k, at) for k, at in zip(held.keys, held.locations, strict=True) if at.segment != segment]
+    return Held(held.reservation, held.process, [k for k, _ in pairs], [at for _, at in pairs]) if pairs else None
