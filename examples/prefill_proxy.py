@@ -53,9 +53,8 @@ class Proxy:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """What the decode server says, as it says it. If the client goes away, both servers' requests end."""
         try:
-            body = json.loads(await request.read())
-            assert isinstance(body, dict)
-        except (ValueError, AssertionError):
+            body: dict[str, Any] = {} | json.loads(await request.read())
+        except (ValueError, TypeError):
             raise web.HTTPBadRequest(text="the body must be a JSON object") from None
         number, first = next(self._numbers), None
         announced = time.monotonic() >= self._paused_until
@@ -67,7 +66,7 @@ class Proxy:
         else:
             say(f"request {number}: not announced, the prefill server failed a moment ago; the decode server computes the prompt")
         try:
-            return await self._stream(request, with_announcement(body, self.announcement) if announced else body)
+            return await self._stream(request, self._with_announcement(body) if announced else body)
         except ClientError as error:
             say(f"request {number}: the decode server failed: {type(error).__name__}: {error}")
             raise web.HTTPBadGateway(text=f"the decode server at {self.decode} failed: {error}") from error
@@ -101,6 +100,11 @@ class Proxy:
         say(f"request {number}: the prefill server failed ({what}); the decode server computes the prompt itself{after}")
         return False
 
+    def _with_announcement(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The request with `kv_transfer_params` that announce its KV. What the client itself says there stands."""
+        given = body.get("kv_transfer_params") or {}
+        return {**body, "kv_transfer_params": {**given, "vcache": {**self.announcement, **(given.get("vcache") or {})}}}
+
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         async with self._session.post(self.decode + request.path, json=body) as reply:
             response = web.StreamResponse(status=reply.status, headers=content_type(reply))
@@ -116,12 +120,6 @@ class Proxy:
             yield
 
 
-def with_announcement(body: dict[str, Any], announcement: dict[str, Any]) -> dict[str, Any]:
-    """The request with `kv_transfer_params` that announce its KV. What the client itself says there stands."""
-    given = body.get("kv_transfer_params") or {}
-    return {**body, "kv_transfer_params": {**given, "vcache": {**announcement, **(given.get("vcache") or {})}}}
-
-
 def content_type(reply: Any) -> dict[str, str]:
     return {"Content-Type": reply.headers.get("Content-Type", "application/json")}
 
@@ -132,14 +130,13 @@ def say(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefill", required=True, metavar="URL", help="the server with kv_role kv_producer")
-    parser.add_argument("--decode", required=True, metavar="URL", help="the server with kv_role kv_consumer")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument(
-        "--wait-seconds", type=float, default=5.0, metavar="S", help="how long the decode server waits for KV (5)"
-    )
-    parser.add_argument("--order", choices=ORDERS, default="together", help="who is asked first; to see that it does not matter")
+    option = parser.add_argument
+    option("--prefill", required=True, metavar="URL", help="the server with kv_role kv_producer")
+    option("--decode", required=True, metavar="URL", help="the server with kv_role kv_consumer")
+    option("--host", default="127.0.0.1")
+    option("--port", type=int, default=8000)
+    option("--wait-seconds", type=float, default=5.0, metavar="S", help="how long the decode server waits for KV (5)")
+    option("--order", choices=ORDERS, default="together", help="who is asked first; to see that it does not matter")
     options = parser.parse_args()
     proxy = Proxy(options.prefill, options.decode, options.order, options.wait_seconds)
     web.run_app(

@@ -1,5 +1,5 @@
-"""Bytes through a slot of the pool and back, compared, before a door caches anything: what a layout that is not understood, a copier
-that is broken or a GPU that cannot be reached looks like.
+"""Bytes through a slot of the pool and back, compared, before an integration caches anything: this finds a layout that is not
+understood, a copier that is broken and a GPU that cannot be reached.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
-from vcache_backend.transfer.chunk_io import ChunkIO
+from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copier import Completion, Copier
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import Piece, plan
@@ -25,22 +25,22 @@ COPY_SECONDS = 10.0
 """How long one copy of the round trip may take."""
 
 
-def through_pool(io: ChunkIO, kv: PagedKV) -> str | None:
+def through_pool(session: Session, kv: PagedKV) -> str | None:
     """`round_trip` through a slot that the server reserves under a key of nobody's.
 
-    None too where there is no slot to try: no server yet, or nothing can be evicted. In the worker's thread, after `io.bind`.
+    None too where there is no slot to try: no server yet, or nothing can be evicted. In the worker's thread, after `session.bind`.
     """
-    key = ChunkKey(io.layout.namespace().prefix + os.urandom(KEY_BYTES - NAMESPACE_BYTES))
+    key = ChunkKey(session.namespace.prefix + os.urandom(KEY_BYTES - NAMESPACE_BYTES))
     try:
-        reserved = io.client.reserve([key], kv.chunk_bytes(io.chunk_size))
+        reserved = session.client.reserve([key], kv.chunk_bytes(session.chunk_size))
     except VCacheError as error:
         log.debug("no round trip: %s", error)
         return None
-    views = io.views([slot for slot in reserved.slots if not isinstance(slot, int)])
-    wrong = round_trip(kv, io.copier, views[0], io.chunk_size) if views else None
+    views = session.views([slot for slot in reserved.slots if not isinstance(slot, int)])
+    wrong = round_trip(kv, session.copier, views[0], session.chunk_size) if views else None
     # After one that failed something may still write: the slot then waits in quarantine.
     if reserved.reservation and wrong is None:
-        io.committer.give_back(reserved.reservation)
+        session.committer.give_back(reserved.reservation)
     return wrong
 
 

@@ -289,8 +289,8 @@ class TrustingEngine(VCacheEngine):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        end = self._io.end
-        self._io.end = lambda lease: end(lease) or True  # type: ignore[method-assign]
+        verdict = self._session.verdict
+        self._session.verdict = lambda lease: verdict(lease) or True  # type: ignore[method-assign]
 
 
 # ---- worker processes

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from mooncake_cases import free_ports
 from processes import PATIENT, ROOT, Child, eventually
+from test_examples import command_line, left_over
 from vllm_cases import new_tokens
 
 from benchmarks.results import Row
@@ -40,7 +41,7 @@ CHUNKS = WHOLE // 64
 pytestmark = pytest.mark.timeout(START_SECONDS + 60)
 
 
-class WorkerReport(NamedTuple):
+class Answer(NamedTuple):
     tokens: list[int]
     cached: int
 
@@ -53,15 +54,15 @@ class Site:
         self.proxy, self.prefill, self.decode = (f"http://127.0.0.1:{port}" for port in ports)
         self._prefill_port = ports[1]
 
-    def ask(self, url: str, prompt: list[int], **params: Any) -> WorkerReport:
+    def ask(self, url: str, prompt: list[int], **params: Any) -> Answer:
         """A completions request, greedy. params: its `kv_transfer_params` of ours."""
         body = {"model": str(self.folder / "model"), "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         body |= {"return_token_ids": True, "kv_transfer_params": {"vcache": params}}
         request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=40) as reply:
-            said = json.load(reply)
-        return WorkerReport(said["choices"][0]["token_ids"], said["usage"]["prompt_tokens_details"]["cached_tokens"])
+            answer = json.load(reply)
+        return Answer(answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     def right(self, prompt: list[int]) -> list[int]:
         """What the prefill server makes of it, if it answers itself."""
@@ -87,27 +88,6 @@ class Site:
         return pid
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as undo:
-        probes = [undo.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-
-
-def command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
-
-
-def left_over(folder: Path) -> list[int]:
-    """Processes that have the folder on their command line."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid()]
-    return [pid for pid in pids if str(folder) in command_line(pid)]
-
-
 def example(folder: Path, *arguments: str) -> tuple[Child, list[int]]:
     """As a person starts it, its files in `folder`."""
     if ABSENT:
@@ -124,7 +104,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("pd") / "run"
     child, ports = example(folder, "--json", "--stay", "--lengths", "128,512")
     with child:
-        child.expect("warming up", START_SECONDS)
+        child.expect("the proxy: ready", START_SECONDS)
         yield Site(child, folder, ports)
         child.signal(signal.SIGTERM)
         child.wait()
@@ -140,8 +120,8 @@ def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens(site
 def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(site: Site, order: str) -> None:
     prompt = new_tokens(WHOLE + TAIL)
     with site.another_proxy("--order", order, "--wait-seconds", "30") as (url, _):
-        said = site.ask(url, prompt)
-    assert said == WorkerReport(site.right(prompt), WHOLE)
+        answer = site.ask(url, prompt)
+    assert answer == Answer(site.right(prompt), WHOLE)
 
 
 def test_chunks_meant_for_one_reader_are_gone_and_others_stay(site: Site) -> None:
@@ -159,10 +139,10 @@ def test_a_prefill_server_that_hangs_costs_the_deadline_and_no_more(site: Site) 
     with site.another_proxy("--wait-seconds", "1") as (url, _):
         os.killpg(pid, signal.SIGSTOP)
         try:
-            said = site.ask(url, prompt)
+            answer = site.ask(url, prompt)
         finally:
             os.killpg(pid, signal.SIGCONT)
-    assert said == WorkerReport(right, 0)
+    assert answer == Answer(right, 0)
 
 
 def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_says_so(site: Site) -> None:
@@ -170,9 +150,9 @@ def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_say
     right = [site.right(first), site.right(second)]
     os.killpg(site.prefill_pid(), signal.SIGKILL)
     with site.another_proxy("--wait-seconds", "1") as (url, child):
-        assert site.ask(url, first) == WorkerReport(right[0], 0)
+        assert site.ask(url, first) == Answer(right[0], 0)
         assert "computes the prompt itself after 1 s" in child.expect("request 1: the prefill server failed")
-        assert site.ask(url, second) == WorkerReport(right[1], 0)
+        assert site.ask(url, second) == Answer(right[1], 0)
         child.expect("request 2: not announced")
 
 
@@ -182,17 +162,6 @@ def test_ctrl_c_ends_whatever_was_started(site: Site) -> None:
     status, said = site.child.wait()
     assert status == 130, said
     eventually(lambda: not left_over(site.folder))
-
-
-def test_a_sigterm_during_the_start_too(tmp_path: Path) -> None:
-    child, _ = example(tmp_path / "run")
-    with child:
-        child.expect("the decode server: starting")
-        assert len(left_over(tmp_path / "run")) >= 4
-        child.signal(signal.SIGTERM)
-        status, said = child.wait()
-    assert status == 143, said
-    eventually(lambda: not left_over(tmp_path / "run"))
 
 
 # ---- the benchmark's rows

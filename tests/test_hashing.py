@@ -66,6 +66,15 @@ def test_the_width_of_the_integers_does_not_matter(kind: Any) -> None:
     assert hasher().keys(torch.arange(8, dtype=torch.int32)) == hasher().keys(range(8))
 
 
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2) | st.just(1 << 40), max_size=6 * CHUNK), st.sampled_from([b"", b"salt"]))))
+def test_what_was_hashed_before_makes_no_difference(calls: list[tuple[list[int], bytes]]) -> None:
+    one = hasher()
+    for values, salt in calls:
+        ids = np.array(values, dtype=np.int64)
+        assert one.keys(ids, salt) == hasher().keys(values, salt)
+        ids += 1
+
+
 @pytest.mark.parametrize("count", range(CHUNK))
 def test_less_than_a_chunk_has_no_key(count: int) -> None:
     assert hasher().keys([7] * count) == []

@@ -11,7 +11,7 @@ from engine_cases import CHUNK, SNAPPY, Cache, Node, layout_of, node, prompt, pu
 from processes import eventually
 
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
-from vcache_backend.transfer.chunk_io import Lease
+from vcache_backend.transfer.session import FOREIGN, Lease
 
 
 @pytest.fixture
@@ -22,19 +22,19 @@ def here(tmp_path: Path) -> Iterator[Node]:
 
 
 class Reading:
-    """A ChunkIO, and a lease on two chunks: its own, or one that the client `holder` of another process got."""
+    """A session, and a lease on two chunks: its own, or one that the client `holder` of another process got."""
 
     def __init__(self, here: Node, foreign: bool = False, lease_seconds: float = 60.0) -> None:
         self.server, cache = here.serve(lease_seconds=lease_seconds), Cache()
         put(here.engine("host:a", 2 * cache.chunk_bytes, layout_of(cache)), cache, prompt(2 * CHUNK))
         reader = here.engine("host:b", 0, layout_of(cache))
-        self.io, self.holder, self.bystander = reader._io, here.client(), here.client()
+        self.session, self.holder, self.bystander = reader._session, here.client(), here.client()
         keys = reader.keys(prompt(2 * CHUNK))
         if foreign:
             leased = self.holder.acquire(keys)
-            self.lease = Lease(leased.lease, keys, leased.locations, 0.0, leased.seconds, -1)
+            self.lease = Lease(leased.lease, keys, leased.locations, 0.0, leased.seconds, FOREIGN)
         else:
-            lease = self.io.lease(keys)
+            lease = self.session.lease(keys)
             assert lease is not None
             self.lease = lease
         assert len(self.lease.locations) == 2
@@ -43,11 +43,11 @@ class Reading:
     def concluded(self, age: float) -> bool:
         """What is concluded `age` seconds after the lease was given, as far as the reader knows."""
         self.lease.deadline = time.monotonic() - age + self.lease.seconds
-        return self.io.conclude(self.lease, ours=not self.foreign)
+        return self.session.verdict(self.lease)
 
     def answered(self) -> tuple[int, int]:
         """Renewals and releases of the reader."""
-        renewals, releases = (self.io.client.latency.get(name) for name in ("Renew", "Release"))
+        renewals, releases = (self.session.client.latency.get(name) for name in ("Renew", "Release"))
         return renewals.count if renewals else 0, releases.count if releases else 0
 
     def leases(self) -> int:
@@ -69,7 +69,7 @@ def test_the_lease_held_though_the_server_hangs(reading: Reading) -> None:
 
 def test_the_lease_held_though_the_server_is_gone(reading: Reading) -> None:
     reading.server.kill()
-    eventually(lambda: not reading.io.client.connected)
+    eventually(lambda: not reading.session.client.connected)
     assert reading.concluded(0.0)
 
 

@@ -682,9 +682,9 @@ def test_a_prompt_half_in_the_host_tier_and_half_in_the_pool_is_retrieved_whole(
 
 
 def unguard(inside: Inside) -> None:
-    from vcache_backend.integration.lmcache import installation
+    from vcache_backend.integration.lmcache import patches
 
-    installation.guard_hot_cache = lambda local_cpu: None
+    patches.guard_hot_cache = lambda local_cpu: None
     del inside.manager.local_cpu_backend.submit_put_task
 
 

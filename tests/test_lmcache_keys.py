@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vcache_backend.integration.lmcache.keys import SCOPE_TAG, KeyMaker, scoped
+from vcache_backend.integration.lmcache.keys import scoped
+from vcache_backend.integration.lmcache.scope import TAG_NAME
 from vcache_backend.metadata_server.messages import KEY_BYTES
-from vcache_backend.transfer.keys import TokenHasher
+from vcache_backend.transfer.keys import TaggedHashKeys, TokenHasher
 from vcache_backend.transfer.layout import Namespace
 
 HERE, THERE = Namespace(bytes(range(32))), Namespace(bytes(range(1, 33)))
@@ -27,7 +28,7 @@ class Key:
 
 
 def make(*keys: Key, namespace: Namespace = HERE, rank: int = 0) -> list[bytes]:
-    return list(KeyMaker(namespace, rank).keys(keys))
+    return list(TaggedHashKeys(namespace, rank).keys(keys))
 
 
 def test_a_key_is_namespace_digest_and_rank() -> None:
@@ -107,8 +108,8 @@ def test_what_stands_beside_a_key_makes_no_difference(batch: list[Key]) -> None:
 
 
 def test_a_key_without_our_tag_is_not_scoped() -> None:
-    assert scoped(Key(1, (("user", "x"), (SCOPE_TAG, "-"))))
-    assert not scoped(Key(1, (("user", SCOPE_TAG),)))
+    assert scoped(Key(1, (("user", "x"), (TAG_NAME, "-"))))
+    assert not scoped(Key(1, (("user", TAG_NAME),)))
     assert not scoped(Key(1))
 
 

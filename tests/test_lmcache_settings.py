@@ -61,15 +61,16 @@ def test_text_from_the_environment_is_taken_as_what_is_wanted(key: str, text: st
     assert found == value
 
 
-def test_the_block_size_may_be_text_too() -> None:
+def test_our_own_settings_may_be_text_too() -> None:
     assert read({"vcache.block_size": "16"}, 256).block_size == 16
+    assert read({"vcache.start_server": "True"}, 256).start_server
 
 
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
         ({"vcache.pool.segment_byte": 1}, r"vcache.pool.segment_byte is no setting.*did you mean vcache.pool.segment_bytes\?"),
-        ({"vcache.metadata_server": "x"}, r"vcache.metadata_server is no setting.*vcache.SECTION.KEY"),
+        ({"vcache.everything": "x"}, r"vcache.everything is no setting.*vcache.SECTION.KEY"),
         ({"vcache.blocksize": 16}, r"vcache.blocksize is no setting.*did you mean vcache.block_size\?"),
         ({"vcache.pool": {"segment_bytes": 1}}, r"vcache.pool is a section"),
         ({"vcache.offload.mooncake": "lru"}, r"vcache.offload.mooncake is a section"),
@@ -80,8 +81,9 @@ def test_the_block_size_may_be_text_too() -> None:
         ({"vcache.server.socket": 7}, r"server.socket"),
         ({"vcache.block_size": "sixteen"}, r"vcache.block_size"),
         ({"vcache.block_size": -1}, r"vcache.block_size"),
-        ({"vcache.model": 3}, r"vcache.model: Expected text"),
-        ({"vcache.config": 3}, r"vcache.config: Expected text"),
+        ({"vcache.start_server": "perhaps"}, r"vcache.start_server: Expected `bool`"),
+        ({"vcache.model": 3}, r"vcache.model: Expected `str`"),
+        ({"vcache.config": 3}, r"vcache.config: Expected `str`"),
         ({"vcache.config": "/nonexistent/vcache.yaml"}, r"/nonexistent/vcache.yaml"),
         ({"vcache.": 1}, r"vcache. is no setting"),
         ({"vcache": {"server": {"socket": "x"}}}, r"write flat keys"),

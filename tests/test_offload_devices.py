@@ -9,7 +9,9 @@ from mooncake_cases import Depot, depot, needs_mooncake
 from offload_cases import LENGTH, ROOMY, engine, model, nodes, through
 from processes import SECONDS
 
-from vcache_backend.vram_pool.planner import plan_blocks
+from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.places import BlockPlaces
+from vcache_backend.transfer.store import store
 
 __all__ = ["depot", "model", "nodes"]
 pytestmark = needs_mooncake
@@ -30,8 +32,8 @@ def test_what_one_node_stored_another_reads_and_keeps(
     one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
     through(one, cache, tokens)
     # More than one call of the uploader's: its bounce buffer is written again.
-    assert two._io._uploader is not None
-    two._io._uploader.most = 2
+    assert two._session._uploader is not None
+    two._session._uploader.most = 2
     assert get(two, cache, tokens) == LENGTH
     assert two.get_stats()["hits"]["offload"] == 5
     assert two.flush(SECONDS, through=True)
@@ -76,20 +78,13 @@ def test_whole_blocks_are_filled_behind_a_mark(
     each, keys = CHUNK // cache.sizes.block_size, one.keys(tokens)
     blocks = (there[:: cache.sizes.block_size] // cache.sizes.block_size).reshape(-1, each).numpy()
     cache.fill(tokens, there)
-    kv = one._io.bind(cache.tensors)
-    assert one._io.store_blocks(kv, keys, blocks, []) is not None
+    kv = one._session.bind(cache.tensors)
+    at = BlockPlaces(kv, CHUNK, blocks.reshape(-1).tolist(), kv.block_size)
+    assert store(one._session, at, keys, range(len(keys)), beside=True) is not None
     assert one.flush(SECONDS, through=True)
     cache.poison()
-    io, ids = two._io, (here[:: cache.sizes.block_size] // cache.sizes.block_size).numpy()
-    kv, done, mark = io.bind(cache.tensors), 0, io.copier.mark()
-    fetch = io.fetch(keys)
-    assert fetch is not None
-    while not fetch.over:
-        if staged := fetch.ready(io.most_staged):
-            copy = io.upload(kv, plan_blocks(kv, CHUNK, ids[done * each : (done + len(staged)) * each]), staged, mark)
-            assert copy.wait(SECONDS)
-            fetch.give_back(staged)
-            done += len(staged)
-        fetch.wait(0.01)
-    assert done == len(keys)
+    session, ids = two._session, (here[:: cache.sizes.block_size] // cache.sizes.block_size).tolist()
+    kv = session.bind(cache.tensors)
+    load = Load(session, BlockPlaces(kv, CHUNK, ids, kv.block_size), keys, mark=session.mark())
+    assert load.run(SECONDS) == len(keys)
     assert cache.holds_only(tokens, here)

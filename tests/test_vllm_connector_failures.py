@@ -429,9 +429,11 @@ def stopped_and_killed(victim: Instance, folder: Path) -> Iterator[Callable[...,
 PLACES = [
     *(f"{OURS}.scheduler:SchedulerSide.{name}" for name in ("matched", "allocated", "add_stores", "update", "finished")),
     *(f"{OURS}.worker:WorkerSide.{name}" for name in ("store", "measured", "_fence", "_note")),
-    *(f"{OURS}.loading:Loading.{name}" for name in ("__init__", "_launch", "_settle")),
+    f"{OURS}.worker:Loading.__init__",
+    *(f"vcache_backend.transfer.load:Load.{name}" for name in ("_launch", "_settle")),
     *(f"{OURS}.stats:Meter.{name}" for name in ("loaded", "failed", "take")),
-    *(f"vcache_backend.transfer.chunk_io:ChunkIO.{name}" for name in ("scatter", "conclude", "store_blocks")),
+    *(f"vcache_backend.transfer.session:Session.{name}" for name in ("scatter", "verdict")),
+    "vcache_backend.transfer.places:BlockPlaces.store_plan",
     *(f"vcache_backend.vram_pool.pool:Pool.{name}" for name in ("slots", "mapped")),
 ]
 """Methods that run with every request, down to those of the pool. Not those whose few lines are what keeps a load from getting lost
@@ -440,10 +442,10 @@ IN_STEP_PLACES = [
     f"{OURS}.scheduler:SchedulerSide.allocated",
     f"{OURS}.worker:WorkerSide.load_in_step",
     f"{OURS}.worker:WorkerSide._note",
-    f"{OURS}.loading:Loading.__init__",
-    f"{OURS}.loading:Loading._launch",
-    "vcache_backend.transfer.chunk_io:ChunkIO.scatter",
-    "vcache_backend.transfer.chunk_io:ChunkIO.conclude",
+    f"{OURS}.worker:Loading.__init__",
+    "vcache_backend.transfer.load:Load._launch",
+    "vcache_backend.transfer.session:Session.scatter",
+    "vcache_backend.transfer.session:Session.verdict",
 ]
 ALWAYS = [f"{OURS}.scheduler:SchedulerSide.update", f"{OURS}.scheduler:SchedulerSide.add_stores", f"{OURS}.stats:Meter.failed"]
 RAISED = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
@@ -36,16 +35,14 @@ class Worker:
         self.copies = [Copy() for _ in blocks]
         self.fenced: list[int] = []
         self.side = WorkerSide.__new__(WorkerSide)
-        self.side._gathers = [
-            _Gather(copy, np.array(each, dtype=np.int64), 64, 4096, 0.0) for copy, each in zip(self.copies, blocks, strict=True)
-        ]
+        self.side._gathers = [_Gather(copy, each, 64, 4096, 0.0) for copy, each in zip(self.copies, blocks, strict=True)]
         self.side._meter = SimpleNamespace(stored=lambda *measured: None)  # type: ignore[assignment]
 
     def step(self, *fresh: list[int], **more: Any) -> list[int]:
         """The stores that a step waits for which gives away these blocks."""
         fenced: list[int] = []
-        copier = SimpleNamespace(fence=lambda copy: fenced.append(self.copies.index(copy)))
-        context: Any = SimpleNamespace(io=SimpleNamespace(copier=copier))
+        session = SimpleNamespace(fence=lambda copy: fenced.append(self.copies.index(copy)))
+        context: Any = SimpleNamespace(session=session)
         self.side._fence(context, StepMetadata(fresh=list(fresh), **more))
         return fenced
 

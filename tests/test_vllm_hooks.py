@@ -16,8 +16,18 @@ from typing import Any
 
 import pytest
 
-from vcache_backend.integration.lmcache import vllm_hooks
-from vcache_backend.integration.lmcache.scope import PLAIN, REFUSED, SKIP_SAVE, TAG, has_own_tag, scope, tagged, uncached
+from vcache_backend.integration.lmcache import patches
+from vcache_backend.integration.lmcache.scope import (
+    PLAIN,
+    REFUSED,
+    SKIP_SAVE,
+    TAG,
+    Scheduler,
+    has_own_tag,
+    scope,
+    tagged,
+    uncached,
+)
 
 NOT_CACHED = {SKIP_SAVE: True, REFUSED: True}
 
@@ -95,10 +105,10 @@ def test_only_a_tag_that_is_not_ours_is_the_users_own() -> None:
     assert has_own_tag({"kv_transfer_params": {"lmcache.tag.adapter": "sql-2026-11"}})
 
 
-@pytest.mark.parametrize("unfit", [[1], {"a": 1}, {1}])
-def test_a_tag_that_lmcache_could_not_hash_is_refused(unfit: Any) -> None:
+@pytest.mark.parametrize("odd", [[1], {"a": 1}, {1}])
+def test_a_tag_that_lmcache_could_not_hash_is_refused(odd: Any) -> None:
     with pytest.raises(ValueError, match="lmcache.tag.team in kv_transfer_params is a"):
-        tagged({"kv_transfer_params": {"lmcache.tag.team": unfit}}, "s")
+        tagged({"kv_transfer_params": {"lmcache.tag.team": odd}}, "s")
 
 
 def test_parameters_of_a_wrong_shape_are_not_cached() -> None:
@@ -162,7 +172,7 @@ class Adapter:
 
 
 def ask(request: Request, adapter: Adapter | None = None, computed: int = 0) -> int | None:
-    return vllm_hooks.Scheduler(adapter or Adapter()).get_num_new_matched_tokens(request, computed)
+    return Scheduler(adapter or Adapter()).get_num_new_matched_tokens(request, computed)
 
 
 def test_a_request_has_its_tag_before_it_is_looked_up() -> None:
@@ -256,13 +266,13 @@ def test_nothing_is_saved_of_a_request_without_a_tag() -> None:
     adapter = Adapter()
     adapter.meta.requests = [meta({TAG: PLAIN}), meta(None), meta({"lmcache.tag.team": "red"})]
     adapter.meta.requests.append(types.SimpleNamespace(request_configs=None, save_spec=None))
-    answer = vllm_hooks.Scheduler(adapter).build_connector_meta("a scheduler's output")
+    answer = Scheduler(adapter).build_connector_meta("a scheduler's output")
     assert [request.save_spec and request.save_spec.can_save for request in answer.requests] == [True, False, False, None]
 
 
 def test_a_request_we_do_not_understand_is_not_cached_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     adapter = Adapter()
-    scheduler = vllm_hooks.Scheduler(adapter)
+    scheduler = Scheduler(adapter)
     for number in range(3):
         request = Request(str(number), Params({"kv_transfer_params": {"lmcache.tag.team": []}}))
         for _ in ("new", "preempted"):
@@ -294,19 +304,20 @@ class Connector:
 
 
 @pytest.fixture
-def connector() -> type[Connector]:
-    """A class of its own, hooked as vLLM's is."""
+def connector(monkeypatch: pytest.MonkeyPatch) -> type[Connector]:
+    """A class of its own, wrapped as vLLM's is; twice, which is once."""
     module = types.ModuleType("as vLLM's")
     module.LMCacheConnectorV1 = type("LMCacheConnectorV1", (Connector,), {})  # type: ignore[attr-defined]
-    vllm_hooks._hook(module)
-    vllm_hooks._hook(module)
+    monkeypatch.setitem(sys.modules, patches.CONNECTOR_MODULE, module)
+    patches.register()
+    patches.register()
     return module.LMCacheConnectorV1  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.fixture(autouse=True)
 def _no_lmcache(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are about the scheduler; LMCache's modules stay out of them."""
-    monkeypatch.setattr(vllm_hooks, "_supply_connector", lambda: None)
+    monkeypatch.setattr(patches, "_supply_connector", lambda: None)
 
 
 def config(adapter: Any, **extra: Any) -> Any:
@@ -315,7 +326,7 @@ def config(adapter: Any, **extra: Any) -> Any:
 
 
 def hooked(adapter: Any) -> bool:
-    return isinstance(getattr(adapter.get_num_new_matched_tokens, "__self__", None), vllm_hooks.Scheduler)
+    return isinstance(getattr(adapter.get_num_new_matched_tokens, "__self__", None), Scheduler)
 
 
 def test_the_schedulers_connector_is_hooked_once(connector: type[Connector]) -> None:
@@ -355,7 +366,7 @@ def test_a_connector_we_do_not_understand_is_made_all_the_same(
 ) -> None:
     made = connector(config(types.SimpleNamespace()), "SCHEDULER")
     assert made._lmcache_engine is not None
-    assert "vcache's hook failed and nothing will be cached (_hook_scheduler: AttributeError" in caplog.text
+    assert "vcache's hook failed and nothing will be cached (_patch_scheduler: AttributeError" in caplog.text
 
 
 def test_an_error_of_lmcaches_own_is_not_hidden(connector: type[Connector]) -> None:
@@ -375,40 +386,40 @@ def _meta_path() -> Iterator[None]:
 
 def test_vllm_finds_the_hook_under_the_name_vcache() -> None:
     (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="vcache")
-    assert entry.load() is vllm_hooks.register
+    assert entry.load() is patches.register
 
 
 @pytest.mark.usefixtures("_meta_path")
 def test_registering_again_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, vllm_hooks.CONNECTOR_MODULE, raising=False)
-    vllm_hooks.register()
+    monkeypatch.delitem(sys.modules, patches.CONNECTOR_MODULE, raising=False)
+    patches.register()
     once = list(sys.meta_path)
-    vllm_hooks.register()
+    patches.register()
     assert sys.meta_path == once
 
 
 def test_the_connector_is_hooked_when_it_is_imported(tmp_path: Path) -> None:
     """In a fresh process, with a package of vLLM's shape: before, after, and without losing what an import gives a module."""
-    file = tmp_path.joinpath(*vllm_hooks.CONNECTOR_MODULE.split(".")).with_suffix(".py")
+    file = tmp_path.joinpath(*patches.CONNECTOR_MODULE.split(".")).with_suffix(".py")
     file.parent.mkdir(parents=True)
     for folder in file.relative_to(tmp_path).parents[:-1]:
         (tmp_path / folder / "__init__.py").touch()
     file.write_text("class LMCacheConnectorV1:\n    def __init__(self): pass\n")
     code = (
         f"import inspect, sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from vcache_backend.integration.lmcache import vllm_hooks\n"
-        "vllm_hooks.register()\n"
+        "from vcache_backend.integration.lmcache import patches\n"
+        "patches.register()\n"
         f"assert not [name for name in sys.modules if name.startswith('vllm')]\n"
-        f"from {vllm_hooks.CONNECTOR_MODULE} import LMCacheConnectorV1 as cls\n"
-        "print(hasattr(cls.__init__, '_vcache_hook'), inspect.getsource(cls).startswith('class'))"
+        f"from {patches.CONNECTOR_MODULE} import LMCacheConnectorV1 as cls\n"
+        "print(hasattr(cls.__init__, '__wrapped__'), inspect.getsource(cls).startswith('class'))"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert (child.stdout, child.stderr) == ("True True\n", "")
 
 
 def test_registering_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(sys.modules, vllm_hooks.CONNECTOR_MODULE, types.ModuleType("a vLLM without that class"))
-    vllm_hooks.register()
+    monkeypatch.setitem(sys.modules, patches.CONNECTOR_MODULE, types.ModuleType("a vLLM without that class"))
+    patches.register()
     assert "vcache's hook could not be set; nothing will be cached" in caplog.text
 
 
@@ -416,7 +427,7 @@ def test_the_hook_is_cheap() -> None:
     """What vLLM's processes get: neither torch nor LMCache nor vLLM is imported for it."""
     heavy = ("torch", "triton", "numpy", "vllm", "lmcache", "msgspec")
     code = (
-        "import sys; from vcache_backend.integration.lmcache.vllm_hooks import register; register(); register();"
+        "import sys; from vcache_backend.integration.lmcache.patches import register; register(); register();"
         f"print([n for n in {heavy!r} if n in sys.modules])"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)

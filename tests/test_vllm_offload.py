@@ -43,9 +43,9 @@ BUFFERS = 24
 """For staging, so few that those which get lost are missed."""
 GET_SECONDS = 2.0
 UNCACHED = {"vcache": {"load": False, "store": False}}
-FETCH = "vcache_backend.transfer.chunk_io:ChunkIO.fetch"
+FETCH = "vcache_backend.transfer.session:Session.fetch"
 READ = "vcache_backend.offload.tier:OffloadTier.fetch"
-UPLOAD = "vcache_backend.transfer.chunk_io:ChunkIO.upload"
+UPLOAD = "vcache_backend.transfer.session:Session.upload"
 LEASE = "vcache_backend.metadata_server.client:Client.acquire"
 
 
@@ -443,9 +443,9 @@ def test_an_aborted_request_leaves_nothing_behind(two: Two, a: Instance, b: Inst
 PLACES = [
     FETCH,
     UPLOAD,
-    "vcache_backend.transfer.chunk_io:ChunkIO.note_fetched",
-    *(f"{OURS}.loading:Loading.{name}" for name in ("_upload", "_take_fetched", "to_promote")),
-    *(f"{OURS}.offload:Reading.{name}" for name in ("begin", "is_next", "ready")),
+    "vcache_backend.transfer.session:Session.known_offloaded",
+    "vcache_backend.transfer.load:Load.to_promote",
+    *(f"vcache_backend.transfer.sources:OffloadSource.{name}" for name in ("prepare", "expects", "launch", "settle")),
     *(f"{OURS}.worker:WorkerSide.{name}" for name in ("_promote", "_gather", "_measure_below")),
     f"{OURS}.offload:Below.continued",
 ]

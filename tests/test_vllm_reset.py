@@ -16,8 +16,7 @@ from vllm_failures import OURS
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES
-from vcache_backend.transfer.committer import Committer
-from vcache_backend.transfer.stats import EngineStats
+from vcache_backend.transfer.courier import Courier
 
 CHUNKS = 5
 
@@ -45,7 +44,7 @@ def test_an_answer_of_before_is_no_answer_after_it(here: Node, engine: VCacheEng
     finders, schedulers = (import_module(f"{OURS}.{name}") for name in ("finder", "scheduler"))
     keys = engine.keys(prompt(CHUNKS * CHUNK))
     client = here.client()
-    with closing(Committer(client, EngineStats(), 1)) as releaser:
+    with closing(Courier(client)) as releaser:
         finder: Any = finders.Finder.__new__(finders.Finder)
         finder._client, finder._releaser, finder._below = client, releaser, None
         finder._meter = SimpleNamespace(looked_up=lambda *_: None)

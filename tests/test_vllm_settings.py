@@ -15,8 +15,8 @@ from vcache_backend import config
 from vcache_backend.config import EngineConfig
 from vcache_backend.errors import ConfigError
 from vcache_backend.integration.vllm import adapters, model_spec, request_params, settings
-from vcache_backend.integration.vllm.keys import HASH_BYTES, KeyMaker, adapter_digest, of_rank
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES, ChunkKey
+from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest, of_rank
 from vcache_backend.transfer.layout import Namespace
 
 # ---- settings
@@ -135,7 +135,7 @@ in_turn = pytest.mark.parametrize("each", [1, 2, 8], ids="{} blocks a chunk".for
 @in_turn
 @given(blocks=hashes)
 def test_a_chunk_is_named_after_its_last_block(each: int, blocks: list[bytes]) -> None:
-    maker = KeyMaker(NAMESPACE, each)
+    maker = BlockHashKeys(NAMESPACE, each)
     keys = maker.keys(blocks, 0, maker.whole(blocks))
     assert len(keys) == len(blocks) // each
     for number, key in enumerate(keys):
@@ -147,7 +147,7 @@ def test_a_chunk_is_named_after_its_last_block(each: int, blocks: list[bytes]) -
 @in_turn
 @given(blocks=hashes, data=st.data())
 def test_keys_of_a_part_are_a_part_of_the_keys(each: int, blocks: list[bytes], data: st.DataObject) -> None:
-    maker = KeyMaker(NAMESPACE, each)
+    maker = BlockHashKeys(NAMESPACE, each)
     whole = maker.whole(blocks)
     first = data.draw(st.integers(0, whole))
     stop = data.draw(st.integers(first, whole))
@@ -156,20 +156,20 @@ def test_keys_of_a_part_are_a_part_of_the_keys(each: int, blocks: list[bytes], d
 
 @given(blocks=hashes, rank=st.integers(0, 2 ** (8 * RANK_BYTES) - 1))
 def test_ranks_and_namespaces_never_share_a_key(blocks: list[bytes], rank: int) -> None:
-    maker = KeyMaker(NAMESPACE, 1)
+    maker = BlockHashKeys(NAMESPACE, 1)
     keys = maker.keys(blocks, 0, len(blocks))
     of_one = of_rank(keys, rank)
     assert of_rank(of_one, 0) == keys
     assert [key[:-RANK_BYTES] for key in of_one] == [key[:-RANK_BYTES] for key in keys]
     assert all(int.from_bytes(key[-RANK_BYTES:], "big") == rank for key in of_one)
-    assert not set(keys) & set(KeyMaker(OTHER, 1).keys(blocks, 0, len(blocks)))
+    assert not set(keys) & set(BlockHashKeys(OTHER, 1).keys(blocks, 0, len(blocks)))
     assert len(NAMESPACE.prefix) == NAMESPACE_BYTES
 
 
 @pytest.mark.parametrize("size", [0, 8, HASH_BYTES - 1])
 def test_hashes_too_short_to_stand_for_a_prefix_are_refused(size: int) -> None:
     with pytest.raises(ConfigError, match=f"a block hash has {size} B, {HASH_BYTES} are needed: set --prefix-caching-hash-algo"):
-        KeyMaker(NAMESPACE, 2).keys([bytes(size)] * 4, 0, 2)
+        BlockHashKeys(NAMESPACE, 2).keys([bytes(size)] * 4, 0, 2)
 
 
 # ---- another number of workers
@@ -192,7 +192,7 @@ def test_instances_of_other_sizes_never_share() -> None:
 
 
 def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
-    maker = KeyMaker(NAMESPACE, 2)
+    maker = BlockHashKeys(NAMESPACE, 2)
     hashes = [bytes([i]) * 32 for i in range(8)]
 
     def keys(path: str, content: str) -> list[ChunkKey]:

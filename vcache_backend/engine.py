@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +23,16 @@ from vcache_backend.transfer.arguments import (
     first_wanted,
     refuse_shared,
 )
-from vcache_backend.transfer.chunk_io import ChunkIO, Lease, checked_layout
 from vcache_backend.transfer.keys import TokenHasher, as_tokens
 from vcache_backend.transfer.layout import Layout
+from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.places import SlotPlaces
+from vcache_backend.transfer.session import Session
+from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copier import Copier
-from vcache_backend.vram_pool.planner import CopyPlan, plan_chunks
 
-if TYPE_CHECKING:
-    from vcache_backend.offload.fetch import Fetch
-
+COPY_SECONDS = 10.0
+"""How long `retrieve` waits for its next chunk, beside what the offload tier may take; a copy takes milliseconds."""
 Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.int64]
 
 
@@ -50,14 +51,12 @@ class VCacheEngine:
         `copier`: how bytes move; by default the one of the configured device. Raises ConfigError for an impossible
         configuration; an absent metadata server is no error: everything is a miss until it is there.
         """
-        layout = checked_layout(config, layout)
-        self._io = ChunkIO(config, layout, copier, rank=rank)
-        self._layout, self._ranks = layout, ranks
-        self._namespace = layout.namespace()
-        self._hasher = TokenHasher(self._namespace, layout.chunk_size, rank)
-        self._first_rank = TokenHasher(self._namespace, layout.chunk_size, 0)
-        self._stats, self._client = self._io.stats, self._io.client
-        self.device = self._io.device
+        self._session = session = Session(config, layout, rank=rank, copier=copier)
+        self._layout, self._ranks, self._stats = session.layout, ranks, session.stats
+        self._hasher = TokenHasher(session.namespace, layout.chunk_size, rank)
+        self._first_rank = TokenHasher(session.namespace, layout.chunk_size, 0)
+        self._patience = COPY_SECONDS + config.offload.get_seconds
+        self.device = session.device
 
     def __enter__(self) -> VCacheEngine:
         return self
@@ -68,15 +67,15 @@ class VCacheEngine:
     # ---- the five calls
 
     def lookup(self, tokens: Tokens, *, salt: bytes | None = None) -> int:
-        """How many leading tokens can be retrieved now, by every rank, from the pool or the offload tier it. A multiple of the chunk
-        size. Takes no lease."""
+        """How many leading tokens can be retrieved now, by every rank, from the pool or the offload tier. A multiple of the chunk size.
+        Takes no lease."""
         with self._stats.timed("lookup"):
             ids = as_tokens(tokens)
             keys = self._first_rank.keys(ids, as_salt(salt))
             try:
-                found = self._io.lookup(keys, self._ranks)
-            except Exception as error:  # noqa: BLE001 - the door
-                return self._io.miss("lookup", error)
+                found = self._session.lookup(keys, self._ranks)
+            except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
+                return self._session.miss("lookup", error)
         self._stats.count(tokens_asked=len(ids), tokens_hit=found * self._layout.chunk_size)
         return found * self._layout.chunk_size
 
@@ -106,8 +105,8 @@ class VCacheEngine:
             refuse_shared(slots, first * size, len(keys) * size)
             try:
                 self._store(keys, first, tensors, slots)
-            except Exception as error:  # noqa: BLE001 - the door; a kernel's compiler raises what it likes
-                self._io.miss("store", error)
+            except Exception as error:  # noqa: BLE001 - a kernel's compiler raises what it likes
+                self._session.miss("store", error)
 
     def retrieve(
         self,
@@ -134,31 +133,32 @@ class VCacheEngine:
             refuse_shared(slots, first, len(keys) * self._layout.chunk_size)
             try:
                 got = self._retrieve(keys, first, tensors, slots)
-            except Exception as error:  # noqa: BLE001 - the door
-                self._io.miss("retrieve", error)
-                got = None
-        return torch.zeros(size, dtype=torch.bool) if got is None else torch.from_numpy(got)
+            except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
+                self._session.miss("retrieve", error)
+                got = np.zeros(size, dtype=np.bool_)
+        return torch.from_numpy(got)
 
     def contains(self, cache_key: bytes) -> int:
-        """0: the chunk of this key is in VRAM; 1: in the storage tier below; -1: nowhere known. Takes no lease."""
+        """0: the chunk of this key is in VRAM; 1: in the offload tier; -1: nowhere known. Takes no lease."""
         key = as_key(cache_key)
         try:
-            return self._io.contains(key)
-        except Exception as error:  # noqa: BLE001 - the door
-            self._io.miss("contains", error)
+            return self._session.contains(key)
+        except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
+            self._session.miss("contains", error)
             return -1
 
     def get_stats(self) -> dict[str, Any]:
         """Counters and latencies of this engine (see `EngineStats.snapshot`) and, under `server`, the pool's as the server
         counts them: occupancy by segment, evictions; None while there is no server."""
         mine: dict[str, Any] = self._stats.snapshot()
-        mine["connected"] = self._client.connected
-        mine["connections_lost"] = self._client.connections_lost
-        mine["namespace"] = str(self._namespace)
+        client = self._session.client
+        mine["connected"] = client.connected
+        mine["connections_lost"] = client.connections_lost
+        mine["namespace"] = str(self._session.namespace)
         mine["device"] = self.device.name
-        mine["offload"] = None if self._io.tier is None else self._io.tier.snapshot()
+        mine["offload"] = self._session.offload_snapshot()
         try:
-            server = self._client.stats()
+            server = client.stats()
         except VCacheError:
             return mine | {"server": None}
         fields = ("device", "nbytes", "used", "chunks", "state")
@@ -171,7 +171,7 @@ class VCacheEngine:
     def register(self, kvcaches: KVCaches) -> None:
         """Check the KV caches and compile the kernels for them, so that no request waits for it. Optional, once, in the
         worker's thread. Raises LayoutError if they are not what the layout says: nothing would ever be stored or retrieved."""
-        self._io.bind(as_kvcaches(kvcaches))
+        self._session.bind(as_kvcaches(kvcaches))
 
     def keys(self, tokens: Tokens, *, salt: bytes | None = None) -> list[ChunkKey]:
         """The keys of the whole chunks of `tokens`, as `contains` takes them."""
@@ -180,106 +180,34 @@ class VCacheEngine:
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
         """Wait until the stores so far are visible or given up, and, if `through`, written to the offload tier or dropped; False if they
         are not after `timeout` seconds."""
-        return self._io.flush(as_seconds(timeout), through)
+        return self._session.flush(as_seconds(timeout), through)
 
     def close(self) -> None:
         """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool. Idempotent."""
-        self._io.close()
+        self._session.close()
 
     # ---- inside
 
-    def _store(
-        self, keys: list[ChunkKey], start: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64], fetched_in: int | None = None
-    ) -> None:
+    def _store(self, keys: list[ChunkKey], start: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]) -> None:
         size = self._layout.chunk_size
-        lowest = slots[: len(keys) * size].reshape(-1, size).min(axis=1)
-        chunks = [chunk for chunk in range(start, len(keys)) if lowest[chunk] >= 0]
-        if chunks:
-            wanted, firsts = [keys[chunk] for chunk in chunks], [chunk * size for chunk in chunks]
-            self._io.store(self._io.bind(kvcaches), wanted, firsts, slots, keys[: chunks[0]], fetched_in)
+        places = SlotPlaces(self._session.bind(kvcaches), size, slots, range(0, len(keys) * size, size))
+        store(self._session, places, keys, [chunk for chunk in range(start, len(keys)) if places.holds(chunk)])
 
     def _retrieve(
         self, keys: list[ChunkKey], first: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_] | None:
-        """Run by run: what the pool has, under a lease, then what is only below, and so on up to the first chunk that is nowhere."""
-        size = self._layout.chunk_size
-        start = at = first // size
-        covered: npt.NDArray[np.bool_] | None = None
-        while at < len(keys):
-            lease = self._io.lease(keys[at:])
-            pooled = len(lease.keys) if lease is not None else 0
-            fetch, loaded, got = None, 0, None
-            try:
-                # On its way while the pool's are copied.
-                fetch = self._io.fetch(keys[at + pooled :])
-            except (VCacheError, RuntimeError) as error:
-                # What is leased can be had all the same, and its lease is ended behind it.
-                self._io.miss("fetch", error)
-            try:
-                if lease is not None:
-                    loaded, got = self._load(lease, at, first, kvcaches, slots)
-                    covered = _either(covered, got)
-                if fetch is not None and loaded == pooled:
-                    fetched, got = self._fetched(fetch, keys, at + pooled, first, kvcaches, slots)
-                    covered, loaded = _either(covered, got), loaded + fetched
-            finally:
-                if fetch is not None:
-                    fetch.cancel()
-            at += loaded
-            if fetch is None or loaded <= pooled:
-                break
-        self._stats.count(chunks_missed=len(keys) - at)
-        if start:
-            self._io.committer.touch(keys[:start])
-        return covered
-
-    def _fetched(
-        self, fetch: Fetch, keys: list[ChunkKey], at: int, first: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]
-    ) -> tuple[int, npt.NDArray[np.bool_] | None]:
-        """What comes from below, from chunk `at` on: how many chunks, and which tokens."""
-        size, kv = self._layout.chunk_size, self._io.bind(kvcaches)
-
-        def planned(done: int, count: int) -> CopyPlan:
-            begin = (at + done) * size
-            return plan_chunks(kv, size, slots, begin, count, min(max(first - begin, 0), count * size))
-
-        count = self._io.load_fetched(kv, fetch, planned)
-        if not count:
-            return 0, None
-        covered = planned(0, count).covered(len(slots))
-        self._io.note_fetched(keys[at : at + count], int(covered.sum()))
-        if self._io.promotes:
-            self._store(keys[: at + count], at, kvcaches, slots, fetched_in=fetch.epoch)
-        return count, covered
-
-    def _load(
-        self, lease: Lease, at: int, first: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]
-    ) -> tuple[int, npt.NDArray[np.bool_] | None]:
-        """Copy what is leased, from chunk `at` on, and end the lease: how many chunks and which tokens that gave, none if it did not
-        hold."""
-        size = self._layout.chunk_size
-        begin = at * size
-        covered, complete, views = None, True, []
+    ) -> npt.NDArray[np.bool_]:
+        session, size = self._session, self._layout.chunk_size
+        start, covered = first // size, np.zeros(len(slots), dtype=np.bool_)
+        places = SlotPlaces(session.bind(kvcaches), size, slots, range(start * size, len(keys) * size, size), first)
+        load = Load(session, places, keys[start:])
+        load.run(self._patience)
+        for copy in load.copies:
+            covered |= copy.covered(len(slots))
         try:
-            kv = self._io.bind(kvcaches)
-            views = self._io.views(lease.locations)
-            if views:
-                with self._stats.timed("plan"):
-                    copy = plan_chunks(kv, size, slots, begin, len(views), max(first - begin, 0))
-                complete = self._io.load(kv, views, copy, lease.seconds_left, lease.keys)
-                covered = copy.covered(len(slots))
-        finally:
-            held = self._io.end(lease)
-        if not (complete and held):
-            self._stats.failed("lease_lost")
-            return 0, None
-        if covered is not None:
-            self._io.note_retrieved(views, int(covered.sum()))
-        return len(views), covered
-
-
-def _either(one: npt.NDArray[np.bool_] | None, other: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.bool_] | None:
-    """Tokens that are in one of them."""
-    if one is None or other is None:
-        return other if one is None else one
-    return one | other
+            if chunks := load.to_promote():
+                store(session, places, load.keys, chunks, keys[:start], fetched_in=load.epoch)
+        except (VCacheError, RuntimeError) as error:
+            session.miss("promote", error)
+        if start:
+            session.touch(keys[:start])
+        return covered

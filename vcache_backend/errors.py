@@ -1,6 +1,6 @@
 """Everything vcache raises, in one tree.
 
-Inside the package these are raised; at the doors (engine, LMCache, vLLM) they are counted, logged once and turned into a miss.
+Inside the package these are raised; in the engine and the integrations they are counted, logged once and turned into a miss.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class ServerUnavailable(VCacheError):
 
 class ServerTimeout(ServerUnavailable):
     """The metadata server did not answer within the deadline of the call."""
+
+
+class ChecksumError(VCacheError):
+    """Chunks whose bytes changed after their commit. Counted, logged and on their way out of the pool already."""
 
 
 @contextmanager

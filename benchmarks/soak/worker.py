@@ -26,8 +26,8 @@ from vcache_backend.config import Config
 from vcache_backend.demo.cache import Fault, PagedCache
 from vcache_backend.demo.content import block_digests, content, poison
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
-from vcache_backend.transfer.chunk_io import Lease
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, SegmentId
+from vcache_backend.transfer.session import Lease
 from vcache_backend.vram_pool import reference
 from vcache_backend.vram_pool.copier import Finished, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
@@ -142,32 +142,24 @@ class Worker:
         self._watch(settings.trusting)
 
     def _watch(self, trusting: bool) -> None:
-        """Remember leases and verdicts. Every other verdict is asked for in the connector's way: not at all within the grace."""
-        io = self._engine._io
-        grant, end = io.lease, io.end
-        asking = False
+        """Remember leases and verdicts. Every other verdict is asked for, as if the grace were over."""
+        session = self._engine._session
+        grant, verdict = session.lease, session.verdict
 
         def leased(keys: list[ChunkKey]) -> Lease | None:
             got = grant(keys)
             self._leases += [got] if got is not None else []
             return got
 
-        def ended(lease: Lease) -> bool:
-            nonlocal asking
-            if asking or self._dice.random() < 0.5:
-                return end(lease)
-            asking = True
-            try:
-                return io.conclude(lease)
-            finally:
-                asking = False
-
         def judged(lease: Lease) -> bool:
-            held = ended(lease)
-            self._refused += not (held or asking)
+            if self._dice.random() < 0.5:
+                # As if the grace were over: the server is asked.
+                lease.deadline = min(lease.deadline, time.monotonic() + lease.seconds - GRACE_SECONDS)
+            held = verdict(lease)
+            self._refused += not held
             return held or trusting
 
-        io.lease, io.end = leased, judged  # type: ignore[method-assign]
+        session.lease, session.verdict = leased, judged  # type: ignore[method-assign]
 
     def serve(self, lasting: float) -> Served:
         """Rounds for so long; what happened in them. A wrong byte is told at once: this process may be killed."""
@@ -206,14 +198,14 @@ class Worker:
         if faults:
             served.outcomes.add(Outcomes(wrong=1, wrong_bytes=sum(fault.nbytes for fault in faults)))
             served.wrong.append(self._describe(tokens, faults[0], places, digests))
-        if not (got or engine._client.connected):
+        if not (got or engine._session.connected):
             # Whoever starts the server again needs the core.
             time.sleep(OFFLINE_SECONDS)
         cache.prefill(places[blocks:], digests[blocks:])
         engine.store(tokens, mask.logical_not(), cache.kvcaches, slots)
         cache.forget(torch.arange(BLOCKS))
         if dice.random() < REMOVED:
-            engine._io.committer.remove(engine.keys(tokens))
+            engine._session.committer.remove(engine.keys(tokens))
 
     def _describe(self, tokens: np.ndarray, fault: Fault, places: torch.Tensor, digests: torch.Tensor) -> Wrong:
         """The first wrong byte, before anything is written over it."""

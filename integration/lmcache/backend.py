@@ -1,4 +1,4 @@
-"""The storage plugin: LMCache's storage backend, allocator and door to the pool."""
+"""The storage plugin: LMCache's storage backend and allocator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterfac
 from vcache_backend.errors import VCacheError
 from vcache_backend.transfer.arguments import as_slots
 
-from . import installation
 from .memory import DeferredObj, Form, NoAllocator
 from .startup import Starter, StepAside
 from .worker import PoolWorker
@@ -28,14 +27,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def answers(default: object) -> Callable[[F], F]:
-    """LMCache dies of an exception in most of these calls. Whatever went wrong is a miss, said once."""
+    """LMCache dies of an exception in most of these calls. Whatever went wrong is a miss, logged once."""
 
     def decorate(method: F) -> F:
         @functools.wraps(method)
         def guarded(self: VCacheBackend, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 the door's last line of defence
+            except Exception as error:  # noqa: BLE001 LMCache would die of it
                 self.note_failure(method.__name__, error)
                 return default() if callable(default) else default
 
@@ -49,7 +48,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     `contains` and its kin are called in LMCache's look-up thread, the `async` ones on its storage manager's loop, the rest in the
     worker's main thread. Nothing raises, and nothing waits longer than the client's deadlines.
-    If the plugin must not work here (see `selftest`), it stays as an allocator that has nothing to give.
+    If the plugin must not work here (see `checks`), it stays as an allocator that has nothing to give.
     """
 
     is_vcache = True
@@ -69,7 +68,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         self.reason = ""
         self._starter = Starter(config, metadata, self)
         try:
-            installation.take_allocator_role()
             self._worker = self._starter.start()
         except Exception as error:  # noqa: BLE001 LMCache would swallow it, and go on without us but with our GPU connector
             self._step_aside(error)

@@ -1,10 +1,7 @@
 """What the plugin knows of the serving instance it runs in, and the layout that follows from it.
 
-Under vLLM its own configuration says it; without vLLM LMCache's metadata and our settings do. Everything that changes the bytes of
-a chunk, or what they mean, goes into the `Layout`; nothing else does. vLLM and LMCache are never imported here: whoever calls has
-loaded what there is.
-
-Under vLLM the weights go by what `..vllm.weights` finds out, unless `vcache.model` in LMCache's extra_config names them.
+Under vLLM its own configuration says it, as `..vllm.model_spec` reads it; without vLLM LMCache's metadata and our settings do. vLLM
+and LMCache are never imported here: whoever calls has loaded what there is.
 """
 
 from __future__ import annotations
@@ -14,11 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from vcache_backend.config import Config
 from vcache_backend.errors import ConfigError
+from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
 from ..vllm import model_spec
+from ..vllm.model_spec import ModelSpec
 from .settings import Settings
 
 
@@ -26,116 +28,88 @@ from .settings import Settings
 class Instance:
     """One worker of a serving instance.
 
-    dtype, kv_cache_dtype: of the computation, and of what is cached (`auto` resolved). layers, kv_heads, head_dim: as one worker
-    holds them, draft layers included. block_size: tokens a block of the KV cache tensors. worker_id: among all of the instance's
-    workers. rank, ranks: which shard of a chunk this worker holds, of how many, within its pipeline stage; 0 of 1 with MLA, where
-    all hold the same. rope: canonical text. spec: what else the bytes depend on, by name. gpu_memory_utilization: None where it
-    is unknown or does not apply. kv_groups: groups of layers with block tables of their own. kvcaches: by layer, None while vLLM
-    has not registered them. connector: LMCache's adapter in vLLM, None without vLLM. recomputes: are tokens computed rightly whose
-    load failed in the step that had counted on it? vLLM's second model runner does not, nor does asynchronous scheduling (vLLM issue
-    #49250).
+    model: without vLLM as one worker has it. rank, ranks: which shard of a chunk this worker holds, of how many, within its pipeline
+    stage; 0 of 1 with MLA, where all hold the same. kv_groups: groups of layers with block tables of their own. num_blocks: as vLLM
+    counts them, 0 if unknown. recomputes: whether tokens are computed rightly whose load failed in the step that had counted on it;
+    vLLM's second model runner does not, nor does asynchronous scheduling (vLLM issue #49250). kvcaches: by layer, None while vLLM has
+    not registered them. adapter: LMCache's in vLLM; None without vLLM, as is vllm_config.
     """
 
-    model: str
-    revision: str = ""
-    dtype: str
-    kv_cache_dtype: str
-    layers: int
-    kv_heads: int
-    head_dim: int
-    block_size: int
-    tp_size: int = 1
-    pp_size: int = 1
-    pp_rank: int = 0
-    worker_id: int = 0
+    model: ModelSpec
     rank: int = 0
     ranks: int = 1
-    use_mla: bool = False
-    rope: str = ""
-    quantization: str = ""
-    spec: Mapping[str, str] = field(default_factory=dict)
-    lora_enabled: bool = False
-    prompt_embeds: bool = False
-    dynamic_kv_scales: bool = False
-    context_parallel: int = 1
+    pp_rank: int = 0
     kv_groups: int = 1
-    gpu_memory_utilization: float | None = None
-    device_type: str = ""
-    under_vllm: bool = False
+    num_blocks: int = 0
     load_failure_policy: str = ""
-    kv_role: str = ""
     recomputes: bool = True
     kvcaches: dict[str, Any] | None = field(default=None, compare=False, repr=False)
-    connector: Any = field(default=None, compare=False, repr=False)
+    adapter: Any = field(default=None, compare=False, repr=False)
+    vllm_config: Any = field(default=None, compare=False, repr=False)
 
-    @property
-    def whole_blocks_only(self) -> bool:
-        """Single tokens of a block must not be moved (see `model_spec.whole_blocks_only`)."""
-        return self.under_vllm and model_spec.whole_blocks_only(self.device_type)
+    def describe(self, kvcaches: KVCaches, config: Config) -> tuple[PagedKV, Config]:
+        """The geometry of this worker's KV caches, and the configuration with what that says. Raises LayoutError."""
+        engine, tensors = config.engine, by_layer(kvcaches)
+        if self.vllm_config is None:
+            axes, size = engine.kv_axes or None, self.model.block_size
+            return PagedKV.describe(kvcaches, size, axes=axes, whole_blocks_only=engine.whole_blocks_only), config
+        kv = model_spec.describe(self.vllm_config, tensors, self.num_blocks, engine.chunk_size, engine)
+        whole = engine.whole_blocks_only or model_spec.whole_blocks_only(self.model.device_type)
+        axes = engine.kv_axes or model_spec.axes(tensors, kv.block_size) or ""
+        return kv, msgspec.structs.replace(config, engine=msgspec.structs.replace(engine, kv_axes=axes, whole_blocks_only=whole))
 
-    @property
-    def kv_axes(self) -> str | None:
-        """What the axes of vLLM's tensors are, where shapes leave a doubt (see `model_spec.axes`)."""
-        return model_spec.axes(self.kvcaches, self.block_size) if self.under_vllm and self.kvcaches else None
+    def layout(self, kvcaches: KVCaches, kv: PagedKV, chunk_size: int, hash_probe: str, hash_algorithm: str) -> Layout:
+        """What must be equal for two instances to share. LMCache's key has the model, the dtype and the number of workers only.
+
+        hash_probe: see `hash_probe`. hash_algorithm: LMCache's `pre_caching_hash_algorithm`. All ranks of a stage get the same.
+        """
+        layers = kvcaches if isinstance(kvcaches, Mapping) else {}
+        shard = model_spec.read_shard(self.vllm_config, layers, kv, chunk_size, self.pp_rank, 0)
+        made = model_spec.layout(self.model, [shard], chunk_size, hash_probe.encode())
+        return msgspec.structs.replace(made, hash_algorithm=hash_algorithm, extra=made.extra | {"integration": "lmcache"})
 
 
-def discover(metadata: Any, lm_config: Any, settings: Settings) -> Instance:
+def by_layer(kvcaches: KVCaches) -> dict[str, Any]:
+    """KV caches with their layers' names; LMCache hands over a list at times."""
+    return dict(kvcaches) if isinstance(kvcaches, Mapping) else {str(i): tensor for i, tensor in enumerate(kvcaches)}
+
+
+def discover(metadata: Any, settings: Settings) -> Instance:
     """The instance that LMCache's `metadata` belongs to. ConfigError if the block size cannot be known, or is not what was set."""
     group = _transfer_group()
-    connector = _adapter(group)
-    if connector is not None:
-        return _under_vllm(metadata, settings, group, connector)
+    adapter = _adapter(group)
+    if adapter is not None:
+        return _under_vllm(metadata, settings, group, adapter)
     if not settings.block_size:
         raise ConfigError("no vLLM here to ask for the KV block size: set vcache.block_size in LMCache's extra_config")
     ranks = 1 if metadata.use_mla else metadata.world_size
-    return Instance(
+    dtype = model_spec.plain(metadata.kv_dtype)
+    model = ModelSpec(
         model=settings.model or metadata.model_name,
-        dtype=model_spec.plain(metadata.kv_dtype),
-        kv_cache_dtype=model_spec.plain(metadata.kv_dtype),
+        revision="",
+        dtype=dtype,
+        kv_cache_dtype=dtype,
+        quantization="",
+        rope="",
         layers=metadata.kv_shape[0],
         kv_heads=metadata.kv_shape[3],
         head_dim=metadata.kv_shape[4],
-        block_size=settings.block_size,
         tp_size=metadata.world_size,
-        worker_id=metadata.worker_id,
-        rank=metadata.worker_id % ranks,
-        ranks=ranks,
+        pp_size=1,
         use_mla=metadata.use_mla,
+        lora_enabled=False,
+        prompt_embeds=False,
+        dynamic_kv_scales=False,
+        context_parallel=1,
+        sleep_mode=False,
+        gpu_memory_utilization=None,
+        device_type="",
+        block_size=settings.block_size,
+        hash_algorithm="",
+        use_v2_runner=False,
+        async_scheduling=False,
     )
-
-
-def layout(instance: Instance, paged: PagedKV, chunk_size: int, hash_probe: str, hash_algorithm: str) -> Layout:
-    """What must be equal for two instances to share. LMCache's key has the model, the dtype and the number of workers only.
-
-    hash_algorithm: LMCache's `pre_caching_hash_algorithm`. hash_probe: see `hash_probe`.
-    """
-    extra = {
-        "door": "lmcache",
-        "hash_probe": hash_probe,
-        "model_dtype": instance.dtype,
-        "kv_cache_dtype": instance.kv_cache_dtype,
-        "quantization": instance.quantization,
-        "mla": str(instance.use_mla),
-        "context_parallel": str(instance.context_parallel),
-        **instance.spec,
-    }
-    return Layout(
-        model=instance.model,
-        revision=instance.revision,
-        dtype=paged.dtype,
-        layers=paged.layers,
-        kv_heads=instance.kv_heads,
-        head_dim=instance.head_dim,
-        block_size=paged.block_size,
-        kv_layout=paged.name,
-        chunk_size=chunk_size,
-        rope=instance.rope,
-        tp_size=instance.tp_size,
-        pp_size=instance.pp_size,
-        pp_rank=instance.pp_rank,
-        hash_algorithm=hash_algorithm,
-        extra={name: value for name, value in extra.items() if value},
-    )
+    return Instance(model=model, rank=metadata.worker_id % ranks, ranks=ranks)
 
 
 def hash_probe(token_database: Any) -> str:
@@ -160,52 +134,26 @@ def _adapter(group: Any) -> Any:
     return None
 
 
-def _under_vllm(metadata: Any, settings: Settings, group: Any, connector: Any) -> Instance:
-    vllm = connector._vllm_config
+def _under_vllm(metadata: Any, settings: Settings, group: Any, adapter: Any) -> Instance:
+    vllm = adapter._vllm_config
     model = model_spec.read_model(vllm, settings.model)
-    transfer, parallel = vllm.kv_transfer_config, vllm.parallel_config
-    kvcaches = getattr(connector, "kv_caches", None) or None
-    kv_config = getattr(group, "_kv_cache_config", None)
     if settings.block_size and settings.block_size != model.block_size:
         raise ConfigError(
             f"vcache.block_size is {settings.block_size} but vLLM's block size is {model.block_size}: leave ours out"
         )
-    stage = model.tp_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    stage = model.tp_size * getattr(vllm.parallel_config, "prefill_context_parallel_size", 1)
     ranks = 1 if metadata.use_mla else stage
-    of_this_worker = {
-        "attention": model_spec.attention(vllm, kvcaches),
-        "layer_names": model_spec.layer_names(kvcaches),
-    }
+    kv_config = getattr(group, "_kv_cache_config", None)
     return Instance(
-        model=model.model,
-        revision=model.revision,
-        dtype=model.dtype,
-        kv_cache_dtype=model.kv_cache_dtype,
-        layers=metadata.kv_shape[0],
-        kv_heads=metadata.kv_shape[3],
-        head_dim=metadata.kv_shape[4],
-        block_size=model_spec.tensor_block_size(model.block_size, kvcaches, getattr(kv_config, "num_blocks", 0)),
-        tp_size=model.tp_size,
-        pp_size=model.pp_size,
-        pp_rank=metadata.worker_id // stage % model.pp_size,
-        worker_id=metadata.worker_id,
+        model=model,
         rank=metadata.worker_id % ranks,
         ranks=ranks,
-        use_mla=metadata.use_mla,
-        rope=model.rope,
-        quantization=model.quantization,
-        spec=model.extra | {name: value for name, value in of_this_worker.items() if value},
-        lora_enabled=model.lora_enabled,
-        prompt_embeds=model.prompt_embeds,
-        dynamic_kv_scales=model.dynamic_kv_scales,
-        context_parallel=model.context_parallel,
+        pp_rank=metadata.worker_id // stage % model.pp_size,
         kv_groups=max(1, len(getattr(kv_config, "kv_cache_groups", ()))),
-        gpu_memory_utilization=model.gpu_memory_utilization,
-        device_type=model.device_type,
-        under_vllm=True,
-        load_failure_policy=str(getattr(transfer, "kv_load_failure_policy", "")),
-        kv_role=str(getattr(transfer, "kv_role", "") or ""),
+        num_blocks=getattr(kv_config, "num_blocks", 0),
+        load_failure_policy=str(getattr(vllm.kv_transfer_config, "kv_load_failure_policy", "")),
         recomputes=not (getattr(vllm, "use_v2_model_runner", True) or model.async_scheduling),
-        kvcaches=kvcaches,
-        connector=connector,
+        kvcaches=getattr(adapter, "kv_caches", None) or None,
+        adapter=adapter,
+        vllm_config=vllm,
     )

@@ -41,6 +41,7 @@ class ChunkObj(MemoryObj):  # type: ignore[misc]
     objects never ask for them.
     """
 
+    is_vcache = True
     _l1_manager_id = None
 
     def __init__(self, form: Form) -> None:

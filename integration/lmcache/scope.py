@@ -1,15 +1,21 @@
-"""Who may share a cached prefix with whom, said in a request's own `kv_transfer_params`.
+"""Who may share a cached prefix with whom, written into a request's own `kv_transfer_params`.
 
 LMCache's key knows neither vLLM's `cache_salt` nor the LoRA adapter. It does take part of its key from a request's tags
 (`lmcache.tag.NAME` in `kv_transfer_params`), so the scheduler's hook gives every request the tag `vcache`: its scope. Requests
-with different scopes never share; the worker refuses keys without one. Pure functions: nothing of vLLM or LMCache is imported.
+with different scopes never share; the worker refuses keys without one. Nothing of vLLM or LMCache is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
+
+from ..vllm.adapters import Adapters
 
 TAG_PREFIX = "lmcache.tag."
 TAG_NAME = "vcache"
@@ -22,6 +28,7 @@ REFUSED = "vcache.uncached"
 """Beside `SKIP_SAVE`: the request is not looked up either, however often vLLM schedules it. Users may set it too."""
 
 _PARAMS = "kv_transfer_params"
+log = logging.getLogger(__name__)
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
@@ -51,9 +58,9 @@ def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
     ValueError for a tag that LMCache could not hash.
     """
     params = _params(extra_args)
-    unfit = [name for name, what in params.items() if name.startswith(TAG_PREFIX) and not isinstance(what, _PLAIN_TYPES)]
-    if unfit:
-        raise ValueError(f"{unfit[0]} in kv_transfer_params is a {type(params[unfit[0]]).__name__}; a tag is text or a number")
+    odd = [name for name, what in params.items() if name.startswith(TAG_PREFIX) and not isinstance(what, _PLAIN_TYPES)]
+    if odd:
+        raise ValueError(f"{odd[0]} in kv_transfer_params is a {type(params[odd[0]]).__name__}; a tag is text or a number")
     return {**(extra_args or {}), _PARAMS: {TAG: value, **{name: what for name, what in params.items() if name != TAG}}}
 
 
@@ -77,3 +84,78 @@ def _params(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
         raise ValueError(f"kv_transfer_params is a {type(params).__name__}, not a mapping of names")
     return params
+
+
+def give_scope(request: Any, adapters: Adapters) -> bool:
+    """Write the scope of a vLLM request into its sampling parameters; whether it may be cached.
+
+    Not cached: a request without sampling parameters (pooling), one with prompt embeddings (LMCache's key has only token ids),
+    one with a LoRA adapter of which nobody knows which weights it has (see `Adapters`) and no tag of the user's that says so, and
+    one that was refused before.
+    May be called again for the same request. The parameters are copied: other requests may hold the same object.
+    """
+    params = request.sampling_params
+    if params is None:
+        return False
+    lora, extra = request.lora_request, params.extra_args
+    embedded = getattr(request, "prompt_embeds", None) is not None
+    content = adapters.content(lora) if lora is not None else ""
+    if is_refused(extra) or embedded or (lora is not None and not content and not has_own_tag(extra)):
+        _replace(request, uncached)
+        return False
+    value = scope(request.cache_salt, None if lora is None else (lora.lora_name, lora.lora_path, content))
+    _replace(request, functools.partial(tagged, value=value))
+    return True
+
+
+def _replace(request: Any, rewrite: Callable[[Mapping[str, Any] | None], dict[str, Any]]) -> None:
+    if request.sampling_params is not None:
+        params = copy.copy(request.sampling_params)
+        params.extra_args = rewrite(params.extra_args)
+        request.sampling_params = params
+
+
+class Scheduler:
+    """LMCache's adapter as vLLM's scheduler sees it, with every request given its scope. Lives on the scheduler's thread."""
+
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
+        self._look_up = adapter.get_num_new_matched_tokens
+        self._build = adapter.build_connector_meta
+        self._adapters = Adapters()
+        self._warned = False
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
+        """As the adapter's, after the request got its tag. 0 without asking for a request that is not to be cached, or of which
+        every token is to be computed (prompt log probabilities; before 0.30 or so vLLM does not see to that itself)."""
+        try:
+            cacheable = give_scope(request, self._adapters)
+        except Exception as error:  # noqa: BLE001 - vLLM's scheduler would die of it
+            cacheable = False
+            self._refuse_to_save(request, error)
+        wanted = cacheable and not getattr(request, "skip_reading_prefix_cache", False)
+        if wanted or self._adapter.lookup_client is None:
+            found: int | None = self._look_up(request, num_computed_tokens)
+            return found
+        # The adapter wants to know of every request what was cached when it was scheduled (it asserts so after a preemption).
+        load_spec = importlib.import_module(type(self._adapter).__module__).LoadSpec
+        self._adapter.load_specs[request.request_id] = load_spec(
+            vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=0, can_load=False
+        )
+        return 0
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """As the adapter's, but nothing is saved of a request without a tag (a pooling request has no place for one)."""
+        meta = self._build(scheduler_output)
+        for request in meta.requests:
+            if request.save_spec is not None and TAG not in (request.request_configs or {}):
+                request.save_spec.can_save = False
+        return meta
+
+    def _refuse_to_save(self, request: Any, error: Exception) -> None:
+        level, self._warned = logging.DEBUG if self._warned else logging.WARNING, True
+        log.log(level, "vcache: request %s is not cached (%s: %s)", request.request_id, type(error).__name__, error)
+        try:
+            _replace(request, uncached)
+        except Exception as again:  # noqa: BLE001 - without its tag it is not saved either
+            log.debug("vcache: request %s keeps its parameters (%s)", request.request_id, again)

@@ -10,29 +10,31 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from vcache_backend import config as configuration
-from vcache_backend.config import Config, EngineConfig, PositiveInt
+from vcache_backend.config import Config, EngineConfig
 from vcache_backend.errors import ConfigError
 
 PREFIX = "vcache."
 SOURCE = "LMCache's extra_config"
-_OWN = ("config", "block_size", "model")
+_OWN = ("config", "block_size", "model", "start_server")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What the plugin was told.
 
     block_size: tokens a KV block, for engines that are not vLLM; 0: ask vLLM. model: names the weights, for instances that see
-    the same ones under different paths; empty: as the serving engine names them.
+    the same ones under different paths; empty: as the serving engine names them. start_server: have a metadata server started where
+    nobody serves.
     """
 
     config: Config
     block_size: int = 0
     model: str = ""
+    start_server: bool = False
 
 
 def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
@@ -43,8 +45,8 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
     given = {key: value for key, value in extra_config.items() if str(key).startswith(PREFIX)}
     if "vcache" in extra_config:
         raise ConfigError(f"{SOURCE}: vcache: write flat keys, such as vcache.server.socket, not a mapping under vcache")
-    path = given.get(PREFIX + "config")
-    base = configuration.load(_text(PREFIX + "config", path) if path is not None else None)
+    path = _own(given, "config", str, "")
+    base = configuration.load(path or None)
     values = configuration.dump(base)
     # `dump` writes the default socket out, which is no setting of anybody's.
     values["server"]["socket"] = base.server.socket
@@ -55,8 +57,9 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
     _agree(values["engine"], chunk_size, PREFIX + "engine.chunk_size" in given, path)
     return Settings(
         config=configuration.from_dict(values, SOURCE),
-        block_size=_block_size(given.get(PREFIX + "block_size", 0)),
-        model=_text(PREFIX + "model", given.get(PREFIX + "model", "")),
+        block_size=_own(given, "block_size", Annotated[int, msgspec.Meta(ge=0)], 0),
+        model=_own(given, "model", str, ""),
+        start_server=_own(given, "start_server", bool, False),
     )
 
 
@@ -88,7 +91,7 @@ def _plain(text: str) -> object:
         return text
 
 
-def _agree(engine: dict[str, Any], chunk_size: int, written: bool, path: object) -> None:
+def _agree(engine: dict[str, Any], chunk_size: int, written: bool, path: str) -> None:
     """LMCache's chunk size becomes ours. Another one in ours is a mistake; the default in a file is nobody's choice."""
     ours = engine["chunk_size"]
     if ours != chunk_size and (written or ours != EngineConfig().chunk_size):
@@ -97,17 +100,12 @@ def _agree(engine: dict[str, Any], chunk_size: int, written: bool, path: object)
     engine["chunk_size"] = chunk_size
 
 
-def _block_size(value: object) -> int:
+def _own(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
+    value = given.get(PREFIX + name, default)
     try:
-        return msgspec.convert(value, PositiveInt, strict=False) if value != 0 else 0
+        return msgspec.convert(_plain(value) if isinstance(value, str) and kind is not str else value, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{SOURCE}: {PREFIX}block_size: {error}") from error
-
-
-def _text(key: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{SOURCE}: {key}: Expected text, got {value!r}")
-    return value
+        raise ConfigError(f"{SOURCE}: {PREFIX}{name}: {error}") from error
 
 
 def _advice(key: str) -> str:

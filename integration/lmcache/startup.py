@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vcache_backend.config import Config, OffloadConfig, hash_seed, load
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.chunk_io import ChunkIO, checked_layout
@@ -17,9 +19,8 @@ from vcache_backend.vram_pool.paged import PagedKV
 from ..memory_budget import beside_vllm
 from ..round_trip import through_pool
 from ..vllm import model_spec
-from . import installation, selftest, start_server
-from .gpu_connector import VCacheGPUConnector
-from .instance import Instance, discover, hash_probe, layout
+from . import checks, patches
+from .instance import Instance, discover, hash_probe
 from .offload import Below
 from .settings import Settings, read
 from .worker import PoolWorker
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
     from .backend import VCacheBackend
 
 log = logging.getLogger(__name__)
-
-
-SERVER_SECONDS = 10.0
-"""How long to wait for a server that LMCache has been told to start."""
 
 
 class StepAside(Exception):
@@ -50,17 +47,20 @@ class Starter:
     def start(self) -> PoolWorker | None:
         """Check LMCache and its settings, and put the plugin in its places. The worker if the KV caches are known already, as they
         are under vLLM; else `bind` makes it. Raises StepAside, or whatever else went wrong."""
-        _refuse(selftest.versions())
+        patches.take_allocator_role()
+        _refuse(checks.versions())
         self._settings = read(self._config.extra_config or {}, self._config.chunk_size)
-        self._engine = installation.engine_of(self._metadata)
+        self._engine = patches.engine_of(self._metadata)
         if self._engine is None:
             raise StepAside("no LMCache engine has this plugin's metadata; is this LMCache's in-process engine?")
-        self._instance = discover(self._metadata, self._config, self._settings)
-        _refuse(selftest.modes(self._config, self._instance))
-        _refuse(model_spec.seed(hash_seed()) if self._instance.under_vllm else None)
-        for line in selftest.remarks(self._config, self._instance):
+        self._instance = discover(self._metadata, self._settings)
+        _refuse(checks.refusal(self._config, self._instance))
+        _refuse(model_spec.seed(hash_seed()) if self._instance.adapter is not None else None)
+        for line in checks.remarks(self._config, self._instance):
             log.warning("%s", line)
-        self._install()
+        patches.install(self._engine, self._backend, self._instance.adapter)
+        if self._settings.start_server:
+            _start_server(self._settings.config)
         kvcaches = self._instance.kvcaches
         return self.bind(kvcaches) if kvcaches else None
 
@@ -68,16 +68,12 @@ class Starter:
         """Connect under the namespace these KV caches belong to, lend memory, and send bytes to the pool and back."""
         if self._instance is None or self._settings is None:
             raise StepAside("the plugin did not start")
-        instance, config = self._instance, _whole_blocks(self._settings.config, self._instance)
-        engine = config.engine
-        axes = engine.kv_axes or instance.kv_axes
-        kv = PagedKV.describe(kvcaches, instance.block_size, axes=axes, whole_blocks_only=engine.whole_blocks_only)
-        self._refuse_other_sizes(kv.chunk_bytes(engine.chunk_size))
-        probe = hash_probe(self._engine.token_database)
-        agreed = checked_layout(config, layout(instance, kv, engine.chunk_size, probe, self._config.pre_caching_hash_algorithm))
-        if start_server.is_named_in(self._config.runtime_plugin_locations):
-            start_server.wait_for(config, SERVER_SECONDS)
-        over_budget = beside_vllm(instance.device_type, instance.gpu_memory_utilization)
+        instance, size = self._instance, self._config.chunk_size
+        kv, config = instance.describe(kvcaches, self._settings.config)
+        self._refuse_other_sizes(kv.chunk_bytes(size))
+        probe, algorithm = hash_probe(self._engine.token_database), self._config.pre_caching_hash_algorithm
+        agreed = checked_layout(config, instance.layout(kvcaches, kv, size, probe, algorithm))
+        over_budget = beside_vllm(instance.model.device_type, instance.model.gpu_memory_utilization)
         io = ChunkIO(_on_device_of(kv, config), agreed, over_budget=over_budget, rank=instance.rank)
         try:
             io.bind(kvcaches)
@@ -87,16 +83,17 @@ class Starter:
             raise
         log.warning(
             "vcache: %s B a chunk of %d tokens, namespace %s, %s, server %s",
-            f"{kv.chunk_bytes(engine.chunk_size):,}",
-            engine.chunk_size,
+            f"{kv.chunk_bytes(size):,}",
+            size,
             agreed.namespace(),
             io.device,
             f"not connected: {io.client.trouble}" if io.client.trouble else f"at {config.server.path}",
         )
         below = self._below(io, config.offload)
         rank, ranks = instance.rank, instance.ranks
-        worker = PoolWorker(io, kvcaches, agreed.namespace(), rank, ranks, instance.under_vllm, self._metadata, below)
-        worker.settles = instance.connector is not None
+        under_vllm = instance.adapter is not None
+        worker = PoolWorker(io, kvcaches, agreed.namespace(), rank, ranks, under_vllm, self._metadata, below)
+        worker.settles = under_vllm
         if self._backend.local_cpu_backend is not None:
             worker.foreign.share()
         return worker
@@ -105,7 +102,7 @@ class Starter:
         """One line in the log, one at the server; LMCache's engine is told that it does not work. Never raises."""
         log.error("vcache stepped aside: %s. vLLM serves, nothing is cached", reason, exc_info=error)
         try:
-            engine = self._engine or installation.engine_of(self._metadata)
+            engine = self._engine or patches.engine_of(self._metadata)
             if engine is not None:
                 engine.mark_init_failed(f"vcache stepped aside: {reason}")
             # Settings that could not be read name no socket: the default one is worth a try.
@@ -134,46 +131,6 @@ class Starter:
                 log.warning("vcache: %s", text)
         return below
 
-    def _install(self) -> None:
-        theirs = self._engine.gpu_connector
-        mine = VCacheGPUConnector(self._backend, getattr(theirs, "load_stream", None))
-        self._engine.gpu_connector = mine
-
-        engine = self._engine
-
-        def retrieving() -> None:
-            mine.failed_from = None
-            # The host tier may have been made again since (`recreate_backend`).
-            if engine.storage_manager is not None and engine.storage_manager.local_cpu_backend is not None:
-                installation.guard_hot_cache(engine.storage_manager.local_cpu_backend)
-
-        installation.wrap_retrieve(self._engine, lambda: mine.failed_from, retrieving)
-        installation.retrieve_directly(self._engine, self._name, self._backend.load_found)
-        if self._backend.local_cpu_backend is not None:
-            installation.guard_hot_cache(self._backend.local_cpu_backend)
-        self._succeed()
-        adapter = self._instance.connector if self._instance is not None else None
-        if adapter is not None:
-            installation.load_under_full_graphs(adapter)
-            installation.report_blocks(adapter, self._backend.settle)
-            installation.keep_slot_mappings_on_host(adapter)
-
-    def _name(self) -> str:
-        """What LMCache calls our tier."""
-        backends = self._engine.storage_manager.storage_backends.items()
-        return next((name for name, backend in backends if backend is self._backend), "")
-
-    def _succeed(self) -> None:
-        """Take the place of the plugin's backend before this one. `recreate_backend` of LMCache, and of any other tier, makes a new
-        one: it goes on allocating from the old one, and closes that only if it was the one to be made again."""
-        manager = self._engine.storage_manager
-        if manager is None:
-            return
-        for backend in list(manager.storage_backends.values()):
-            if getattr(backend, "is_vcache", False) and backend is not self._backend:
-                backend.close()
-        manager.allocator_backend = self._backend
-
     def _refuse_other_sizes(self, nbytes: int) -> None:
         """Other tiers of LMCache allocate what its metadata says a chunk has."""
         shapes, dtypes = self._metadata.get_shapes(self._config.chunk_size), self._metadata.get_dtypes()
@@ -190,10 +147,12 @@ def _refuse(reason: str | None) -> None:
         raise StepAside(reason)
 
 
-def _whole_blocks(config: Config, instance: Instance) -> Config:
-    """The configuration with what the instance knows about its blocks."""
-    whole = config.engine.whole_blocks_only or instance.whole_blocks_only
-    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, whole_blocks_only=whole))
+def _start_server(config: Config) -> None:
+    """Without one the plugin works all the same: everything is a miss until a server is there."""
+    try:
+        log.warning("vcache: %s", start.ensure(config))
+    except VCacheError as error:
+        log.error("vcache: no metadata server was started: %s", error)
 
 
 def _on_device_of(kv: PagedKV, config: Config) -> Config:

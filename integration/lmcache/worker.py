@@ -16,13 +16,14 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Location
 from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.chunk_io import ChecksumError, ChunkIO, Lease
+from vcache_backend.transfer.keys import TaggedHashKeys
 from vcache_backend.transfer.layout import Namespace
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.slots import SlotView
 
 from .foreign import AT_ONCE, Foreign
-from .keys import KeyMaker, scoped
+from .keys import scoped
 from .memory import ChunkObj, DeferredObj, FetchedObj, Form, LeasedObj, SharedLease, Source
 from .offload import Below
 from .pins import Pins
@@ -70,7 +71,7 @@ class PoolWorker:
         `vllm_hooks`). metadata: LMCache's, which knows the shapes it takes a chunk for."""
         self.below, self.foreign = below, Foreign(io, self.paged)
         self.io, self.kvcaches = io, kvcaches
-        self._names, self._first_rank, self._ranks = KeyMaker(namespace, rank), KeyMaker(namespace, 0), ranks
+        self._names, self._first_rank, self._ranks = TaggedHashKeys(namespace, rank), TaggedHashKeys(namespace, 0), ranks
         self._needs_scope = needs_scope
         self._form = Form.of(metadata.get_shapes(io.chunk_size), metadata.get_dtypes(), None)
         self._pins = Pins(io.let_go)

@@ -12,13 +12,12 @@ from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
-from vcache_backend.transfer.chunk_io import checked_layout
-from vcache_backend.transfer.committer import Committer
-from vcache_backend.transfer.stats import EngineStats
+from vcache_backend.transfer.courier import Courier
+from vcache_backend.transfer.keys import BlockHashKeys, adapter_digest
+from vcache_backend.transfer.layout import checked_layout
 
 from . import compat, model_spec, request_params
 from .adapters import Adapters
-from .keys import KeyMaker, adapter_digest
 from .metadata import Granted, Link, Shard
 from .offload import Below
 from .stats import Meter
@@ -69,8 +68,8 @@ class Finder:
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
         self._introduced_by = 0.0
         self._client: Client | None = None
-        self._namer: KeyMaker | None = None
-        self._releaser: Committer | None = None
+        self._namer: BlockHashKeys | None = None
+        self._releaser: Courier | None = None
         self._adapters = Adapters()
         self._prefix = b""
         self._workers = model.pp_size * model.tp_size
@@ -127,8 +126,8 @@ class Finder:
             self._config.server.path, self._config.client, layout=layout.fields() | {"namespace": str(namespace)}
         )
         self._prefix = namespace.prefix
-        self._releaser = Committer(self._client, EngineStats(), 1)
-        self._namer = KeyMaker(namespace, self._size // self._hash_block)
+        self._releaser = Courier(self._client)
+        self._namer = BlockHashKeys(namespace, self._size // self._hash_block)
         if trouble := self._client.trouble:
             log.warning("vcache: %s; everything is computed until then", trouble)
         log.info("vcache: namespace %s, chunks of %d tokens, %d shards", namespace, self._size, self.ranks)

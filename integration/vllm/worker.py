@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -22,16 +22,19 @@ from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
-from vcache_backend.transfer.chunk_io import ChunkIO, checked_layout
-from vcache_backend.vram_pool.copier import Completion
+from vcache_backend.transfer import load as transfer
+from vcache_backend.transfer.keys import of_rank
+from vcache_backend.transfer.load_stats import LoadStats
+from vcache_backend.transfer.places import BlockPlaces, Places
+from vcache_backend.transfer.session import FOREIGN, Lease, Session
+from vcache_backend.transfer.store import store as store_chunks
+from vcache_backend.vram_pool.copier import Completion, Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .. import amx, memory_budget, round_trip
 from . import compat, model_spec, offload
 from .compat import refusal
 from .events import Events, StoredBlocks
-from .keys import of_rank
-from .loading import Blocks, Context, Loading
 from .metadata import Link, Load, Shard, StepMetadata, Store, WorkerReport
 from .stats import Meter
 
@@ -46,14 +49,60 @@ MAX_TO_SAY = 4096
 CLOSE_SECONDS = 5.0
 
 
+class _Context(NamedTuple):
+    """What loads and stores share, once the KV caches are known."""
+
+    session: Session
+    kv: PagedKV
+
+
 class _Gather(NamedTuple):
     """A store under way: which of vLLM's blocks it reads. seconds: what launching it took."""
 
     copy: Completion
-    blocks: Blocks
+    blocks: list[int]
     tokens: int
     nbytes: int
     seconds: float
+
+
+class Loading(transfer.Load):
+    """The load of one request's blocks. invalid: those that are not filled, once it is over, vLLM's numbers."""
+
+    def __init__(self, context: _Context, load: Load, mark: Mark | None, rank: int, block_size: int) -> None:
+        """mark: a point in the model's stream; who owned these blocks before has no work queued after it."""
+        session, granted = context.session, load.granted
+        keys, lease = of_rank(load.keys, rank), None
+        if granted is not None:
+            lease = Lease(granted.lease, keys, granted.locations, granted.deadline, granted.seconds, FOREIGN)
+        places = BlockPlaces(context.kv, session.chunk_size, load.blocks, block_size, load.skip, load.stop)
+        super().__init__(
+            session,
+            places,
+            keys,
+            lease=lease,
+            mark=None if granted is not None else mark,
+            wait_seconds=load.wait_seconds,
+            consume=load.consume,
+            offload=load.below and granted is None,
+            name=load.request_id,
+        )
+        self.load, self.per_chunk = load, session.chunk_size // block_size
+
+    @property
+    def invalid(self) -> list[int]:
+        if not self.cause or self.cause == transfer.CANCELLED:
+            return []
+        return self.load.blocks[max(self.loaded * self.per_chunk, self.load.skip) : self.load.stop]
+
+    @property
+    def failure(self) -> str:
+        """The cause, as it is counted."""
+        return ("store" if self.load.below else "lease_lost") if self.cause == transfer.ABSENT else self.cause
+
+    def blocks_of(self, chunks: list[int]) -> list[int]:
+        each = self.per_chunk
+        return [block for chunk in chunks for block in self.load.blocks[chunk * each : (chunk + 1) * each]]
 
 
 class WorkerSide:
@@ -68,7 +117,7 @@ class WorkerSide:
         shards = 1 if self._model.use_mla else self._model.tp_size
         self._rank = pp_rank * shards + tp_rank % shards
         self._number = pp_rank * self._model.tp_size + tp_rank
-        self._context: Context | None = None
+        self._context: _Context | None = None
         self._meta = StepMetadata()
         self._loads: list[Loading] = []
         self._in_step: list[Loading] = []
@@ -76,7 +125,6 @@ class WorkerSide:
         self._recomputes_in_step = compat.recomputes_in_step(vllm_config)
         self._readable: frozenset[SegmentId] = frozenset()
         self._link = Link()
-        self._write_through: Callable[[list[ChunkKey]], None] | None = None
         self._gathers: list[_Gather] = []
         self._not_stored: dict[str, int] = {}
         self._counted_below: dict[str, int] = {}
@@ -102,27 +150,27 @@ class WorkerSide:
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
         kv = model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine)
         shard = model_spec.read_shard(self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank)
-        io = ChunkIO(
+        session = Session(
             _on_device_of(kv, self._config),
-            checked_layout(self._config, model_spec.layout(self._model, [shard], size, b"")),
+            model_spec.layout(self._model, [shard], size, b""),
             over_budget=memory_budget.beside_vllm(self._model.device_type, self._model.gpu_memory_utilization),
             anonymous=True,
             rank=self._rank,
         )
         try:
-            io.bind(dict(kv_caches))
-            wrong = round_trip.through_pool(io, kv)
+            session.bind(dict(kv_caches))
+            wrong = round_trip.through_pool(session, kv)
             if wrong:
                 raise VCacheError(wrong)
         except BaseException:
-            io.close()
+            session.close()
             raise
-        self._write_through = io.committer.on_visible
-        io.committer.on_visible = self._published
-        self._context = Context(io, kv, size, self._model.block_size, self._rank, self._meter, self.events)
-        self._readable = self._segments(io)
-        self._shard = Shard(shard, io.tier is not None)
-        log.info("vcache: worker %d lends to and reads from %s, %s B a chunk", self._rank, io.device, f"{shard.chunk_bytes:,}")
+        session.on_stored.append(self._published)
+        self._context = _Context(session, kv)
+        self._readable = self._segments(session)
+        self._shard = Shard(shard, session.offload_link() is not None)
+        where = session.device
+        log.info("vcache: worker %d lends to and reads from %s, %s B a chunk", self._rank, where, f"{shard.chunk_bytes:,}")
 
     def refuse(self, reason: str) -> None:
         """Cache nothing, and let the scheduler know."""
@@ -146,13 +194,14 @@ class WorkerSide:
         # A step without a model run stores nothing, and older releases do not call `store` in it.
         self._flushed |= meta.flush and meta.idle
         self._fence(context, meta)
-        mark = context.io.copier.mark() if meta.loads else None
+        mark = context.session.mark() if meta.loads else None
         for load in [load for load in meta.loads if not load.lost]:
-            loading = Loading(context, load, mark)
+            loading = Loading(context, load, mark, self._rank, self._model.block_size)
             (self._loads if load.granted is None else self._in_step).append(loading)
             self._lost.remove(load)
         for loading in self._loads:
-            loading.cancelled |= loading.load.request_id in meta.cancelled
+            if loading.load.request_id in meta.cancelled:
+                loading.cancel()
 
     def load_in_step(self) -> None:
         """Fill the blocks that this step's model run needs: what is queued from now on comes after it."""
@@ -170,9 +219,10 @@ class WorkerSide:
                 if store.said:
                     self._to_say = {} if len(self._to_say) > MAX_TO_SAY else self._to_say
                     self._to_say |= dict(zip(keys, store.said, strict=True))
-                self._gather(context, keys, np.array(store.blocks, dtype=np.int64), prefix)
+                places = BlockPlaces(context.kv, context.session.chunk_size, store.blocks, self._model.block_size)
+                self._gather(context, places, keys, list(range(len(keys))), prefix, store.blocks)
             except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
-                context.io.miss("store", error)
+                context.session.miss("store", error)
                 self._meter.failed("store")
         if self._meta.flush:
             # Nothing is waited for: whatever reservation there is by now, the scheduler's next reset makes it void.
@@ -195,10 +245,10 @@ class WorkerSide:
 
     def said(self) -> WorkerReport | None:
         """What the scheduler must know of this step."""
-        readable = self._segments(self._context.io) if self._context is not None else self._readable
+        readable = self._segments(self._context.session) if self._context is not None else self._readable
         introduce = self._meta.introduce
         changed = introduce or readable != self._readable
-        link = offload.link(self._context.io, self._link) if self._context is not None else self._link
+        link = offload.link(self._context.session, self._link) if self._context is not None else self._link
         if not (self._failed or self._flushed or changed or link != self._link):
             return None
         links = {self._number: link} if link != self._link else {}
@@ -211,8 +261,8 @@ class WorkerSide:
         """Tell the meter what was not stored, and what was written below, since the last call."""
         if self._context is None:
             return
-        self._measure_below(self._context.io)
-        counts = self._context.io.stats.not_stored()
+        self._measure_below(self._context.session)
+        counts = self._context.session.stats.not_stored()
         if counts != self._not_stored:
             for cause, count in counts.items():
                 self._meter.not_stored(cause, count - self._not_stored.get(cause, 0))
@@ -225,9 +275,9 @@ class WorkerSide:
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._loads and time.monotonic() < deadline:
             for loading in self._loads:
-                loading.cancelled = True
+                loading.cancel()
             self._advance()
-        self._context.io.close()
+        self._context.session.close()
         self._context = None
 
     # ---- inside
@@ -244,33 +294,40 @@ class WorkerSide:
         return [store for store in stores if store.request_id not in spoiled]
 
     def _gather(
-        self, context: Context, keys: list[ChunkKey], blocks: Blocks, prefix: list[ChunkKey], fetched_in: int | None = None
+        self,
+        context: _Context,
+        places: Places,
+        keys: list[ChunkKey],
+        chunks: list[int],
+        prefix: list[ChunkKey],
+        blocks: list[int],
+        fetched_in: int | None = None,
     ) -> None:
         """Store chunks out of `blocks`, vLLM's numbers, which get no new owner before they are read."""
         started = perf_counter()
-        flat = blocks.reshape(-1)
-        pending = context.io.store_blocks(
-            context.kv, keys, context.kernel_blocks(flat).reshape(len(keys), -1), prefix, fetched_in
-        )
+        pending = store_chunks(context.session, places, keys, chunks, prefix, beside=True, fetched_in=fetched_in)
         if pending is not None:
             seconds = perf_counter() - started
-            self._gathers.append(_Gather(pending.completion, flat, pending.tokens, pending.nbytes, seconds))
+            self._gathers.append(_Gather(pending.completion, blocks, pending.tokens, pending.nbytes, seconds))
 
-    def _promote(self, context: Context, loading: Loading) -> None:
-        """Store what a load has brought from below in the pool again."""
+    def _promote(self, context: _Context, loading: Loading) -> None:
+        """Store what a load has brought from the offload tier in the pool again."""
         try:
-            keys, blocks, prefix = loading.to_promote()
-            if keys and context.io.promotes and self._invalid.isdisjoint(blocks.reshape(-1).tolist()):
-                self._gather(context, keys, blocks, prefix, fetched_in=min(loading.epochs))
+            chunks = loading.to_promote() if loading.load.promote and not loading.cause else []
+            blocks = loading.blocks_of(chunks)
+            if chunks and self._invalid.isdisjoint(blocks):
+                prefix = of_rank(loading.load.prefix, self._rank)
+                self._gather(context, loading.places, loading.keys, chunks, prefix, blocks, fetched_in=loading.epoch)
         except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
-            context.io.miss("promote", error)
+            context.session.miss("promote", error)
             with suppress(Exception):  # a number too few
                 self._meter.failed("store")
 
-    def _measure_below(self, io: ChunkIO) -> None:
-        if io.tier is None:
+    def _measure_below(self, session: Session) -> None:
+        if session.offload_link() is None:
             return
-        counts = io.stats.counted("offload_") | {"bytes": io.stats.counted("bytes_").get("offload_written", 0)}
+        stats = session.stats
+        counts = stats.counted("offload_") | {"bytes": stats.counted("bytes_").get("offload_written", 0)}
         if counts != self._counted_below:
             more = {name: count - self._counted_below.get(name, 0) for name, count in counts.items()}
             dropped = {name.removeprefix("dropped_"): count for name, count in more.items() if name.startswith("dropped_")}
@@ -307,13 +364,12 @@ class WorkerSide:
         loads, self._in_step = self._in_step, []
         deadline = time.monotonic() + IN_STEP_SECONDS
         for loading in loads:
-            while loading.launched and not loading.advance():
+            loading.hold()
+            while not loading.advance():
                 if time.monotonic() > deadline:
                     loading.abandon()
                     break
                 loading.wait(IDLE_SECONDS)
-            if not loading.launched:
-                loading.abandon()
             self._note(loading)
             if loading.invalid:
                 self._step_failed(loading.load)
@@ -323,30 +379,43 @@ class WorkerSide:
             self.unsafe = f"a load of request {load.request_id} failed that its step had counted on"
 
     def _published(self, keys: list[ChunkKey]) -> None:
-        """In the committer's thread."""
-        if self._write_through is not None:
-            self._write_through(keys)
+        """In the commit thread."""
         for key in keys:
             blocks = self._to_say.pop(key, None)
             if blocks is not None:
                 self.events.stored(blocks)
 
-    def _segments(self, io: ChunkIO) -> frozenset[SegmentId]:
+    def _segments(self, session: Session) -> frozenset[SegmentId]:
         try:
-            return frozenset(info.id for info in io.pool.mapped())
+            return session.segments()
         except Exception as error:  # noqa: BLE001 - the rest of what a step has to say must get through
-            io.miss("segments", error)
+            session.miss("segments", error)
             return self._readable
 
     def _note(self, loading: Loading) -> None:
-        if not loading.invalid:
-            return
-        self._failed.add(loading.load.request_id)
-        self._invalid |= set(loading.invalid)
+        """A load is over."""
+        invalid, load = loading.invalid, loading.load
+        if invalid:
+            self._failed.add(load.request_id)
+            self._invalid |= set(invalid)
         with suppress(Exception):  # a number too few
-            self._meter.recomputed(len(loading.invalid) * self._model.block_size)
+            tokens = len(invalid) * self._model.block_size
+            self._measure(loading.stats, always=not loading.cause)
+            for chunk in loading.consumed if load.said else []:
+                self.events.removed(load.said[chunk])
+            if loading.cause and loading.cause != transfer.CANCELLED:
+                log.warning("%d tokens of request %s are computed, not loaded: %s", tokens, load.request_id, loading.failure)
+                self._meter.failed(loading.failure)
+            if invalid:
+                self._meter.recomputed(tokens)
 
-    def _fence(self, context: Context, meta: StepMetadata) -> None:
+    def _measure(self, stats: LoadStats, always: bool) -> None:
+        tokens = {tier: count for tier, count in stats.tokens.items() if count}
+        if tokens or always:
+            nbytes = {tier: count * stats.token_bytes for tier, count in tokens.items()}
+            self._meter.loaded(tokens, nbytes, stats.metadata_seconds, stats.data_seconds)
+
+    def _fence(self, context: _Context, meta: StepMetadata) -> None:
         """Let this step's work come after the stores that still read a block which somebody gets now."""
         if not self._gathers:
             return
@@ -356,7 +425,7 @@ class WorkerSide:
         given = np.concatenate([np.array(blocks, dtype=np.int64) for blocks in meta.fresh or [[]]])
         for gather in under_way:
             if meta.opaque or np.isin(given, gather.blocks).any():
-                context.io.copier.fence(gather.copy)
+                context.session.fence(gather.copy)
 
     def _over(self, gather: _Gather) -> bool:
         """Has the store read its blocks? One that failed reads nothing, and is not committed."""

@@ -153,7 +153,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from lmcache.v1.metadata import LMCacheMetadata
     from lmcache.v1.token_database import ChunkedTokenDatabase
 
-    from vcache_backend.integration.lmcache import installation
+    from vcache_backend.integration.lmcache import patches
 
     utils = importlib.import_module("tests.v1.utils")
     utils.generate_kv_cache_paged_list_tensors = functools.partial(_kv_caches, utils.generate_kv_cache_paged_list_tensors)
@@ -192,7 +192,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return lookup(self, *given, search_range=["vcache"] if search_range else None, **more)
 
     LMCacheEngine.lookup = look_up
-    engine_of = installation.engine_of
+    engine_of = patches.engine_of
 
     def engine_or_stand_in(metadata: Any) -> Any:
         """Of a backend that is made without an engine: where the plugin puts itself, and the database that names chunks."""
@@ -205,7 +205,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             gpu_connector=None, retrieve=None, storage_manager=None, token_database=database, mark_init_failed=lambda reason: None
         )
 
-    installation.engine_of = engine_or_stand_in
+    patches.engine_of = engine_or_stand_in
 
 
 def _kv_caches(make: Any, num_blocks: int, device: str, block_size: int = BLOCK, dtype: Any = TYPE, **_: Any) -> Any:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import RANK_BYTES, ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.offload import objects
 from vcache_backend.offload.access import Access
 from vcache_backend.offload.fetch import Bandwidth
 from vcache_backend.offload.recent import Recent
+from vcache_backend.transfer.keys import of_all_ranks
 
 MOST_REMEMBERED = 1 << 16
 KNOWN_SECONDS = 60.0
@@ -79,7 +80,7 @@ class Index:
         rest = keys[found:]
         if not rest or not self.usable or rest[0] in self._absent or self.too_slow():
             return found
-        shards = [shard for key in rest for shard in of_all_ranks(key, ranks)]
+        shards = of_all_ranks(rest, ranks)
         pooled = client.present(shards)
         missing = [index for index, there in enumerate(pooled.present) if not there]
         below = self.contains_prefix([shards[index] for index in missing], pooled.epoch)
@@ -95,11 +96,3 @@ class Index:
         """These are, from now on."""
         self._absent.discard(keys)
         self.below.add(keys)
-
-
-def of_all_ranks(key: ChunkKey, ranks: int) -> list[ChunkKey]:
-    """The shards of a chunk, given the key of rank 0."""
-    if ranks == 1:
-        return [key]
-    stem = key[:-RANK_BYTES]
-    return [ChunkKey(stem + rank.to_bytes(RANK_BYTES, "big")) for rank in range(ranks)]

@@ -1,25 +1,57 @@
-"""Tokens to chunk keys: a prefix chain of keyed BLAKE2b, one digest a chunk.
+"""Chunk keys, all of them: what is hashed into a key is said here and nowhere else.
 
-key(i) = namespace prefix ‖ h(i) ‖ rank, with h(i) = BLAKE2b-128(h(i-1) ‖ tokens of chunk i) and h(-1) = BLAKE2b-128(salt), both
-keyed with the namespace's fingerprint and personalised for their purpose (the `person` of the reference implementation).
-Tokens are little-endian uint32; a chunk with one that does not fit is int64 throughout, under a `person` of its own. The chain
-makes a key stand for its whole prefix; the fingerprint keeps namespaces apart whatever the tokens are; the salt, which clients
-of a tenant may choose, cannot imitate a chain. 128 bits of a cryptographic hash: tokens need not be compared on a hit.
+key = namespace prefix (8 bytes) ‖ digest (16 bytes) ‖ rank (2 bytes, big-endian)
+
+The namespace is BLAKE2b-256 of the layout (see `layout`): model, revision, dtype, geometry, sizes of chunks and parallel groups, and
+what an integration adds. The digests are of three kinds, which never meet, as each has a `person` or a namespace of its own:
+
+| digest | is BLAKE2b-128, keyed with the namespace's fingerprint, of | `person` |
+| --- | --- | --- |
+| the engine's, chunk i | h(i-1) ‖ tokens of chunk i as little-endian uint32, with h(-1) the next line's | `vcache-chunk-1` |
+| its root | the salt | `vcache-salt-1` |
+| a chunk with a token beyond 32 bits | h(i-1) ‖ its tokens as little-endian int64 | `vcache-wide-1` |
+| LMCache's | count of tag names and values ‖ those, sorted, each with its length ‖ LMCache's hash, signed | `vcache-lmcache-1` |
+| vLLM's | nothing: the first 16 bytes of vLLM's hash of the chunk's last block | |
+| vLLM's, with an adapter | that key, keyed with the adapter's digest | |
+| the adapter's digest (256 bits) | its name, its path, and what lies there, each with its length | `vcache-lora-2` |
+
+The engine's chain makes a key stand for its whole prefix; the fingerprint keeps namespaces apart whatever the tokens are; the salt,
+which clients of a tenant may choose, cannot imitate a chain. vLLM's block hash chains as well, and has the salt, the adapter's name and
+the multimodal inputs in it; the root of its chain is in the namespace. LMCache's chunk hash stands for the whole prefix but has 64
+bits only; the digest cannot mend that. 128 bits of a cryptographic hash: tokens need not be compared on a hit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.metadata_server.messages import RANK_BYTES, ChunkKey
+from vcache_backend.errors import ConfigError
+from vcache_backend.metadata_server.messages import KEY_BYTES, RANK_BYTES, ChunkKey
 from vcache_backend.transfer.layout import Namespace
 
 HASH_BYTES = 16
+
+
+def of_rank(keys: Sequence[ChunkKey], rank: int) -> list[ChunkKey]:
+    """The keys of another shard of the same chunks."""
+    suffix = rank.to_bytes(RANK_BYTES, "big")
+    return [ChunkKey(key[:-RANK_BYTES] + suffix) for key in keys]
+
+
+def of_all_ranks(keys: Sequence[ChunkKey], ranks: int) -> list[ChunkKey]:
+    """The keys of all shards of each chunk, chunk by chunk, given those of rank 0."""
+    if ranks == 1:
+        return list(keys)
+    suffixes = [rank.to_bytes(RANK_BYTES, "big") for rank in range(ranks)]
+    return [ChunkKey(key[:-RANK_BYTES] + suffix) for key in keys for suffix in suffixes]
+
+
+# ---- the engine's
 
 
 def as_tokens(tokens: Sequence[int] | Any) -> npt.NDArray[Any]:
@@ -37,8 +69,19 @@ def as_tokens(tokens: Sequence[int] | Any) -> npt.NDArray[Any]:
     return ids
 
 
+class _Hashed(NamedTuple):
+    """What was hashed last: the tokens, their salt, and the keys of their whole chunks."""
+
+    ids: npt.NDArray[np.int64]
+    salt: bytes
+    keys: list[ChunkKey]
+
+
 class TokenHasher:
-    """Keys of the whole chunks of a token sequence, for one namespace, chunk size and rank. Stateless; any thread."""
+    """Keys of the whole chunks of a token sequence, for one namespace, chunk size and rank. Any thread.
+
+    Chunks that begin the sequence before it, too, are not hashed again: a look-up, a retrieve and a store of one prompt hash it once.
+    """
 
     def __init__(self, namespace: Namespace, chunk_size: int, rank: int = 0) -> None:
         self.chunk_size = chunk_size
@@ -47,13 +90,39 @@ class TokenHasher:
         self._root = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-salt-1")
         self._narrow = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-chunk-1")
         self._wide = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-wide-1")
+        self._last = _Hashed(np.empty(0, dtype=np.int64), b"", [])
 
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
         """One key for each whole chunk of `tokens` (see `as_tokens`); a tail shorter than a chunk has none."""
-        ids = as_tokens(tokens)
+        ids = as_tokens(tokens).astype(np.int64, copy=False)
+        known = self._known(ids, salt)
+        count = len(ids) // self.chunk_size
+        if len(known) == count:
+            return known
+        keys = known + self._hashed(ids[len(known) * self.chunk_size :], self._chain(known, salt))
+        # A copy: the caller may write into its array.
+        self._last = _Hashed(ids[: count * self.chunk_size].copy(), salt, keys)
+        return list(keys)
+
+    def _known(self, ids: npt.NDArray[np.int64], salt: bytes) -> list[ChunkKey]:
+        """The keys of the leading chunks that were hashed a moment ago."""
+        last, size = self._last, self.chunk_size
+        both = min(len(ids) // size, len(last.keys)) * size
+        if not both or salt != last.salt or ids[0] != last.ids[0]:
+            return []
+        same = ids[:both] == last.ids[:both]
+        return last.keys[: (both if same.all() else int(same.argmin())) // size]
+
+    def _chain(self, known: list[ChunkKey], salt: bytes) -> bytes:
+        """The digest that the next chunk's is chained to."""
+        if known:
+            return known[-1][len(self._prefix) : -RANK_BYTES]
         root = self._root.copy()
         root.update(salt)
-        digest, keys = root.digest(), []
+        return root.digest()
+
+    def _hashed(self, ids: npt.NDArray[np.int64], digest: bytes) -> list[ChunkKey]:
+        keys = []
         for template, chunk in self._chunks(ids):
             link = template.copy()
             link.update(digest)
@@ -62,11 +131,11 @@ class TokenHasher:
             keys.append(ChunkKey(self._prefix + digest + self._suffix))
         return keys
 
-    def _chunks(self, ids: npt.NDArray[Any]) -> list[tuple[blake2b, memoryview]]:
+    def _chunks(self, ids: npt.NDArray[np.int64]) -> list[tuple[blake2b, memoryview]]:
         """The bytes of each whole chunk, narrow if all its tokens fit, and the hash state for their width."""
         size = self.chunk_size
         starts = range(0, len(ids) - size + 1, size)
-        narrow = np.ascontiguousarray(ids.astype("<u4", copy=False))
+        narrow = np.ascontiguousarray(ids.astype("<u4"))
         if np.array_equal(narrow, ids):
             raw = narrow.data.cast("B") if len(narrow) else memoryview(b"")
             return [(self._narrow, raw[4 * start : 4 * (start + size)]) for start in starts]
@@ -77,3 +146,95 @@ class TokenHasher:
             fits = np.array_equal(narrow[part], ids[part])
             chunks.append((self._narrow, narrow[part].data) if fits else (self._wide, wide[part].data))
         return chunks
+
+
+# ---- vLLM's
+
+
+class BlockHashKeys:
+    """Keys of rank 0 from vLLM's block hashes, for one namespace. hashes_per_chunk: how many of them a chunk spans."""
+
+    def __init__(self, namespace: Namespace, hashes_per_chunk: int) -> None:
+        self._prefix, self._each = namespace.prefix, hashes_per_chunk
+        self._suffix = bytes(RANK_BYTES)
+
+    def whole(self, hashes: Sequence[bytes]) -> int:
+        """How many whole chunks these blocks are."""
+        return len(hashes) // self._each
+
+    def keys(self, hashes: Sequence[bytes], first: int, stop: int, adapter: bytes = b"") -> list[ChunkKey]:
+        """Of the chunks [first, stop); `adapter`: see `adapter_digest`. ConfigError for hashes too short to stand for a prefix, which
+        those of a `prefix_caching_hash_algo` that is not cryptographic are."""
+        each, prefix, suffix = self._each, self._prefix, self._suffix
+        made = [prefix + hashes[at][:HASH_BYTES] + suffix for at in range((first + 1) * each - 1, stop * each, each)]
+        if made and len(made[-1]) != KEY_BYTES:
+            raise ConfigError(
+                f"a block hash has {len(hashes[each - 1])} B, {HASH_BYTES} are needed: set --prefix-caching-hash-algo sha256"
+            )
+        if adapter:
+            made = [prefix + blake2b(key, key=adapter, digest_size=HASH_BYTES).digest() + suffix for key in made]
+        return [ChunkKey(key) for key in made]
+
+
+def adapter_digest(lora_request: Any, content: str) -> bytes:
+    """32 bytes for an adapter, by its name, its path and what lies there: vLLM hashes the first two at most, which is enough in one
+    process, and chunks outlive it."""
+    digest = blake2b(digest_size=32, person=b"vcache-lora-2")
+    for part in (str(lora_request.lora_name), str(lora_request.lora_path), content):
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+# ---- LMCache's
+
+Tags = tuple[tuple[str, Any], ...] | None
+
+
+class TaggedHash(Protocol):
+    """What we read of LMCache's `CacheEngineKey`. The rest of it is in the namespace."""
+
+    chunk_hash: int
+    tags: Tags
+
+
+class TaggedHashKeys:
+    """Keys from LMCache's, for one namespace and rank. Any thread."""
+
+    def __init__(self, namespace: Namespace, rank: int) -> None:
+        self._prefix = namespace.prefix
+        self._suffix = rank.to_bytes(RANK_BYTES, "big")
+        self._root = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-lmcache-1")
+
+    def keys(self, keys: Sequence[TaggedHash]) -> list[ChunkKey]:
+        """One key for each of `keys`. ValueError for a key of a single layer, which is no chunk."""
+        if keys and getattr(keys[0], "layer_id", None) is not None:
+            raise ValueError("a key of one layer: LMCache runs with use_layerwise, which vcache does not support")
+        prefix, suffix = self._prefix, self._suffix
+        tags: Tags = None
+        start, texts, made = self._tagged(None), True, []
+        for key in keys:
+            # Equal text is the same text; 1 and True are equal too but are not written alike, so such tags are not kept.
+            if not texts or key.tags != tags:
+                tags = key.tags
+                start, texts = self._tagged(tags), tags is None or all(type(value) is str for _, value in tags)
+            digest, number = start.copy(), key.chunk_hash
+            digest.update(number.to_bytes((number.bit_length() >> 3) + 1, "big", signed=True))
+            made.append(ChunkKey(prefix + digest.digest() + suffix))
+        return made
+
+    def _tagged(self, tags: Tags) -> blake2b:
+        """The hash state after the tags, in the order of their names; no tags and none at all are the same."""
+        state = self._root.copy()
+        pairs = sorted((name.encode("utf-8", "surrogatepass"), _canonical(value)) for name, value in tags or ())
+        parts = [part for pair in pairs for part in pair]
+        state.update(len(parts).to_bytes(4, "big"))
+        for part in parts:
+            state.update(len(part).to_bytes(4, "big") + part)
+        return state
+
+
+def _canonical(value: object) -> bytes:
+    if isinstance(value, str):
+        return b"s" + value.encode("utf-8", "surrogatepass")
+    return f"o{type(value).__name__} {value!r}".encode("utf-8", "surrogatepass")

@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from vcache_backend.config import Config
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES
+
+CHECKSUM = "ml64x2-1"
+"""What `Layout.extra["checksum"]` is where engine.checksum is on: `checksum.NAME`, without what that module imports."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,3 +59,17 @@ class Namespace(NamedTuple):
 
     def __str__(self) -> str:
         return self.prefix.hex()
+
+
+def checked_layout(config: Config, layout: Layout) -> Layout:
+    """The layout with what the configuration changes of it: slots with and without checksums are never shared, nor are chunks that
+    came through a codec which loses something."""
+    extra = {name: value for name, value in layout.extra.items() if name not in ("checksum", "offload_codec")}
+    checksum = {"checksum": CHECKSUM} if config.engine.checksum else {}
+    codec = {"offload_codec": config.offload.codec} if config.offload.loses else {}
+    return msgspec.structs.replace(layout, extra=extra | checksum | codec)
+
+
+def is_checked(layout: Layout) -> bool:
+    """Whether chunks of this layout have checksums."""
+    return layout.extra.get("checksum") == CHECKSUM

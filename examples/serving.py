@@ -1,0 +1,311 @@
+"""What the examples share: processes that end with the program, vLLM servers on one metadata server, prompts, and requests."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from vcache_backend.config import ClientConfig
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.status import summary
+
+ROOT = Path(__file__).resolve().parent.parent
+NEW_TOKENS = 16
+TAIL = 8
+"""Tokens after the last whole chunk: fewer than a block, so that a hit of whole blocks and one of whole chunks end at the same token,
+the same tokens are computed in the same shape, and answers can be compared token by token."""
+START_SECONDS = 600.0
+ANSWER_SECONDS = 120.0
+QUIET = {"PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "PYTHONUNBUFFERED": "1"}
+say = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Failed(Exception):
+    """Something that was started did not do what it should. The message says where to look."""
+
+
+class Machine(NamedTuple):
+    """Where it runs. chunk, lengths (of prompts): in tokens. pool: what a server lends to it. vllm: options of `vllm serve`."""
+
+    chunk: int
+    lengths: list[int]
+    pool: str
+    vllm: list[str]
+    environment: dict[str, str]
+
+
+GPU = Machine(
+    chunk=256,
+    lengths=[1024, 4096, 16384],
+    pool="4 GiB",
+    vllm=["--gpu-memory-utilization=0.75", "--max-num-seqs=8"],
+    environment={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
+)
+CPU = Machine(
+    chunk=64,
+    lengths=[128, 512, 960],
+    pool="32 MiB",
+    vllm=[
+        *("--enforce-eager", "--block-size=32", f"--kv-cache-memory-bytes={32 << 20}", "--max-num-seqs=4"),
+        "--distributed-executor-backend=uni",
+    ],
+    environment={
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets `uni` stand, which saves a process
+        "TORCH_COMPILE_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+    },
+)
+
+
+# ---- processes
+
+
+class Process:
+    """A Python program in a process group of its own, which ends with this one. What it prints goes to its log."""
+
+    def __init__(
+        self, name: str, command: list[str], log: Path, url: str = "", environment: dict[str, str] | None = None
+    ) -> None:
+        self.name, self.log, self.url, self.started = name, log, url, time.monotonic()
+        # Settings of whoever runs this are not for the children: they have theirs.
+        inherited = {key: value for key, value in os.environ.items() if key not in ("VCACHE_CONFIG", "VCACHE_SOCKET")}
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                env={**inherited, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                process_group=0,
+                preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # PR_SET_PDEATHSIG: also if this program is killed
+            )
+        say.print(f"{name}: starting, log {log}")
+
+    def kill(self) -> None:
+        """The whole group, and reap."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(20)
+
+    def ready(self) -> bool:
+        """Whether it answers HTTP."""
+        with suppress(OSError), urllib.request.urlopen(self.url + "/health", timeout=2) as reply:
+            return bool(reply.status == 200)
+        return False
+
+    def wait(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Return once it is ready. Raises Failed: it ended, or takes longer."""
+        while not ready():
+            if self.process.poll() is not None:
+                raise self.failure("ended")
+            if time.monotonic() - self.started > seconds:
+                raise self.failure(f"did not start in {seconds:g} s")
+            time.sleep(0.1)
+        say.print(f"{self.name}: ready after {time.monotonic() - self.started:.1f} s")
+
+    def failure(self, what: str) -> Failed:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        errors = [line for line in lines if "Error" in line][-3:]
+        return Failed("\n  ".join([f"{self.name} {what}. Its log is {self.log}; from it:", *errors, *lines[-5:]]))
+
+
+@contextmanager
+def metadata_server(socket: Path) -> Iterator[Client]:
+    """`vcache serve`, answering; a client of it."""
+    server = Process(
+        "metadata server", ["-m", "vcache_backend.cli", "serve", "--socket", str(socket)], socket.with_suffix(".log")
+    )
+    try:
+        server.wait(socket.exists, 30)
+        with Client(socket, ClientConfig(connect_seconds=5, request_seconds=10), reconnect=False) as client:
+            client.require()
+            yield client
+    finally:
+        server.kill()
+
+
+class Site(NamedTuple):
+    """What serves: a client of the metadata server, and two vLLM servers. model: its name in requests."""
+
+    client: Client
+    servers: list[Process]
+    model: str
+
+
+@contextmanager
+def two_servers(
+    options: argparse.Namespace,
+    names: tuple[str, str],
+    transfers: list[dict[str, Any]],
+    folder: Path,
+    environment: dict[str, str] | None = None,
+) -> Iterator[Site]:
+    """A metadata server on `folder`/vcache.sock, and a `vllm serve` on each of two GPUs, serving; ended with the context.
+
+    transfers: the `--kv-transfer-config` of each.
+    """
+    machine, model = options.machine, options.model or write_model(folder / "model", options.cpu)
+    common = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host=127.0.0.1", "--dtype=bfloat16"]
+    common += ["--enable-prompt-tokens-details", *([] if options.model else ["--skip-tokenizer-init"]), *machine.vllm]
+    common += [f"--max-model-len={max(options.lengths) + TAIL + 2 * NEW_TOKENS}", *options.vllm]
+    with ExitStack() as undo:
+        client, servers = undo.enter_context(metadata_server(folder / "vcache.sock")), list[Process]()
+        for name, port, gpu, transfer in zip(names, options.ports, options.gpus, transfers, strict=True):
+            visible = {} if options.cpu else {"CUDA_VISIBLE_DEVICES": gpu}
+            command = [*common, f"--port={port}", "--kv-transfer-config", json.dumps(transfer)]
+            more = QUIET | machine.environment | visible | (environment or {})
+            servers.append(Process(name, command, folder / f"{name.replace(' ', '-')}.log", f"http://127.0.0.1:{port}", more))
+            undo.callback(servers[-1].kill)
+        for server in servers:
+            server.wait(server.ready, START_SECONDS)
+        yield Site(client, servers, model)
+
+
+def write_model(folder: Path, tiny: bool) -> str:
+    """A Llama with generated weights: a tiny one, or one of 1.1 billion, which takes seconds and 2 GiB of disk."""
+    sys.path.insert(0, str(ROOT))  # benchmarks come with the repository, and are not installed
+    from benchmarks.vllm.scale import FULL, TINY
+    from benchmarks.vllm.weights import write_model
+
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64, "vocab_size": 32768}
+    small = msgspec.structs.replace(FULL, model={**FULL.model, **sizes}, cpu=True)
+    return str(write_model(folder, TINY if tiny else small))
+
+
+# ---- prompts and answers
+
+
+def prompts(options: argparse.Namespace, seed: int) -> list[list[int]]:
+    """One of each length, of tokens that any tokenizer has."""
+    choice = random.Random(seed)
+    return [[choice.randrange(3, 1000) for _ in range(length + TAIL)] for length in options.lengths]
+
+
+class Answer(NamedTuple):
+    """cached: prompt tokens that were not computed. seconds: until the first token."""
+
+    tokens: list[int]
+    cached: int
+    seconds: float
+
+
+def ask(server: Process, model: str, prompt: list[int], **more: Any) -> Answer:
+    """A streaming completions request, greedy. Raises Failed."""
+    body = {"model": model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, **more}
+    body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    request = urllib.request.Request(server.url + "/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    tokens, cached, seconds, started = list[int](), 0, 0.0, time.perf_counter()
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
+            for line in reply:
+                if line.startswith(b"data: {"):
+                    part = json.loads(line[6:])
+                    tokens += [token for choice in part.get("choices", ()) for token in choice.get("token_ids") or ()]
+                    seconds = seconds or (time.perf_counter() - started if tokens else 0.0)
+                    cached = ((part.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or cached
+    except urllib.error.HTTPError as error:
+        raise Failed(f"{server.name}: HTTP {error.code}: {error.read().decode(errors='replace')[:500]}") from None
+    except OSError as error:
+        raise server.failure(f"does not answer ({error})") from None
+    if len(tokens) != NEW_TOKENS:
+        raise server.failure(f"gave {len(tokens)} tokens where {NEW_TOKENS} were due")
+    return Answer(tokens, cached, seconds)
+
+
+def report(options: argparse.Namespace, site: Site, rows: list[dict[str, Any]], **more: Any) -> int:
+    """Show the rows, a column for each key, and whether tokens say anything. 0 if all that came from the pool did so wholly and right."""
+    prompt = prompts(options, seed=1)[0]
+    answers = [
+        ask(site.servers[0], site.model, [first, *prompt[1:]], **more).tokens for first in (prompt[0], prompt[0] % 900 + 3)
+    ]
+    hits = [row for row in rows if row["source"] == "pool"]
+    good = all(row["tokens_equal"] and row["cached"] >= row["prompt"] - TAIL for row in hits)
+    if options.json:
+        shown = {"rows": rows, "context_matters": answers[0] != answers[1], "ok": good, "status": summary(site.client.stats())}
+        print(json.dumps(shown, indent=2), flush=True)
+        return 0 if good else 1
+    table = Table(*(name.replace("_", " ") for name in rows[0]))
+    for row in rows:
+        table.add_row(*(f"{value:,.1f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(highlight=False).print(table)
+    print("another first token gives another answer:", answers[0] != answers[1], flush=True)
+    return 0 if good else 1
+
+
+# ---- the command line
+
+
+def parser(text: str, ports: list[int]) -> argparse.ArgumentParser:
+    """The options that the examples have in common."""
+    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = made.add_argument
+    option("--cpu", action="store_true", help="no GPU: a tiny model, the pool in host memory")
+    option("--model", help="a model as `vllm serve` takes it; default: generated weights")
+    option("--lengths", type=numbers, metavar="N,N", help="prompt lengths; rounded down to chunks, and 8 tokens more")
+    option("--ports", type=numbers, default=ports, metavar="N,...", help=f"of what serves ({','.join(map(str, ports))})")
+    option("--logs", type=Path, metavar="FOLDER", help="logs and settings; default: a new folder in /tmp")
+    option("--json", action="store_true", help="print JSON instead of a table")
+    option("vllm", nargs="*", metavar="-- OPTION", help="more options of `vllm serve`, behind --")
+    return made
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main(made: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Path], int], needs: tuple[str, ...]) -> int:
+    """Parse, run, tidy up. The exit code: 1 with one message if it fails, 130 after Ctrl-C, 143 after SIGTERM."""
+    options, count = made.parse_args(), len(made.get_default("ports"))
+    if len(options.ports) != count:
+        made.error(f"--ports: {count} are needed; {len(options.ports)} were given")
+    options.machine = machine = CPU if options.cpu else GPU
+    options.lengths = sorted(max(machine.chunk, n - n % machine.chunk) for n in options.lengths or machine.lengths)
+    options.gpus = ["", ""] if options.cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+    if len(options.gpus) != 2:
+        made.error("two GPUs are needed: see CUDA_VISIBLE_DEVICES, or --cpu")
+    signal.signal(signal.SIGTERM, ended)
+    folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-example-"))
+    try:
+        if absent := [name for name in needs if find_spec(name) is None]:
+            raise Failed(f"this Python has no {' and no '.join(absent)}: {sys.executable}")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        code = run(options, folder)
+        if code == 0 and not options.logs:
+            shutil.rmtree(folder, ignore_errors=True)
+        return code
+    except (Failed, VCacheError, OSError) as error:
+        say.print(f"{made.prog}: {error}", style="red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def ended(number: int, frame: object) -> NoReturn:
+    """SIGTERM becomes an exception, so that the children end first. Again until they do: Python drops one in its own callbacks."""
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + number))
+    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
+    sys.exit(128 + number)

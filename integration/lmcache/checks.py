@@ -1,0 +1,150 @@
+"""What must be right before the plugin works, each as a sentence that says what is wrong and what to change, or None.
+
+LMCache and vLLM are imported inside of functions only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from typing import Any
+
+from ..vllm import model_spec
+from .instance import Instance
+
+LOWEST, HIGHEST = (0, 5, 3), (0, 6)
+"""The versions of LMCache whose private points were read: from the first on, and before the second."""
+CLASS_NAME = "VCacheBackend"
+
+_ENGINE = "lmcache.v1.cache_engine"
+_MANAGER = "lmcache.v1.storage_backend.storage_manager"
+_ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
+_CALLS = (
+    # (module, class, method, its parameters that we pass or are passed by name)
+    (_ENGINE, "LMCacheEngine", "store", "tokens hashes offsets mask kwargs"),
+    (_ENGINE, "LMCacheEngine", "retrieve", "tokens mask kwargs"),
+    (_ENGINE, "LMCacheEngine", "lookup", "hashes offsets lookup_id pin request_configs"),
+    (_ENGINE, "LMCacheEngine", "mark_init_failed", "reason"),
+    ("lmcache.observability", "LMCStatsMonitor", "on_retrieve_request", ""),
+    ("lmcache.observability", "LMCStatsMonitor", "on_retrieve_finished", ""),
+    ("lmcache.v1.storage_backend.local_cpu_backend", "LocalCPUBackend", "submit_put_task", "key memory_obj"),
+    (_MANAGER, "StorageManager", "_get_allocator_backend", "config"),
+    (_MANAGER, "StorageManager", "allocate", "shapes dtypes"),
+    (_MANAGER, "StorageManager", "batched_put", "keys memory_objs location"),
+    ("lmcache.v1.gpu_connector.gpu_connectors", "GPUConnectorInterface", "batched_to_gpu", "memory_objs starts ends kwargs"),
+    (_ADAPTER, "LMCacheConnectorV1Impl", "get_block_ids_with_load_errors", ""),
+    (_ADAPTER, "LMCacheConnectorV1Impl", "start_load_kv", "forward_context"),
+)
+_ATTRIBUTES = (
+    # (module, class, method, attributes that its code touches)
+    (
+        _ENGINE,
+        "LMCacheEngine",
+        "__init__",
+        "config metadata token_database gpu_connector lookup_pins storage_manager async_loading "
+        "save_only_first_rank remove_after_retrieve stats_monitor",
+    ),
+    (_MANAGER, "StorageManager", "__init__", "storage_backends allocator_backend"),
+    (_ADAPTER, "LMCacheConnectorV1Impl", "__init__", "_parent _vllm_config _manager"),
+    (_ADAPTER, "LMCacheConnectorV1Impl", "_init_connector_state", "kv_caches _block_size"),
+)
+
+
+def versions() -> str | None:
+    """Why this LMCache is not one that the plugin works with, or None. Imports it; of vLLM's adapter only if that is in use."""
+    wanted = f"lmcache>={'.'.join(map(str, LOWEST))},<{'.'.join(map(str, HIGHEST))}"
+    try:
+        version = metadata.version("lmcache")
+    except metadata.PackageNotFoundError:
+        return f"LMCache is not installed: pip install '{wanted}'"
+    leading = re.match(r"\d+(\.\d+)*", version)
+    if not leading or not LOWEST <= tuple(map(int, leading[0].split("."))) < HIGHEST:
+        return f"LMCache {version} is not one that vcache works with: pip install '{wanted}'"
+    missing = [*_missing(_CALLS, attributes=False), *_missing(_ATTRIBUTES, attributes=True)]
+    if not isinstance(getattr(importlib.import_module(_ENGINE).LMCacheEngineBuilder, "_instances", None), dict):
+        missing.append("LMCacheEngineBuilder without _instances")
+    if missing:
+        return f"LMCache {version} has changed where vcache holds on to it ({'; '.join(missing)}): install another of {wanted}"
+    return None
+
+
+def _missing(points: Iterable[tuple[str, str, str, str]], attributes: bool) -> Iterator[str]:
+    for module, owner, name, wanted in points:
+        if module == _ADAPTER and _ADAPTER not in sys.modules:
+            continue
+        try:
+            method = getattr(getattr(importlib.import_module(module), owner), name)
+        except (ImportError, AttributeError):
+            yield f"{module}: no {owner}.{name}"
+            continue
+        # What a constructor sets is not to be seen on its class.
+        found = inspect.unwrap(method).__code__.co_names if attributes else inspect.signature(method).parameters
+        lacking = [one for one in wanted.split() if one not in found]
+        if lacking:
+            yield f"{owner}.{name} without {', '.join(lacking)}"
+
+
+def refusal(lm_config: Any, instance: Instance) -> str | None:
+    """The first setting of LMCache or of the instance with which the plugin cannot work, and what to change; None if there is none."""
+    return next((reason for reason in (*_unsupported(lm_config), *_instance_reasons(lm_config, instance)) if reason), None)
+
+
+_REPLACED = {
+    "use_layerwise": "vcache moves all layers of a chunk in one launch: set use_layerwise: false",
+    "enable_blending": "blended chunks are no prefixes, which is what vcache shares: set enable_blending: false",
+    "enable_pd": "prefill-decode transfer has an allocator of its own: set enable_pd: false",
+    "enable_p2p": "LMCache's peer-to-peer tier needs its host allocator: set enable_p2p: false; vcache shares within the node",
+    "external_lookup_client": "look-ups would not ask vcache: remove external_lookup_client",
+    "enable_scheduler_bypass_lookup": "vcache answers look-ups in the workers: set enable_scheduler_bypass_lookup: false",
+}
+
+
+def _unsupported(lm_config: Any) -> Iterator[str]:
+    yield from (reason for name, reason in _REPLACED.items() if getattr(lm_config, name, None))
+    if (getattr(lm_config, "extra_config", None) or {}).get("audit_backend_enabled"):
+        yield "the audit wraps every backend, and an allocator cannot be wrapped: remove audit_backend_enabled from extra_config"
+    wanted, ours = getattr(lm_config, "retrieve_locations", None), _our_names(lm_config)
+    if wanted and not set(wanted) & set(ours):
+        yield f"retrieve_locations {wanted} leaves vcache out: add {ours[0]} to it, or remove it"
+
+
+def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None]:
+    yield model_spec.chunk_misfit(lm_config.chunk_size, instance.model.block_size, "chunk_size")
+    yield from model_spec.misfits(instance.model, instance.kv_groups)
+
+
+def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
+    """Settings with which it works, but not as one may expect."""
+    ours, extra = _our_names(lm_config), getattr(lm_config, "extra_config", None) or {}
+    location, host = getattr(lm_config, "store_location", None), getattr(lm_config, "max_local_cpu_size", 0) > 0
+    if getattr(lm_config, "save_unfull_chunk", False):
+        yield "save_unfull_chunk is true, but vcache keeps whole chunks only: set save_unfull_chunk: false"
+    if location and location not in ours:
+        yield f"store_location is {location}, so that nothing is stored in vcache: set store_location: {ours[0]}, or remove it"
+    elif not location and host:
+        yield f"every store is copied to host memory too: set store_location: {ours[0]}, unless another tier is to have it as well"
+    if getattr(lm_config, "local_cpu", False):
+        yield "local_cpu is true: what is found in the host tier is read from there, over PCIe; set local_cpu: false to read NVLink"
+    if getattr(lm_config, "pre_caching_hash_algorithm", "builtin") == "builtin":
+        yield "Python's own hash can be made to collide on purpose: set pre_caching_hash_algorithm: sha256"
+    if instance.load_failure_policy == "fail":
+        yield (
+            "kv_load_failure_policy is fail, so that a chunk lost between look-up and load fails its request: "
+            'put "kv_load_failure_policy":"recompute" into --kv-transfer-config'
+        )
+    if instance.model.use_mla and instance.model.tp_size > 1 and extra.get("save_only_first_rank", True):
+        yield (
+            "LMCache lets the first rank read and broadcast MLA chunks: set save_only_first_rank: false in extra_config, "
+            "and every rank reads the pool itself; chunks are stored once all the same"
+        )
+
+
+def _our_names(lm_config: Any) -> list[str]:
+    """What LMCache calls us: the names of `storage_plugins` that are of our class."""
+    extra = getattr(lm_config, "extra_config", None) or {}
+    named = getattr(lm_config, "storage_plugins", None) or []
+    return [name for name in named if extra.get(f"storage_plugin.{name}.class_name") == CLASS_NAME] or ["vcache"]

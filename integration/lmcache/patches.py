@@ -1,0 +1,300 @@
+"""Every place in LMCache and in vLLM where the plugin puts itself. Each is replaced by `_replace`, so that doing it twice is once.
+
+In vLLM's processes, by the entry point `vcache` in the group `vllm.general_plugins`: vLLM calls `register()` in each of them, which
+imports nothing but this module; when vLLM itself imports LMCache's connector (a user asked for `LMCacheConnectorV1`), its constructor is
+wrapped. Where LMCache's configuration names our plugin the scheduler's connector gives each request its scope as a tag (scope.py)
+before it looks anything up, and does not cache requests that no key tells apart; without that the plugin refuses every key. A worker on
+a platform for which LMCache has no GPU connector (the CPU) gets ours instead of an exception.
+
+In a worker, by the plugin's backend: `take_allocator_role` and `install`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .scope import Scheduler
+
+if TYPE_CHECKING:
+    from .backend import VCacheBackend
+
+CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
+CONNECTOR_CLASS = "LMCacheConnectorV1"
+PLUGIN_MODULE = "vcache_backend.integration.lmcache"
+_THEIRS = "_theirs_before_vcache"
+log = logging.getLogger(__name__)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """`owner.name` becomes `make(theirs)`, of what had been there before anything of ours."""
+    theirs = getattr(owner, name)
+    theirs = getattr(theirs, _THEIRS, theirs)
+    ours = functools.wraps(theirs)(make(theirs))
+    setattr(ours, _THEIRS, theirs)
+    setattr(owner, name, ours)
+
+
+def names_our_plugin(config: Any) -> bool:
+    """Whether an `LMCacheEngineConfig` has a storage plugin that is ours."""
+    extra: Mapping[str, Any] = getattr(config, "extra_config", None) or {}
+    modules = (extra.get(f"storage_plugin.{name}.module_path") for name in getattr(config, "storage_plugins", None) or ())
+    return any(str(module).startswith(PLUGIN_MODULE) for module in modules)
+
+
+# ---- vLLM's processes: the constructor of its connector
+
+
+def register() -> None:
+    """Have `LMCacheConnectorV1` wrapped as soon as vLLM imports it. Idempotent, cheap, and never raises."""
+    try:
+        module = sys.modules.get(CONNECTOR_MODULE)
+        if module is not None:
+            _replace(getattr(module, CONNECTOR_CLASS), "__init__", _constructor)
+        elif not any(isinstance(finder, _OnImport) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _OnImport())
+    except Exception:  # vLLM must start
+        log.warning("vcache's hook could not be set; nothing will be cached", exc_info=True)
+
+
+class _OnImport(MetaPathFinder):
+    """Finds one module the ordinary way, and has it wrapped when it has been executed."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != CONNECTOR_MODULE:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                register()
+
+            setattr(spec.loader, "exec_module", exec_module)  # noqa: B010 - of this one loader, made for this one module
+        return spec
+
+
+def _constructor(construct: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        native = _guarded(_uses_native, *args, **kwargs)
+        if native is False:
+            _guarded(_supply_connector)
+        construct(self, *args, **kwargs)
+        if native is False:
+            _guarded(_patch_scheduler, self)
+
+    return __init__
+
+
+def _guarded(what: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The answer of a step of ours, or None and one line if it fails: the connector is made all the same."""
+    try:
+        return what(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - vLLM must start
+        log.warning("vcache's hook failed and nothing will be cached (%s: %s: %s)", what.__name__, type(error).__name__, error)
+        return None
+
+
+def _uses_native(vllm_config: Any, *_: Any, **__: Any) -> bool:
+    native = bool(vllm_config.kv_transfer_config.get_from_extra_config("use_native", False))
+    if native:
+        log.info("vcache does nothing: `use_native: true` picks vLLM's own copy of LMCache's adapter, without storage plugins")
+    return native
+
+
+def _supply_connector() -> None:
+    """Have `CreateGPUConnector` answer our connector where LMCache has none. vLLM's adapter imports it when it calls it."""
+    source: Any = importlib.import_module("lmcache.v1.gpu_connector")
+    vllm = importlib.import_module("lmcache.utils").EngineType.VLLM
+
+    def make(create: Callable[..., Any]) -> Callable[..., Any]:
+        def create_gpu_connector(config: Any, metadata: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+            if engine == vllm and source.torch_device_type == "cpu" and names_our_plugin(config):
+                from .. import amx
+                from .gpu_connector import VCacheGPUConnector
+
+                amx.permit()
+                return VCacheGPUConnector()
+            return create(config, metadata, engine, *args, **kwargs)
+
+        return create_gpu_connector
+
+    _replace(source, "CreateGPUConnector", make)
+
+
+# ---- the scheduler
+
+
+def _patch_scheduler(connector: Any) -> None:
+    adapter = connector._lmcache_engine
+    if connector.role.name == "SCHEDULER" and names_our_plugin(adapter.config):
+        _look_up_at_hand(adapter.lookup_client)
+        scheduler = Scheduler(adapter)
+        adapter.get_num_new_matched_tokens = scheduler.get_num_new_matched_tokens
+        adapter.build_connector_meta = scheduler.build_connector_meta
+
+
+def _look_up_at_hand(client: Any) -> None:
+    """With one worker, in the scheduler's own process, a look-up need not go through a socket and another thread to reach it."""
+    transport: Any = getattr(client, "transport", None)
+    if type(client).__name__ != "LMCacheLookupClient" or client.enable_blending or getattr(transport, "world_size", 0) != 1:
+        return
+    builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
+    name = importlib.import_module("lmcache.integration.vllm.utils").ENGINE_NAME
+
+    def make(theirs: Callable[..., list[bytes]]) -> Callable[..., list[bytes]]:
+        def send_and_recv_all(message: list[Any]) -> list[bytes]:
+            engine = builder.get(name)
+            if engine is None or engine.storage_manager is None or engine.metadata.role != "worker":
+                return theirs(message)
+            hashes, offsets, lookup_id, configs = message
+            asked = {"hashes": hashes, "offsets": offsets, "request_configs": json.loads(configs) if configs else None}
+            try:
+                return [engine.lookup(lookup_id=lookup_id, pin=True, **asked).to_bytes(4, "big")]
+            except Exception as error:  # noqa: BLE001 - vLLM's scheduler would die of it
+                log.warning("vcache: a look-up failed, which counts as a miss (%s: %s)", type(error).__name__, error)
+                return []
+
+        return send_and_recv_all
+
+    _replace(transport, "send_and_recv_all", make)
+
+
+# ---- a worker
+
+
+def take_allocator_role() -> None:
+    """From now on a StorageManager that has a backend of ours allocates from it; others are as before. LMCache decides it before
+    anybody can reach the instance."""
+    manager = importlib.import_module("lmcache.v1.storage_backend.storage_manager").StorageManager
+
+    def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def _get_allocator_backend(self: Any, config: Any) -> Any:
+            ours = [backend for backend in self.storage_backends.values() if getattr(backend, "is_vcache", False)]
+            return ours[0] if ours else theirs(self, config)
+
+        return _get_allocator_backend
+
+    _replace(manager, "_get_allocator_backend", make)
+
+
+def engine_of(metadata: Any) -> Any:
+    """The LMCacheEngine that is being built with this metadata; None if there is none."""
+    builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
+    return next((engine for engine in builder._instances.values() if engine.metadata is metadata), None)
+
+
+def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
+    """Put `backend` into its engine, and into LMCache's adapter in vLLM where there is one, in place of a backend before it.
+
+    `recreate_backend` of LMCache, and of any other tier, makes a new one: LMCache goes on allocating from the one before, and closes
+    that only if it was the one to be made again.
+    """
+    from .gpu_connector import VCacheGPUConnector
+
+    engine.gpu_connector = VCacheGPUConnector(backend, getattr(engine.gpu_connector, "load_stream", None))
+    _replace(engine, "retrieve", functools.partial(_retrieve, engine, backend))
+    guard_hot_cache(backend.local_cpu_backend)
+    if engine.storage_manager is not None:
+        for before in list(engine.storage_manager.storage_backends.values()):
+            if getattr(before, "is_vcache", False) and before is not backend:
+                before.close()
+        engine.storage_manager.allocator_backend = backend
+    if adapter is not None:
+        _replace(adapter, "start_load_kv", functools.partial(_load_under_full_graphs, adapter))
+        _replace(adapter, "get_block_ids_with_load_errors", functools.partial(_report_blocks, adapter, backend))
+        # Moved to a GPU, as the adapter would have it, a slot mapping waits for the forward pass. Copies are planned on the host.
+        adapter.device = importlib.import_module("torch").device("cpu")
+
+
+def _retrieve(engine: Any, backend: VCacheBackend, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """`engine.retrieve` that answers False for tokens whose copy failed after LMCache had marked them.
+
+    A prompt whose look-up found everything in our tier, as nearly all are, is loaded from the keys of that look-up: what LMCache does
+    for each chunk (hash its tokens again, a memory object, a look into each table) takes it 2 ms for 32k tokens before the copy begins.
+    """
+    torch: Any = importlib.import_module("torch")
+    size = engine.token_database.chunk_size
+
+    def retrieve(tokens: Any, mask: Any = None, **kwargs: Any) -> Any:
+        engine.gpu_connector.failed_from = None
+        first = 0 if mask is None else int(mask.numel() - mask.sum())
+        keys = _found(engine, backend, kwargs.get("req_id"), len(tokens) // size) if first % size == 0 else None
+        if keys:
+            started = engine.stats_monitor.on_retrieve_request(len(tokens) - first)
+            loaded = backend.load_found(keys, first // size, kwargs) * size if len(keys) * size > first else 0
+            retrieved = torch.zeros(len(tokens), dtype=torch.bool)
+            retrieved[first : first + loaded] = True
+            # LMCache's own retrievals leave tensors of that mode in its counters, to which this adds.
+            with torch.inference_mode():
+                engine.stats_monitor.on_retrieve_finished(started, loaded)
+            log.info("[req_id=%s] retrieved %d of %d tokens from the pool", kwargs["req_id"], loaded, len(tokens) - first)
+            return retrieved
+        # The host tier may have been made again since (`recreate_backend`).
+        guard_hot_cache(getattr(engine.storage_manager, "local_cpu_backend", None))
+        retrieved = theirs(tokens, mask, **kwargs)
+        if engine.gpu_connector.failed_from is not None:
+            with torch.inference_mode():
+                retrieved[engine.gpu_connector.failed_from :] = False
+        return retrieved
+
+    return retrieve
+
+
+def _found(engine: Any, backend: VCacheBackend, request: str | None, chunks: int) -> list[Any] | None:
+    """The keys of a request's first `chunks` chunks, if its look-up found them in our tier alone and LMCache does nothing else."""
+    pins = engine.lookup_pins.get(request) if request is not None else None
+    if not pins or len(pins) > 1 or engine.async_loading or engine.save_only_first_rank or engine.remove_after_retrieve:
+        return None
+    ((name, keys),) = pins.items()
+    ours = engine.storage_manager.storage_backends.get(name) is backend
+    return keys[:chunks] if ours and 0 < chunks <= len(keys) and engine.is_healthy() else None
+
+
+def guard_hot_cache(local_cpu: Any) -> None:
+    """LMCache's host tier caches what it gets from others by reference. It must not hold a slot of the pool, which will be reused."""
+    if local_cpu is None or hasattr(local_cpu.submit_put_task, _THEIRS):
+        return
+
+    def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def submit_put_task(key: Any, memory_obj: Any, *args: Any, **kwargs: Any) -> Any:
+            return None if getattr(memory_obj, "is_vcache", False) else theirs(key, memory_obj, *args, **kwargs)
+
+        return submit_put_task
+
+    # The batched call makes one of these of each object.
+    _replace(local_cpu, "submit_put_task", make)
+
+
+def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Under full CUDA graphs vLLM calls `start_load_kv` without attention metadata. LMCache then loads nothing and reports nothing,
+    so that the request would be computed on whatever its blocks hold. It only asks whether the metadata is None."""
+
+    def start_load_kv(forward_context: Any, **kwargs: Any) -> Any:
+        if forward_context.attn_metadata is None:
+            requests = getattr(adapter._parent._get_connector_metadata(), "requests", ())
+            if any(request.load_spec is not None and request.load_spec.can_load for request in requests):
+                forward_context = copy.copy(forward_context)
+                forward_context.attn_metadata = {}
+        return theirs(forward_context, **kwargs)
+
+    return start_load_kv
+
+
+def _report_blocks(adapter: Any, backend: VCacheBackend, theirs: Callable[[], set[int]]) -> Callable[[], set[int]]:
+    """vLLM asks at the end of a step which blocks could not be loaded. Loads were launched at its beginning; now they must be done."""
+
+    def get_block_ids_with_load_errors() -> set[int]:
+        return theirs() | backend.settle(adapter._block_size)
+
+    return get_block_ids_with_load_errors

@@ -1,0 +1,139 @@
+"""A server that a worker starts where there is none: exactly one, which outlives whoever started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import PATIENT, Child, Stage, eventually, script, stage
+from vllm_cases import CHUNK, Node, missing, new_tokens
+
+from vcache_backend.config import Config, from_dict
+from vcache_backend.errors import ServerUnavailable
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.endpoint import beside
+from vcache_backend.metadata_server.start import ensure
+
+STARTER = """
+import json, sys
+from vcache_backend.config import from_dict
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.start import ensure
+
+try:
+    print(ensure(from_dict(json.loads(sys.argv[1]))))
+except VCacheError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def servers(path: Path) -> list[int]:
+    """The processes that serve `path`, or try to."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                arguments = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"-m" in arguments and b"vcache_backend.metadata_server" in arguments and str(path).encode() in arguments:
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """A socket's path. Detached servers on it end with the test."""
+    made = tmp_path / "pool" / "vcache.sock"
+    yield made
+    for pid in servers(made):
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not servers(made))
+
+
+def config(path: Path, **server: object) -> Config:
+    return from_dict({"server": {"socket": str(path), **server}})
+
+
+def starter(path: Path, **server: object) -> Child:
+    """A process that has a server started, and ends."""
+    return script(STARTER, json.dumps({"server": {"socket": str(path), **server}}))
+
+
+def answers(path: Path) -> bool:
+    with Client(path, PATIENT, reconnect=False) as client:
+        return client.connected
+
+
+def test_of_many_that_start_at_once_one_starts_it_with_its_settings_and_it_outlives_them_all(path: Path) -> None:
+    starters = [starter(path, lease_seconds=3, reservation_seconds=7) for _ in range(3)]
+    try:
+        ends = [one.wait() for one in starters]
+    finally:
+        for one in starters:
+            one.__exit__(None, None, None)
+    assert sorted("metadata server started" in said for _, said in ends) == [False] * 2 + [True]
+    (pid,) = servers(path)
+    (started,) = [said for _, said in ends if "started" in said]
+    assert started.startswith(f"metadata server started at {path}, pid {pid}, log {beside(path, '.log')}")
+    assert answers(path)
+    # A signal to the starter's group or session does not reach it, nor whoever ends all descendants of the starter.
+    assert os.getsid(pid) == os.getpgid(pid) == pid
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    assert parent not in {one.pid for one in starters}
+    assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in (1, 2)] == [str(beside(path, ".log"))] * 2
+    assert "serving" in beside(path, ".log").read_text()
+    with Stage(path.parent).raw() as raw:
+        assert raw.welcome is not None
+        assert raw.welcome[3:5] == [3.0, 7.0]
+
+
+def test_one_that_is_there_is_left_alone_also_when_it_hangs(path: Path) -> None:
+    with stage(path.parent) as made:
+        path.parent.mkdir()
+        server = made.server()
+        assert ensure(config(path)) == f"the metadata server at {path} is there already"
+        with server.stopped(), pytest.raises(ServerUnavailable, match="another server already serves"):
+            ensure(config(path))
+        assert len(servers(path)) == 1
+
+
+def test_a_server_that_cannot_start_is_told_with_its_own_words(path: Path) -> None:
+    """The socket's place is taken by a folder."""
+    (path / "in the way").mkdir(parents=True)
+    with pytest.raises(ServerUnavailable, match=r"log, .*, ends with: .*is there and is no socket"):
+        ensure(config(path))
+
+
+def test_a_folder_that_others_can_write_into_is_refused(path: Path) -> None:
+    path.parent.mkdir()
+    path.parent.chmod(0o777)
+    with starter(path) as child:
+        assert child.wait()[1].startswith("ConfigError server.socket: ")
+    path.parent.chmod(0o700)
+    assert servers(path) == []
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
+@pytest.mark.timeout(240)
+def test_under_vllm_the_pool_outlives_the_instance_that_had_it_started(tmp_path: Path) -> None:
+    tokens, named = new_tokens(4 * CHUNK + 1), {"extra_config": {"vcache.start_server": True}}
+    here = Node(tmp_path / "node")
+    with here.undo:
+        try:
+            first = here.start("first", named)
+            first.forget()
+            before = first.one(tokens)
+            eventually(lambda: here.stats().chunks == 4)
+            first.close()
+            (pid,) = servers(here.socket)
+            second = here.start("second", named).one(tokens)
+            assert (before.cached, second.cached, second.tokens) == (0, 4 * CHUNK, before.tokens)
+            assert servers(here.socket) == [pid]
+        finally:
+            for server in servers(here.socket):
+                os.kill(server, signal.SIGKILL)

@@ -1,0 +1,120 @@
+"""Starts a metadata server where nobody serves yet, for workers that are told to: one that outlives them, as the pool does.
+
+Workers that start at the same time agree by a lock on who starts it. The server has a session, a parent and a log of its own, so
+that neither signals to the worker's group nor whoever ends all its children reaches it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vcache_backend import config as configuration
+from vcache_backend.config import ClientConfig, Config
+from vcache_backend.errors import ConfigError, ServerUnavailable
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.endpoint import beside, folder_fault
+
+SECONDS = 30.0
+"""Until a server must answer: its interpreter and a long journal take their time on a busy machine."""
+_PAUSE_SECONDS = 0.05
+_EXITED_SECONDS = 1.0
+"""After our server ended: how long another one, started by hand at the same moment, may take to answer."""
+_ASKING = ClientConfig(connect_seconds=1.0, spin_seconds=0)
+_DETACH = "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, start_new_session=True).pid)"
+"""What the process does whose end leaves the server to init: its stdin is the server's, and its stderr the server's log."""
+
+
+def ensure(config: Config, seconds: float = SECONDS) -> str:
+    """A server answers at `config.server.path` when this returns: the one that was there, or a new one that outlives this process.
+
+    The answer says which. ConfigError where there cannot be one; ServerUnavailable, with the end of the new server's log, if none
+    answers within `seconds`.
+    """
+    path, deadline = config.server.path.absolute(), time.monotonic() + seconds
+    there = f"the metadata server at {path} is there already"
+    if not _silence(path):
+        return there
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if fault := folder_fault(path, {os.getuid(), 0}):
+            raise ConfigError(f"server.socket: {fault}")
+        with _alone(beside(path, ".start"), deadline):
+            return _start(config, path, deadline) if _silence(path) else there
+    except OSError as error:
+        raise ConfigError(f"server.socket: no metadata server can be started at {path}: {error}") from error
+
+
+def _start(config: Config, path: Path, deadline: float) -> str:
+    log = beside(path, ".log")
+    pid = _spawn(config, path, log)
+    while reason := _silence(path):
+        if not _runs(pid):
+            deadline = min(deadline, time.monotonic() + _EXITED_SECONDS)
+        if time.monotonic() > deadline:
+            end = " | ".join(log.read_text(errors="replace").splitlines()[-3:]) or "(empty)"
+            raise ServerUnavailable(f"{reason}; the new one's log, {log}, ends with: {end}")
+        time.sleep(_PAUSE_SECONDS)
+    if not _runs(pid):
+        return f"the metadata server at {path} was started by somebody else"
+    return f"metadata server started at {path}, pid {pid}, log {log}; it stays when this process ends"
+
+
+def _silence(path: Path) -> str:
+    """Why nobody answers at `path`; empty if a server does."""
+    with Client(path, _ASKING, reconnect=False) as client:
+        try:
+            client.require()
+        except ServerUnavailable as error:
+            return str(error)
+    return ""
+
+
+@contextmanager
+def _alone(path: Path, deadline: float) -> Iterator[None]:
+    """One process at a time; ServerUnavailable if it is not our turn by the deadline. The lock goes with its process."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise ServerUnavailable(f"another process holds {path} and has not started one yet") from error
+                time.sleep(_PAUSE_SECONDS)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _spawn(config: Config, path: Path, log: Path) -> int:
+    """The pid of a detached server, which reads its configuration from its stdin."""
+    command = [sys.executable, "-P", "-m", "vcache_backend.metadata_server", "--config", "/dev/stdin", "--socket", str(path)]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(log, flags, 0o600), "ab") as out:
+        detached = subprocess.run(
+            [sys.executable, "-c", _DETACH, *command],
+            input=json.dumps(configuration.dump(config)).encode(),
+            stdout=subprocess.PIPE,
+            stderr=out,
+            check=False,
+            timeout=SECONDS,
+        )
+    if detached.returncode:
+        raise ServerUnavailable(f"no process could be started for a metadata server; see {log}")
+    return int(detached.stdout)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False

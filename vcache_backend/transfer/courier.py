@@ -1,0 +1,109 @@
+"""What the server is told and nobody waits for: leases that ended, reservations given back, chunks touched or removed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from vcache_backend.errors import ServerUnavailable, VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import ChunkKey
+
+log = logging.getLogger(__name__)
+
+MOST_LETTERS = 4096
+"""Letters kept until the server is back; leases and reservations beyond them wait for the server's own clocks."""
+RETRY_SECONDS = 1.0
+
+
+class _Letter(NamedTuple):
+    """One call of the client. again: it is repeated until it was answered."""
+
+    call: Callable[[Any], object]
+    about: Any
+    again: bool = False
+
+
+class Courier:
+    """One thread that tells the server things, soon, while there is a connection. All methods from any thread; none waits but `flush`
+    and `close`."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._letters: deque[_Letter] = deque(maxlen=MOST_LETTERS)
+        self._changed = threading.Condition()
+        self._busy = self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="vcache-courier", daemon=True)
+        self._thread.start()
+
+    def release(self, lease: int) -> None:
+        """End a lease under which nothing more is read."""
+        self._post(_Letter(self._client.release, lease))
+
+    def give_back(self, reservation: int) -> None:
+        """Abort a reservation under which nothing was or is written."""
+        self._post(_Letter(self._client.abort, reservation, again=True))
+
+    def touch(self, keys: list[ChunkKey]) -> None:
+        """Make chunks recent."""
+        self._post(_Letter(self._client.touch, keys))
+
+    def remove(self, keys: list[ChunkKey]) -> None:
+        """Take chunks out of the pool."""
+        self._post(_Letter(self._client.remove, keys))
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything handed over so far is done or given up; False at the deadline (seconds)."""
+        with self._changed:
+            if self._stopping:
+                return not self._has_work()
+            return self._changed.wait_for(lambda: not (self._has_work() or self._busy), timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Finish what there is, within `timeout` seconds, and end the thread. Idempotent."""
+        self.flush(timeout)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+
+    # ---- inside
+
+    def _post(self, letter: _Letter) -> None:
+        with self._changed:
+            self._letters.append(letter)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._stopping or self._has_work(), RETRY_SECONDS)
+                if self._stopping:
+                    return
+                self._busy = self._has_work()
+            try:
+                self._work()
+            except Exception:  # the thread's last line of defence
+                log.exception("the server could not be told something")
+
+    def _has_work(self) -> bool:
+        return bool(self._letters) and self._client.connected
+
+    def _work(self) -> None:
+        """Tell what there is now, and nothing that comes in meanwhile: more important work may wait for this."""
+        for _ in range(len(self._letters)):
+            if not self._client.connected:
+                return
+            letter = self._letters.popleft()
+            try:
+                letter.call(letter.about)
+            except VCacheError as error:
+                log.debug("%s: %s", letter.call.__name__, error)
+                if letter.again and isinstance(error, ServerUnavailable):
+                    self._letters.appendleft(letter)
+                    return

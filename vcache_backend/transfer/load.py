@@ -1,0 +1,246 @@
+"""A load: chunks into a KV cache, run by run as they come, from the pool or the offload tier."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from contextlib import suppress
+from time import perf_counter
+
+from vcache_backend.errors import ChecksumError, VCacheError
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.load_stats import LoadStats
+from vcache_backend.transfer.places import Places
+from vcache_backend.transfer.session import Lease, Session
+from vcache_backend.transfer.sources import POLL_SECONDS, LoadContext, OffloadSource, Part, PoolSource, Source
+from vcache_backend.vram_pool.copier import Mark
+from vcache_backend.vram_pool.planner import CopyPlan
+
+log = logging.getLogger(__name__)
+
+ABSENT = "absent"
+"""The cause of a load that ends with a chunk that is nowhere."""
+CANCELLED = "cancelled"
+NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "checksum")
+"""Causes that are not counted as failures here: a chunk that does not fit its checksum was, where it was found."""
+SLICE_SECONDS = 0.005
+"""How long `run` waits before it goes on: a chunk of another source may have come meanwhile."""
+
+
+class Load:
+    """Brings the leading chunks of `keys` to their places. In the worker's thread that launches kernels.
+
+    `advance` does what can be done without waiting and says whether the load is over; `loaded` leading chunks are then in place,
+    complete and right, and `cause` says why not all. A load is never over while something may still write into its places.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        places: Places,
+        keys: list[ChunkKey],
+        *,
+        lease: Lease | None = None,
+        mark: Mark | None = None,
+        wait_seconds: float = 0.0,
+        consume: bool = False,
+        offload: bool = True,
+        name: str = "",
+    ) -> None:
+        """`keys[i]` and `places` are those of chunk i. lease: one on the leading chunks that there is already; this load ends it.
+        mark: see `LoadContext`; None: the current stream goes on behind the copies. wait_seconds: how long chunks that are not there
+        yet may take to come. consume: remove the chunks once they are in place. offload: what the pool has not may lie in
+        the offload tier. name: of the request, for the log."""
+        self.keys, self.places, self.stats = keys, places, LoadStats(session, places.kv, name, len(keys))
+        self.loaded, self.cause = 0, ""
+        self.copies: list[CopyPlan] = []
+        """Those that are in place."""
+        self.consumed: list[int] = []
+        """Numbers of the chunks that left the pool."""
+        self._session, self._consume = session, consume
+        self._context = LoadContext(session, places, keys, mark, self.stats)
+        self._offload = OffloadSource(self._context) if offload else None
+        pool = PoolSource(self._context, lease, POLL_SECONDS if wait_seconds else 0.0)
+        self._sources: list[Source] = [pool] if self._offload is None else [pool, self._offload]
+        self._parts: deque[Part] = deque()
+        self._until, self._late = time.monotonic() + wait_seconds, "timeout" if wait_seconds else ABSENT
+        self._end = len(keys)
+        """Nothing is launched from this chunk on."""
+        self._failed = self._cancelled = self._over = False
+
+    def advance(self) -> bool:
+        """Go on as far as possible without waiting; whether it is over. Once it is, it stays so."""
+        if self._over:
+            return True
+        try:
+            self._go_on()
+        except ChecksumError:
+            self._fail("checksum")
+        except Exception as error:  # noqa: BLE001 - what is not known to be right does not count
+            self._fail("copy")
+            with suppress(Exception):
+                self._session.miss("load", error)
+        if self._failed:
+            self._drain()
+        if not self._parts and (self._failed or self.reached >= self._end):
+            self._finish()
+        return self._over
+
+    def run(self, patience: float) -> int:
+        """Go on until it is over, or for `patience` seconds without a chunk that is in place: how many there are."""
+        moved, until = self.loaded, time.monotonic() + patience
+        while not self.advance():
+            now = time.monotonic()
+            if self.loaded > moved:
+                moved, until = self.loaded, now + patience
+            elif now >= until:
+                self.abandon()
+            self.wait(SLICE_SECONDS)
+        return self.loaded
+
+    def wait(self, seconds: float) -> None:
+        """Wait, at most so long, until `advance` may have something to do."""
+        if self._over:
+            return
+        if not self._parts:
+            if not any(source.wait(seconds) for source in self._sources):
+                time.sleep(min(seconds, POLL_SECONDS))
+            return
+        try:
+            self._parts[0].moving.wait(seconds)
+        except VCacheError:
+            log.debug("a copy failed; `advance` will say so", exc_info=True)
+
+    @property
+    def reached(self) -> int:
+        """Leading chunks that are in place or on their way."""
+        return self._parts[-1].first + self._parts[-1].count if self._parts else self.loaded
+
+    def hold(self, cause: str = ABSENT) -> None:
+        """Launch nothing more: what is not on its way by now is not wanted."""
+        if not self._over and self.reached < self._end:
+            self._end, self.cause = self.reached, self.cause or cause
+
+    def cancel(self) -> None:
+        """Nobody wants the chunks any more. What is on its way is waited for all the same."""
+        self._cancelled = True
+        self.hold(CANCELLED)
+        for source in self._sources:
+            source.cancel()
+
+    def abandon(self) -> None:
+        """Wait for nothing any more: what it had to bring is not there, though something may still write into its places."""
+        if not self._over:
+            self._fail("copy")
+            self._finish()
+
+    @property
+    def epoch(self) -> int:
+        """The one in which chunks of the offload tier were stored that it brought; see `to_promote`."""
+        assert self._offload is not None
+        return min(self._offload.epochs)
+
+    def to_promote(self) -> list[int]:
+        """Once it is over: numbers of the chunks to store in the pool again, since they came from the offload tier."""
+        offload = self._offload
+        if offload is None or len(offload.epochs) != 1 or self._cancelled or not self._session.promotes:
+            return []
+        return [chunk for chunk in offload.chunks if chunk < self.loaded and self.places.holds(chunk)]
+
+    # ---- inside
+
+    def _go_on(self) -> None:
+        self._settle()
+        while not self._failed and self.reached < self._end and self._launch():
+            self._settle()
+        if not self._failed and self.reached < self._end:
+            self._give_up()
+
+    def _launch(self) -> bool:
+        """Start the copy of the next chunks that are at hand; False if there are none, now or at all."""
+        chunk, sources = self.reached, self._sources
+        coming = [source for source in sources if source.expects(chunk)]
+        if self._launched_from(coming or sources):
+            return True
+        if coming or not any(source.may_have for source in sources):
+            return False
+        self._context.idle_since = perf_counter()
+        if any(source.prepare(chunk) for source in sources if source.may_have):
+            return False
+        # Somebody may have put it into the pool between the two questions.
+        return self._launched_from(sources)
+
+    def _launched_from(self, sources: list[Source]) -> bool:
+        for source in sources:
+            part = source.launch(self.reached)
+            if part is not None:
+                self._parts.append(part)
+                for other in self._sources:
+                    other.prepare(self.reached)
+                return True
+        return False
+
+    def _give_up(self) -> None:
+        """Nothing could be launched: launch nothing more, unless something is on its way or may still come."""
+        if any(source.expects(self.reached) for source in self._sources):
+            return
+        # That the pool cannot be read does not change; that the offload tier has nothing may.
+        if not self._sources[0].cause and time.monotonic() < self._until:
+            return
+        self.hold(next((source.cause for source in self._sources if source.cause), self._late))
+
+    def _settle(self) -> None:
+        """Take what is in place."""
+        while self._parts and not self._failed:
+            part = self._parts[0]
+            if not part.moving.done():
+                for one in self._parts:
+                    one.source.keep(one)
+                return
+            self._parts.popleft()
+            cause = part.source.settle(part)
+            if cause:
+                self._fail(cause)
+                return
+            self.copies.append(part.plan)
+            if self._consume:
+                self._remove(part)
+            self.loaded = part.first + part.count
+            self._context.idle_since = perf_counter()
+
+    def _remove(self, part: Part) -> None:
+        keys = self.keys[part.first : part.first + part.count]
+        self._session.forget(keys)
+        try:
+            self._session.remove(keys)
+        except VCacheError as error:
+            self._session.miss("consume", error)
+            return
+        self.consumed += range(part.first, part.first + part.count)
+
+    def _fail(self, cause: str) -> None:
+        """Nothing that is not in place by now counts."""
+        self._failed, self.cause = True, cause
+
+    def _drain(self) -> None:
+        """Let go of parts that write nothing any more. A copy that failed does not."""
+        for part in list(self._parts):
+            with suppress(Exception):
+                try:
+                    over = part.moving.done()
+                except VCacheError:
+                    over = True
+                if over:
+                    self._parts.remove(part)
+                    part.source.drop(part)
+
+    def _finish(self) -> None:
+        self._over = True
+        with suppress(Exception):  # a number too few
+            for source in self._sources:
+                source.cancel()
+            if not self._cancelled:
+                self._session.stats.count(chunks_missed=len(self.keys) - self.loaded)
+            if self.cause not in NO_FAILURE:
+                self._session.stats.failed(self.cause)

@@ -1,0 +1,59 @@
+"""What one load has brought so far, by where it lay, and the time that took."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.slots import SlotView
+
+if TYPE_CHECKING:
+    from vcache_backend.transfer.session import Session
+
+log = logging.getLogger(__name__)
+
+
+class LoadStats:
+    """Of one load, and added to its session's. One thread.
+
+    tokens: by where they lay: on the reader's own GPU ("own"), on a peer's, in host memory, or in the offload tier ("store").
+    metadata_seconds: asking the server. data_seconds: copying, and waiting for the offload tier.
+    """
+
+    def __init__(self, session: Session, kv: PagedKV, name: str, chunks: int) -> None:
+        """name: of the request, for the log. chunks: of the whole load."""
+        self._session, self._name, self._chunks = session, name, chunks
+        self.token_bytes = session.token_bytes(kv)
+        self.tokens: Counter[str] = Counter()
+        self.metadata_seconds = self.data_seconds = 0.0
+
+    def pooled(self, first: int, views: Sequence[SlotView], tokens: int, seconds: float) -> None:
+        """Chunks of the pool, from the load's chunk `first` on, are in place, `tokens` of them wanted. seconds: of their copy."""
+        device, own, count = self._session.device, sum(view.local for view in views), len(views)
+        # Of the first and the last chunk only a part may be wanted; in all it is every token.
+        of_own, each = tokens * own // count, tokens * self.token_bytes // count
+        self.tokens += Counter({"host" if device.ordinal is None else "own": of_own, "peer": tokens - of_own})
+        self.data_seconds += seconds
+        stats = self._session.stats
+        stats.add_time("retrieve_copy", seconds)
+        stats.count(chunks_retrieved=count, tokens_retrieved=tokens, bytes_own=own * each, bytes_peer=(count - own) * each)
+        if log.isEnabledFor(logging.DEBUG):
+            said = "%s from the pool, %d of them on %s, asking the server %.2f ms, copy %.2f ms, the lease held"
+            log.debug(said, self._which(first, count), own, device, 1e3 * self.metadata_seconds, 1e3 * seconds)
+
+    def offloaded(self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float) -> None:
+        """The same of chunks from the offload tier. waited: seconds since the load had nothing else to do."""
+        self.data_seconds += waited
+        self.tokens["store"] += tokens
+        stats = self._session.stats
+        stats.add_time("retrieve_copy", seconds)
+        stats.count(chunks_offload=len(keys), tokens_retrieved=tokens, bytes_offload=tokens * self.token_bytes)
+        if log.isEnabledFor(logging.DEBUG):
+            which = self._which(first, len(keys))
+            log.debug("%s from the offload tier, %.2f ms, of that copy %.2f ms", which, 1e3 * waited, 1e3 * seconds)
+
+    def _which(self, first: int, count: int) -> str:
+        return f"hit {self._name}: chunks {first} to {first + count} of {self._chunks}"

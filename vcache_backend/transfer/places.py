@@ -1,0 +1,93 @@
+"""Where the chunks of a request lie in a KV cache, by slots or by blocks, and the copies from there and to there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vcache_backend.errors import LayoutError
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan, plan_blocks, plan_chunks
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Places(Protocol):
+    """Places of consecutive chunks, numbered from 0. All plans raise LayoutError for places outside of the KV cache."""
+
+    kv: PagedKV
+
+    def load_plan(self, first: int, count: int) -> CopyPlan:
+        """The copy of `count` chunks from number `first` on, as far as they are wanted, out of slots 0, 1, ..."""
+        ...
+
+    def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
+        """The copy of these chunks into slots 0, 1, ..."""
+        ...
+
+    def holds(self, chunk: int) -> bool:
+        """Whether the chunk has a place for each of its tokens, so that it can be stored from here."""
+        ...
+
+
+class SlotPlaces:
+    """By a slot mapping: the tokens of chunk i have their places at `slots[starts[i] : starts[i] + chunk_size]`, -1 for none."""
+
+    def __init__(
+        self, kv: PagedKV, chunk_size: int, slots: Int64s, starts: Sequence[int], skip: int = 0, *, whole: bool = False
+    ) -> None:
+        """skip: a load leaves the tokens before this one alone. whole: a load raises LayoutError where a token it wants has no place;
+        otherwise it leaves such tokens out."""
+        self.kv, self.slots = kv, slots
+        self._size, self._starts, self._skip, self._whole = chunk_size, starts, skip, whole
+
+    def load_plan(self, first: int, count: int) -> CopyPlan:
+        size, skip, starts = self._size, self._skip, self._starts[first : first + count]
+        if all(after - before == size for before, after in pairwise(starts)):
+            copy = plan_chunks(self.kv, size, self.slots, starts[0], count, max(skip - starts[0], 0))
+        else:
+            pieces = [Piece(i, at, min(max(skip - at, 0), size), size) for i, at in enumerate(starts)]
+            copy = plan(self.kv, size, self.slots, pieces)
+        if self._whole:
+            wanted = sum(size - min(max(skip - at, 0), size) for at in starts)
+            if copy.nbytes * size != wanted * self.kv.chunk_bytes(size):
+                raise LayoutError(f"of {wanted} tokens from token {starts[0]} on some have no place in the KV cache")
+        return copy
+
+    def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
+        pieces = [Piece(slot, self._starts[chunk], 0, self._size) for slot, chunk in enumerate(chunks)]
+        return plan(self.kv, self._size, self.slots, pieces)
+
+    def holds(self, chunk: int) -> bool:
+        start = self._starts[chunk]
+        return bool(self.slots[start : start + self._size].min(initial=0) >= 0)
+
+
+class BlockPlaces:
+    """By block numbers: chunk i is the i-th row of `blocks`, whose blocks have `block_size` tokens (those of the tensors, or several)."""
+
+    def __init__(
+        self, kv: PagedKV, chunk_size: int, blocks: Sequence[int], block_size: int, skip: int = 0, stop: int | None = None
+    ) -> None:
+        """skip, stop: a load wants `blocks[skip:stop]` only."""
+        self.kv, self._size = kv, chunk_size
+        self._each, parts = chunk_size // kv.block_size, block_size // kv.block_size
+        ids = np.array(blocks, dtype=np.int64)
+        self._ids: Int64s = ids if parts == 1 else (ids[:, None] * parts + np.arange(parts)).reshape(-1)
+        self._skip, self._stop = skip * parts, (len(blocks) if stop is None else stop) * parts
+
+    def load_plan(self, first: int, count: int) -> CopyPlan:
+        start = first * self._each
+        ids = self._ids[start : min(start + count * self._each, self._stop)]
+        return plan_blocks(self.kv, self._size, ids, min(max(self._skip - start, 0), len(ids)))
+
+    def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
+        rows = self._ids[: len(self._ids) // self._each * self._each].reshape(-1, self._each)
+        return plan_blocks(self.kv, self._size, rows[list(chunks)].reshape(-1))
+
+    def holds(self, chunk: int) -> bool:
+        return (chunk + 1) * self._each <= self._stop

@@ -1,0 +1,291 @@
+"""Where the chunks of a load come from: the pool, under a lease, or the offload tier. Both behind one small interface."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.load_stats import LoadStats
+from vcache_backend.transfer.places import Places
+from vcache_backend.transfer.session import FOREIGN, Lease, Session
+from vcache_backend.vram_pool.copier import Completion, Mark
+from vcache_backend.vram_pool.planner import CopyPlan
+from vcache_backend.vram_pool.slots import SlotView
+
+if TYPE_CHECKING:
+    from vcache_backend.offload.fetch import Fetch, Staged
+
+POLL_SECONDS = 0.0002
+"""How often a load asks for chunks that another instance is still computing."""
+CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
+"""Of a load that ends, by why a fetch ended early; `store` is the rest."""
+
+
+@dataclass
+class Part:
+    """Consecutive chunks on their way, from number `first` on: one copy. `source`: where from."""
+
+    source: Source
+    first: int
+    count: int
+    plan: CopyPlan
+    moving: Completion
+    launched: float
+
+
+class Source(Protocol):
+    """One place that chunks of a load come from. One thread, the worker's; only `wait` waits.
+
+    cause: why nothing comes from here now; empty where it is simply not here. may_have: whether `prepare` is worth a try.
+    """
+
+    cause: str
+    may_have: bool
+
+    def expects(self, chunk: int) -> bool:
+        """Whether this chunk is on its way from here."""
+        ...
+
+    def prepare(self, chunk: int) -> bool:
+        """Begin to bring chunks from this number on, if that takes preparation; whether any are on their way."""
+        ...
+
+    def launch(self, chunk: int) -> Part | None:
+        """Start the copy of the chunks from this number on that are here now; None if there are none."""
+        ...
+
+    def keep(self, part: Part) -> None:
+        """Its copy takes long: see to it that its bytes stay."""
+        ...
+
+    def settle(self, part: Part) -> str:
+        """Its copy is over, and whatever it needed is given back: empty if its bytes are right, else why they are not."""
+        ...
+
+    def drop(self, part: Part) -> None:
+        """Its copy is over, and nobody wants it: give back what it needed."""
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, at most so long, for what is being prepared; False, at once, if nothing is."""
+        ...
+
+    def cancel(self) -> None:
+        """Nothing more is wanted. Idempotent."""
+        ...
+
+
+class LoadContext:
+    """What the sources of one load share. mark: a point in the model's stream; who owned the places before has no work queued
+    after it."""
+
+    def __init__(self, session: Session, places: Places, keys: list[ChunkKey], mark: Mark | None, stats: LoadStats) -> None:
+        self.session, self.places, self.keys, self.mark, self.stats = session, places, keys, mark, stats
+        self.idle_since = perf_counter()
+        """Since when the load has had nothing to do but wait."""
+
+    def plan(self, chunk: int, count: int) -> CopyPlan:
+        with self.session.stats.timed("plan"):
+            return self.places.load_plan(chunk, count)
+
+
+@dataclass
+class _LeasedPart(Part):
+    lease: Lease
+    views: list[SlotView]
+
+
+class PoolSource:
+    """Chunks in the pool, each run of them under a lease."""
+
+    may_have = False
+
+    def __init__(self, context: LoadContext, lease: Lease | None, every: float) -> None:
+        """lease: one that there is already, on chunks from number 0 on; another process's is the only one. every: seconds between two
+        questions for chunks that are not there; 0: there is no need to bound them."""
+        self._context, self._given, self._every = context, lease, every
+        self._only = lease is not None and lease.connection == FOREIGN
+        self._next_look = 0.0
+        self.cause = ""
+
+    def expects(self, chunk: int) -> bool:
+        return False
+
+    def prepare(self, chunk: int) -> bool:
+        return False
+
+    def launch(self, chunk: int) -> Part | None:
+        context, session = self._context, self._context.session
+        self.cause = ""
+        lease = self._lease(chunk)
+        if lease is None:
+            return None
+        views = session.views(lease.locations)
+        if not views:
+            session.release(lease)
+            self.cause = "segment"
+            return None
+        try:
+            plan, started = context.plan(chunk, len(views)), perf_counter()
+            moving = session.scatter(context.places.kv, plan, views, context.keys[chunk:], context.mark)
+        except BaseException:
+            # Whatever may still read the slots: nothing of it counts.
+            session.release(lease)
+            raise
+        return _LeasedPart(self, chunk, len(views), plan, moving, started, lease, views)
+
+    def _lease(self, chunk: int) -> Lease | None:
+        """On the chunks from this number on, as far as they are there."""
+        given, self._given = self._given, None
+        if given is not None or self._only:
+            return given
+        session, now = self._context.session, time.monotonic()
+        if self._every and now < self._next_look:
+            return None
+        self._next_look = now + self._every
+        if not session.connected:
+            self.cause = "server"
+            return None
+        started = perf_counter()
+        try:
+            return session.lease(self._context.keys[chunk:])
+        except VCacheError as error:
+            session.miss("lease", error)
+            self.cause = "server"
+            return None
+        finally:
+            self._context.stats.metadata_seconds += perf_counter() - started
+
+    def keep(self, part: Part) -> None:
+        assert isinstance(part, _LeasedPart)
+        if part.lease.seconds_left < part.lease.seconds / 2:
+            self._context.session.renew(part.lease)
+
+    def settle(self, part: Part) -> str:
+        assert isinstance(part, _LeasedPart)
+        context, seconds = self._context, part.moving.seconds
+        seconds = perf_counter() - part.launched if seconds is None else seconds
+        started = perf_counter()
+        held = context.session.verdict(part.lease)
+        context.stats.metadata_seconds += perf_counter() - started
+        if not held:
+            return "lease_lost"
+        context.stats.pooled(part.first, part.views, part.plan.nbytes // context.stats.token_bytes, seconds)
+        self._next_look = 0.0
+        return ""
+
+    def drop(self, part: Part) -> None:
+        assert isinstance(part, _LeasedPart)
+        self._context.session.release(part.lease)
+
+    def wait(self, seconds: float) -> bool:
+        return False
+
+    def cancel(self) -> None:
+        """End a lease that was given and not used."""
+        given, self._given = self._given, None
+        if given is not None:
+            self._context.session.release(given)
+
+
+@dataclass
+class _StagedPart(Part):
+    staged: list[Staged]
+
+
+class OffloadSource:
+    """Chunks in the offload tier, run by run, each on its way before it is needed. After a run that ended early nothing more is read:
+    what failed once may fail again."""
+
+    def __init__(self, context: LoadContext) -> None:
+        self._context, self.may_have, self.cause = context, True, ""
+        self._fetch: Fetch | None = None
+        self._last: Fetch | None = None
+        self._next = self._stop = 0
+        self.chunks: list[int] = []
+        """Those that came from here."""
+        self.epochs: set[int] = set()
+        """In which they were stored."""
+
+    def expects(self, chunk: int) -> bool:
+        fetch = self._fetch
+        if fetch is None or self._next != chunk:
+            return False
+        if not fetch.over:
+            return True
+        if self._next < self._stop:
+            self.may_have, self.cause = False, CAUSES.get(fetch.cause, "store")
+        self.cancel()
+        return False
+
+    def prepare(self, chunk: int) -> bool:
+        if not self.may_have or chunk >= len(self._context.keys) or self._fetch is not None:
+            return self._fetch is not None
+        try:
+            fetch = self._context.session.fetch(self._context.keys[chunk:])
+        except VCacheError as error:
+            self._context.session.miss("fetch", error)
+            fetch, self.cause = None, "server"
+        if fetch is None:
+            self.may_have = False
+            return False
+        self._fetch = self._last = fetch
+        self._next, self._stop = chunk, chunk + len(fetch.keys)
+        return True
+
+    def launch(self, chunk: int) -> Part | None:
+        context, fetch = self._context, self._fetch
+        if fetch is None or self._next != chunk:
+            return None
+        staged = fetch.ready(context.session.most_staged)
+        if not staged:
+            return None
+        self._next += len(staged)
+        try:
+            plan, started = context.plan(chunk, len(staged)), perf_counter()
+            moving = context.session.upload(context.places.kv, plan, staged, context.mark)
+        except VCacheError:
+            # After any other error nobody knows whether something reads them: they are lost.
+            self._give_back(staged)
+            raise
+        return _StagedPart(self, chunk, len(staged), plan, moving, started, staged)
+
+    def keep(self, part: Part) -> None:
+        """Staged bytes stay until they are given back."""
+
+    def settle(self, part: Part) -> str:
+        assert isinstance(part, _StagedPart)
+        context, keys = self._context, self._context.keys[part.first : part.first + part.count]
+        seconds = part.moving.seconds
+        seconds = perf_counter() - part.launched if seconds is None else seconds
+        self.epochs |= {staged.epoch for staged in part.staged}
+        self.drop(part)
+        context.session.known_offloaded(keys)
+        tokens = part.plan.nbytes // context.stats.token_bytes
+        context.stats.offloaded(part.first, keys, tokens, perf_counter() - context.idle_since, seconds)
+        self.chunks += range(part.first, part.first + part.count)
+        return ""
+
+    def drop(self, part: Part) -> None:
+        assert isinstance(part, _StagedPart)
+        self._give_back(part.staged)
+
+    def _give_back(self, staged: Sequence[Staged]) -> None:
+        if self._last is not None:
+            self._last.give_back(staged)
+
+    def wait(self, seconds: float) -> bool:
+        if self._fetch is None:
+            return False
+        self._fetch.wait(seconds)
+        return True
+
+    def cancel(self) -> None:
+        if self._fetch is not None:
+            self._fetch.cancel()
+        self._fetch = None
