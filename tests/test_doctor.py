@@ -9,16 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import msgpack
 import pytest
+from processes import stage
 from test_cuda_segments import UUIDS, FakeCuda
 
 from vcache_backend import doctor
@@ -29,8 +26,6 @@ from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
 from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.cuda_driver import Driver
-
-WELCOME = ["welcome", PROTOCOL_VERSION, 7, 10.0, 30.0, []]
 
 
 @pytest.fixture
@@ -47,43 +42,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(cuda_driver, "load", lambda: driver)
     monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: True)
     return fake
-
-
-@contextmanager
-def server(config: Config, answer: Callable[[bytes], bytes | None]) -> Iterator[list[Any]]:
-    """One connection's worth of server: reads a frame, sends `answer` of it (None: nothing, and stays). Yields what it got."""
-    got: list[Any] = []
-    done = threading.Event()
-
-    def serve() -> None:
-        channel, _ = listener.accept()
-        with channel:
-            channel.settimeout(10)
-            size = int.from_bytes(channel.recv(4, socket.MSG_WAITALL), "little")
-            body = channel.recv(size, socket.MSG_WAITALL)
-            got.append(msgpack.unpackb(body))
-            reply = answer(body)
-            if reply is None:
-                done.wait(10)
-            else:
-                channel.sendall(reply)
-
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.settimeout(10)
-        listener.bind(str(config.server.path))
-        listener.listen(1)
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield got
-        finally:
-            done.set()
-            thread.join(10)
-
-
-def frame(message: object) -> bytes:
-    body: bytes = msgpack.packb(message)
-    return len(body).to_bytes(4, "little") + body
 
 
 def by_check(findings: list[Finding]) -> dict[str, Finding]:
@@ -272,19 +230,6 @@ def test_gpus_that_cannot_be_used_fail_with_the_reason(config: Config, monkeypat
     assert "pip install" in finding.detail
 
 
-def test_gpus_that_are_not_visible_are_named_as_not_looked_at(
-    config: Config, gpus: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_checks, "_PRESENT", tmp_path)
-    for number in range(3):
-        (tmp_path / f"gpu{number}").mkdir()
-    finding = by_check(list(doctor.check_gpus(config)))["other gpus"]
-    assert finding.status == "ok"
-    assert finding.detail.startswith("2 of 3 GPUs are visible here")
-    (tmp_path / "gpu2").rmdir()
-    assert "other gpus" not in by_check(list(doctor.check_gpus(config)))
-
-
 @pytest.mark.gpu
 def test_a_real_gpu_machine_is_described_without_a_failed_check(config: Config) -> None:
     findings = by_check(diagnose(config))
@@ -309,55 +254,57 @@ def test_a_path_too_long_for_a_socket_fails_before_anyone_tries_it() -> None:
     assert (finding.status, "longer than the 107 bytes" in finding.detail) == ("fail", True)
 
 
-def test_a_server_that_answers_is_greeted_as_a_tool_would(config: Config) -> None:
-    with server(config, lambda _: frame(WELCOME)) as got:
+def test_a_server_that_answers_is_fine_and_instances_that_cannot_share_are_named(config: Config) -> None:
+    with stage(config.server.path.parent) as here:
+        here.path = config.server.path
+        here.server()
         finding = only(doctor.check_server(config))
-    assert got == [["hello", PROTOCOL_VERSION, "host", "host", {}, 0]]
-    assert (finding.status, finding.detail) == ("ok", f"{config.server.path} answers, protocol {PROTOCOL_VERSION}, epoch 7")
+        assert finding.status == "ok"
+        assert finding.detail.startswith(f"{config.server.path} answers, protocol {PROTOCOL_VERSION}, epoch ")
+        for dtype in ("bfloat16", "float16"):
+            here.client(layout={"model": "m", "namespace": dtype, "dtype": dtype})
+        (mismatch,) = [finding for finding in doctor.check_server(config) if finding.check == "sharing"]
+    assert mismatch.status == "warn"
+    assert mismatch.advice
+    assert all(part in mismatch.detail for part in ("m, dtype: ", "bfloat16", "float16", f"pid {os.getpid()}"))
 
 
-@pytest.mark.parametrize(
-    ("reply", "detail"),
-    [
-        (frame(["welcome", 99, 7, 10.0, 30.0, []]), f"speaks protocol 99, this is {PROTOCOL_VERSION}"),
-        (frame(["error", "uid 1000 may not connect", True]), "refused: uid 1000 may not connect"),
-        (frame(["count", 3]), "answered Count to a hello"),
-        (frame(["what"]), "Invalid value 'what'"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "whoever listens there is not vcache"),
-        (b"", "closed the connection without an answer"),
-        (frame(WELCOME)[:-3], "closed the connection without an answer"),
-    ],
-)
-def test_a_wrong_answer_fails_and_is_quoted(config: Config, reply: bytes, detail: str) -> None:
-    with server(config, lambda _: reply):
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_somebody_else_who_listens_there_is_a_failure(config: Config, answer: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(config.server.path))
+        listener.listen(1)
+
+        def serve() -> None:
+            channel, _ = listener.accept()
+            with channel:
+                channel.recv(1 << 16)
+                channel.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
         finding = only(doctor.check_server(config))
-    assert finding.status == "fail"
-    assert detail in finding.detail
+        thread.join(10)
+    assert (finding.check, finding.status) == ("server", "fail")
+    assert str(config.server.path) in finding.detail
     assert finding.advice
 
 
-def test_a_hung_server_costs_a_second(config: Config) -> None:
-    with server(config, lambda _: None):
-        start = time.monotonic()
+def test_a_hung_server_is_a_failure(config: Config) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(config.server.path))
+        listener.listen(1)
         finding = only(doctor.check_server(config))
-        assert time.monotonic() - start < 2
-    assert (finding.status, finding.detail) == ("fail", f"{config.server.path} did not answer in 1 s")
+    assert (finding.status, "did not answer in 1 s" in finding.detail) == ("fail", True)
 
 
 def test_no_server_is_a_warning_that_says_how_to_start_one(config: Config) -> None:
-    assert only(doctor.check_server(config)) == Finding(
-        "server", "warn", f"no socket at {config.server.path}", "start it: `vcache serve`"
-    )
+    finding = only(doctor.check_server(config))
+    assert (finding.status, finding.advice) == ("warn", "start it: `vcache serve`")
+    assert str(config.server.path) in finding.detail
     with socket.socket(socket.AF_UNIX) as left_over:
         left_over.bind(str(config.server.path))
-    assert "left over" in only(doctor.check_server(config)).detail
+    assert only(doctor.check_server(config)).status == "warn"
     config.server.path.unlink()
     config.server.path.write_text("no socket")
-    assert only(doctor.check_server(config)).status in ("warn", "fail")
-
-
-def test_instances_that_cannot_share_are_named(config: Config) -> None:
-    line = "dtype: bfloat16 here, float16 in namespace 0123"
-    with server(config, lambda _: frame([*WELCOME[:-1], [line]])):
-        findings = list(doctor.check_server(config))
-    assert [(finding.check, finding.status, finding.detail) for finding in findings[1:]] == [("sharing", "warn", line)]
+    assert only(doctor.check_server(config)).status == "warn"

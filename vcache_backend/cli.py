@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
@@ -20,12 +21,11 @@ import typer
 from typer.core import TyperGroup
 
 from vcache_backend import __version__, config
-from vcache_backend.errors import ConfigError, SegmentError, VCacheError
+from vcache_backend.errors import ConfigError, SegmentError, ServerUnavailable, VCacheError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from vcache_backend.doctor import Finding
     from vcache_backend.metadata_server.client import Client
     from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
 
@@ -84,11 +84,9 @@ def _client(path: Path | None, socket: Path | None, reconnect: bool = False) -> 
 
     loaded = _load(path, socket)
     client = Client(loaded.server.path, loaded.client, reconnect=reconnect)
-    try:
-        client.require()
-    except BaseException:
+    if not client.connected:
         client.close()
-        raise
+        raise ServerUnavailable(client.trouble)
     return client
 
 
@@ -132,21 +130,22 @@ def status(
     """Segments, occupancy, hit rates, latencies and counters of the running server."""
     from vcache_backend.status import render, summary
 
-    with _client(config_file, socket, reconnect=watch) as client:
-        if not watch:
+    with _client(config_file, socket, reconnect=watch) as client, suppress(KeyboardInterrupt):
+        if watch and not as_json:
+            _watch(client, every)
+        while True:
             stats = client.stats()
-            return _print_json(summary(stats)) if as_json else _show(render(stats))
-        try:
-            _watch_json(client, every) if as_json else _watch(client, every)
-        except KeyboardInterrupt:
-            return None
+            _print_json(summary(stats), indent=None if watch else 2) if as_json else _show(render(stats))
+            if not watch:
+                break
+            time.sleep(every)
 
 
 def _watch(client: Client, every: float) -> None:
+    """The picture, refreshed until Ctrl-C; a server that is away is waited for."""
     from rich.live import Live
     from rich.text import Text
 
-    from vcache_backend.errors import ServerUnavailable
     from vcache_backend.status import render
 
     before: ServerStats | None = None
@@ -155,24 +154,13 @@ def _watch(client: Client, every: float) -> None:
         while True:
             since, asked = asked, time.monotonic()
             try:
-                stats: ServerStats | None = client.stats()
-            except ServerUnavailable as error:
-                stats = None
-                live.update(Text(f"{error}\ntrying again", style="red"), refresh=True)
-            if stats is not None:
+                stats = client.stats()
                 live.update(render(stats, before, asked - since), refresh=True)
-            before = stats
+                before = stats
+            except ServerUnavailable as error:
+                before = None
+                live.update(Text(f"{error}\ntrying again", style="red"), refresh=True)
             time.sleep(every)
-
-
-def _watch_json(client: Client, every: float) -> None:
-    """One line of JSON each time; the first failure ends it."""
-    from vcache_backend.status import summary
-
-    while True:
-        _print_json(summary(client.stats()), indent=None)
-        sys.stdout.flush()
-        time.sleep(every)
 
 
 @app.command()
@@ -296,7 +284,7 @@ def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -
 def config_show(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
     """The configuration in force, every default written out."""
     values = config.dump(_load(config_file, socket))
-    typer.echo(json.dumps(values, indent=2) if as_json else msgspec.yaml.encode(values).decode().rstrip())
+    _print_json(values) if as_json else typer.echo(msgspec.yaml.encode(values).decode().rstrip())
 
 
 # ---- the machine
@@ -306,29 +294,16 @@ def config_show(config_file: ConfigFile = None, socket: Socket = None, as_json: 
 def doctor(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
     """Check GPUs, peer access, driver, packages and the socket: what is wrong, and what to do. Exit code 1 on a failure."""
     from vcache_backend.doctor import diagnose
+    from vcache_backend.status import level, plain, table
 
     findings = diagnose(_load(config_file, socket))
     if as_json:
-        names = ("check", "status", "detail", "advice")
-        _print_json([{name: getattr(finding, name) for name in names} for finding in findings])
+        _print_json(plain(findings))
     else:
-        _show(_findings_table(findings))
+        rows = [(level(finding.status), finding.check, finding.detail, finding.advice) for finding in findings]
+        _show(table(None, ("", "check", "~finding", "~what to do"), rows))
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
-
-
-def _findings_table(findings: Sequence[Finding]) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("", "check", "finding", "what to do"):
-        table.add_column(column)
-    style = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    for finding in findings:
-        status = Text(finding.status, style.get(finding.status, ""))
-        table.add_row(status, finding.check, Text(finding.detail), Text(finding.advice))
-    return table
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)

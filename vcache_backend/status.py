@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -12,12 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from vcache_backend.config import ByteSize
-from vcache_backend.metadata_server.messages import Reported, SegmentInfo, ServerStats
+from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
 
 BAR_WIDTH = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_FOLDED = ("what it is", "report", "value", "instances", "what to do")
-"""Columns whose text may take several lines."""
+_STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
 
 
 def plain(value: Any) -> Any:
@@ -50,38 +49,58 @@ def bar(fraction: float, width: int = BAR_WIDTH) -> Text:
     return Text(cells.ljust(width, "·"), style="cyan")
 
 
+def level(name: str) -> Text:
+    """A level or status in its colour."""
+    return Text(name, _STYLES.get(name, ""))
+
+
+def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """A table without lines. A column's name begins with `>` where it is right-justified, with `~` where its text may take several
+    lines. Cells are texts, never markup."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        made.add_column(name.lstrip(">~"), no_wrap=not name.startswith("~"), justify="right" if name.startswith(">") else "left")
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    return made
+
+
 def render(stats: ServerStats, before: ServerStats | None = None, seconds: float = 0.0) -> RenderableType:
     """The whole picture. With the stats of `seconds` ago, counters get a column of what happened since, a second."""
-    parts: list[RenderableType] = [_headline(stats), segments_table(stats.segments), _hits(stats)]
-    parts.append(_counters(stats, before if before is not None and before.epoch == stats.epoch else None, seconds))
-    if any(latency.count for latency in stats.latency.values()):
-        parts.append(_latencies(stats))
-    if stats.namespaces:
-        parts.append(_namespaces(stats))
-    if stats.quarantined_slots:
-        parts.append(_quarantine(stats))
-    if stats.mismatches:
-        parts.append(_mismatches(stats))
-    if stats.reports:
-        parts.append(_reports(stats.reports))
-    return Group(*parts)
+    latencies = [
+        (name, f"{latency.count:,}", f"{latency.p50_us:,.1f}", f"{latency.p99_us:,.1f}")
+        for name, latency in sorted(stats.latency.items())
+        if latency.count
+    ]
+    quarantine = [(str(pid), f"{slots:,}") for pid, slots in sorted(stats.quarantined_slots.items())]
+    reports = [
+        (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(said.time)), level(said.level), str(said.pid), said.device, said.text)
+        for said in reversed(stats.reports)
+    ]
+    tables = [
+        table("Hits", ("request", "rate", "", "found", "asked"), _hits(stats)),
+        _counters(stats, before if before is not None and seconds and before.epoch == stats.epoch else None, seconds),
+        table("Time inside the server", ("request", ">count", ">p50 µs", ">p99 µs"), latencies),
+        table("Namespaces", ("namespace", "~what it is"), sorted(stats.namespaces.items())),
+        table("Slots in quarantine until their writer ends or answers", ("pid", "slots"), quarantine),
+        table("Not shared", ("model", "field", "~value", "~instances", "~what to do"), _mismatches(stats)),
+        table("Reports", ("when", "", "pid", "device", "~report"), reports),
+    ]
+    return Group(_headline(stats), segments_table(stats.segments), *(shown for shown in tables if shown.row_count))
 
 
 def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
     """One row a segment; a sentence when there is none."""
     if not segments:
         return Text("no segments: start a worker, or lend memory with `vcache segment add`", style="yellow")
-    columns = ("segment", "device", "occupancy", "", "used", "size", "chunks", "leased", "reserved", "evicted", "state")
-    table = _table("Segments", *columns)
-    for column in table.columns[4:10]:
-        column.justify = "right"
+    rows: list[tuple[str | Text, ...]] = []
     for info in segments:
         fraction = info.used / info.nbytes if info.nbytes else 0.0
         counts = (f"{count:,}" for count in (info.chunks, info.leased, info.reserved, info.evictions))
         state = Text(info.state, style="" if info.state == "live" else "yellow")
-        sizes = (size(info.used), size(info.nbytes))
-        table.add_row(Text(info.id), Text(info.device), bar(fraction), f"{fraction:4.0%}", *sizes, *counts, state)
-    return table
+        rows.append((info.id, info.device, bar(fraction), f"{fraction:4.0%}", size(info.used), size(info.nbytes), *counts, state))
+    columns = ("segment", "device", "occupancy", "", ">used", ">size", ">chunks", ">leased", ">reserved", ">evicted", "state")
+    return table("Segments", columns, rows)
 
 
 def size(nbytes: int) -> str:
@@ -99,90 +118,32 @@ def duration(seconds: float) -> str:
 
 def _headline(stats: ServerStats) -> Text:
     text = Text.assemble(("up ", "dim"), duration(stats.uptime_seconds))
-    model_spec = {
-        "clients": stats.clients,
-        "chunks": stats.chunks,
-        "leases": stats.leases,
-        "reservations": stats.reservations,
-        "quarantined": stats.quarantined,
-    }
-    for name, number in model_spec.items():
-        text.append(f"   {name} ", "dim").append(f"{number:,}")
+    for name in ("clients", "chunks", "leases", "reservations", "quarantined"):
+        text.append(f"   {name} ", "dim").append(f"{getattr(stats, name):,}")
     return text.append("   memory ", "dim").append(size(stats.rss_bytes))
 
 
-def _hits(stats: ServerStats) -> RenderableType:
-    table = _table("Hits", "request", "rate", "", "found", "asked")
+def _hits(stats: ServerStats) -> Iterator[tuple[str | Text, ...]]:
     for kind in ("lookup", "acquire"):
         rate = hit_rate(stats, kind)
         found, asked = (stats.counters.get(f"{kind}_{what}", 0) for what in ("hits", "chunks"))
-        table.add_row(kind, bar(rate or 0.0), "–" if rate is None else f"{rate:.1%}", f"{found:,}", f"{asked:,}")
-    return table
+        yield kind, bar(rate or 0.0), "–" if rate is None else f"{rate:.1%}", f"{found:,}", f"{asked:,}"
 
 
-def _counters(stats: ServerStats, before: ServerStats | None, seconds: float) -> RenderableType:
-    table = _table("Counters", "counter", "total")
-    table.columns[1].justify = "right"
-    live = before is not None and seconds > 0
-    if live:
-        table.add_column("a second", justify="right")
+def _counters(stats: ServerStats, before: ServerStats | None, seconds: float) -> Table:
+    rows = []
     for name, total in stats.counters.items():
         row = [name.replace("_", " "), f"{total:,}"]
-        if before is not None and live:
+        if before is not None:
             row.append(f"{(total - before.counters.get(name, 0)) / seconds:,.0f}")
-        table.add_row(*row, style="" if total else "dim")
-    return table
+        rows.append([Text(cell, style="" if total else "dim") for cell in row])
+    return table("Counters", ("counter", ">total", ">a second")[: 2 if before is None else 3], rows)
 
 
-def _latencies(stats: ServerStats) -> RenderableType:
-    table = _table("Time inside the server", "request", "count", "p50 µs", "p99 µs")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, latency in sorted(stats.latency.items()):
-        if latency.count:
-            table.add_row(name, f"{latency.count:,}", f"{latency.p50_us:,.1f}", f"{latency.p99_us:,.1f}")
-    return table
-
-
-def _namespaces(stats: ServerStats) -> RenderableType:
-    table = _table("Namespaces", "namespace", "what it is")
-    for name, what in sorted(stats.namespaces.items()):
-        table.add_row(Text(name), Text(what))
-    return table
-
-
-def _mismatches(stats: ServerStats) -> RenderableType:
+def _mismatches(stats: ServerStats) -> Iterator[tuple[str, ...]]:
     """Who does not share, and why: a row for each value of each field that instances of one model differ in."""
-    table = _table("Not shared", "model", "field", "value", "instances", "what to do")
     for mismatch in stats.mismatches:
         advice = mismatch.advice or f"make {mismatch.field} the same everywhere"
         for number, (value, who) in enumerate(mismatch.values):
-            first = (mismatch.model, mismatch.field) if not number else ("", "")
-            cells = (*first, value, ", ".join(who), advice if not number else "")
-            table.add_row(*map(Text, cells))
-    return table
-
-
-def _quarantine(stats: ServerStats) -> RenderableType:
-    table = _table("Slots in quarantine until their writer ends or answers", "pid", "slots")
-    for pid, slots in sorted(stats.quarantined_slots.items()):
-        table.add_row(str(pid), f"{slots:,}", style="yellow")
-    return table
-
-
-def _reports(reports: Sequence[Reported]) -> RenderableType:
-    """What instances reported, newest first."""
-    table = _table("Reports", "when", "", "pid", "device", "report")
-    style = {"warn": "yellow", "error": "bold red"}
-    for reported in reversed(reports):
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reported.time))
-        level = Text(reported.level, style.get(reported.level, ""))
-        table.add_row(when, level, str(reported.pid), Text(reported.device), Text(reported.text))
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in columns:
-        table.add_column(column, no_wrap=column not in _FOLDED)
-    return table
+            first = (mismatch.model, mismatch.field, advice) if not number else ("", "", "")
+            yield *first[:2], value, ", ".join(who), first[2]

@@ -1,7 +1,7 @@
 """What is wrong with this machine for vcache, and what to do about it. Behind `vcache doctor`.
 
 Looks without changing anything. Imports neither torch nor LMCache nor vLLM; on a GPU machine it makes a CUDA context for
-a moment on each GPU, to ask for free memory. With a offload tier, a child process puts one small object into it and removes it.
+a moment on each GPU, to ask for free memory. With an offload tier, a child process puts one small object into it and removes it.
 """
 
 from __future__ import annotations
@@ -13,26 +13,10 @@ from vcache_backend.doctor.finding import Finding
 from vcache_backend.doctor.gpus import check_gpus
 from vcache_backend.doctor.memory import check_memory
 from vcache_backend.doctor.offload import check_offload
-from vcache_backend.doctor.packages import PACKAGES, check_packages
-from vcache_backend.doctor.server import check_reports, check_server, check_socket
+from vcache_backend.doctor.packages import PACKAGES as PACKAGES
+from vcache_backend.doctor.packages import check_packages
+from vcache_backend.doctor.server import check_server, check_socket
 from vcache_backend.doctor.system import check_hash_seed, check_kernel, check_limits, check_python
-
-__all__ = [
-    "PACKAGES",
-    "Finding",
-    "check_gpus",
-    "check_hash_seed",
-    "check_kernel",
-    "check_limits",
-    "check_memory",
-    "check_offload",
-    "check_packages",
-    "check_python",
-    "check_reports",
-    "check_server",
-    "check_socket",
-    "diagnose",
-]
 
 
 def diagnose(config: Config) -> list[Finding]:
@@ -45,7 +29,6 @@ def diagnose(config: Config) -> list[Finding]:
         check_memory,
         check_socket,
         check_server,
-        check_reports,
         check_offload,
         check_hash_seed,
         check_limits,

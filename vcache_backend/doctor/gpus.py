@@ -9,14 +9,10 @@ from pathlib import Path
 
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.doctor.finding import Finding
-from vcache_backend.doctor.versions import dotted
 from vcache_backend.errors import SegmentError
 from vcache_backend.vram_pool import cuda_driver, devices
 from vcache_backend.vram_pool.cuda_driver import DriverError
 from vcache_backend.vram_pool.devices import Gpu
-
-_PRESENT = Path("/proc/driver/nvidia/gpus")
-"""A folder for each GPU that the driver has, visible to CUDA or not."""
 
 
 def check_gpus(config: Config) -> Iterator[Finding]:
@@ -32,13 +28,12 @@ def check_gpus(config: Config) -> Iterator[Finding]:
             return
         yield Finding("gpus", "fail", f"an NVIDIA driver, but its GPUs cannot be used: {error}", "see nvidia-smi")
         return
-    yield Finding("driver", "ok", f"NVIDIA {_kernel_module()}, CUDA {dotted(version)}")
+    yield Finding("driver", "ok", f"NVIDIA {_kernel_module()}, CUDA {'.'.join(map(str, version))}")
     if not gpus:
         yield from _sees_none()
     yield from map(_one_gpu, gpus)
     yield from _torch_build(gpus)
     yield from _pairs(gpus)
-    yield from _unseen(gpus)
 
 
 def _sees_none() -> Iterator[Finding]:
@@ -76,14 +71,6 @@ def _pairs(gpus: list[Gpu]) -> Iterator[Finding]:
             else:
                 advice = "they cannot share hits; see `nvidia-smi topo -p2p r`, and IOMMU and ACS settings"
                 yield Finding(check, "fail", f"no peer access from {gpu.uuid} to {peer}", advice)
-
-
-def _unseen(gpus: list[Gpu]) -> Iterator[Finding]:
-    present = len(list(_PRESENT.glob("*")))
-    if 0 < len(gpus) < present:
-        detail = f"{len(gpus)} of {present} GPUs are visible here, which is enough to read the others' part of the pool over peer access"
-        advice = "whether they have it can be asked only where both are visible: run this without CUDA_VISIBLE_DEVICES"
-        yield Finding("other gpus", "ok", detail, advice)
 
 
 def has_nvidia() -> bool:

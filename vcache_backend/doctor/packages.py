@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from typing import Literal
 
@@ -11,7 +13,14 @@ import msgspec
 from vcache_backend.config import Config
 from vcache_backend.doctor import gpus
 from vcache_backend.doctor.finding import Finding
-from vcache_backend.doctor.versions import Version, dotted, numbers
+
+Version = tuple[int, ...]
+
+
+def numbers(text: str) -> Version:
+    """The leading numbers: (2, 13, 0) of "2.13.0+cpu", (6, 18, 44) of "6.18.44-generic"."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 class _Package(msgspec.Struct, frozen=True):
@@ -23,6 +32,10 @@ class _Package(msgspec.Struct, frozen=True):
     high: Version
     role: Literal["required", "gpu", "optional"]
     builds: tuple[str, ...] = ()
+
+    @property
+    def wanted(self) -> str:
+        return f">={'.'.join(map(str, self.low))},<{'.'.join(map(str, self.high))}"
 
 
 MOONCAKE = _Package(
@@ -54,13 +67,12 @@ def check_packages(config: Config) -> Iterator[Finding]:
             yield _missing(package, needed=package in needed_by_the_tier(config))
             continue
         name, version = found
-        wanted = f">={dotted(package.low)},<{dotted(package.high)}"
         if package.low <= numbers(version) < package.high:
             yield Finding(package.name, "ok", version if name == package.name else f"{version} ({name})")
         else:
             status: Literal["warn", "fail"] = "warn" if package.role == "optional" else "fail"
-            advice = f"pip install '{name}{wanted}'"
-            yield Finding(package.name, status, f"{version} is not one of the supported versions, {wanted}", advice)
+            advice = f"pip install '{name}{package.wanted}'"
+            yield Finding(package.name, status, f"{version} is not one of the supported versions, {package.wanted}", advice)
 
 
 def find(package: _Package) -> tuple[str, str] | None:
@@ -81,7 +93,7 @@ def needed_by_the_tier(config: Config) -> tuple[_Package, ...]:
 
 
 def _missing(package: _Package, needed: bool) -> Finding:
-    install = f"pip install '{package.name}>={dotted(package.low)},<{dotted(package.high)}'"
+    install = f"pip install '{package.name}{package.wanted}'"
     if needed:
         also = f"; without CUDA: {package.builds[0]}" if package.builds else ""
         return Finding(package.name, "fail", "not installed, and offload.policy is not off", f"{install}{also}")
@@ -93,8 +105,6 @@ def _missing(package: _Package, needed: bool) -> Finding:
 
 
 def installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    with suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version(name))
+    return False

@@ -6,16 +6,14 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from vcache_backend.config import ByteSize, Config
+from vcache_backend.config import Config
 from vcache_backend.doctor.finding import Finding
-from vcache_backend.doctor.packages import installed
-from vcache_backend.doctor.versions import numbers
+from vcache_backend.doctor.packages import installed, numbers
 
 ENOUGH_FDS = 4096
-ENOUGH_SHM = 1 << 30
 
 
 def check_python(config: Config) -> Iterator[Finding]:
@@ -33,8 +31,7 @@ def check_kernel(config: Config) -> Iterator[Finding]:
         yield Finding("kernel", "fail", f"{platform.system()} {release}", "vcache needs Linux 5.4 or later")
         return
     missing = []
-    attempts: dict[str, Callable[[], int]] = {"memfd_create": _memfd, "pidfd_open": _pidfd}
-    for name, attempt in attempts.items():
+    for name, attempt in {"memfd_create": _memfd, "pidfd_open": _pidfd}.items():
         try:
             os.close(attempt())
         except (OSError, AttributeError) as error:
@@ -85,14 +82,3 @@ def check_limits(config: Config) -> Iterator[Finding]:
     else:
         advice = f"ulimit -n {ENOUGH_FDS} (the hard limit is {hard}), or LimitNOFILE in the unit"
         yield Finding("open files", "warn", f"limit {soft}, server.max_clients {config.server.max_clients}", advice)
-    try:
-        shm = os.statvfs("/dev/shm")
-    except OSError as error:
-        yield Finding("/dev/shm", "warn", f"not there ({error})", "vLLM's workers need it; vcache's own segments do not")
-        return
-    free = ByteSize(shm.f_bavail * shm.f_frsize)
-    if free >= ENOUGH_SHM:
-        yield Finding("/dev/shm", "ok", f"{free.about} free")
-    else:
-        advice = "vLLM's workers may need more (docker: --shm-size=2g or --ipc=host); vcache's own segments do not"
-        yield Finding("/dev/shm", "warn", f"{free.about} free", advice)
