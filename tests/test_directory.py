@@ -727,7 +727,7 @@ def test_leases_that_run_out_together_let_go_in_several_turns(clock: FakeClock) 
     directory.remove(keys)
     clock.advance(10)
     assert work_of(directory, directory.tick) <= A_TURN
-    assert directory.leases.letting_go
+    assert directory.leases.ended
     for _ in range(8):
         assert work_of(directory, lambda: directory.go_on(backlog.AT_ONCE)) <= A_TURN
     assert used(directory) == 0

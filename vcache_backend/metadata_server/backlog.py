@@ -48,26 +48,23 @@ class Backlog:
     """The tasks that go on. Each has its share of every turn, so that none waits for the end of another."""
 
     def __init__(self) -> None:
-        self._tasks: deque[Task] = deque()
-
-    def __len__(self) -> int:
-        return len(self._tasks)
+        self.tasks: deque[Task] = deque()
 
     def add(self, task: Task) -> int:
         """Begin a task; how many entries that touched."""
         touched = task.run(AT_ONCE)
         if not task.done:
-            self._tasks.append(task)
+            self.tasks.append(task)
         return touched
 
     def run(self, work: int) -> int:
         """Go on with every task, those that waited longest first, until about `work` entries are touched; how many were."""
         touched = 0
-        for left in range(len(self._tasks), 0, -1):
+        for left in range(len(self.tasks), 0, -1):
             if touched >= work:
                 break
-            task = self._tasks.popleft()
+            task = self.tasks.popleft()
             touched += task.run(max(1, (work - touched) // left))
             if not task.done:
-                self._tasks.append(task)
+                self.tasks.append(task)
         return touched

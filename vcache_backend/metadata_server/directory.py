@@ -8,7 +8,7 @@ ends (2); a reserved slot comes back only when its writer says so or its process
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from itertools import count, takewhile
 
 import msgspec
 
@@ -98,20 +98,16 @@ class Directory:
 
     def lookup(self, keys: list[ChunkKey], ranks: int = 1) -> int:
         """How many leading chunks all ranks have. At most `MAX_LOOKED_UP` keys times ranks."""
-        everywhere, found = self.contents.live, 0
-        beside = everywhere.beside(keys)
+        live = self.contents.live
+        beside = live.beside(keys)
         if ranks == 1:
-            for key in keys:
-                if key not in beside and key not in everywhere:
-                    break
-                found += 1
+            found = sum(1 for _ in takewhile(beside.__contains__, keys))
+            found += sum(1 for _ in takewhile(live.__contains__, keys[found:]))  # where keys are of several namespaces
         else:
             suffixes = [rank.to_bytes(RANK_BYTES, "big") for rank in range(ranks)]
-            for key in keys:
-                stem = key[:-RANK_BYTES]
-                if not all(stem + suffix in beside or stem + suffix in everywhere for suffix in suffixes):
-                    break
-                found += 1
+            stems = (key[:-RANK_BYTES] for key in keys)
+            there = (all(stem + suffix in beside or stem + suffix in live for suffix in suffixes) for stem in stems)
+            found = sum(takewhile(bool, there))
         self.contents.work += (found + 1) * ranks // 4
         self.counters["lookup_chunks"] += len(keys)
         self.counters["lookup_hits"] += found
@@ -275,7 +271,7 @@ class Directory:
     @property
     def unfinished(self) -> bool:
         """Whether there is something for `go_on` to do."""
-        return bool(self.backlog) or self.leases.letting_go
+        return bool(self.backlog.tasks or self.leases.ended)
 
     def go_on(self, work: int) -> None:
         """Some of what earlier turns left: about `work` entries."""

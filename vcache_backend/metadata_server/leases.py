@@ -39,7 +39,8 @@ class Leases:
         self._of_client: dict[int, set[int]] = {}
         self._leased_by: Counter[int] = Counter()
         self._deadlines: list[tuple[float, int]] = []
-        self._ended: deque[list[Entry]] = deque()
+        self.ended: deque[list[Entry]] = deque()
+        """Entries of leases that are over: something for `let_go` to do."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -112,19 +113,14 @@ class Leases:
         del self._leased_by[client]
         return 0
 
-    @property
-    def letting_go(self) -> bool:
-        """Whether there is something for `let_go` to do."""
-        return bool(self._ended)
-
     def let_go(self, most: int = AT_ONCE) -> int:
         """Entries of leases that are over are held no longer, up to `most`; how many there were."""
         count = 0
-        while self._ended and count < most:
-            entries = self._ended[0]
+        while self.ended and count < most:
+            entries = self.ended[0]
             entry = entries.pop()
             if not entries:
-                self._ended.popleft()
+                self.ended.popleft()
             entry.leases -= 1
             if not entry.leases:
                 self._unheld(entry)
@@ -155,6 +151,6 @@ class Leases:
             self._leased_by[held.client] -= len(held.entries)
             if not of_client:
                 del self._of_client[held.client], self._leased_by[held.client]
-        self._ended.append(held.entries)
-        if len(self._ended) == 1:
+        self.ended.append(held.entries)
+        if len(self.ended) == 1:
             self.let_go()

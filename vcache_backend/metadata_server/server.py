@@ -49,6 +49,8 @@ TURN_WORK = 2048
 """When requests have touched so many entries, those that are left wait for the next turn: some milliseconds."""
 REQUEST_WORK = 16
 """What every request counts for, besides the entries it touches."""
+FOLLOWED = (m.Lookup, m.Acquire, m.Reserve)
+"""After these another request comes soon, which is worth spinning for."""
 BACKLOG_WORK = 512
 """So much of what earlier turns left is done in each turn."""
 
@@ -244,7 +246,7 @@ class Server:
         if connection.client is None:
             self._admission.greet(connection, request, self._service, self._watch, self._predecessor, self._legacy.witness)
             return
-        if isinstance(request, m.Lookup | m.Acquire | m.Reserve):
+        if isinstance(request, FOLLOWED):
             self._spin_until = time.monotonic() + self._spin_seconds
         reply, held = self._service.answer(connection.client, request, connection.fds)
         if isinstance(reply, m.ServerStats):
