@@ -98,7 +98,9 @@ def measure(options: argparse.Namespace, site: Site, proxy: Process) -> int:
         print(json.dumps({"rows": rows, "context_matters": sensitive, "ok": good, "status": status}, indent=2), flush=True)
     else:
         show(rows)
-        print("tokens equal: to the prefill server's own answer. Another first token gives another answer:", sensitive, flush=True)
+        print(
+            "tokens equal: to the prefill server's own answer. Another first token gives another answer:", sensitive, flush=True
+        )
     if not good:
         complain(site)
     if options.stay:
