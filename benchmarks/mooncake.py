@@ -1,8 +1,7 @@
 """The offload tier: what reading and writing through it costs against Mooncake's own client, and against none at all.
 
 A real master and provider on this machine, over loopback TCP; two nodes, each with a metadata server and a pool, on the GPU if there is
-one. What is measured against the library alone is measured in turns with it, on the same objects. Hit rates and failures have commands
-of their own, mooncake_trace and mooncake_chaos.
+one. What is measured against the library alone is measured in turns with it, on the same objects. Failures: `benchmarks.soak --store`.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.offload import objects
 
-from . import mooncake_chaos, mooncake_trace
-from .metadata import PATIENT
+from . import mooncake_trace
 from .mooncake_raw import WAYS
-from .mooncake_site import DEVICE, GIB, KV, SECONDS, Site, Size, load, prompt, synchronize, threads, timed, until
-from .results import Row, row
-from .vllm.process import Child
+from .mooncake_site import DEVICE, GIB, KV, SECONDS, Site, Size, prompt, synchronize, threads, timed, until
+from .processes import PATIENT, Child
+from .results import Row, load, row
 
 DEAD_MICROSECONDS = 50
 WARM_CALLS = 50
@@ -40,10 +38,10 @@ LATER_STEPS, LAUNCHES = 8, 1000
 
 
 def run() -> list[Row]:
-    """All rows; about a quarter of an hour."""
+    """All rows; about ten minutes."""
     with threads(1):
         rows = [*get_rows(), *put_rows(), *lookup_rows(), *step_rows()]
-    return [*rows, *mooncake_trace.run(), *mooncake_chaos.run()]
+    return [*rows, mooncake_trace.run()]
 
 
 class Turns:

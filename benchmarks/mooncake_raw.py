@@ -1,24 +1,21 @@
 """Mooncake's own client in a process of its own, with nothing of ours in between: what the tier is measured against.
 
-Started by `mooncake.Raw` with the master's address. Commands are lines of JSON on standard input, answers lines of JSON on standard
-output. The settings of the library are those the tier sets.
+Started with the master's address and the bytes of its memory. The settings of the library are those the tier sets.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
-import os
 import secrets
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from vcache_backend.config import MooncakeConfig, mooncake_environment
+
+from .processes import HOST, answer_commands
 
 WAYS = {"one call": (1, 0), "a call each": (1, 1), "2 threads, a call each": (2, 1), "2 threads, half each": (2, 2)}
 """Threads, and parts of a batch: 0 for one, 1 for as many as there are objects, 2 for halves."""
@@ -28,13 +25,13 @@ class RawClient:
     """The commands. Memory is `nbytes`, split into pieces of one object each."""
 
     def __init__(self, master: str, nbytes: int) -> None:
-        mooncake_environment(MooncakeConfig(master=master, hostname="127.0.0.1"))
+        mooncake_environment(MooncakeConfig(master=master, hostname=HOST))
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
         self._store, self._config = MooncakeDistributedStore(), ReplicateConfig()
         code = self._store.setup(
             {
-                "local_hostname": "127.0.0.1",
+                "local_hostname": HOST,
                 "metadata_server": "P2PHANDSHAKE",
                 "global_segment_size": "0",
                 "local_buffer_size": "0",
@@ -59,10 +56,6 @@ class RawClient:
     def put(self, names: list[str], size: int, way: str) -> float:
         """Seconds to write them."""
         return self._timed(names, size, way, lambda *piece: self._store.batch_put_from(*piece, self._config), 0)
-
-    def there(self, names: list[str]) -> int:
-        """How many of these are in the store."""
-        return sum(code == 1 for code in self._store.batch_is_exist(names))
 
     def remove(self, names: list[str]) -> None:
         self._store.batch_remove(names, True)
@@ -107,26 +100,5 @@ class RawClient:
         return seconds
 
 
-def main() -> None:
-    # The library writes to standard output.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    client: RawClient | None = None
-    for line in sys.stdin:
-        command, arguments = json.loads(line)
-        reply: dict[str, Any]
-        try:
-            if client is None:
-                client, reply = RawClient(**arguments), {"answer": None}
-            else:
-                reply = {"answer": getattr(client, command)(**arguments)}
-        except Exception:  # noqa: BLE001 - the parent says so
-            reply = {"error": traceback.format_exc()}
-        answers.write(json.dumps(reply) + "\n")
-        answers.flush()
-    # Not by way of the library's own clean-up, which hangs where the master is gone.
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    answer_commands(lambda: RawClient(sys.argv[1], int(sys.argv[2])))

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
 from vcache_backend.config import ByteSize, Config, EngineConfig, OffloadConfig, PoolConfig, ServerConfig
@@ -21,10 +17,8 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
-from .metadata import PATIENT, server
 from .mooncake_depot import Depot
-from .results import Row, document, write
-from .vllm.process import Child
+from .processes import PATIENT, Child, metadata_server, module
 
 BLOCK_SIZE = 16
 SECONDS = 60.0
@@ -73,13 +67,13 @@ class Site:
 
     def node(self) -> Path:
         """A metadata server's socket."""
-        return self._undo.enter_context(server())
+        return self._undo.enter_context(metadata_server())
 
     def raw(self, nbytes: int) -> Child:
         """Mooncake's own client, with so much memory for objects."""
-        command = [sys.executable, "-m", "benchmarks.mooncake_raw"]
-        child = self._undo.enter_context(Child("raw client", command, dict(os.environ), self.folder / "raw.log"))
-        child.ask("make", SECONDS, master=self.depot.address, nbytes=nbytes)
+        command = module("benchmarks.mooncake_raw", self.depot.address, str(nbytes))
+        child = self._undo.enter_context(Child("raw client", command, self.folder / "raw.log"))
+        child.answer(SECONDS)
         return child
 
     def engine(self, node: Path, kv: KV, pool_bytes: int, offload: OffloadConfig | None) -> VCacheEngine:
@@ -125,7 +119,7 @@ class KV:
             tensor.fill_(float("nan"))
 
     def holds(self, other: KV) -> bool:
-        """Is every token here what it is there?"""
+        """Whether every token here is what it is there."""
         return all(
             torch.equal(mine[:, self._blocks], its[:, other._blocks])
             for mine, its in zip(self.tensors, other.tensors, strict=True)
@@ -160,11 +154,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def load() -> str:
-    """How busy this machine is, for the record."""
-    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-
-
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """torch's, for a while. More than there are idle cores make a copy many times slower."""
@@ -172,12 +161,3 @@ def threads(count: int) -> Iterator[None]:
     torch.set_num_threads(count)
     yield
     torch.set_num_threads(before)
-
-
-def write_rows(rows: Sequence[Row], out: Path | None) -> int:
-    """Print the rows, write the result file if one is wanted; 1 if a row missed its limit."""
-    for row in rows:
-        print(json.dumps(msgspec.to_builtins(row), indent=1))
-    if out:
-        write(out, document(rows))
-    return int(any(row.ok is False for row in rows))

@@ -1,6 +1,4 @@
-"""Is nothing that was computed lost? Mooncake's conversation trace through two engines whose pool is too small by four times.
-
-    python -m benchmarks.mooncake_trace [--trace FILE] [--requests N] [--policy write_through] [--pause 0.2]
+"""Whether anything is lost that was computed: Mooncake's conversation trace through two engines whose pool is four times too small.
 
 Requests follow one another as fast as they can, on one engine and the other in turn: look up, retrieve, compute, store the rest. The
 KV is tiny, 64 B a token, but every byte of it says which token it belongs to, and is checked. Hits are counted in chunks of 512 tokens,
@@ -9,24 +7,18 @@ one id of the trace, and compared with those of a cache that forgets nothing.
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from vcache_backend.config import OffloadConfig
-from vcache_backend.engine import VCacheEngine
 
 from . import trace
-from .mooncake_depot import missing
-from .mooncake_site import BLOCK_SIZE, GIB, KV, SECONDS, Site, Size, load, threads, write_rows
-from .results import Row, row
+from .mooncake_site import BLOCK_SIZE, GIB, KV, SECONDS, Site, Size, threads
+from .results import Row, load, row
 
 CHUNK = trace.BLOCK_TOKENS
 TOO_SMALL = 4
@@ -34,35 +26,24 @@ MOST_BLOCKS = 1 << 13
 SIZE = Size(layers=1, heads=1, dim=16, chunks=MOST_BLOCKS * BLOCK_SIZE // CHUNK, chunk_tokens=CHUNK)
 
 
-def run(
-    requests: Sequence[trace.Request] = (),
-    policies: Sequence[str] = ("write_through",),
-    pause: float = 0.0,
-    through: bool = False,
-) -> list[Row]:
-    """One row a policy. Without requests, those of the excerpt. pause: seconds between requests, in which chunks are saved.
+def run(requests: Sequence[trace.Request] = (), through: bool = False) -> Row:
+    """`mooncake_trace_hit_rate`. Without requests, those of the excerpt.
 
-    through: wait after each request until its chunks are below. Else one that is evicted between its copy out of the pool and the end
-    of its writing is nowhere for that long.
+    through: wait after each request until its chunks are in the store. Else one that is evicted between its copy out of the pool and
+    the end of its writing is nowhere for that long.
     """
     requests = requests or trace.excerpt()
-    return [_row(requests, policy, pause, through) for policy in policies]
-
-
-def _row(requests: Sequence[trace.Request], policy: str, pause: float, through: bool) -> Row:
     expected = infinite(requests)
     unique = len({id_ for request in requests for id_ in whole(request)})
     with Site(int(1.5 * unique * SIZE.chunk_bytes) + GIB // 16) as site, threads(1):
-        replay = Replay(site, unique * SIZE.chunk_bytes // TOO_SMALL, site.depot.offload(policy=policy))
+        replay = Replay(site, unique * SIZE.chunk_bytes // TOO_SMALL, site.depot.offload())
         for number, request in enumerate(requests):
             replay.one(number, request, expected[number], through)
-            time.sleep(pause)
         causes = replay.causes()
     chunks = sum(len(whole(request)) for request in requests)
-    what = f"{len(requests)} requests, {chunks} chunks, {unique} different, pool for {unique // TOO_SMALL}, {policy}, {pause:g} s apart"
+    what = f"{len(requests)} requests, {chunks} chunks, {unique} different, pool for {unique // TOO_SMALL}, write_through"
     what = f"{what}; misses that an infinite cache has not: {json.dumps(causes)}; {load()}"
-    case = "mooncake_trace_hit_rate" if policy == "write_through" else f"mooncake_trace_hit_rate_{policy}"
-    return row(case, "hits", [sum(replay.hits) / chunks], sum(expected) / chunks, what=what, at_least=1.0)
+    return row("mooncake_trace_hit_rate", "hits", sum(replay.hits) / chunks, sum(expected) / chunks, what=what, at_least=1.0)
 
 
 class Replay:
@@ -70,7 +51,7 @@ class Replay:
 
     def __init__(self, site: Site, pool_bytes: int, offload: OffloadConfig) -> None:
         place, self._kv = site.node(), KV(SIZE)
-        self._engines = [site.engine(place, self._kv, nbytes, offload) for nbytes in (pool_bytes // 2, pool_bytes // 2)]
+        self._engines = [site.engine(place, self._kv, pool_bytes // 2, offload) for _ in range(2)]
         self.hits: list[int] = []
         self._lost: Counter[str] = Counter()
 
@@ -86,9 +67,11 @@ class Replay:
         if hit > expected:
             raise RuntimeError(f"request {number}: {hit} chunks are hits, of which only {expected} were ever stored")
         if hit < expected:
-            self._note(engine, tokens, found // CHUNK, hit)
+            where = {0: "in the pool", 1: "in the store", -1: "nowhere"}[engine.contains(engine.keys(tokens)[hit])]
+            self._lost[f"{'not found' if found // CHUNK <= hit else 'found, not read'}, now {where}"] += 1
         self.hits.append(hit)
-        self._fill(tokens, slots)
+        for rows in self._rows():
+            rows[:, slots] = tokens[None, :, None]
         engine.store(tokens, got.logical_not(), self._kv.tensors, slots)
         engine.flush(SECONDS, through)
 
@@ -101,15 +84,6 @@ class Replay:
             causes.update(stats["failures"])
             causes.update({name: count for name, count in stats["not_stored"].items() if count and name != "exists"})
         return dict(causes)
-
-    def _note(self, engine: VCacheEngine, tokens: torch.Tensor, found: int, hit: int) -> None:
-        where = {0: "in the pool", 1: "below", -1: "nowhere"}[engine.contains(engine.keys(tokens)[hit])]
-        when = "not found" if found <= hit else "found, not read"
-        self._lost[f"{when}, now {where}"] += 1
-
-    def _fill(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        for rows in self._rows():
-            rows[:, slots] = tokens[None, :, None]
 
     def _check(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         for rows in self._rows():
@@ -135,26 +109,3 @@ def infinite(requests: Sequence[trace.Request]) -> list[int]:
         hits.append(next((place for place, id_ in enumerate(ids) if id_ not in seen), len(ids)))
         seen.update(ids)
     return hits
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """1 if something was lost."""
-    parser = argparse.ArgumentParser(prog="benchmarks.mooncake_trace", description=__doc__)
-    parser.add_argument("--trace", type=Path, help="the whole trace (default: the excerpt in data/)")
-    parser.add_argument("--requests", type=int, default=0, help="its first so many (default: all)")
-    parser.add_argument("--policy", action="append", choices=["write_through"])
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two requests (default: none)")
-    parser.add_argument("--out", type=Path, help="result file")
-    options = parser.parse_args(arguments)
-    console = Console(stderr=True)
-    if missing():
-        console.print(f"nothing is measured: {missing()}")
-        return 2
-    requests = trace.read(options.trace.read_bytes()) if options.trace else trace.excerpt()
-    with console.status("replaying the trace ..."):
-        rows = run(requests[: options.requests or None], options.policy or ["write_through"], options.pause)
-    return write_rows(rows, options.out)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

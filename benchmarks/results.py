@@ -9,6 +9,7 @@ import platform
 import re
 import statistics
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,15 +52,17 @@ class Row(msgspec.Struct, frozen=True):
 def row(
     case: str,
     unit: str,
-    samples: Sequence[float],
+    samples: Sequence[float] | float,
     reference: Sequence[float] | float,
     *,
     what: str,
     at_least: float | None = None,
     at_most: float | None = None,
+    runs: int = 0,
 ) -> Row:
-    """Median of `samples` against the median (or the stated value) of the reference, judged by the ratio."""
-    value = statistics.median(samples)
+    """Medians, judged by their ratio if there is a limit. runs: behind a sample that is one figure."""
+    values = [samples] if isinstance(samples, (int, float)) else samples
+    value = statistics.median(values)
     against = reference if isinstance(reference, (int, float)) else statistics.median(reference)
     ratio = value / against if against else 0.0
     limit, ok = "", None
@@ -67,7 +70,26 @@ def row(
         limit, ok = f">= {at_least:g}", ratio >= at_least
     if at_most is not None:
         limit, ok = f"<= {at_most:g}", ratio <= at_most
-    return Row(case, value, unit, float(against), ratio, len(samples), spread(samples), what, limit, ok)
+    return Row(case, value, unit, float(against), ratio, runs or len(values), spread(values), what, limit, ok)
+
+
+def none(case: str, unit: str, count: float, what: str, runs: int = 1) -> Row:
+    """What must not be at all."""
+    return Row(case, count, unit, 0.0, float(count), runs, 0.0, what, "0", not count)
+
+
+def fraction(case: str, good: Sequence[bool], what: str, limited: bool = True) -> Row:
+    """How many of the prompts are as they should be; all of them must."""
+    share = sum(good) / len(good) if good else 0.0
+    limit, ok = (">= 1", bool(good) and all(good)) if limited else ("", None)
+    return Row(case, share, "fraction", 1.0, share, len(good), 0.0, what, limit, ok)
+
+
+def percentile(values: Sequence[float], which: int) -> float:
+    """0 for none, the value itself for one."""
+    if len(values) < 2:
+        return values[0] if values else 0.0
+    return statistics.quantiles(values, n=100, method="inclusive")[which - 1]
 
 
 def spread(samples: Sequence[float]) -> float:
@@ -116,9 +138,79 @@ def document(rows: Sequence[Row], commit: str = "") -> dict[str, object]:
 
 
 def write(path: Path, result: dict[str, object]) -> None:
-    """One JSON file, readable in a diff."""
+    """One JSON file, readable in a diff; there whole or as it was before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    new.replace(path)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a result file."""
+    return msgspec.convert(msgspec.json.decode(path.read_bytes())["rows"], list[Row])
+
+
+class Report:
+    """Rows by case, in the order they came; a file that is there already is continued, and a case measured again is replaced."""
+
+    def __init__(self, path: Path | None, commit: str = "", suffix: str = "") -> None:
+        self._path, self._commit, self._suffix = path, commit, suffix
+        self.rows: dict[str, Row] = {}
+        if path is not None and path.exists():
+            self.rows = {row.case: row for row in read(path)}
+
+    @property
+    def missed(self) -> bool:
+        """Whether a row is beyond its limit."""
+        return any(row.ok is False for row in self.rows.values())
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Print them and write the file."""
+        for row in [msgspec.structs.replace(row, case=row.case + self._suffix) for row in rows]:
+            self.rows[row.case] = row
+            print("  " + line(row), flush=True)
+        if self._path is not None:
+            write(self._path, document(list(self.rows.values()), self._commit))
+
+    def table(self) -> str:
+        """All rows, for people."""
+        return "\n".join(line(row) for row in self.rows.values())
+
+
+def line(row: Row) -> str:
+    """One row of a table."""
+    verdict = {True: "ok", False: "MISSED", None: ""}[row.ok]
+    figures = f"{row.value:12.4f} {row.reference:12.4f} {row.unit:9} ratio {row.ratio:8.4f}"
+    return f"{row.case:36} {figures} {row.limit:8} {verdict:6} runs {row.runs:5} spread {row.spread:.1%}"
+
+
+def load() -> str:
+    """How busy this machine is, for the record."""
+    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+
+
+class OutOfTime(RuntimeError):
+    """The run's deadline has come."""
+
+
+class Clock:
+    """Seconds of a run."""
+
+    def __init__(self, seconds: float) -> None:
+        self._started, self._seconds = time.monotonic(), seconds
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def left(self) -> float:
+        return self._seconds - self.spent
+
+    def check(self, needed: float = 0.0) -> None:
+        """OutOfTime unless so many seconds are left."""
+        if self.left < needed:
+            raise OutOfTime(f"{self.spent:.0f} s spent, {self.left:.0f} s left")
 
 
 def _commit() -> str:

@@ -19,22 +19,20 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
+from .results import Clock, Report
 from .serving.measure import Bench, run_all
 from .serving.sizes import SIZES, Sizes
 from .serving.systems import SYSTEMS
 from .serving.workloads import WORKLOADS
-from .vllm.report import Clock, Report
 from .vllm.scale import GIB
 from .vllm.weights import write_model
+from .vllm_ttft import common_options, end_in_time, names_of
 
-GRACE = 20
-"""Seconds after the deadline at which whatever still runs is ended, and the rows there are stay."""
 ORDER = ("alone", "offload", "mp", "vcache")
 """With two pairs of GPUs the first two run beside each other, and then the others: those that use host memory apart."""
 
@@ -43,13 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
     if options.plot:
-        from .serving.plot import plot
+        from .plot import serving
 
-        plot(options.out, options.plot)
+        serving(options.out, options.plot)
         return 0
-    for number in (signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, _end)
-    signal.alarm(int(options.seconds) + GRACE)
+    end_in_time(options.seconds)
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-serving-logs-"))
     folder.mkdir(parents=True, exist_ok=True)
     sizes = _sizes(options)
@@ -70,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.alarm(0)
     print(bench.report.table())
     print(f"{bench.clock.spent:.0f} s{'; failed: ' + ', '.join(failed) if failed else ''}", flush=True)
-    return 1 if failed or any(row.ok is False for row in bench.report.rows.values()) else 0
+    return int(bool(failed) or bench.report.missed)
 
 
 def _left_out(name: str, sizes: Sizes) -> bool:
@@ -96,31 +92,18 @@ def _sizes(options: argparse.Namespace) -> Sizes:
     return msgspec.structs.replace(sizes, plan=plan, **{key: value for key, value in over.items() if value is not None})
 
 
-def _end(number: int, frame: object) -> NoReturn:
-    """SIGTERM becomes an exception, so that children are killed on the way out."""
-    sys.exit(128 + number)
-
-
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="vllm_serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="result file; one that is there is continued")
+    common_options(parser, 540.0)
     parser.add_argument(
-        "--systems", type=_of(ORDER), default=list(ORDER), help=f"with commas between them, of {', '.join(ORDER)}"
+        "--systems", type=names_of(ORDER), default=list(ORDER), help=f"with commas between them, of {', '.join(ORDER)}"
     )
-    parser.add_argument("--workloads", type=_of(WORKLOADS), default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--workloads", type=names_of(WORKLOADS), default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--scale", choices=SIZES, default="full")
     parser.add_argument("--gpus", type=_ordinals, help="default: 0,1; with --pairs: 0,1,2,3")
     parser.add_argument("--pairs", action="store_true", help="a system on each pair of --gpus at the same time")
-    parser.add_argument("--seconds", type=float, default=540.0, help="when to stop, whatever is left")
-    parser.add_argument("--commit", default="", help="the commit measured, where git cannot tell")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of vcache's configuration")
-    parser.add_argument("--logs", type=Path, help="where logs and every answer's times go; default: a new folder")
-    parser.add_argument(
-        "--cache", type=Path, default=Path("/tmp/vcache-vllm-cache"), help="vLLM's compiled code, for the next run"
-    )
-    parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw --out into a .svg or .png")
     memory = parser.add_argument_group("memory; default: the scale's")
     memory.add_argument("--kv-gib", type=float, help="vLLM's KV cache of an instance beside a pool")
     memory.add_argument("--pool-gib", type=float, help="lent to the pool by an instance; without a pool it is KV cache")
@@ -143,18 +126,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not options.plot and "trace" in options.workloads and not options.trace:
         parser.error("the workload `trace` needs --trace FILE")
     return options
-
-
-def _of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """A parser of names with commas between them."""
-
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := sorted(set(names) - set(known)):
-            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(known)}")
-        return names
-
-    return parse
 
 
 def _ordinals(text: str) -> list[int]:

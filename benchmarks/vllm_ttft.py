@@ -1,8 +1,8 @@
 """Real vLLM instances on two GPUs that share KV through vcache: is it right, and how fast is it?
 
-    python3 -m benchmarks.vllm_ttft --out FILE [--door lmcache|vllm] [--only PART,...] [--scale full|quick|tiny]
+    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm] [--only PART,...] [--scale full|quick|tiny]
 
-`--door`: through LMCache and the plugin, or through our own connector. Needs vLLM, and LMCache for its door and for comparisons;
+`--integration`: through LMCache and the plugin, or through our own connector. Needs vLLM, and LMCache for its own and for comparisons;
 the model has the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded. Each part writes its rows as soon as it has
 them; a part that fails does not cost the others theirs; at the deadline what runs is ended.
 `--scale tiny` runs the same on the CPU, for the sake of the script. `--plot PICTURE` draws the file given by `--out` and measures nothing.
@@ -15,19 +15,22 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from .results import Row
-from .vllm import equality, failures, latency, offload, scheduling
+import msgspec
+
+from .results import Clock, Report, Row
+from .vllm import equality, failures, latency, offload, pd, scheduling
 from .vllm.fleet import Fleet
 from .vllm.instances import KINDS
 from .vllm.prompts import Prompts
-from .vllm.report import Clock, Report
-from .vllm.scale import SCALES
+from .vllm.scale import GIB, SCALES
 
-DOORS = ("lmcache", "vllm")
+INTEGRATIONS = ("lmcache", "vllm")
+GRACE = 20
+"""Seconds after the deadline at which whatever still runs is ended, and the rows there are stay."""
 
 
 class Run(NamedTuple):
@@ -44,13 +47,13 @@ class Run(NamedTuple):
 class Part(NamedTuple):
     """Something to measure, the instances it needs, and about how many seconds on two H200s once they are up.
 
-    doors: which it is for. cpu: whether it runs on the CPU too; vLLM's MLA there has no prefix cache.
+    of: the integrations it is for. cpu: whether it runs on the CPU too; vLLM's MLA there has no prefix cache.
     """
 
     instances: tuple[str, ...]
     seconds: int
     run: Callable[[Run], list[Row]]
-    doors: tuple[str, ...] = DOORS
+    of: tuple[str, ...] = INTEGRATIONS
     cpu: bool = True
 
 
@@ -60,14 +63,17 @@ def _equal(run: Run) -> list[Row]:
     return equality.equal(run.fleet, run.clock, hits[: run.prompts or None], run.source)
 
 
-def _few(run: Run, kind: str) -> list[Row]:
+def _few(kind: str, seconds: int, of: tuple[str, ...] = ("vllm",), cpu: bool = True) -> Part:
     """Hits of instances of a kind, and, but for eager ones of the plain model, whether their output depends on the prompt at all."""
-    scale = KINDS[kind].of(run.fleet.scale)
-    source = Prompts(scale, seed=run.source.seed)
-    hits = source.hits(dict.fromkeys(scale.few, 3), 4)
-    rows = equality.equal(run.fleet, run.clock, hits, source, kind)
-    rows += equality.agreeing(run.fleet, source, kind)
-    return rows if kind == "eager" else [*rows, *equality.sensitive(run.fleet, source, kind, 1)]
+
+    def run(run: Run) -> list[Row]:
+        scale = KINDS[kind].of(run.fleet.scale)
+        source = Prompts(scale, seed=run.source.seed)
+        rows = equality.agreeing(run.fleet, source, kind)
+        rows += equality.equal(run.fleet, run.clock, source.hits(dict.fromkeys(scale.few, 3), 4), source, kind)
+        return rows if kind == "eager" else [*rows, *equality.sensitive(run.fleet, source, kind, 1)]
+
+    return Part(_trio(kind), seconds, run, of, cpu)
 
 
 def _trio(kind: str) -> tuple[str, ...]:
@@ -81,67 +87,61 @@ def _miss(run: Run) -> list[Row]:
 
 
 PAIR = ("alone", "a", "b")
+OURS = ("vllm",)
 PARTS: dict[str, Part] = {
-    "sensitive": Part(("alone",), 12, lambda run: equality.sensitive(run.fleet, run.source)),
-    "agreeing": Part(PAIR, 6, lambda run: equality.agreeing(run.fleet, run.source)),
-    "flipped": Part(PAIR, 6, lambda run: equality.flipped(run.fleet, run.source)),
+    "scheduler": Part(("a", "timed"), 40, lambda run: scheduling.scheduler_time(run.fleet, run.clock, run.source), OURS),
     "ttft": Part(PAIR, 65, lambda run: latency.first_token(run.fleet, run.clock, run.source, run.rounds, run.variants)),
-    "miss": Part(("alone", "a"), 30, _miss),
-    "tpot": Part(("a", "b"), 35, lambda run: latency.decoding(run.fleet, run.clock, run.source)),
+    "agreeing": Part(PAIR, 6, lambda run: equality.agreeing(run.fleet, run.source)),
+    "sensitive": Part(("alone",), 12, lambda run: equality.sensitive(run.fleet, run.source)),
+    "flipped": Part(PAIR, 6, lambda run: equality.flipped(run.fleet, run.source)),
     "equal": Part(PAIR, 150, _equal),
-    "stock": Part(("alone", "stock"), 20, lambda run: equality.stock(run.fleet, run.clock, run.source), ("lmcache",)),
     "restart": Part(PAIR, 60, lambda run: equality.restart(run.fleet, run.source)),
-    "scheduler": Part(
-        ("a", "timed"), 40, lambda run: scheduling.scheduler_time(run.fleet, run.clock, run.source), doors=("vllm",)
-    ),
-    "eager": Part(_trio("eager"), 20, lambda run: _few(run, "eager")),
+    "tpot": Part(("a", "b"), 35, lambda run: latency.decoding(run.fleet, run.clock, run.source)),
+    "miss": Part(("alone", "a"), 30, _miss),
+    "pd": Part(("producer", "consumer"), 30, lambda run: pd.first_token(run.fleet, run.clock, run.source, run.rounds), OURS),
+    "eager": _few("eager", 20, INTEGRATIONS),
     "tp2": Part(("tp2",), 20, lambda run: equality.tensor_parallel(run.fleet, run.source), cpu=False),
     "failures": Part(_trio("failing"), 40, lambda run: failures.failures(run.fleet, run.clock, run.source)),
-    "fp8": Part(_trio("fp8"), 20, lambda run: _few(run, "fp8"), doors=("vllm",)),
-    "mla": Part(_trio("mla"), 15, lambda run: _few(run, "mla"), doors=("vllm",), cpu=False),
     "below": Part(_trio(offload.EAGER), 40, lambda run: offload.equal(run.fleet, run.clock, run.source)),
-    "below_ttft": Part(_trio("below"), 30, lambda run: offload.first_token(run.fleet, run.clock, run.source)),
-    "ngram": Part(_trio("ngram"), 20, lambda run: _few(run, "ngram"), doors=("vllm",)),
+    "fp8": _few("fp8", 20),
+    "mla": _few("mla", 15, cpu=False),
+    "ngram": _few("ngram", 20),
 }
 """In the order they are run in."""
-APART = (("eager",), ("tp2",), ("failures",), ("below",), ("below_ttft",), ("fp8", "mla", "ngram"))
+APART = (("pd",), ("eager",), ("tp2",), ("failures",), ("below",), ("fp8", "mla", "ngram"))
 """Parts whose instances start when all that others need is gone; those of one group start together, on the CPU each alone."""
-GRACE = 20
-"""Seconds after the deadline at which whatever still runs is ended, and the rows there are stay."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a part had no rows."""
     options = _options(arguments)
     if options.plot:
-        from .vllm.plot import plot
+        from .plot import first_token
 
-        plot(options.out, options.plot)
+        first_token(options.out, options.plot)
         return 0
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGALRM, _end)
-    signal.alarm(int(options.seconds) + GRACE)
+    end_in_time(options.seconds)
     scale = SCALES[options.scale]
+    if options.pool_gib and not scale.cpu:
+        scale = msgspec.structs.replace(scale, pool_bytes=int(options.pool_gib * GIB))
     clock, report = Clock(options.seconds), Report(options.out, options.commit, options.suffix)
-    names = [name for name in PARTS if name in (options.only or PARTS) and options.door in PARTS[name].doors]
+    names = [name for name in PARTS if name in (options.only or PARTS) and options.integration in PARTS[name].of]
     skipped = [name for name in names if scale.cpu and not PARTS[name].cpu]
     names = [name for name in names if name not in skipped]
+    print("".join(f"{name}: skipped, needs GPUs\n" for name in skipped), end="", flush=True)
     variants = ("vcache",) + (() if options.without_mp or scale.cpu else ("mp",)) + (("lmcache",) if options.with_lmcache else ())
-    settings = dict(setting.split("=", 1) for setting in options.set)
+    more = dict(setting.split("=", 1) for setting in options.set)
     failed = []
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-vllm-"))
-    with Fleet(scale, folder, options.cache, options.in_process, settings, options.door, options.isolated) as fleet:
+    with Fleet(scale, folder, options.cache, more, options.integration, options.isolated) as fleet:
         print(f"logs in {fleet.folder}", flush=True)
-        for name in skipped:
-            print(f"{name}: skipped, needs GPUs", flush=True)
         for index, name in enumerate(names):
-            source = Prompts(fleet.scale, seed=sorted(PARTS).index(name) + options.seed * 100)
-            run = Run(fleet, clock, source, options.prompts, options.rounds, variants)
+            source = Prompts(fleet.scale, seed=list(PARTS).index(name) + options.seed * 100)
             try:
                 _arrange(fleet, names[index:], variants)
                 print(f"{name}: {clock.spent:.0f} s", flush=True)
                 clock.check(5)
-                report.add(PARTS[name].run(run))
+                report.add(PARTS[name].run(Run(fleet, clock, source, options.prompts, options.rounds, variants)))
             except Exception as error:  # noqa: BLE001 the other parts' rows count
                 failed.append(name)
                 traceback.print_exc()
@@ -149,11 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.alarm(0)
     print(report.table())
     print(f"{clock.spent:.0f} s; {len(report.rows)} rows{'; failed: ' + ', '.join(failed) if failed else ''}", flush=True)
-    return 1 if failed or any(row.ok is False for row in report.rows.values()) else 0
+    return int(bool(failed) or report.missed)
 
 
 def _arrange(fleet: Fleet, names: Sequence[str], variants: Sequence[str]) -> None:
-    """Start at once all that the parts to come need, up to the next that wants the GPUs to itself; end what none of them does."""
+    """Start all that the parts to come need, up to the next that wants the GPUs to itself; end what none of them does."""
     apart = [(name,) for group in APART for name in group] if fleet.scale.cpu else APART
     group = next((group for group in apart if names[0] in group), None)
     rest = {name for group in apart for name in group}
@@ -161,63 +161,73 @@ def _arrange(fleet: Fleet, names: Sequence[str], variants: Sequence[str]) -> Non
     needed = {instance for name in now for instance in PARTS[name].instances}
     if "ttft" in now:
         needed |= {instance for variant in variants for instance in latency.SIDES[variant]}
-        needed |= {"mp_server"} if "mp" in variants else set()
     fleet.end(fleet.running - needed - {"memory"})
-    fleet.start(sorted(needed - {"mp_server"}))
+    fleet.start(sorted(needed))
 
 
-def _end(number: int, frame: object) -> NoReturn:
-    """SIGTERM becomes an exception, so that children are killed on the way out."""
-    sys.exit(128 + number)
+def end_in_time(seconds: float) -> None:
+    """SIGTERM, and the deadline with a reserve, become an exception, so that children are killed on the way out."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, end)
+    signal.alarm(int(seconds) + GRACE)
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="vllm_ttft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """A parser of names with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := sorted(set(names) - set(known)):
+            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def common_options(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """Those that all measurements of vLLM have."""
     parser.add_argument("--out", type=Path, help="result file; one that is there is continued")
-    parser.add_argument("--only", type=_parts, help=f"parts, with commas between them; of {', '.join(PARTS)}")
-    parser.add_argument(
-        "--door", choices=DOORS, default="lmcache", help="how vcache's instances come to the pool; rows begin with it"
-    )
-    parser.add_argument(
-        "--with-lmcache", action="store_true", help="of --door vllm: LMCache's instances in `ttft` too, to compare"
-    )
-    parser.add_argument("--scale", choices=SCALES, default="full")
-    parser.add_argument("--quick", dest="scale", action="store_const", const="quick", help="the same as --scale quick")
-    parser.add_argument("--tiny", dest="scale", action="store_const", const="tiny", help="the same as --scale tiny")
-    parser.add_argument("--prompts", type=int, default=0, help="how many prompts `equal` takes")
-    parser.add_argument("--rounds", type=int, default=11, help="prompts of each length in `ttft`")
-    parser.add_argument("--seconds", type=float, default=520.0, help="when to stop, whatever is left")
-    parser.add_argument("--seed", type=int, default=0, help="other prompts")
+    parser.add_argument("--seconds", type=float, default=seconds, help="when to stop, whatever is left (default: %(default)g)")
     parser.add_argument("--commit", default="", help="the commit measured, where git cannot tell")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of vcache, such as vcache.pool.max_ctas=32"
     )
-    parser.add_argument("--suffix", default="", help="at the end of every case's name, for a second run with other settings")
-    parser.add_argument("--without-mp", action="store_true", help="leave LMCache's MP server out of `ttft`")
-    parser.add_argument("--in-process", action="store_true", help="vLLM's engine core in the instance's own process")
-    parser.add_argument("--isolated", action="store_true", help="each instance sees the GPU it computes on and no other")
     parser.add_argument("--logs", type=Path, help="where logs and settings go; default: a new folder")
     parser.add_argument(
-        "--cache", type=Path, default=Path("/tmp/vcache-vllm-cache"), help="vLLM's compiled code, for the next run"
+        "--cache", type=Path, default=Path("/tmp/vcache-vllm-cache"), help="vLLM's compiled code and the models, for the next run"
     )
     parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw --out into a .svg or .png")
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="vllm_ttft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common_options(parser, 520.0)
+    parser.add_argument("--only", type=names_of(PARTS), help=f"parts, with commas between them; of {', '.join(PARTS)}")
+    parser.add_argument("--integration", choices=INTEGRATIONS, default="lmcache", help="rows begin with it")
+    parser.add_argument(
+        "--with-lmcache", action="store_true", help="of --integration vllm: LMCache's instances in `ttft` too, to compare"
+    )
+    parser.add_argument("--scale", choices=SCALES, default="full")
+    parser.add_argument("--pool-gib", type=float, help="what each instance lends to the pool; default: the scale's")
+    parser.add_argument("--prompts", type=int, default=0, help="how many prompts `equal` takes")
+    parser.add_argument("--rounds", type=int, default=11, help="prompts of each length in `ttft` and of each kind in `pd`")
+    parser.add_argument("--seed", type=int, default=0, help="other prompts")
+    parser.add_argument("--suffix", default="", help="at the end of every case's name, for a second run with other settings")
+    parser.add_argument("--without-mp", action="store_true", help="leave LMCache's MP server out of `ttft`")
+    parser.add_argument("--isolated", action="store_true", help="each instance sees the GPU it computes on and no other")
     options = parser.parse_args(arguments)
     if options.plot and not options.out:
         parser.error("--plot draws the file given by --out")
-    if options.with_lmcache and options.door == "lmcache":
-        parser.error("--with-lmcache compares our own connector with LMCache: add --door vllm")
-    strange = [name for name in options.only or () if options.door not in PARTS[name].doors]
+    if options.with_lmcache and options.integration == "lmcache":
+        parser.error("--with-lmcache compares our own connector with LMCache: add --integration vllm")
+    strange = [name for name in options.only or () if options.integration not in PARTS[name].of]
     if strange:
-        parser.error(f"{', '.join(strange)}: not for --door {options.door}")
+        parser.error(f"{', '.join(strange)}: not for --integration {options.integration}")
     return options
-
-
-def _parts(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = sorted(set(names) - set(PARTS))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    return names
 
 
 if __name__ == "__main__":

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +14,6 @@ pytest.importorskip("zstandard")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import break_even, codec_logprobs
-from benchmarks import codecs as benchmark
 from vcache_backend.offload import codecs
 from vcache_backend.offload.codecs import Codec, CodecError, Geometry
 
@@ -274,68 +269,6 @@ def test_threads_share_a_codec(name: str) -> None:
     for thread in threads:
         thread.join(30)
     assert wrong == []
-
-
-def test_break_even_is_where_both_ways_take_as_long() -> None:
-    speed, size = break_even.Speed("int8", 2.0, 10e9), 1024 * (128 << 10)
-    model = break_even.Model("a model", 128 << 10, {1024: 0.026})
-    (line,) = break_even.table([speed], model, [1])
-    pays, compute = line.pays_below, line.recompute_below[1024]
-    assert size / pays == pytest.approx(size / 2 / pays + size / 10e9)
-    assert size / 2 / compute + size / 10e9 == pytest.approx(0.026)
-    assert break_even.needed_bandwidth(model) == {1024: pytest.approx(size / 0.026)}
-
-
-def test_a_codec_slower_than_computing_is_worth_no_link_and_raw_beats_itself_nowhere() -> None:
-    model = break_even.Model("a model", 128 << 10, {1024: 0.026})
-    slow, raw = break_even.Speed("zstd", 1.3, 1e9), break_even.Speed("raw", 1.0, math.inf)
-    lines = {(line.codec, line.cores): line for line in break_even.table([raw, slow], model, [1, 16])}
-    assert lines.keys() == {("raw", 1), ("zstd", 1), ("zstd", 16)}
-    assert lines["zstd", 1].recompute_below == {1024: math.inf}
-    assert lines["zstd", 16].recompute_below[1024] < math.inf
-    assert lines["raw", 1].pays_below == 0
-    assert lines["raw", 1].recompute_below == {1024: pytest.approx(break_even.needed_bandwidth(model)[1024])}
-
-
-def test_the_benchmark_measures_every_codec_and_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a file of KV, as JSON; the same is written."""
-    kv_file, out = tmp_path / "kv.npy", tmp_path / "result.json"
-    np.save(kv_file, kv(vectors=600).view(torch.int16).numpy().view(np.uint16))
-    command = [
-        "--kv",
-        str(kv_file),
-        "--head-dim",
-        "64",
-        "--token-bytes",
-        "1000",
-        "--prefill",
-        "8=1.5",
-        "--json",
-        "--out",
-        str(out),
-    ]
-    assert benchmark.main(command) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown == json.loads(out.read_text())
-    cases = {row["case"]: row for row in shown["rows"]}
-    assert {f"codec_{name}{part}" for name in codecs.NAMES for part in ("", "_encode", "_decode", "_error")} == cases.keys()
-    assert cases["codec_int8"]["value"] == pytest.approx(128 / 66)
-    assert cases["codec_raw_error"]["value"] == cases["codec_planes_error"]["value"] == 0 < cases["codec_int8_error"]["value"]
-    assert shown["kv"] == str(kv_file)
-    assert shown["break_even"]["min_bandwidth"] == {"8": pytest.approx(8000 / 0.0015)}
-    np.save(kv_file, np.zeros(4))
-    with pytest.raises(ValueError, match="holds float64; uint16"):
-        benchmark.from_file(kv_file, 64)
-
-
-@pytest.mark.parametrize("name", codecs.NAMES)
-def test_a_cache_goes_through_a_codec_with_every_number_at_its_place(name: str) -> None:
-    """As (1, heads, tokens, head_dim), with tokens before heads in a chunk. The forward passes themselves take 10 s to import."""
-    codec, cache = codecs.make(name, BF16), kv(vectors=5 * 7).view(1, 5, 7, 64)
-    back = codec_logprobs._through(codec, cache)
-    assert back.shape == cache.shape
-    assert torch.equal(back, cache) == codec.lossless
-    assert ((back - cache).abs() / cache.abs().amax(3, keepdim=True)).max() < 0.05
 
 
 @pytest.mark.parametrize("name", LOSSY)

@@ -20,7 +20,7 @@ from test_examples import command_line, left_over
 from vllm_cases import new_tokens
 
 from benchmarks.results import Row
-from benchmarks.vllm_pd import Samples, rows
+from benchmarks.vllm.pd import Samples, rows
 from vcache_backend.metadata_server.client import Client
 
 EXAMPLE, PROXY = ROOT / "examples" / "disaggregated_prefill.py", ROOT / "examples" / "prefill_proxy.py"

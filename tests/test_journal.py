@@ -295,7 +295,7 @@ def test_records_are_told_apart_by_their_first_element() -> None:
 
 def test_no_mutation_of_a_journal_is_believed() -> None:
     """As `journal_mutations` does it a hundred thousand times; its control, which asks no witness, sees what that costs."""
-    counts = journal_mutations.run(480, seed=2)
+    counts = journal_mutations.campaign(480, seed=2)
     assert (counts.mutations, counts.wrong) == (480, 0)
     assert counts.warm["untouched"] == 30
-    assert journal_mutations.run(160, believe=True).wrong > 0
+    assert journal_mutations.campaign(160, believe=True).wrong > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,18 +16,17 @@ import pytest
 from processes import Child as Process
 from vllm_cases import known_models
 
-from benchmarks.results import Row
+from benchmarks import plot
+from benchmarks.processes import Child, ChildFailed
+from benchmarks.results import Clock, OutOfTime, Report, Row, fraction, read, row
 from benchmarks.vllm import latency
 from benchmarks.vllm.equality import said
 from benchmarks.vllm.fleet import Fleet
 from benchmarks.vllm.instances import KINDS
-from benchmarks.vllm.plot import plot
 from benchmarks.vllm.probe import Probe
-from benchmarks.vllm.process import Child, ChildFailed
 from benchmarks.vllm.prompts import Prompts
-from benchmarks.vllm.report import Clock, OutOfTime, Report, fraction, read, recorded
 from benchmarks.vllm.scale import FULL, TINY, Scale
-from benchmarks.vllm_ttft import PARTS, main
+from benchmarks.vllm_ttft import main
 
 ECHO = """
 import json, sys, time
@@ -65,7 +63,7 @@ def test_a_hit_knows_as_many_tokens_as_whole_chunks_are_shared(scale: Scale) -> 
 
 
 def test_through_our_connector_a_hit_ends_with_a_whole_block_of_which_one_token_at_least_is_computed(tmp_path: Path) -> None:
-    with Fleet(FULL, tmp_path, tmp_path, door="vllm") as fleet:
+    with Fleet(FULL, tmp_path, tmp_path, integration="vllm") as fleet:
         assert [fleet.scale.hit(length) for length in (1023, 1024, 1025, 4096)] == [768, 1008, 1024, 4080]
     with Fleet(FULL, tmp_path, tmp_path) as fleet:
         assert [fleet.scale.hit(length) for length in (1023, 1024, 1025, 4096)] == [768, 1023, 1024, 4095]
@@ -93,8 +91,8 @@ def times(**of_4k: float) -> latency.Samples:
     return {(variant, name): [of_4k[variant]] * 5 for variant in of_4k for name in FULL.lengths}
 
 
-def rows_of(tmp_path: Path, door: str = "lmcache", **seconds: float) -> dict[str, Row]:
-    with Fleet(FULL, tmp_path, tmp_path, door=door) as fleet:
+def rows_of(tmp_path: Path, integration: str = "lmcache", **seconds: float) -> dict[str, Row]:
+    with Fleet(FULL, tmp_path, tmp_path, integration=integration) as fleet:
         return {row.case: row for row in latency._rows(fleet, times(**seconds), 350.0, [])}
 
 
@@ -115,23 +113,23 @@ def test_without_the_mp_server_its_rows_are_missing_and_the_others_are_there(tmp
     assert not [case for case in found if case.startswith(("lmcache_mp_", "lmcache_vs_mp_"))]
 
 
-def test_rows_bear_the_name_of_the_door_and_ours_is_compared_with_lmcaches(tmp_path: Path) -> None:
-    found = rows_of(tmp_path, door="vllm", recompute=0.1, prefix=0.006, vcache=0.009, lmcache=0.0095)
+def test_rows_bear_the_name_of_the_integration_and_ours_is_compared_with_lmcaches(tmp_path: Path) -> None:
+    found = rows_of(tmp_path, integration="vllm", recompute=0.1, prefix=0.006, vcache=0.009, lmcache=0.0095)
     assert found["vllm_ttft_vs_lmcache_4k"].ratio == pytest.approx(9.0 / 9.5)
     assert found["vllm_ttft_vs_lmcache_4k"].ok
-    assert not rows_of(tmp_path, door="vllm", recompute=0.1, prefix=0.006, vcache=0.0096, lmcache=0.0095)[
+    assert not rows_of(tmp_path, integration="vllm", recompute=0.1, prefix=0.006, vcache=0.0096, lmcache=0.0095)[
         "vllm_ttft_vs_lmcache_32k"
     ].ok
     assert {"vllm_ttft_4k", "vllm_vs_recompute_32k", "vllm_lmcache_ms_1k"} <= set(found)
     assert all(case.startswith("vllm_") for case in found)
 
 
-@pytest.mark.parametrize(("door", "most"), [("lmcache", 1.10), ("vllm", 1.05)])
-def test_what_loads_may_cost_running_requests_depends_on_the_door(tmp_path: Path, door: str, most: float) -> None:
-    with Fleet(FULL, tmp_path, tmp_path, door=door) as fleet:
+@pytest.mark.parametrize(("integration", "most"), [("lmcache", 1.10), ("vllm", 1.05)])
+def test_what_loads_may_cost_running_requests_depends_on_the_integration(tmp_path: Path, integration: str, most: float) -> None:
+    with Fleet(FULL, tmp_path, tmp_path, integration=integration) as fleet:
         for factor, good in ((most - 0.01, True), (most + 0.01, False)):
             rows = {row.case: row for row in latency._gaps(fleet, [7.0] * 99, [7.0 * factor] * 99, [7.0], [9.0], "")}
-            assert rows[f"{door}_tpot_p99"].ok is good
+            assert rows[f"{integration}_tpot_p99"].ok is good
 
 
 def test_one_wrong_prompt_of_many_is_a_miss_and_none_at_all_too() -> None:
@@ -150,9 +148,9 @@ def test_answers_are_the_same_only_bit_for_bit_and_nan_is_like_nan() -> None:
 
 def test_a_result_file_is_continued_and_a_case_measured_again_replaces_the_old(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    Report(path, "one").add([recorded("a", "ms", [1.0], 1.0, ""), recorded("b", "ms", [2.0], 1.0, "")])
-    Report(path, "two").add([recorded("b", "ms", [3.0], 1.0, "")])
-    Report(path, "two", "_again").add([recorded("b", "ms", [4.0], 1.0, "")])
+    Report(path, "one").add([row("a", "ms", [1.0], 1.0, what=""), row("b", "ms", [2.0], 1.0, what="")])
+    Report(path, "two").add([row("b", "ms", [3.0], 1.0, what="")])
+    Report(path, "two", "_again").add([row("b", "ms", [4.0], 1.0, what="")])
     assert [(row.case, row.value) for row in read(path)] == [("a", 1.0), ("b", 3.0), ("b_again", 4.0)]
     assert json.loads(path.read_text())["commit"] == "two"
 
@@ -232,7 +230,7 @@ def test_a_promise_is_broken_once_after_the_step_is_scheduled(tmp_path: Path) ->
 
 @pytest.fixture
 def child(tmp_path: Path) -> Child:
-    return Child("echo", [sys.executable, "-c", ECHO], os.environ, tmp_path / "log")
+    return Child("echo", [sys.executable, "-c", ECHO], tmp_path / "log")
 
 
 def test_a_child_answers_refuses_and_is_killed_when_it_is_late(child: Child) -> None:
@@ -249,7 +247,7 @@ def test_a_child_answers_refuses_and_is_killed_when_it_is_late(child: Child) -> 
 
 def test_a_child_that_ended_is_told_of_with_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('as it happens')"]
-    with Child("dead", command, os.environ, tmp_path / "log") as dead, pytest.raises(ChildFailed, match="as it happens"):
+    with Child("dead", command, tmp_path / "log") as dead, pytest.raises(ChildFailed, match="as it happens"):
         dead.answer(20)
 
 
@@ -259,14 +257,16 @@ def test_a_child_that_ended_is_told_of_with_its_log(tmp_path: Path) -> None:
 def test_an_unknown_part_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--only", "equal,speed"])
-    assert "no part speed" in capsys.readouterr().err
+    assert "no speed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
-    [(["--only", "scheduler"], "not for --door lmcache"), (["--with-lmcache"], "add --door vllm")],
+    [(["--only", "scheduler"], "not for --integration lmcache"), (["--with-lmcache"], "add --integration vllm")],
 )
-def test_what_the_door_does_not_have_is_refused(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_integration_does_not_have_is_refused(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
     assert why in capsys.readouterr().err
@@ -278,21 +278,21 @@ def test_the_plot_shows_all_four_curves(tmp_path: Path) -> None:
     report = Report(result, "")
     for variant, factor in (("recompute", 30.0), ("prefix", 6.0), ("vcache", 9.0), ("mp", 20.0)):
         report.add(
-            [recorded(f"lmcache_{variant}_ms_{n}k", "ms", [factor * n], 1.0, f"TTFT of {n * 1024} tokens; ...") for n in (1, 4)]
+            [row(f"lmcache_{variant}_ms_{n}k", "ms", [factor * n], 1.0, what=f"TTFT of {n * 1024} tokens; ...") for n in (1, 4)]
         )
     assert main(["--out", str(result), "--plot", str(picture)]) == 0
     assert picture.stat().st_size > 5000
     with pytest.raises(ValueError, match="run the part `ttft` first"):
         empty = tmp_path / "empty.json"
         Report(empty, "").add([])
-        plot(empty, picture)
+        plot.first_token(empty, picture)
 
 
 def lacks(*packages: str) -> bool:
     return not all(map(find_spec, packages))
 
 
-DOOR_PARTS = {
+INTEGRATION_PARTS = {
     "lmcache": ["sensitive", "flipped", "ttft", "miss", "tpot", "equal", "restart"],
     "vllm": ["flipped", "ttft", "tpot", "equal", "scheduler", "failures"],
 }
@@ -303,8 +303,8 @@ class Script:
 
     def __init__(self, folder: Path, parts: list[str], *more: str) -> None:
         self._result, cache = folder / "r.json", folder / "cache"
-        known_models(cache / name for name in {name for part in parts for name in PARTS[part].instances})
-        command = [sys.executable, "-m", "benchmarks.vllm_ttft", "--tiny", "--rounds", "2", "--seconds", "360"]
+        known_models([cache])
+        command = [sys.executable, "-m", "benchmarks.vllm_ttft", "--scale", "tiny", "--rounds", "2", "--seconds", "360"]
         command += ["--only", ",".join(parts), "--out", str(self._result), "--logs", str(folder / "logs")]
         self._child = Process([*command, "--cache", str(cache), "--commit", "x", *more], TRITON_INTERPRET="0")
 
@@ -320,13 +320,13 @@ class Script:
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Script]]:
-    """Through each door, beside each other."""
+    """Through each integration, beside each other."""
     folder, started = tmp_path_factory.mktemp("benchmark"), {}
     with ExitStack() as undo:
-        for door, packages in (("lmcache", ("vllm", "lmcache", "safetensors")), ("vllm", ("vllm", "safetensors"))):
+        for integration, packages in (("lmcache", ("vllm", "lmcache", "safetensors")), ("vllm", ("vllm", "safetensors"))):
             if not lacks(*packages):
-                started[door] = Script(folder / door, DOOR_PARTS[door], "--door", door)
-                undo.callback(started[door].close)
+                started[integration] = Script(folder / integration, INTEGRATION_PARTS[integration], "--integration", integration)
+                undo.callback(started[integration].close)
         yield started
 
 

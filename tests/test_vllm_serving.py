@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from vllm_cases import known_models
 
-from benchmarks.results import Row
+from benchmarks import plot
+from benchmarks.results import Report, Row, percentile, row
 from benchmarks.serving.client import Answer, Job, Run
-from benchmarks.serving.plot import plot
 from benchmarks.serving.servers import counter
 from benchmarks.serving.sizes import FULL, TINY, Plan, Sizes
-from benchmarks.serving.summary import compared, figures, percentile, raw_rows
+from benchmarks.serving.summary import compared, figures, raw_rows
 from benchmarks.serving.systems import SYSTEMS, memory, serve_arguments
 from benchmarks.serving.workloads import (
     Ceilings,
@@ -32,7 +32,6 @@ from benchmarks.serving.workloads import (
     prefix_repetition,
     warm_up,
 )
-from benchmarks.vllm.report import Report, recorded
 from benchmarks.vllm_serving import main
 
 TRACE = [
@@ -327,9 +326,9 @@ def test_the_plot_shows_every_system_of_the_file(tmp_path: Path) -> None:
     assert main(["--out", str(result), "--plot", str(picture), "--workloads", "prefix"]) == 0
     assert picture.stat().st_size > 5000
     empty = tmp_path / "empty.json"
-    Report(empty, "").add([recorded("a", "ms", [1.0], 1.0, "")])
+    Report(empty, "").add([row("a", "ms", 1.0, 1.0, what="")])
     with pytest.raises(ValueError, match="run the benchmark first"):
-        plot(empty, picture)
+        plot.serving(empty, picture)
 
 
 NEEDED = ("vllm", "safetensors", "uvloop", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards")
@@ -340,7 +339,7 @@ NEEDED = ("vllm", "safetensors", "uvloop", "watchfiles", "prometheus_fastapi_ins
 def test_two_servers_answer_on_the_cpu(tmp_path: Path) -> None:
     """vLLM alone, whole answers only, and hits at most as the ceiling has it; how fast is nobody's concern."""
     command = [sys.executable, "-m", "benchmarks.vllm_serving", "--scale", "tiny", "--systems", "alone"]
-    known_models(tmp_path / "cache" / f"serving_{gpu}" for gpu in (0, 1))
+    known_models([tmp_path / "cache"])
     command += ["--workloads", "prefix", "--prefixes", "4", "--repeats", "4", "--out", str(tmp_path / "r.json"), "--commit", "x"]
     command += ["--logs", str(tmp_path / "logs"), "--cache", str(tmp_path / "cache"), "--seconds", "360"]
     environment = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")}

@@ -1,25 +1,23 @@
 """The process that sends the requests: apart from the one that looks after the servers, and one for each pair of them.
 
-Started with a `Plan` as JSON in its only argument; commands and answers as in `vllm.child`.
+Started with a `Plan` as JSON in its only argument.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from ..processes import answer_commands
 from .client import Job, Run
 from .sizes import Plan
-from .workloads import WORKLOADS, Ceilings, Request, Tokens, ceilings, describe, warm_up
+from .workloads import WORKLOADS, Ceilings, Tokens, ceilings, describe, warm_up
 
 MODEL = "model"
 SETTLES = 0.5
@@ -48,7 +46,9 @@ class Load:
         if workload not in self._prepared:
             requests = WORKLOADS[workload](self._plan)
             made = [(each.server, self._body(each.tokens), each.at) for each in requests]
-            self._prepared[workload] = Prepared(made, describe(workload, self._plan, requests), self._ceilings(requests))
+            self._prepared[workload] = Prepared(
+                made, describe(workload, self._plan, requests), ceilings(requests, self._plan.block)
+            )
             gc.collect()
             gc.freeze()
         prepared = self._prepared[workload]
@@ -90,9 +90,6 @@ class Load:
         """Every answer, by the order of the requests."""
         return msgspec.to_builtins(self._run.answers)
 
-    def _ceilings(self, requests: Sequence[Request]) -> Ceilings:
-        return ceilings(requests, self._plan.block)
-
     def _body(self, tokens: Tokens) -> bytes:
         asked = {
             "model": MODEL,
@@ -106,21 +103,5 @@ class Load:
         return msgspec.json.encode(asked)
 
 
-def main() -> None:
-    """Answer until standard input ends."""
-    load = Load(msgspec.json.decode(sys.argv[1], type=Plan))
-
-    def reply(answer: Callable[[], Any]) -> dict[str, Any]:
-        try:
-            return {"answer": answer()}
-        except Exception as error:  # noqa: BLE001 - the parent decides what a failure costs
-            traceback.print_exc()
-            return {"error": f"{type(error).__name__}: {error}"}
-
-    for line in sys.stdin:
-        command, arguments = json.loads(line)
-        print(json.dumps(reply(lambda: getattr(load, command)(**arguments))), flush=True)  # noqa: B023 - called at once
-
-
 if __name__ == "__main__":
-    main()
+    answer_commands(lambda: Load(msgspec.json.decode(sys.argv[1], type=Plan)))

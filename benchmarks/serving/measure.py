@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from ..results import Row, write
+from ..processes import Child, module
+from ..results import Clock, OutOfTime, Report, Row, write
 from ..vllm.fleet import ENVIRONMENT
-from ..vllm.process import Child
-from ..vllm.report import Clock, OutOfTime, Report
 from .client import Answer
 from .servers import START_SECONDS, Servers
 from .sizes import Sizes
@@ -55,8 +53,8 @@ class Pair:
         self._servers: Servers | None = None
         plan = msgspec.json.encode(bench.sizes.plan).decode()
         log = bench.folder / f"load_{gpus[0]}.log"
-        environment = {**os.environ, **ENVIRONMENT}
-        self._load = Child("load", [sys.executable, "-m", f"{__package__}.load", plan], environment, log)
+        self._load = Child("load", module(f"{__package__}.load", plan), log, {**os.environ, **ENVIRONMENT})
+        self._load.answer(PREPARE_SECONDS)
 
     def __enter__(self) -> Pair:
         return self

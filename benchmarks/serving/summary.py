@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ..results import Row, spread
+from ..results import Row, none, percentile, row, spread
 from .client import Answer
 from .systems import SYSTEMS
 from .workloads import Ceilings
@@ -66,32 +65,35 @@ def raw_rows(system: str, workload: str, found: Figures, ceilings: Ceilings, wha
     """
     said = f"{SYSTEMS[system].label}, {has}; {what}"
 
-    def plain(figure: str, value: float, unit: str, samples: Sequence[float] = (), text: str = said, limit: str = "") -> Row:
-        ok = value == 0 if limit else None
-        runs = len(samples) or found.requests
-        return Row(case(system, workload, figure), value, unit, value, 1.0, runs, spread(samples), text, limit, ok)
+    def name(figure: str) -> str:
+        return case(system, workload, figure)
+
+    def plain(figure: str, value: float, unit: str) -> Row:
+        return row(name(figure), unit, value, value, what=said, runs=found.requests)
+
+    def timed(which: str, samples: Sequence[float]) -> list[Row]:
+        made = []
+        for share in (50, 99):
+            value = percentile(samples, share)
+            one = row(name(f"{which}_p{share}"), "ms", value, value, what=said, runs=len(samples))
+            made.append(msgspec.structs.replace(one, spread=spread(samples)))
+        return made
 
     def share(figure: str, value: float, text: str) -> Row:
-        ceiling = ceilings.shared
-        ratio = value / ceiling if ceiling else 0.0
-        about = (
-            f"{said}; {text}; reference: the ceiling of one shared cache without bounds ({ceilings.single:.3f} for one a server)"
-        )
-        return Row(case(system, workload, figure), value, "fraction", ceiling, ratio, found.requests, 0.0, about)
+        about = f"{text}; reference: the ceiling of one shared cache without bounds ({ceilings.single:.3f} for one a server)"
+        return row(name(figure), "fraction", value, ceilings.shared, what=f"{said}; {about}", runs=found.requests)
 
-    rows = [
+    texts = {"own": "found in vLLM's own prefix cache", "external": "found through the connector"}
+    return [
         plain("requests_per_second", found.throughput, "requests/s"),
         plain("output_tokens_per_second", found.output_tokens / found.duration if found.duration else 0.0, "tokens/s"),
-        plain("ttft_p50", percentile(found.ttft, 50), "ms", found.ttft),
-        plain("ttft_p99", percentile(found.ttft, 99), "ms", found.ttft),
-        plain("tpot_p50", percentile(found.tpot, 50), "ms", found.tpot),
-        plain("tpot_p99", percentile(found.tpot, 99), "ms", found.tpot),
+        *timed("ttft", found.ttft),
+        *timed("tpot", found.tpot),
         plain("seconds", found.duration, "s"),
-        plain("errors", float(found.errors), "requests", limit="0"),
+        none(name("errors"), "requests", float(found.errors), said, found.requests),
         share("hit_rate", found.hit_rate, "cached tokens of all prompt tokens"),
+        *(share(f"hit_rate_{key}", value, texts[key]) for key, value in found.shares.items()),
     ]
-    names = {"own": "found in vLLM's own prefix cache", "external": "found through the connector"}
-    return rows + [share(f"hit_rate_{key}", value, names[key]) for key, value in found.shares.items()]
 
 
 def case(system: str, workload: str, figure: str) -> str:
@@ -101,26 +103,17 @@ def case(system: str, workload: str, figure: str) -> str:
 def compared(rows: Mapping[str, Row], workload: str) -> list[Row]:
     """Ours against each of the others that the same workload was measured on, from the raw rows. Ahead is above 1."""
     found: list[Row] = []
+    rate, first = "requests_per_second", "ttft_p50"
     for other in SYSTEMS:
-        pair = [_named(rows, system, workload) for system in (OURS, other)]
-        if other == OURS or not all(pair) or len({_workload(row) for each in pair for row in each.values()}) > 1:
+        ours, theirs = (_named(rows, system, workload) for system in (OURS, other))
+        if other == OURS or not ours or not theirs or len({_workload(row) for row in (*ours.values(), *theirs.values())}) > 1:
             continue
-        ours, theirs = pair
-        about = f"{_workload(ours['requests_per_second'])}; reference:"
-        rate = "requests_per_second"
-        suffixes = ("", f"_{workload}") if workload == HEADLINE else (f"_{workload}",)
-        for suffix in suffixes:
-            found.append(
-                _ratio(f"vllm_throughput_vs_{other}{suffix}", ours[rate], theirs[rate], f"requests a second; {about} {other}")
-            )
-            found.append(
-                _ratio(
-                    f"vllm_ttft_p50_vs_{other}{suffix}",
-                    theirs["ttft_p50"],
-                    ours["ttft_p50"],
-                    f"median TTFT of {other}; {about} {OURS}",
-                )
-            )
+        about = f"{_workload(ours[rate])}; reference:"
+        for suffix in ("", f"_{workload}") if workload == HEADLINE else (f"_{workload}",):
+            case_, what = f"vllm_throughput_vs_{other}{suffix}", f"requests a second; {about} {other}"
+            found.append(_ahead(case_, ours[rate], theirs[rate], what))
+            case_, what = f"vllm_ttft_p50_vs_{other}{suffix}", f"median TTFT of {other}; {about} {OURS}"
+            found.append(_ahead(case_, theirs[first], ours[first], what))
     return found
 
 
@@ -134,13 +127,6 @@ def _workload(row: Row) -> str:
     return row.what.partition("; ")[2]
 
 
-def _ratio(name: str, value: Row, reference: Row, what: str) -> Row:
-    ratio = value.value / reference.value if reference.value else 0.0
-    return Row(name, value.value, value.unit, reference.value, ratio, value.runs, value.spread, what, ">= 1", ratio >= 1)
-
-
-def percentile(values: Sequence[float], which: int) -> float:
-    """0 for none, the value itself for one."""
-    if len(values) < 2:
-        return values[0] if values else 0.0
-    return statistics.quantiles(values, n=100, method="inclusive")[which - 1]
+def _ahead(name: str, value: Row, reference: Row, what: str) -> Row:
+    made = row(name, value.unit, value.value, reference.value, what=what, at_least=1, runs=value.runs)
+    return msgspec.structs.replace(made, spread=value.spread)

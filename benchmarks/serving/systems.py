@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from ..vllm.scale import GIB
+from ..vllm.settings import mp_connector, our_connector
 from .load import MODEL
 from .sizes import Sizes
 
-BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 UTILISATION = 0.15
 """vLLM takes the KV cache it is given; of this it only wants to see so much of the GPU free."""
 
@@ -84,48 +84,9 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     """The connector. side: where the process beside the servers is (`port` of LMCache's, `socket` of ours), `index` of the server, and
     `more`, settings of vcache by `SECTION.KEY`."""
     if name == "mp":
-        return {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": side["port"],
-                "lmcache.mp.mq_timeout": 60,
-            },
-            **BOTH,
-        }
+        return mp_connector(side["port"])
     if name != "vcache":
         return None
-    sections: dict[str, dict[str, Any]] = {
-        "server": {"socket": str(side["socket"])},
-        "pool": {"segment_bytes": sizes.pool_bytes},
-        "engine": {"chunk_size": sizes.scale.chunk},
-        "connector": {"min_hit_tokens": sizes.scale.chunk},
-    }
-    if sizes.scale.cpu:
-        # Two of the same name would be one device, which is lent once.
-        sections["pool"]["device"] = f"host:{side['index']}"
-    for path, value in side.get("more", {}).items():
-        section, _, key = path.partition(".")
-        sections.setdefault(section, {})[key] = _plain(value)
-    return {
-        "kv_connector": "VCacheConnector",
-        "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
-        "kv_connector_extra_config": sections,
-        **BOTH,
-    }
-
-
-def mp_arguments(sizes: Sizes, port: int) -> list[str]:
-    """Of LMCache's server."""
-    given = ["--port", str(port), "--l1-size-gb", f"{sizes.host_gib:g}", "--eviction-policy", "LRU"]
-    given += ["--chunk-size", str(sizes.scale.chunk)]
-    return given + (["--supported-transfer-mode", "auto", "--disable-observability"] if sizes.scale.cpu else [])
-
-
-def _plain(value: str) -> Any:
-    """A number or a truth value where it is one."""
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+    # On the CPU two of the same name would be one device, which is lent once.
+    more = {"pool.device": f"host:{side['index']}"} if sizes.scale.cpu else {}
+    return our_connector(side["socket"], sizes.pool_bytes, sizes.scale.chunk, more | dict(side.get("more", {})))

@@ -1,6 +1,6 @@
 """Is a byte ever wrong? Engines retrieve, check and store while all that they share is killed, stopped, damaged and filled up.
 
-    python -m benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--only KIND] [--out FILE]
+    python -m benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--only KIND] [--store] [--out FILE]
 
 Workers with a pool far too small for their prompts, so that slots are written anew all the time, and one metadata server. Workers are
 killed and stopped, also amid their copies; the server is killed, stopped and started again with a damaged journal, on a full disk, with
@@ -8,8 +8,11 @@ no descriptors left, with a clock that was set back, beside a second one; client
 something: each byte of each token is compared with what it must be, in blocks that were poisoned before, and all other blocks with
 their poison. The seed throws the same dice again; the processes run as they will.
 
-At the end, and alone with --control, the same workers ignore the verdict on their leases. Then wrong bytes must be seen, or the zero
-above proves nothing.
+With --store there is a Mooncake store as offload tier, too small as well, and the mishaps happen to its master, its providers, its
+objects and the processes that workers use it through.
+
+At the end, and alone with --control, the same workers ignore the verdict on their leases, or take every object for a right one. Then
+wrong bytes must be seen, or the zero above proves nothing.
 """
 
 from __future__ import annotations
@@ -28,16 +31,18 @@ from pathlib import Path
 
 import msgspec
 
-from ..mooncake_site import load
-from ..results import Row, document, write
+from ..mooncake_depot import missing
+from ..results import Report, Row, load, none, row
 from .chaos import Found, Soak
 from .mishaps import KINDS
+from .store import SHARES
 from .worker import Outcomes
 
 RETRIEVES = 100_000
 WORKERS = 10
 PAUSE = 1.0
-CONTROL_MISHAPS = ("worker stopped",)
+CONTROL_MISHAPS = {False: ("worker stopped",), True: ("objects damaged",)}
+"""Without a store and with one."""
 CONTROL_SECONDS = 120.0
 SHOWN = 10
 COLUMNS = 80
@@ -72,27 +77,26 @@ def run(
     workers: int = WORKERS,
     pause: float = PAUSE,
     only: Sequence[str] = (),
-    control: bool = True,
+    store: bool = False,
 ) -> Result:
     """retrieves: verified ones. minutes: for so long instead. pause: seconds between two mishaps, on average. only: kinds of mishaps."""
 
     def over(outcomes: Outcomes, seconds: float) -> bool:
         return seconds > 60 * minutes if minutes else outcomes.verified >= retrieves
 
-    with small_disk() as disk, Soak(seed, workers, disk, only) as soak:
+    with small_disk() as disk, Soak(seed, workers, disk, only, store=store) as soak:
         seconds = soak.run(over, pause)
         what = "a file system of its own" if disk is not None else "a limit on the size of the server's files"
         counts = dict(sorted(soak.mishaps.counts.items()))
         result = Result(seed, seconds, soak.outcomes, counts, soak.stops, soak.died, soak.servers_ended, what, soak.found)
-    if control:
-        result.control = run_control(seed, workers)
+    result.control = run_control(seed, workers, store)
     return result
 
 
-def run_control(seed: int, workers: int = WORKERS, seconds: float = CONTROL_SECONDS) -> Outcomes:
-    """Workers that ignore verdicts and are stopped amid their copies, until a byte is wrong, or for so long."""
-    with Soak(seed, workers, None, CONTROL_MISHAPS, trusting=True) as soak:
-        soak.run(lambda outcomes, passed: outcomes.wrong > 0 or passed > seconds, PAUSE)
+def run_control(seed: int, workers: int = WORKERS, store: bool = False, seconds: float = CONTROL_SECONDS) -> Outcomes:
+    """Workers that trust what they must not, until a byte is wrong, or for so long."""
+    with Soak(seed, workers, None, CONTROL_MISHAPS[store], trusting=True, store=store) as soak:
+        soak.run(lambda outcomes, passed: outcomes.wrong > 0 or passed > seconds, PAUSE / 4 if store else PAUSE)
         return soak.outcomes
 
 
@@ -111,52 +115,28 @@ def small_disk() -> Iterator[Path | None]:
 
 
 def _own_mounts() -> bool:
-    """Did `main` start this process in a mount namespace of its own?"""
+    """Whether `main` started this process in a mount namespace of its own."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/mnt") != os.readlink(f"/proc/{os.getppid()}/ns/mnt")
     return False
 
 
-def rows(result: Result, asked: int) -> list[Row]:
+def rows(result: Result, asked: int, name: str = "soak") -> list[Row]:
     """asked: how many verified retrieves there were to be; 0: as many as came."""
     outcomes, control = result.outcomes, result.control
-    what = json.dumps(
-        msgspec.to_builtins(outcomes) | result.counts | {"stops": result.stops, "seed": result.seed, "disk": result.disk}
-    )
+    more = {"stops": result.stops, "seed": result.seed, "disk": result.disk}
+    what = json.dumps(msgspec.to_builtins(outcomes) | result.counts | more)
     what = f"{what} in {result.seconds:.0f} s; {load()}"
-    enough = outcomes.verified >= asked
+    asked = asked or outcomes.verified
     made = [
-        Row(
-            "soak_retrieves",
-            outcomes.verified,
-            "retrieves",
-            asked,
-            outcomes.verified / (asked or 1),
-            1,
-            0.0,
-            what,
-            f">= {asked}",
-            enough,
-        ),
-        Row(
-            "soak_wrong",
-            outcomes.wrong,
-            "retrieves",
-            0,
-            outcomes.wrong,
-            outcomes.verified,
-            0.0,
-            "with a wrong byte",
-            "0",
-            not outcomes.wrong,
-        ),
+        row(f"{name}_retrieves", "retrieves", outcomes.verified, asked, what=what, at_least=1),
+        none(f"{name}_wrong", "retrieves", outcomes.wrong, "with a wrong byte", outcomes.verified),
+        none(f"{name}_ended", "processes", result.workers_died + result.servers_ended, "that nobody killed"),
+        none(f"{name}_raised", "calls", outcomes.raised, "that raised", outcomes.retrieves),
     ]
     if control is not None:
-        what = f"with a wrong byte, where verdicts are ignored; {control.wrong_bytes} wrong bytes"
-        seen = control.wrong > 0
-        made.append(
-            Row("soak_control_wrong", control.wrong, "retrieves", 0, control.wrong, control.verified, 0.0, what, "> 0", seen)
-        )
+        what = f"where what must not be trusted is; {control.wrong_bytes} wrong bytes; reference 1"
+        made.append(row(f"{name}_control_wrong", "retrieves", control.wrong, 1, what=what, at_least=1, runs=control.verified))
     return made
 
 
@@ -168,6 +148,8 @@ def table(result: Result) -> str:
         ("tokens compared", outcomes.tokens, ""),
         ("bytes compared", outcomes.nbytes, ""),
         ("chunks stored", outcomes.stored, ""),
+        ("chunks out of the store", outcomes.below, ""),
+        ("objects that were refused", outcomes.bad_objects, ""),
         ("verdicts that refused", outcomes.refused, ""),
         ("workers stopped", result.stops, f"{outcomes.stopped:,} by themselves, in a copy"),
         *((name, count, "") for name, count in result.counts.items() if name != "worker stopped"),
@@ -177,7 +159,7 @@ def table(result: Result) -> str:
         ("WRONG", outcomes.wrong, f"retrieves; {outcomes.wrong_bytes:,} bytes"),
     ]
     if result.control is not None:
-        lines.append(("control: wrong", result.control.wrong, f"of {result.control.verified:,}, verdicts ignored"))
+        lines.append(("control: wrong", result.control.wrong, f"of {result.control.verified:,}, where all is trusted"))
     said = [f"{name:<31}{count:>15,}  {what}".rstrip() for name, count, what in lines]
     for found in result.found[:SHOWN]:
         wrong = found.wrong
@@ -204,21 +186,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--pause", type=float, default=PAUSE, help="seconds between two mishaps, on average (default: %(default)s)"
     )
-    parser.add_argument("--only", action="append", default=[], choices=[*KINDS], help="this mishap only; may be repeated")
+    parser.add_argument("--store", action="store_true", help="with an offload tier, to which the mishaps happen")
+    parser.add_argument(
+        "--only", action="append", default=[], choices=[*KINDS, *SHARES], help="this mishap only; may be repeated"
+    )
     parser.add_argument("--control", action="store_true", help="the control alone")
-    parser.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
     parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args(arguments)
+    if why := options.store and missing():
+        parser.error(why)
     if options.control:
-        seen = run_control(options.seed, options.workers)
-        print(f"{seen.wrong} wrong of {seen.verified:,} verified retrieves, verdicts ignored; seed {options.seed}")
+        seen = run_control(options.seed, options.workers, options.store)
+        print(f"{seen.wrong} wrong of {seen.verified:,} verified retrieves, all trusted; seed {options.seed}")
         return int(not seen.wrong)
-    result = run(options.retrieves, options.minutes, options.seed, options.workers, options.pause, options.only)
-    made = document(rows(result, 0 if options.minutes else options.retrieves))
+    result = run(options.retrieves, options.minutes, options.seed, options.workers, options.pause, options.only, options.store)
+    name = "soak_store" if options.store else "soak"
     if options.out:
-        write(options.out, made)
-    said = msgspec.json.format(msgspec.json.encode(made | {"soak": msgspec.to_builtins(result)}), indent=2).decode()
-    print(said if options.json else table(result))
+        Report(options.out).add(rows(result, 0 if options.minutes else options.retrieves, name))
+    print(table(result))
     return int(not result.ok)
 
 

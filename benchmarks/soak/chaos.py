@@ -16,18 +16,21 @@ from pathlib import Path
 
 import msgspec
 
-from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, PoolConfig, ServerConfig
+from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, OffloadConfig, PoolConfig, ServerConfig
 
-from ..mooncake_chaos_worker import CHUNK_BYTES, CHUNK_TOKENS
-from .mishaps import LONGEST_STOP, Mishaps
+from ..mooncake_depot import Depot
+from .mishaps import LONGEST_STOP, Mishaps, NodeMishaps
 from .node import Node
-from .worker import Outcomes, Served, Settings, Wrong, run
+from .store import FLAGS, STORE_BYTES, TIMES, StoreMishaps
+from .worker import CHUNK_BYTES, CHUNK_TOKENS, Outcomes, Served, Settings, Wrong, run
 
 SECONDS = 60.0
 POOL_CHUNKS = 10
 """Of each worker's segment; all prompts together have 64 chunks."""
 SEGMENTS = 3
 """Devices that lend to the pool; further workers share one with an earlier one."""
+FAMILIES, STORE_FAMILIES = 16, 600
+"""Of prompts; in the second case all together are more than the store holds, too."""
 STOPS = 0.004
 """Share of the copies in which a worker stops itself."""
 QUICK = ClientConfig(
@@ -91,9 +94,12 @@ class Worker:
 class Soak:
     """Everything of one run; nothing of it is left behind the context."""
 
-    def __init__(self, seed: int, workers: int, disk: Path | None, only: Sequence[str] = (), trusting: bool = False) -> None:
+    def __init__(
+        self, seed: int, workers: int, disk: Path | None, only: Sequence[str] = (), trusting: bool = False, store: bool = False
+    ) -> None:
         """disk: an empty folder on a small file system of its own, for socket and journal. only: kinds of mishaps, all by default.
-        trusting: workers that take every lease for one that held."""
+        trusting: workers that take every lease for one that held, and every object for a right one. store: with an offload tier, to
+        which the mishaps happen, and not to the server."""
         self.outcomes, self.found, self.died, self.stops = Outcomes(), list[Found](), 0, 0
         self._seed, self._trusting, self._lock = seed, trusting, threading.Lock()
         self._over, self._nobody_works = threading.Event(), threading.Event()
@@ -103,12 +109,17 @@ class Soak:
             self._node = Node(disk or self._folder / "node", self._folder / "server.log")
             undo.callback(self._node.kill)
             self._node.restart()
+            self._depot = undo.enter_context(Depot(self._folder, STORE_BYTES, **FLAGS)) if store else None
             self._workers: list[Worker] = []
             undo.callback(self._kill_all)
             self._workers += [self._start(number) for number in range(workers)]
             for worker in self._workers:
                 worker.serve(lasting=0.0)
-            self.mishaps = Mishaps(self._node, disk, self._pids, str(seed), only)
+            self.mishaps: Mishaps = (
+                NodeMishaps(self._node, disk, self._pids, str(seed), only)
+                if self._depot is None
+                else StoreMishaps(self._node, self._depot, self._pids, str(seed), only)
+            )
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Soak:
@@ -164,9 +175,11 @@ class Soak:
             client=QUICK,
             pool=PoolConfig(device=f"host:{number % SEGMENTS}", segment_bytes=ByteSize(POOL_CHUNKS * CHUNK_BYTES)),
             engine=EngineConfig(chunk_size=CHUNK_TOKENS),
+            offload=OffloadConfig() if self._depot is None else self._depot.offload(**TIMES, promote=number % 4 < 2),
         )
         log = str(self._folder / f"worker{number}.log")
-        return Worker(Settings(config, self._starts, f"{self._seed} {self._starts}", log, STOPS, self._trusting))
+        families, stops = (FAMILIES, STOPS) if self._depot is None else (STORE_FAMILIES, 0.0)
+        return Worker(Settings(config, self._starts, f"{self._seed} {self._starts}", log, families, stops, self._trusting))
 
     def _kill_all(self) -> None:
         for worker in self._workers:

@@ -52,14 +52,56 @@ HOSTILE = 6
 class Mishaps:
     """`run` throws the dice in its thread until it is over. `counts`: by kind. `recent`: the last ones. `killed`: workers' pids."""
 
-    def __init__(self, node: Node, disk: Path | None, pids: Callable[[], list[int]], seed: str, only: Sequence[str] = ()) -> None:
-        """disk: the folder of the journal if that is a small file system of its own. pids: of the workers that live. only: kinds."""
+    def __init__(self, node: Node, pids: Callable[[], list[int]], seed: str) -> None:
+        """pids: of the workers that live."""
         self.counts: Counter[str] = Counter()
         self.recent: list[str] = []
         self.killed: set[int] = set()
-        self._node, self._disk, self._pids, self._dice = node, disk, pids, random.Random(f"mishaps {seed}")
+        self._node, self._pids, self._dice = node, pids, random.Random(f"mishaps {seed}")
         self._over = threading.Event()
-        self._journal, self._hostile = damage.Kept(node.journal, self._dice), ExitStack()
+        self._acts: dict[str, tuple[int, Callable[[], object]]] = {}
+        """By kind: how often each comes, in shares, and what happens."""
+
+    def run(self, pause: float) -> None:
+        """pause: seconds between two of them, on average."""
+        try:
+            while not self._over.wait(self._dice.expovariate(1 / pause)):
+                self.happen(self._dice.choices(list(self._acts), [share for share, _ in self._acts.values()])[0])
+        finally:
+            self.leave()
+
+    def happen(self, kind: str) -> None:
+        """One of this kind, now."""
+        self._node.look()
+        self.counts[kind] += 1
+        self.recent = [*self.recent[-5:], kind]
+        with suppress(ProcessLookupError):
+            self._acts[kind][1]()
+
+    def end(self) -> None:
+        """Any thread."""
+        self._over.set()
+
+    def leave(self) -> None:
+        """Let go of what is still held."""
+
+    def _kill_worker(self) -> None:
+        pid = self._dice.choice(self._pids())
+        self.killed.add(pid)
+        os.kill(pid, signal.SIGKILL)
+
+    def _stop_worker(self) -> None:
+        """The soak wakes whoever sleeps."""
+        os.kill(self._dice.choice(self._pids()), signal.SIGSTOP)
+
+
+class NodeMishaps(Mishaps):
+    """What happens to workers, the metadata server, its journal, its descriptors."""
+
+    def __init__(self, node: Node, disk: Path | None, pids: Callable[[], list[int]], seed: str, only: Sequence[str] = ()) -> None:
+        """disk: the folder of the journal if that is a small file system of its own. only: kinds."""
+        super().__init__(node, pids, seed)
+        self._disk, self._journal, self._hostile = disk, damage.Kept(node.journal, self._dice), ExitStack()
         acts: tuple[Callable[[], object], ...] = (
             self._kill_worker,
             self._stop_worker,
@@ -74,40 +116,14 @@ class Mishaps:
             self._remove_socket,
             self._attack,
         )
-        self._acts = {kind: act for kind, act in zip(KINDS, acts, strict=True) if kind in only or not only}
-
-    def run(self, pause: float) -> None:
-        """pause: seconds between two of them, on average."""
-        with ExitStack() as undo:
-            undo.callback(self._leave)
-            while not self._over.wait(self._dice.expovariate(1 / pause)):
-                self.happen(self._dice.choices(list(self._acts), [KINDS[kind] for kind in self._acts])[0])
+        self._acts = {kind: (KINDS[kind], act) for kind, act in zip(KINDS, acts, strict=True) if kind in only or not only}
 
     def happen(self, kind: str) -> None:
-        """One of this kind, now."""
-        self._node.look()
+        """Also copies the journal now and then, to be put back some day."""
         if self._dice.random() < COPIED:
             with suppress(FileNotFoundError):
                 self._journal.take()
-        self.counts[kind] += 1
-        self.recent = [*self.recent[-5:], kind]
-        with suppress(ProcessLookupError):
-            self._acts[kind]()
-
-    def end(self) -> None:
-        """Any thread."""
-        self._over.set()
-
-    # ---- workers
-
-    def _kill_worker(self) -> None:
-        pid = self._dice.choice(self._pids())
-        self.killed.add(pid)
-        os.kill(pid, signal.SIGKILL)
-
-    def _stop_worker(self) -> None:
-        """The soak wakes whoever sleeps."""
-        os.kill(self._dice.choice(self._pids()), signal.SIGSTOP)
+        super().happen(kind)
 
     # ---- the server
 
@@ -219,7 +235,7 @@ class Mishaps:
 
     def _attack(self) -> None:
         """Connections with garbage, half frames and nonsense in right frames; they stay until the next attack."""
-        self._leave()
+        self.leave()
         with ExitStack() as undo:
             for _ in range(HOSTILE):
                 made = self._connect(undo)
@@ -228,7 +244,7 @@ class Mishaps:
                         made.sendall(self._nonsense())
             self._hostile = undo.pop_all()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         self._hostile.close()
 
     def _connect(self, undo: ExitStack) -> socket.socket | None:

@@ -18,7 +18,7 @@ import msgspec
 
 from vcache_backend.metadata_server.endpoint import beside
 
-from ..vllm.process import _die_with_parent
+from ..processes import die_with_parent
 
 START_SECONDS = 20.0
 _LAUNCHER = """
@@ -68,7 +68,7 @@ class Node:
         many as this process."""
 
         def limited() -> None:
-            _die_with_parent()
+            die_with_parent()
             if descriptors:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 

@@ -6,8 +6,8 @@ process does that is swapped out or in a debugger; whoever watches it sends SIGC
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
+import functools
 import os
 import random
 import signal
@@ -24,9 +24,11 @@ import torch
 
 from vcache_backend.config import Config
 from vcache_backend.demo.cache import Fault, PagedCache
-from vcache_backend.demo.content import block_digests, content, poison
+from vcache_backend.demo.content import Shape, block_digests, content, poison
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, SegmentId
+from vcache_backend.offload import objects
+from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.session import Lease
 from vcache_backend.vram_pool import reference
 from vcache_backend.vram_pool.copier import Finished, HostCopier
@@ -34,10 +36,12 @@ from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
-from ..mooncake_chaos_worker import CHUNK_TOKENS, SHAPE, layout, prompt, some_family
+from ..processes import die_with_parent
 
+SHAPE = Shape(layers=2, kv_heads=2, head_dim=16)
+CHUNK_TOKENS = 64
+CHUNK_BYTES = CHUNK_TOKENS * SHAPE.token_bytes
 MOST_CHUNKS = 4
-FAMILIES = 16
 BLOCKS = 2 * MOST_CHUNKS * CHUNK_TOKENS // SHAPE.block_size
 BLOCKS_A_PROMPT = MOST_CHUNKS * CHUNK_TOKENS // SHAPE.block_size
 POISONS = 256
@@ -47,18 +51,18 @@ REMOVED = 0.01
 WRITERS_STOP = 4
 """So much more often does a worker stop in a store, of which there are fewer."""
 OFFLINE_SECONDS = 0.02
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """config: the engine's. log: where the worker's output goes. stops: share of the copies in which it stops itself. trusting: take
-    every lease for one that held, whatever the server says, to see that wrong bytes are found."""
+    """config: the engine's. log: where the worker's output goes. families: of prompts. stops: share of the copies in which it stops
+    itself. trusting: take every lease for one that held, whatever the server says, and every object of the store for a right one, to
+    see that wrong bytes are found."""
 
     config: Config
     number: int
     seed: str
     log: str
+    families: int
     stops: float
     trusting: bool = False
 
@@ -83,7 +87,8 @@ class Wrong(msgspec.Struct, frozen=True):
 
 class Outcomes(msgspec.Struct):
     """Counts. retrieves: calls of `retrieve`; verified: those that brought something, all of which was compared; refused: those whose
-    lease did not hold; stopped: copies in which a worker stopped itself, when it was awake again."""
+    lease did not hold; stopped: copies in which a worker stopped itself, when it was awake again; below: chunks that came out of the
+    store; bad_objects: what the store had and a worker refused."""
 
     retrieves: int = 0
     verified: int = 0
@@ -92,6 +97,8 @@ class Outcomes(msgspec.Struct):
     refused: int = 0
     stored: int = 0
     stopped: int = 0
+    below: int = 0
+    bad_objects: int = 0
     raised: int = 0
     wrong: int = 0
     wrong_bytes: int = 0
@@ -133,12 +140,14 @@ class Worker:
         torch.set_num_threads(1)
         self._dice = random.Random(settings.seed)
         self._cache = PagedCache(SHAPE, BLOCKS, torch.device("cpu"), settings.number % POISONS)
-        self._digests = {family: _digests(family) for family in range(1, FAMILIES + 1)}
+        self._families = settings.families
         self._copier = StoppingCopier(self._dice, settings.stops)
         self._engine = VCacheEngine(settings.config, layout(), copier=self._copier)
         self._engine.register(self._cache.kvcaches)
         self._leases: list[Lease] = []
         self._refused = 0
+        if settings.trusting:
+            objects.check = lambda buffer, got, *rest: got - objects.HEADER_BYTES
         self._watch(settings.trusting)
 
     def _watch(self, trusting: bool) -> None:
@@ -164,25 +173,30 @@ class Worker:
     def serve(self, lasting: float) -> Served:
         """Rounds for so long; what happened in them. A wrong byte is told at once: this process may be killed."""
         served, deadline = Served(Outcomes(), []), time.monotonic() + lasting
-        stored, stopped, refused = self._stored(), self._copier.stopped, self._refused
+        before = self._counted()
         while time.monotonic() < deadline and not served.wrong:
             try:
                 self._round(served)
             except Exception:  # noqa: BLE001 - none may come, and the parent shows it
                 traceback.print_exc()
                 served.outcomes.raised += 1
-        served.outcomes.stored = self._stored() - stored
-        served.outcomes.stopped, served.outcomes.refused = self._copier.stopped - stopped, self._refused - refused
+        now = self._counted()
+        served.outcomes.add(Outcomes(**{name: now[name] - before[name] for name in now}))
         return served
 
-    def _stored(self) -> int:
-        return self._engine._stats.counted("chunks_").get("stored", 0)
+    def _counted(self) -> dict[str, int]:
+        """What is counted elsewhere, since the beginning."""
+        stats = self._engine._stats
+        chunks, failures = stats.counted("chunks_"), stats.snapshot()["failures"]
+        bad = sum(count for cause, count in failures.items() if cause.startswith("offload_bad"))
+        found = {"stored": chunks.get("stored", 0), "below": chunks.get("offload", 0), "bad_objects": bad}
+        return {"stopped": self._copier.stopped, "refused": self._refused, **found}
 
     def _round(self, served: Served) -> None:
         dice, cache, engine = self._dice, self._cache, self._engine
-        family, chunks = some_family(dice, FAMILIES), dice.randint(1, MOST_CHUNKS)
+        family, chunks = some_family(dice, self._families), dice.randint(1, MOST_CHUNKS)
         tokens = prompt(family, chunks)
-        digests = self._digests[family][: len(tokens) // SHAPE.block_size]
+        digests = _digests(family)[: len(tokens) // SHAPE.block_size]
         places = torch.tensor(dice.sample(range(BLOCKS), len(digests)))
         slots = cache.slots(places, len(tokens))
         self._leases.clear()
@@ -239,8 +253,9 @@ class Worker:
 
     def _whose(self, words: torch.Tensor, layer: int) -> str:
         """What a block's words in one layer are."""
-        blocks = [(family, block) for family in self._digests for block in range(BLOCKS_A_PROMPT)]
-        known = content(torch.cat(list(self._digests.values())), layer, SHAPE.row_words)
+        families = range(1, self._families + 1)
+        blocks = [(family, block) for family in families for block in range(BLOCKS_A_PROMPT)]
+        known = content(torch.cat([_digests(family) for family in families]), layer, SHAPE.row_words)
         same = (known == words[:, None]).sum(dim=(0, 2))
         best, total = int(same.argmax()), words.numel()
         said = []
@@ -257,13 +272,39 @@ class Worker:
         return "; ".join(said) or f"nobody's, {words.flatten()[0]:#x}..."
 
 
+def layout() -> Layout:
+    """Of every worker, and of whoever wants to know their keys."""
+    cache = PagedCache(SHAPE, BLOCKS, torch.device("cpu"), 0)
+    return Layout(
+        model="soak",
+        dtype="bfloat16",
+        layers=SHAPE.layers,
+        kv_heads=SHAPE.kv_heads,
+        head_dim=SHAPE.head_dim,
+        block_size=SHAPE.block_size,
+        kv_layout=PagedKV.describe(cache.kvcaches, SHAPE.block_size).name,
+        chunk_size=CHUNK_TOKENS,
+    )
+
+
+def prompt(family: int, chunks: int) -> np.ndarray:
+    """Prompts of one family are prefixes of one another."""
+    return np.arange(chunks * CHUNK_TOKENS) + family * 1_000_000
+
+
+def some_family(dice: random.Random, families: int) -> int:
+    """From 1 on; low ones more often, as some prompts are more popular than others."""
+    return 1 + min(dice.randrange(families), dice.randrange(families))
+
+
+@functools.cache
 def _digests(family: int) -> torch.Tensor:
     return torch.from_numpy(block_digests(prompt(family, MOST_CHUNKS), SHAPE.block_size))
 
 
 def run(settings: Settings, pipe: Connection) -> None:
     """The life of a worker process: for each number of seconds that comes, what happened in rounds for so long."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for output in (1, 2):
         os.dup2(log, output)

@@ -1,7 +1,6 @@
-"""Inside an instance's process: one vLLM engine, and the commands `instance.Instance` sends it.
+"""Inside an instance's process: one vLLM engine, and the commands that `Fleet.instance` takes for it.
 
-Started with the settings as JSON in its only argument. Commands are lines of JSON on standard input, answers lines of JSON on what
-was standard output; whatever vLLM prints goes to standard error, which is the log.
+Started with the settings as JSON in its only argument.
 
 Requests go to `LLMEngine` one step at a time, the engine core in its own process as under `vllm serve`: the time to first token runs
 from before the request is handed in until `step` returns its first token, with tokenisation left out and all else in.
@@ -10,15 +9,12 @@ from before the request is handed in until `step` returns its first token, with 
 from __future__ import annotations
 
 import gc
-import itertools
 import json
-import os
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from typing import Any
 
+from ..processes import answer_commands
 from .weights import scale_weights
 
 SECONDS = 120.0
@@ -53,23 +49,33 @@ class Serving:
     def generate(
         self, tokens: list[int], count: int, logprobs: int | None = None, extra: dict[str, Any] | None = None, salt: str = ""
     ) -> dict[str, Any]:
-        """One request, alone. tokens: what came out; logprobs: of each step, sorted pairs of token and value; times in seconds.
+        """One request, alone. tokens: what came out; logprobs: of each step, sorted pairs of token and value.
 
-        extra: the request's `extra_args`, see `scheduler` and `probe`. salt: nobody has the KV of its prompt who did not use the same.
+        handed, ttft: when it was handed in, and seconds to the first token. extra: the request's `extra_args`, see `scheduler` and
+        `probe`. salt: nobody has the KV of its prompt who did not use the same.
         """
         name, started = self._add(tokens, count, logprobs, extra, salt)
-        times: list[float] = []
+        first = 0.0
         while True:
             outputs = self._engine.step()
             now = time.perf_counter()
             for output in outputs:
-                (said,) = output.outputs
-                times += [now] * (len(said.token_ids) - len(times))
+                first = first or now
                 if output.finished:
-                    return self._answer(output, started, times)
+                    return self._answer(output, started, first)
             if now - started > SECONDS:
                 self._engine.abort_request([name])
                 raise TimeoutError(f"no answer to a request of {len(tokens)} tokens in {SECONDS:g} s")
+
+    def at(self, when: float, tokens: list[int], count: int, vcache: dict[str, Any]) -> dict[str, Any]:
+        """Hand in a request at an instant of `time.perf_counter`, which all processes share; 0: now. first: when its first token came.
+
+        vcache: the request's `kv_transfer_params` of ours.
+        """
+        while time.perf_counter() < when:
+            pass
+        answer = self.generate(tokens, count, extra={"kv_transfer_params": {"vcache": vcache}})
+        return {"tokens": answer["tokens"], "cached": answer["cached"], "first": answer["handed"] + answer["ttft"]}
 
     def beside(
         self, others: list[list[int]], length: int, tokens: list[list[int]], count: int, extra: dict[str, Any] | None = None
@@ -179,41 +185,13 @@ class Serving:
         self._engine.add_request(name, {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}, sampling)
         return name, started
 
-    def _answer(self, output: Any, started: float, times: list[float]) -> dict[str, Any]:
+    def _answer(self, output: Any, started: float, first: float) -> dict[str, Any]:
         (said,) = output.outputs
         steps = [sorted((int(token), value.logprob) for token, value in step.items()) for step in said.logprobs or []]
-        gaps = [after - before for before, after in itertools.pairwise(times)]
-        cached = output.num_cached_tokens or 0
-        return {"tokens": list(said.token_ids), "logprobs": steps, "cached": cached, "ttft": times[0] - started, "gaps": gaps}
-
-
-def main() -> None:
-    """Start the engine, say "ready", answer until standard input ends. LMCache's threads would keep the process: it exits hard."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    settings = json.loads(sys.argv[1])
-
-    def say(answer: Callable[[], Any]) -> None:
-        try:
-            line = {"answer": answer()}
-        except Exception as error:  # noqa: BLE001 the parent decides what a failure costs
-            traceback.print_exc()
-            line = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(line) + "\n")
-
-    serving: list[Serving] = []
-
-    def start() -> str:
-        serving.append(Serving(settings["arguments"], settings["dummy"]))
-        return "ready"
-
-    say(start)
-    for line in sys.stdin:
-        command, arguments = json.loads(line)
-        say(lambda: getattr(serving[0], command)(**arguments))  # noqa: B023 called at once
-    sys.stderr.flush()
-    os._exit(0)
+        seconds = {"handed": started, "ttft": first - started}
+        return {"tokens": list(said.token_ids), "logprobs": steps, "cached": output.num_cached_tokens or 0, **seconds}
 
 
 if __name__ == "__main__":
-    main()
+    settings = json.loads(sys.argv[1])
+    answer_commands(lambda: Serving(settings["arguments"], settings["dummy"]))

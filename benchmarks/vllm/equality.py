@@ -1,6 +1,6 @@
-"""Is what comes after a hit what it should be? Tokens and logprobs, bit for bit, against vLLM's own prefix cache.
+"""Whether what comes after a hit is what it should be: tokens and logprobs, bit for bit, against vLLM's own prefix cache.
 
-For each prompt, `first` is computed by instance A (which stores it) and, in a step of the same shape, by a vLLM without LMCache, the
+For each prompt, `first` is computed by instance A (which stores it) and, in a step of the same shape, by a vLLM without a pool, the
 reference. Then `then` is asked of both the reference, whose own prefix cache has it, and of instance B on the other GPU, which has
 never computed it: what B says can only come from the pool. The reference's hit is as long as the pool's (see `scheduler`), so both
 compute the same tokens in steps of the same shapes, 64 greedy tokens follow, one request at a time. B's KV blocks hold other
@@ -17,11 +17,10 @@ from typing import Any
 
 import msgspec
 
-from ..results import Row
+from ..processes import Child
+from ..results import Clock, OutOfTime, Row, fraction
 from .fleet import Fleet
-from .process import Child
 from .prompts import Hit, Prompts
-from .report import Clock, OutOfTime, fraction
 
 LOGPROBS = 5
 SECONDS = 60.0
@@ -97,7 +96,7 @@ def equal(
     """The row over all `hits`, or over those before the time was up. kind: of the instances, by their names' prefix. store: what makes
     a hit of `then`; where: what it does, in words."""
     suffix = f"_{kind}" if kind else ""
-    case, prefix = f"{fleet.door}_equal{suffix}", f"{kind}_" if kind else ""
+    case, prefix = f"{fleet.integration}_equal{suffix}", f"{kind}_" if kind else ""
     pair = Pair(fleet, prefix)
     soil(pair.b, fleet, prompts)
     wrong: Counter[str] = Counter()
@@ -140,9 +139,9 @@ def _difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
 
 
 def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
-    """What `equal` rests on: A, B and the reference, each with kernels of its own making, compute the same bits from the same prompt.
+    """What `equal` rests on: A, B and the reference compute the same bits from the same prompt.
 
-    They do not where the compiler tried kernels and kept the faster, as it does unless told otherwise (`TORCHINDUCTOR_DETERMINISTIC`).
+    They do not where each compiled for itself, trying kernels and keeping the faster: so they share what one of them compiled (`fleet`).
     """
     suffix, prefix = (f"_{kind}", f"{kind}_") if kind else ("", "")
     pair, scale, same = Pair(fleet, prefix), fleet.scale, []
@@ -153,7 +152,7 @@ def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
         answers = [child.ask("generate", SECONDS, **asked, salt=name) for name, child in children.items()]
         same.append(len({said(answer) for answer in answers}) == 1 and not any(answer["cached"] for answer in answers))
     what = f"prompts that three instances compute alike without any cache, bit for bit; lengths {scale.few}"
-    return [fraction(f"{fleet.door}_instances_agree{suffix}", same, what)]
+    return [fraction(f"{fleet.integration}_instances_agree{suffix}", same, what)]
 
 
 def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) -> list[Row]:
@@ -174,9 +173,11 @@ def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) ->
     lengths = f"lengths {scale.few}"
     what = f"prompts whose logprobs after a prefix-cache hit change with token 0 ({tokens}: the greedy tokens too); {lengths}"
     return [
-        fraction(f"{fleet.door}_first_token_matters{suffix}", changed, what),
+        fraction(f"{fleet.integration}_first_token_matters{suffix}", changed, what),
         fraction(
-            f"{fleet.door}_reference_repeats{suffix}", repeated, f"vLLM's own prefix-cache hit twice, bit for bit; {lengths}"
+            f"{fleet.integration}_reference_repeats{suffix}",
+            repeated,
+            f"vLLM's own prefix-cache hit twice, bit for bit; {lengths}",
         ),
     ]
 
@@ -212,32 +213,9 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
     what = f"a byte of layer 0 in the pool exclusive or 0x{mask:02x}: {seen}"
     unseen = [f"0x{earlier:02x}" for earlier in MASKS[: MASKS.index(mask)]]
     what += f"; not seen: {', '.join(unseen)}" if unseen else ""
-    return [fraction(f"{fleet.door}_flipped_byte_caught", [(before, caught, after) == ("equal", "different", "equal")], what)]
-
-
-def stock(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
-    """Stock LMCache in the process, its hits on overwritten blocks."""
-    child, alone, scale = fleet.instance("stock"), fleet.instance("alone"), fleet.scale
-    hits = prompts.hits(scale.stock, 0)
-    expected = []
-    for hit in hits:
-        clock.check(20)
-        for each in (child, alone):
-            each.ask("generate", SECONDS, tokens=hit.first, count=1)
-        expected.append(reference(alone, fleet, hit))
-    child.ask("reset")
-    soil(child, fleet, prompts)
-    child.ask("reset")
-    good, full, tokens = [], 0, 0
-    for hit, one in zip(hits, expected, strict=True):
-        got = child.ask("generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS)
-        full += got["cached"] == hit.cached
-        tokens += got["tokens"] == one["tokens"]
-        good.append(said(one) == said(got))
-    what = (
-        f"stock LMCache in the process, local_cpu: true, hits on overwritten blocks: {full} full hits, {tokens} with equal tokens"
-    )
-    return [fraction("lmcache_stock_equal", good, what, limited=False)]
+    return [
+        fraction(f"{fleet.integration}_flipped_byte_caught", [(before, caught, after) == ("equal", "different", "equal")], what)
+    ]
 
 
 def restart(fleet: Fleet, prompts: Prompts) -> list[Row]:
@@ -265,7 +243,7 @@ def restart(fleet: Fleet, prompts: Prompts) -> list[Row]:
         f"vLLM killed with SIGKILL, ready again after {seconds:.0f} s, pool kept: the first request hits what the other instance stored, "
         f"the second what it stored itself; cached {cached} of {[theirs.cached, own.cached]} tokens, equal to the own prefix cache"
     )
-    return [fraction(f"{fleet.door}_restart_hits", good, what)]
+    return [fraction(f"{fleet.integration}_restart_hits", good, what)]
 
 
 def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
@@ -292,4 +270,4 @@ def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
     what = (
         f"tensor parallel 2 on two GPUs, hits from the pool on overwritten blocks against the own prefix cache; {full} full hits"
     )
-    return [fraction(f"{fleet.door}_tp2_equal", good, what)]
+    return [fraction(f"{fleet.integration}_tp2_equal", good, what)]

@@ -1,4 +1,4 @@
-"""Loads that fail after they were promised: does the request say what it would have, and do those beside it?
+"""Loads that fail after they were promised: whether the request says what it would have, and those beside it too.
 
 B's connector promises a prompt's chunks, the step is scheduled, and before it is executed the chunks are removed from the pool
 or the metadata server is killed (`probe`), while other requests of B decode. What B says must be what a vLLM without a pool says of
@@ -12,12 +12,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..results import Row
+from ..processes import ChildFailed
+from ..results import Clock, OutOfTime, Row, fraction
 from .equality import Pair, soil
 from .fleet import Fleet
-from .process import ChildFailed
 from .prompts import Prompts
-from .report import Clock, OutOfTime, fraction
 
 SECONDS = 90.0
 TIMES = 4
@@ -30,7 +29,7 @@ BESIDE_ANSWER = 2
 """How many times as many tokens as the request whose load fails the others get, so that they outlive it."""
 
 
-class _Tally:
+class _Trials:
     """What came of the trials of one kind."""
 
     def __init__(self) -> None:
@@ -50,8 +49,8 @@ def failures(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     vLLM's V2 model runner with asynchronous scheduling does not recompute a synchronous load rightly (vLLM issue 49250)."""
     pair = Pair(fleet, "failing_")
     soil(pair.b, fleet, prompts)
-    tallies = {how: _Tally() for how in ("none", *WAYS[fleet.door])}
-    for how, counts in tallies.items():
+    trials = {how: _Trials() for how in ("none", *WAYS[fleet.integration])}
+    for how, counts in trials.items():
         for length in fleet.scale.few * (1 if how == "none" else TIMES):
             try:
                 clock.check(15)
@@ -64,10 +63,10 @@ def failures(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
             f"  {how}: {sum(counts.good)} of {len(counts.good)}, others {sum(counts.others)} of {len(counts.others)}",
             flush=True,
         )
-    return _rows(fleet, tallies)
+    return _rows(fleet, trials)
 
 
-def _trial(fleet: Fleet, pair: Pair, prompts: Prompts, length: int, how: str, counts: _Tally) -> None:
+def _trial(fleet: Fleet, pair: Pair, prompts: Prompts, length: int, how: str, counts: _Trials) -> None:
     """One prompt. B may die of it (LMCache): then the trial is wrong, and B is started again."""
     scale, note = fleet.scale, fleet.folder / f"lost.{len(counts.good)}.{how}.json"
     note.unlink(missing_ok=True)
@@ -77,7 +76,7 @@ def _trial(fleet: Fleet, pair: Pair, prompts: Prompts, length: int, how: str, co
     fleet.stored(due)
     asked = {"others": others, "length": BESIDE_ANSWER * scale.answer, "tokens": [prompt], "count": scale.answer}
     before = fleet.pool.stats()
-    lose = {"how": how, "socket": str(fleet.socket), "pid": fleet.server_pid, "note": str(note)}
+    lose = {"how": how, "socket": str(fleet.server.path), "pid": fleet.server.pid, "note": str(note)}
     pair.b.send("beside", **asked, extra=None if how == "none" else {"lose": lose})
     try:
         expected = pair.alone.ask("beside", SECONDS, **asked)
@@ -116,22 +115,22 @@ def _promised(note: Path) -> int:
     return int(json.loads(note.read_text())["promised"]) if note.exists() else 0
 
 
-def _rows(fleet: Fleet, tallies: dict[str, _Tally]) -> list[Row]:
-    limited = fleet.door == "vllm"
-    calm = tallies["none"].others
+def _rows(fleet: Fleet, trials: dict[str, _Trials]) -> list[Row]:
+    limited = fleet.integration == "vllm"
+    calm = trials["none"].others
     quiet = f"beside loads that held {sum(calm)} of {len(calm)} were"
-    broken = {how: counts for how, counts in tallies.items() if how in HOW}
+    broken = {how: counts for how, counts in trials.items() if how in HOW}
     rows = []
     for how, counts in broken.items():
         what = f"requests whose load failed after it was promised, {HOW[how]}: tokens as of a vLLM without a pool"
         what += f"; in {counts.unbroken} no load was promised" if counts.unbroken else ""
         what += f"; {counts.deaths} times the instance ended" if counts.deaths else ""
-        rows.append(fraction(f"{fleet.door}_failed_load_equal_{how}", counts.good, what, limited))
+        rows.append(fraction(f"{fleet.integration}_failed_load_equal_{how}", counts.good, what, limited))
     good = [each for counts in broken.values() for each in counts.good]
     ways = " or ".join(HOW[how] for how in broken)
     what = f"requests whose load failed after it was promised ({ways}): tokens as of a vLLM without a pool"
-    rows.append(fraction(f"{fleet.door}_failed_load_equal", good, what, limited))
+    rows.append(fraction(f"{fleet.integration}_failed_load_equal", good, what, limited))
     others = [each for counts in broken.values() for each in counts.others]
     what = f"requests decoding beside a load that failed: tokens as of a vLLM without a pool; {quiet}"
-    rows.append(fraction(f"{fleet.door}_failed_load_others_equal", others, what, limited))
+    rows.append(fraction(f"{fleet.integration}_failed_load_others_equal", others, what, limited))
     return rows

@@ -1,48 +1,48 @@
-"""The processes of a run: the metadata server, LMCache's MP server, and vLLM instances (`instances`, `settings`).
+"""The processes of a run: the metadata server, LMCache's MP server, a Mooncake store, and vLLM instances (`instances`, `settings`).
 
 Both GPUs are visible to every instance, the one it computes on first, unless the run is `isolated`: then each sees its own only.
+
+Instances of one kind run the same compiled code: they share one cache of vLLM's, the first of them compiles, and the others start once
+what it compiled is saved there. Instances that compile for themselves may differ in the last bit of what they compute.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import socket
-import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import msgspec
 
-from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ServerStats
 
-from ..mooncake_depot import HOST, Depot
+from ..mooncake_depot import Depot
+from ..processes import HOST, PATIENT, Child, ChildFailed, MetadataServer, Program, free_ports, module
 from .instances import INSTANCES, KINDS, Spec
-from .process import Child, ChildFailed
 from .scale import Scale
-from .settings import Door, arguments, lmcache_file
+from .settings import Integration, arguments, lmcache_file, mp_arguments
 from .weights import write_model
 
-PATIENT = ClientConfig(request_seconds=10.0, control_seconds=30.0, connect_seconds=5.0)
 START_SECONDS = 240.0
 MP_GB = 24
 STORE_POOLS = 2
 """The store holds as much as the pool of two instances."""
 WRITTEN_SECONDS = 0.3
+SAVED = (b"saved AOT compiled function", b"Directly load AOT compilation")
+"""What vLLM logs once there is compiled code that others can load."""
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONUNBUFFERED": "1",
     # As vLLM sets it for workers in processes of their own; with many threads small host tensors take milliseconds at times.
     "OMP_NUM_THREADS": "1",
-    # Kernels chosen by rule, not by trial: instances that compile for themselves then compute the same bits.
+    # Kernels chosen by rule, not by trial (see `settings.arguments` too).
     "TORCHINDUCTOR_DETERMINISTIC": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
@@ -56,12 +56,11 @@ CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE
 
 
 class Fleet:
-    """Starts what is asked for, all at once; everything ends with it.
+    """Starts what is asked for; everything ends with it.
 
-    folder: logs and settings. cache: vLLM's compiled code, one folder an instance, kept for the next run. in_process: the engine
-    core in the instance's own process rather than beside it, as always on the CPU. settings: of vcache, `vcache.SECTION.KEY` by
-    value. door: `lmcache`, vcache as a plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin with it. isolated:
-    an instance sees the GPU it computes on and no other, those with tensor parallelism excepted.
+    folder: logs and settings. cache: vLLM's compiled code and the models, kept for the next run. more: settings of vcache, by
+    `vcache.SECTION.KEY`. integration: `lmcache`, vcache as a plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin
+    with it. isolated: an instance sees the GPU it computes on and no other, those with tensor parallelism excepted.
     """
 
     def __init__(
@@ -69,66 +68,101 @@ class Fleet:
         scale: Scale,
         folder: Path,
         cache: Path,
-        in_process: bool = False,
-        settings: dict[str, str] | None = None,
-        door: str = "lmcache",
+        more: dict[str, str] | None = None,
+        integration: str = "lmcache",
         isolated: bool = False,
     ) -> None:
-        self.scale = msgspec.structs.replace(scale, whole_blocks=door == "vllm")
-        self.folder, self._cache, self._in_process = folder, cache, in_process
-        self.door, self._isolated = door, isolated
+        self.scale = msgspec.structs.replace(scale, whole_blocks=integration == "vllm")
+        self.folder, self._cache, self.integration, self._isolated = folder, cache, integration, isolated
+        self._undo = ExitStack()
         # Not among the logs: those may be another run's too, and a journal beside the socket would bring its pool back.
-        self._own = tempfile.TemporaryDirectory(prefix="vcache-vllm-")
-        self.socket = Path(self._own.name) / "vcache.sock"
-        self._door = Door(name=door, socket=self.socket, more=settings or {})
+        own = self._undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-vllm-"))
+        self._settings = Integration(name=integration, socket=Path(own, "vcache.sock"), more=more or {})
         self._children: dict[str, Child] = {}
         self._failed: dict[str, str] = {}
         self._waiting: dict[str, float] = {}
-        self._models: dict[str, Path] = {}
-        self._starts = 0
-        self._undo = ExitStack()
-        self._client: Client | None = None
+        self._compiled: set[tuple[str, int]] = set()
+        self._ports = iter(range(free_ports(1)[0], 60_000, 200))
+        self._server: MetadataServer | None = None
         self._depot: Depot | None = None
-        folder.mkdir(parents=True, exist_ok=True)
+        self._mp: Program | None = None
+        for each in (folder, cache):
+            each.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        for name in list(self._children):
-            self.kill(name)
+    def __exit__(self, *_: object) -> None:
+        self.end(list(self._children))
         self._undo.close()
-        self._own.cleanup()
 
     # ---- instances
 
     def start(self, names: Iterable[str]) -> None:
-        """Let these start beside each other, and what they need first; `instance` waits for one of them."""
-        for name in names:
-            if name in self._children or name in self._failed:
-                continue
+        """Let these start, and what they need first; `instance` waits for one of them. Returns once what they share is compiled."""
+        new = [name for name in names if name not in self._children and name not in self._failed]
+        with self._alone():
+            for name in new:
+                self._model(INSTANCES[name].kind)
+        first: dict[tuple[str, int], str] = {}
+        for name in new if not self.scale.cpu else ():
             spec = INSTANCES[name]
-            if self._door.of(spec) and self._client is None:
-                self._serve()
-            if spec.below and self._depot is None:
-                self._serve_depot()
-            if spec.variant == "mp" and "mp_server" not in self._children:
-                self._serve_mp()
-            self._starts += 1
-            command = [sys.executable, "-m", f"{__package__}.child", json.dumps(self._settings(spec))]
-            self._children[name] = self._child(name, command, self._environment(name, spec))
-            self._waiting[name] = time.monotonic()
+            key = spec.kind, spec.tensor_parallel
+            if key not in self._compiled and not KINDS[spec.kind].arguments.get("enforce_eager"):
+                first.setdefault(key, name)
+        if first:
+            with self._alone():
+                for name in first.values():
+                    self._start(name)
+                for name in first.values():
+                    self._await_compiled(name)
+            self._compiled |= set(first)
+        for name in new:
+            if name not in self._children:
+                self._start(name)
+
+    def _start(self, name: str) -> None:
+        spec = INSTANCES[name]
+        if spec.below:
+            assert self.depot is not None
+        elif spec.variant == "mp" and self._mp is None:
+            self._serve_mp()
+        if self._settings.of(spec):
+            assert self.pool is not None
+        given = arguments(KINDS[spec.kind].of(self.scale), spec, self._model(spec.kind), self._settings)
+        settings = json.dumps({"arguments": given, "dummy": given.get("load_format") == "dummy"})
+        log = self.folder / f"{name}.log"
+        # Of an earlier run with the same folder: its lines would say that the code is compiled.
+        log.unlink(missing_ok=True)
+        self._children[name] = Child(name, module(f"{__package__}.child", settings), log, self._environment(name, spec))
+        self._waiting[name] = time.monotonic()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One run at a time: two that made the same beside each other would each have their own."""
+        with (self._cache / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _model(self, kind: str) -> Path:
+        scale = KINDS[kind].of(self.scale)
+        return write_model(self._cache / f"model{kind and '_' + kind}_{scale.name}", scale)
+
+    def _await_compiled(self, name: str, seconds: float = START_SECONDS) -> None:
+        """Until others can load what this one compiled; or until it has ended, which is told of later."""
+        child, deadline = self._children[name], time.monotonic() + seconds
+        while child.alive and time.monotonic() < deadline and not any(said in child.log.read_bytes() for said in SAVED):
+            time.sleep(0.2)
+        print(f"  {name}: compiled after {time.monotonic() - self._waiting[name]:.0f} s", flush=True)
 
     def instance(self, name: str, seconds: float = START_SECONDS) -> Child:
         """The instance, ready. Raises ChildFailed if it did not start, the second time at once."""
         if name in self._failed:
             raise ChildFailed(self._failed[name])
-        if name not in self._children:
-            self.start([name])
+        self.start([name])
         child = self._children[name]
-        server = self._children.get("mp_server") if INSTANCES[name].variant == "mp" else None
-        if server is not None and not server.alive:
-            raise ChildFailed(f"LMCache's MP server has ended; {server.tail()}")
+        if INSTANCES[name].variant == "mp" and self._mp is not None and not self._mp.alive:
+            raise ChildFailed(f"LMCache's MP server has ended; {self._mp.tail()}")
         started = self._waiting.pop(name, None)
         if started is not None:
             try:
@@ -149,9 +183,8 @@ class Fleet:
 
     def kill(self, name: str) -> None:
         """SIGKILL. It can be started again."""
-        child = self._children.pop(name, None)
         self._waiting.pop(name, None)
-        if child is not None:
+        if (child := self._children.pop(name, None)) is not None:
             child.kill()
 
     def end(self, names: Iterable[str]) -> None:
@@ -165,11 +198,19 @@ class Fleet:
     # ---- the pool
 
     @property
+    def server(self) -> MetadataServer:
+        """The metadata server, which is started if there is none."""
+        if self._server is None:
+            log = self.folder / "server.log"
+            self._server = self._undo.enter_context(MetadataServer(self._settings.socket, log, {**os.environ, **ENVIRONMENT}))
+            self._client = self._undo.enter_context(Client(self._settings.socket, PATIENT))
+            self._client.require()
+        return self._server
+
+    @property
     def pool(self) -> Client:
         """A client of the metadata server."""
-        if self._client is None:
-            self._serve()
-        assert self._client is not None
+        assert self.server is not None
         return self._client
 
     def chunks(self) -> int:
@@ -185,12 +226,50 @@ class Fleet:
             time.sleep(0.005)
         return True
 
+    def make_room(self, tokens: int) -> None:
+        """Empty the pool before it must evict: what is stored then would lie on the reader's own GPU."""
+        scale = self.scale
+        if (self.chunks() * scale.chunk + tokens) * scale.token_bytes > 0.8 * scale.pool_bytes:
+            self.pool.clear()
+
+    def helper(self) -> Child:
+        """The process that can touch the pool's memory, see `memory`."""
+        if "memory" not in self._children:
+            assert self.server is not None
+            command = module(f"{__package__}.memory", str(self._settings.socket))
+            child = Child("memory", command, self.folder / "memory.log", {**os.environ, **ENVIRONMENT})
+            child.answer(START_SECONDS)
+            self._children["memory"] = child
+        return self._children["memory"]
+
+    def revive(self, before: ServerStats, seconds: float = 20.0) -> None:
+        """Start the metadata server again after its end; wait until all who were connected `before` are, and their segments too."""
+        self.server.kill()
+        self.server.start()
+
+        def back() -> bool:
+            with suppress(VCacheError):
+                now = self.pool.stats()
+                return now.clients >= before.clients and len(now.segments) >= len(before.segments)
+            return False
+
+        self.server.until(back, seconds)
+
+    # ---- the offload tier
+
     @property
     def depot(self) -> Depot:
-        """The offload tier."""
         if self._depot is None:
-            self._serve_depot()
-        assert self._depot is not None
+            self._depot = self._undo.enter_context(Depot(self.folder, [STORE_POOLS * self.scale.pool_bytes]))
+            store = {
+                "policy": "write_through",
+                "min_bandwidth": 0,
+                "mooncake.master": self._depot.address,
+                "mooncake.hostname": HOST,
+            }
+            self._settings = msgspec.structs.replace(
+                self._settings, store={f"vcache.offload.{name}": str(store[name]) for name in store}
+            )
         return self._depot
 
     def below(self, objects: int, seconds: float = 20.0) -> bool:
@@ -204,114 +283,34 @@ class Fleet:
         time.sleep(WRITTEN_SECONDS)
         return True
 
-    def helper(self) -> Child:
-        """The process that can touch the pool's memory, see `memory`."""
-        if "memory" not in self._children:
-            command = [sys.executable, "-m", f"{__package__}.memory", str(self.socket)]
-            self._children["memory"] = self._child("memory", command, {**os.environ, **ENVIRONMENT})
-        return self._children["memory"]
-
-    def _serve(self) -> None:
-        self._start_server()
-        self._client = self._undo.enter_context(Client(self.socket, PATIENT))
-        self._client.require()
-
-    def _start_server(self) -> None:
-        command = [sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(self.socket)]
-        self.socket.unlink(missing_ok=True)
-        self._server = server = self._child("server", command, {**os.environ, **ENVIRONMENT})
-        self._undo.callback(server.kill)
-        deadline = time.monotonic() + 20
-        while not self.socket.exists():
-            if not server.alive or time.monotonic() > deadline:
-                raise ChildFailed(f"no metadata server; {server.tail()}")
-            time.sleep(0.02)
-
-    @property
-    def server_pid(self) -> int:
-        """Of the metadata server, which is started if there is none."""
-        assert self.pool is not None
-        return self._server.pid
-
-    def revive(self, before: ServerStats, seconds: float = 20.0) -> None:
-        """Start the metadata server again after its end; wait until all who were connected `before` are, and their segments too."""
-        self._server.kill()
-        self._start_server()
-        deadline = time.monotonic() + seconds
-        while True:
-            with suppress(VCacheError):
-                now = self.pool.stats()
-                if now.clients >= before.clients and len(now.segments) >= len(before.segments):
-                    return
-            if time.monotonic() > deadline:
-                raise ChildFailed(f"not all of the server's {before.clients} clients are back; {self._server.tail()}")
-            time.sleep(0.05)
-
-    def _serve_depot(self) -> None:
-        self._depot = depot = self._undo.enter_context(Depot(self.folder, [STORE_POOLS * self.scale.pool_bytes]))
-        store = {"policy": "write_through", "min_bandwidth": 0, "mooncake.master": depot.address, "mooncake.hostname": HOST}
-        store = {f"vcache.offload.{name}": value for name, value in store.items()}
-        self._door = msgspec.structs.replace(self._door, store=store)
-
-    # ---- LMCache's server
+    # ---- the others' processes
 
     def _serve_mp(self) -> None:
         """Instances wait for its answer, so nobody waits for it here; it is up long before they ask."""
-        self._door = msgspec.structs.replace(self._door, mp_port=_free_port())
-        command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--port", str(self._door.mp_port)]
-        command += ["--l1-size-gb", str(MP_GB), "--eviction-policy", "LRU", "--chunk-size", str(self.scale.chunk)]
-        command += ["--supported-transfer-mode", "auto", "--disable-observability"] if self.scale.cpu else []
-        self._children["mp_server"] = self._child("mp_server", command, {**os.environ, **ENVIRONMENT})
-
-    # ---- settings
-
-    def _child(self, name: str, command: list[str], environment: dict[str, str]) -> Child:
-        return Child(name, command, environment, self.folder / f"{name}.log")
+        (port,) = free_ports(1)
+        self._settings = msgspec.structs.replace(self._settings, mp_port=port)
+        command = module("lmcache.v1.multiprocess.server", *mp_arguments(self.scale, MP_GB, port))
+        program = Program("LMCache's MP server", command, self.folder / "mp_server.log", {**os.environ, **ENVIRONMENT})
+        self._mp = self._undo.enter_context(program)
 
     def _environment(self, name: str, spec: Spec) -> dict[str, str]:
-        given = {
-            **os.environ,
-            **ENVIRONMENT,
-            "VLLM_CACHE_ROOT": str(self._cache / name),
-            "VLLM_PORT": str(port() + 200 * self._starts),
-        }
-        if self.scale.cpu:
-            given |= CPU_ENVIRONMENT
-        else:
-            both = visible(spec.gpu)
-            alone = self._isolated and spec.tensor_parallel == 1
-            given["CUDA_VISIBLE_DEVICES"] = both.split(",")[0] if alone else both
-            given["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self._in_process else "1"
-        if spec.variant == "stock" or self._door.of(spec) == "lmcache":
+        given = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(self._cache), "VLLM_PORT": str(next(self._ports))}
+        if self._settings.of(spec) == "lmcache":
             file = self.folder / f"{name}.yaml"
-            file.write_text(json.dumps(lmcache_file(self.scale, spec, self._door), indent=1))
+            file.write_text(json.dumps(lmcache_file(self.scale, spec, self._settings), indent=1))
             given["LMCACHE_CONFIG_FILE"] = str(file)
-        return given if self.scale.cpu else given | KINDS[spec.kind].environment
-
-    def _settings(self, spec: Spec) -> dict[str, Any]:
-        """What the child is started with."""
-        scale = KINDS[spec.kind].of(self.scale)
-        if spec.kind not in self._models:
-            self._models[spec.kind] = write_model(self.folder / f"model{spec.kind and '_' + spec.kind}", scale)
-        given = arguments(scale, spec, self._models[spec.kind], self._door)
-        return {"arguments": given, "dummy": given.get("load_format") == "dummy"}
+        if self.scale.cpu:
+            return given | CPU_ENVIRONMENT
+        alone = self._isolated and spec.tensor_parallel == 1
+        given["CUDA_VISIBLE_DEVICES"] = visible(spec.gpu).split(",")[0] if alone else visible(spec.gpu)
+        return given | KINDS[spec.kind].environment
 
 
 def visible(gpu: int) -> str:
     """CUDA_VISIBLE_DEVICES for an instance on the first or second GPU of this run: both, its own first.
 
-    The run's are the two in its own CUDA_VISIBLE_DEVICES, so that a host of four may do two runs at a time.
+    The run's are the two in its own CUDA_VISIBLE_DEVICES, so that a host of four may do two runs at a time; a single one does for what
+    is not timed.
     """
     pair = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    return ",".join((pair[gpu], pair[1 - gpu]))
-
-
-def port() -> int:
-    """Where this run's ports begin."""
-    return 40000 + 3000 * int(visible(0).split(",")[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return ",".join((pair[gpu], pair[1 - gpu])) if len(pair) > 1 else pair[0]

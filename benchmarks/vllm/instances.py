@@ -84,13 +84,13 @@ KINDS = {
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance. variant: alone, vcache (through the run's door), lmcache (vcache through LMCache, whatever the door), mp
-    (LMCache's server in host memory), stock (LMCache in the process, host memory). scheduler: a function of `scheduler`. below: with a
-    offload tier."""
+    """An instance. variant: alone, vcache (as the run's integration has it), lmcache (vcache through LMCache in any run), mp (LMCache's
+    server in host memory). role: producer, consumer or both (""). scheduler: a function of `scheduler`. below: with an offload tier."""
 
     variant: str
     gpu: int
     kind: str = ""
+    role: str = ""
     tensor_parallel: int = 1
     scheduler: str = ""
     below: bool = False
@@ -111,15 +111,15 @@ INSTANCES = {
     "lm_b": Spec(variant="lmcache", gpu=1),
     "mp_a": Spec(variant="mp", gpu=0),
     "mp_b": Spec(variant="mp", gpu=1),
-    "stock": Spec(variant="stock", gpu=1),
     "timed": Spec(variant="vcache", gpu=1, scheduler="probed"),
     "tp2": Spec(variant="vcache", gpu=0, tensor_parallel=2, scheduler="in_chunks"),
+    "producer": Spec(variant="vcache", gpu=0, role="producer"),
+    "consumer": Spec(variant="vcache", gpu=1, role="consumer"),
     **_trio("eager_", "eager"),
     **_trio("fp8_", "fp8"),
     **_trio("mla_", "mla"),
     **_trio("ngram_", "ngram"),
     **_trio("failing_", "steady", "probed"),
-    **_trio("below_", "", below=True),
     **_trio("below_eager_", "eager", below=True),
 }
 """Those with the scheduler `in_chunks` are what others are compared with."""

@@ -11,11 +11,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from ..results import Row, row
+import msgspec
+
+from ..processes import ChildFailed
+from ..results import Clock, Row, percentile, row
 from .fleet import Fleet
-from .process import ChildFailed
 from .prompts import Prompts
-from .report import Clock, recorded
 
 SECONDS = 60.0
 MS = 1e3
@@ -83,7 +84,7 @@ def _round(fleet: Fleet, prompt: list[int], name: str, samples: Samples, variant
     for variant in variants:
         writer, reader = SIDES[variant]
         if variant in ("vcache", "lmcache"):
-            _make_room(fleet, len(prompt))
+            fleet.make_room(len(prompt))
             chunks = fleet.chunks() + len(prompt) // fleet.scale.chunk
             _ttft(fleet.instance(writer), prompt)
             fleet.stored(chunks)
@@ -97,13 +98,6 @@ def _round(fleet: Fleet, prompt: list[int], name: str, samples: Samples, variant
             short.append(f"{variant} {name}: {cached} of {due}")
 
 
-def _make_room(fleet: Fleet, tokens: int) -> None:
-    """Empty the pool before it must evict: what is stored then would lie on the reader's own GPU."""
-    scale = fleet.scale
-    if (fleet.chunks() * scale.chunk + tokens) * scale.token_bytes > 0.8 * scale.pool_bytes:
-        fleet.pool.clear()
-
-
 def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
     answer = child.ask("generate", SECONDS, tokens=prompt, count=1)
     return answer["ttft"], answer["cached"]
@@ -112,11 +106,8 @@ def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
 def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str]) -> list[Row]:
     rows = []
     if not fleet.scale.cpu:
-        rows.append(
-            Row(
-                f"{fleet.door}_copy_engine", speed, "GB/s", speed, 1.0, 1, 0.0, "the copy engine between the two GPUs in this run"
-            )
-        )
+        what = "the copy engine between the two GPUs in this run"
+        rows.append(row(f"{fleet.integration}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(short)}" if short else ""
     for name, length in fleet.scale.lengths.items():
         held = {
@@ -128,7 +119,7 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str]) ->
         for variant, values in held.items():
             if values:
                 what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
-                rows.append(recorded(f"{fleet.door}_{variant}_ms_{name}", "ms", values, floor, what))
+                rows.append(row(f"{fleet.integration}_{variant}_ms_{name}", "ms", values, floor, what=what))
         if name in VS_RECOMPUTE and held["vcache"]:
             rows += _judged(fleet, name, held, floor, speed, missed)
     return rows
@@ -141,26 +132,16 @@ def _judged(fleet: Fleet, name: str, held: dict[str, list[float]], floor: float,
     ours = held["vcache"]
     sum_ = f"own prefix-cache hit {floor:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms"
     what = f"TTFT of a hit on the peer GPU; reference: {sum_}"
-    rows = [row(f"{fleet.door}_ttft_{name}", "ms", ours, allowed, what=what + missed, at_most=1.0)]
+    rows = [row(f"{fleet.integration}_ttft_{name}", "ms", ours, allowed, what=what + missed, at_most=1.0)]
     against = "reference: a hit on the peer GPU through the pool"
-    rows.append(
-        row(
-            f"{fleet.door}_vs_recompute_{name}",
-            "ms",
-            held["recompute"],
-            ours,
-            what=f"TTFT recomputing; {against}",
-            at_least=VS_RECOMPUTE[name],
-        )
-    )
+    what, least = f"TTFT recomputing; {against}", VS_RECOMPUTE[name]
+    rows.append(row(f"{fleet.integration}_vs_recompute_{name}", "ms", held["recompute"], ours, what=what, at_least=least))
     if held["mp"]:
         what = f"TTFT of a hit through LMCache's MP server (host memory); {against}{missed}"
-        rows.append(row(f"{fleet.door}_vs_mp_{name}", "ms", held["mp"], ours, what=what, at_least=VS_MP[name]))
+        rows.append(row(f"{fleet.integration}_vs_mp_{name}", "ms", held["mp"], ours, what=what, at_least=VS_MP[name]))
     if held["lmcache"]:
-        what = (
-            f"TTFT of a hit on the peer GPU through our connector; reference: through LMCache and the plugin, same pool{missed}"
-        )
-        rows.append(row(f"{fleet.door}_ttft_vs_lmcache_{name}", "ms", ours, held["lmcache"], what=what, at_most=1.0))
+        what = f"TTFT of a hit on the peer GPU by our connector; reference: by LMCache and the plugin, same pool{missed}"
+        rows.append(row(f"{fleet.integration}_ttft_vs_lmcache_{name}", "ms", ours, held["lmcache"], what=what, at_most=1.0))
     return rows
 
 
@@ -173,34 +154,19 @@ def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -
         samples: dict[str, list[float]] = {"with": [], "without": []}
         for turn in range(count + 1):
             clock.check(10)
-            _make_room(fleet, fleet.scale.lengths[name])
+            fleet.make_room(fleet.scale.lengths[name])
             for which in ("with", "without") if turn % 2 else ("without", "with"):
                 seconds, cached = _ttft(children[which], prompts.new(fleet.scale.lengths[name]))
                 if turn and not cached:
                     samples[which].append(seconds * MS)
         what = f"TTFT of a miss of {fleet.scale.lengths[name]} tokens with the pool on, stored as it goes; reference: vLLM alone"
         limit = 1.01 if name in VS_RECOMPUTE else None
-        rows.append(
-            row(f"{fleet.door}_miss_overhead_{name}", "ms", samples["with"], samples["without"], what=what, at_most=limit)
-        )
-    judged = [each for each in rows if each.ok is not None]
-    if judged:
+        case = f"{fleet.integration}_miss_overhead_{name}"
+        rows.append(row(case, "ms", samples["with"], samples["without"], what=what, at_most=limit))
+    if judged := [each for each in rows if each.ok is not None]:
         worst = max(judged, key=lambda each: each.ratio)
         what = f"the worst of the lengths {[each.case.rpartition('_')[2] for each in judged]}: {worst.what}"
-        rows.append(
-            Row(
-                f"{fleet.door}_miss_overhead",
-                worst.value,
-                "ms",
-                worst.reference,
-                worst.ratio,
-                worst.runs,
-                worst.spread,
-                what,
-                "<= 1.01",
-                worst.ok,
-            )
-        )
+        rows.append(msgspec.structs.replace(worst, case=f"{fleet.integration}_miss_overhead", what=what))
     return rows
 
 
@@ -244,35 +210,17 @@ def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
 def _gaps(
     fleet: Fleet, quiet: list[float], loaded: list[float], often: list[float], beside: list[float], loads: str
 ) -> list[Row]:
-    def percentile(values: list[float], which: int) -> float:
-        return statistics.quantiles(values, n=100, method="inclusive")[which - 1] if len(values) > 1 else 0.0
-
-    def gap(case: str, value: float, reference: float, runs: int, what: str, limit: float | None = None) -> Row:
-        ratio = value / reference if reference else 0.0
-        stated, ok = (f"<= {limit:g}", ratio <= limit) if limit else ("", None)
-        return Row(case, value, "ms", reference, ratio, runs, 0.0, what, stated, ok)
-
+    case, most, unit = f"{fleet.integration}_tpot", TPOT[fleet.integration], "ms"
+    calm = percentile(quiet, 99)
     who = f"gaps between tokens of {fleet.scale.running} running requests"
-    once = f"p99 of {who} while another loads from the peer GPU once a second: {loads}; reference: none loads"
-    rows = [
-        gap(
-            f"{fleet.door}_tpot_p99",
-            percentile(loaded, 99),
-            percentile(quiet, 99),
-            len(loaded),
-            once,
-            TPOT[fleet.door],
-        ),
-        gap(f"{fleet.door}_tpot_mean", statistics.fmean(loaded), statistics.fmean(quiet), len(loaded), f"mean of the same {who}"),
-    ]
+    what = f"p99 of {who} while another loads from the peer GPU once a second: {loads}; reference: none loads"
+    rows = [row(f"{case}_p99", unit, percentile(loaded, 99), calm, what=what, at_most=most, runs=len(loaded))]
+    means = statistics.fmean(loaded), statistics.fmean(quiet)
+    rows.append(row(f"{case}_mean", unit, *means, what=f"mean of the same {who}", runs=len(loaded)))
     if often:
         what = f"p99 of {who}, a load of the same size every {OFTEN:g} s; reference: none"
-        rows.append(
-            gap(f"{fleet.door}_tpot_p99_10_loads_a_second", percentile(often, 99), percentile(quiet, 99), len(often), what)
-        )
+        rows.append(row(f"{case}_p99_10_loads_a_second", unit, percentile(often, 99), calm, what=what, runs=len(often)))
     if beside:
         what = f"median of {who} in the steps a load came in; reference: median with none"
-        rows.append(
-            gap(f"{fleet.door}_tpot_step_with_load", statistics.median(beside), statistics.median(quiet), len(beside), what)
-        )
+        rows.append(row(f"{case}_step_with_load", unit, beside, quiet, what=what))
     return rows

@@ -1,26 +1,24 @@
 """A process that maps the pool's segments and may write into them behind everybody's back, and that times the copy engine.
 
-Started with the metadata server's socket as its only argument; commands and answers as in `child`.
+Started with the metadata server's socket as its only argument.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.vram_pool import segment
 from vcache_backend.vram_pool.devices import Device, gpus, resolve
 from vcache_backend.vram_pool.segment import MappedSegment
 
-PATIENT = ClientConfig(request_seconds=10.0, control_seconds=30.0, connect_seconds=5.0)
+from ..processes import PATIENT, answer_commands
+
 STEP = 32 << 20
 RUNS = 21
 
@@ -96,19 +94,5 @@ def _synchronize() -> None:
             torch.cuda.synchronize(ordinal)
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    memory = Memory(Path(sys.argv[1]))
-    for line in sys.stdin:
-        command, arguments = json.loads(line)
-        try:
-            answer = {"answer": getattr(memory, command)(**arguments)}
-        except Exception as error:  # noqa: BLE001 the parent decides what a failure costs
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    answer_commands(lambda: Memory(Path(sys.argv[1])))

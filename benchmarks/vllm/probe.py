@@ -21,8 +21,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
+
+from ..processes import PATIENT
 
 OF_A_REQUEST = (
     "on_new_request",
@@ -34,7 +35,6 @@ OF_A_REQUEST = (
 """Methods whose first argument is the request."""
 OF_A_STEP = ("build_connector_meta", "update_connector_output", "get_kv_connector_stats", "take_events")
 LAST = ("request_finished", "request_finished_all_groups")
-PATIENT = ClientConfig(request_seconds=10.0, control_seconds=30.0, connect_seconds=5.0)
 
 
 class Probe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,20 @@ import msgspec
 from .instances import KINDS, Spec
 from .scale import Scale
 
-STOCK_GB = 18
-"""Room for what `stock` asks again and for the prompts between."""
 BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+COMPILED_BY_RULE = {"inductor_compile_config": {"combo_kernels": True, "benchmark_combo_kernel": False}}
+"""vLLM 0.26 has the compiler time whether kernels are to be combined; then instances that compile for themselves may differ."""
 
 
-class Door(msgspec.Struct, frozen=True, kw_only=True):
-    """How instances come to the pool. name: lmcache or vllm. more: of vcache's configuration, `vcache.SECTION.KEY` by value."""
+class Integration(msgspec.Struct, frozen=True, kw_only=True):
+    """How instances come to the pool. name: lmcache or vllm. more: of vcache's configuration, `vcache.SECTION.KEY` by value. store:
+    likewise, of instances with an offload tier."""
 
     name: str
     socket: Path
     mp_port: int = 0
     more: dict[str, str] = {}
     store: dict[str, str] = {}
-    """Likewise, of instances with a offload tier."""
 
     def of(self, spec: Spec) -> str:
         """vllm, lmcache, or "" for an instance without vcache."""
@@ -35,7 +36,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
         return {**(self.store if spec.below else {}), **self.more}
 
 
-def arguments(scale: Scale, spec: Spec, model: Path, door: Door) -> dict[str, Any]:
+def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -> dict[str, Any]:
     """Of vLLM's `LLM`. scale: as the instance's kind has it."""
     given: dict[str, Any] = {
         "model": str(model),
@@ -51,53 +52,62 @@ def arguments(scale: Scale, spec: Spec, model: Path, door: Door) -> dict[str, An
         "tensor_parallel_size": spec.tensor_parallel,
     }
     if not scale.cpu:
-        given["gpu_memory_utilization"] = 0.15
+        given |= {"gpu_memory_utilization": 0.15, "compilation_config": COMPILED_BY_RULE}
     if not (model / "model.safetensors").exists():
         given["load_format"] = "dummy"
     if spec.scheduler:
         given["scheduler_cls"] = f"{__package__}.scheduler.{spec.scheduler}"
     if spec.variant != "alone":
-        given["kv_transfer_config"] = _transfer(scale, spec, door)
+        given["kv_transfer_config"] = _transfer(scale, spec, integration)
     return {**given, **KINDS[spec.kind].arguments}
 
 
-def _transfer(scale: Scale, spec: Spec, door: Door) -> dict[str, Any]:
+def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, Any]:
     if spec.variant == "mp":
-        return {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": door.mp_port,
-                "lmcache.mp.mq_timeout": 30,
-            },
-            **BOTH,
-        }
-    if door.of(spec) != "vllm":
+        return mp_connector(integration.mp_port)
+    if integration.of(spec) != "vllm":
         return {"kv_connector": "LMCacheConnectorV1", **BOTH}
-    return {
-        "kv_connector": "VCacheConnector",
-        "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
-        "kv_connector_extra_config": _sections(scale, spec, door),
-        **BOTH,
-    }
+    more = {path.removeprefix("vcache."): value for path, value in integration.settings(spec).items()}
+    lends = 0 if spec.role == "consumer" else scale.pool_bytes
+    return our_connector(integration.socket, lends, scale.chunk, more) | ({"kv_role": f"kv_{spec.role}"} if spec.role else {})
 
 
-def _sections(scale: Scale, spec: Spec, door: Door) -> dict[str, dict[str, Any]]:
-    """vcache's configuration for our own connector."""
+def our_connector(socket: Path, lends: int, chunk: int, more: Mapping[str, str]) -> dict[str, Any]:
+    """`kv_transfer_config` of ours. more: of vcache's configuration, `SECTION.KEY` by value."""
     sections: dict[str, dict[str, Any]] = {
-        "server": {"socket": str(door.socket)},
-        "pool": {"segment_bytes": scale.pool_bytes},
-        "engine": {"chunk_size": scale.chunk},
-        "connector": {"min_hit_tokens": scale.chunk},
+        "server": {"socket": str(socket)},
+        "pool": {"segment_bytes": lends},
+        "engine": {"chunk_size": chunk},
+        "connector": {"min_hit_tokens": chunk},
     }
-    for path, value in door.settings(spec).items():
-        *names, key = path.removeprefix("vcache.").split(".")
+    for path, value in more.items():
+        *names, key = path.split(".")
         section: dict[str, Any] = sections
         for name in names:
             section = section.setdefault(name, {})
         section[key] = _plain(value)
-    return sections
+    return {
+        "kv_connector": "VCacheConnector",
+        "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
+        "kv_connector_extra_config": sections,
+        **BOTH,
+    }
+
+
+def mp_connector(port: int) -> dict[str, Any]:
+    """`kv_transfer_config` of LMCache's connector to its server on `port`."""
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port, "lmcache.mp.mq_timeout": 60},
+        **BOTH,
+    }
+
+
+def mp_arguments(scale: Scale, gib: float, port: int) -> list[str]:
+    """Of LMCache's server."""
+    given = ["--port", str(port), "--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU", "--chunk-size", str(scale.chunk)]
+    return given + (["--supported-transfer-mode", "auto", "--disable-observability"] if scale.cpu else [])
 
 
 def _plain(value: str) -> Any:
@@ -108,15 +118,13 @@ def _plain(value: str) -> Any:
         return value
 
 
-def lmcache_file(scale: Scale, spec: Spec, door: Door) -> dict[str, Any]:
+def lmcache_file(scale: Scale, spec: Spec, integration: Integration) -> dict[str, Any]:
     """LMCache's YAML (JSON is YAML)."""
-    common = {"chunk_size": scale.chunk, "pre_caching_hash_algorithm": "sha256"}
-    if spec.variant == "stock":
-        return {**common, "local_cpu": True, "max_local_cpu_size": STOCK_GB}
-    # Beside instances of the other door, which lend the pool its memory, those of LMCache's lend nothing.
+    # Beside instances of our own connector, which lend the pool its memory, those of LMCache's lend nothing.
     lends = 0 if spec.variant == "lmcache" else scale.pool_bytes
     return {
-        **common,
+        "chunk_size": scale.chunk,
+        "pre_caching_hash_algorithm": "sha256",
         "local_cpu": False,
         "max_local_cpu_size": 0,
         "storage_plugins": ["vcache"],
@@ -127,8 +135,8 @@ def lmcache_file(scale: Scale, spec: Spec, door: Door) -> dict[str, Any]:
             "save_only_first_rank": False,
             "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
             "storage_plugin.vcache.class_name": "VCacheBackend",
-            "vcache.server.socket": str(door.socket),
+            "vcache.server.socket": str(integration.socket),
             "vcache.pool.segment_bytes": lends,
-            **door.settings(spec),
+            **integration.settings(spec),
         },
     }

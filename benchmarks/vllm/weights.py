@@ -24,11 +24,16 @@ def scale_weights(model: Any) -> int:
 
 
 def write_model(folder: Path, scale: Scale) -> Path:
-    """A folder that vLLM takes for the model: `config.json` alone for dummy weights; the tiny Llama brings its own."""
+    """A folder that vLLM takes for the model: `config.json` alone for dummy weights; the tiny Llama brings its own.
+
+    One that is there stays as it is: vcache knows a model by its files, and when they were written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(scale.model))
-    if scale.cpu and scale.model["model_type"] == "llama":
-        _write_weights(folder / "model.safetensors", scale.model)
+    file, text = folder / "config.json", json.dumps(scale.model)
+    if not file.exists() or file.read_text() != text:
+        if scale.cpu and scale.model["model_type"] == "llama":
+            _write_weights(folder / "model.safetensors", scale.model)
+        file.write_text(text)
     return folder
 
 

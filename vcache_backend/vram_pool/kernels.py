@@ -37,7 +37,7 @@ _COLUMNS = tl.constexpr(3)
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a copy is spread over the GPU. Found by `benchmarks/sweep_copy.py`.
+    """How a copy is spread over the GPU. Found by trying all of them (until 2026-11-22 in `benchmarks/sweep_copy.py`).
 
     ctas: thread blocks of the launch. block_bytes: what one of them moves at a time, a power of two. num_warps: of 32 threads.
     stages: 1 keeps the piece that is on its way in registers; n >= 2 keeps n - 1 pieces on their way in shared memory, so

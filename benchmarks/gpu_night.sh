@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# How to check on GPUs: everything that needs two of them, in calls of at most nine minutes, the most important first.
+#
+#   shared/gpu/pack.sh DIR                        once: vLLM 0.26 and LMCache 0.5.3 for a host that reaches no package registry
+#   benchmarks/gpu_night.sh CALL [PART.tar.xz...]  on that host, in the checkout, one call after the other:
+#     pool      copies, engine, metadata server, the GPU tests            needs deps.tar.xz
+#     speed     our connector: scheduler, TTFT, prefill apart, decoding   needs vllm.tar.xz and vllm_c.tar.xz too
+#     equal     200 hits through each integration beside each other, a flipped byte, a restart; compiled, with their control
+#     kinds     failures, eager, TP=2 (both integrations); fp8, MLA, ngram
+#     lmcache   TTFT, decoding, misses through LMCache; misses through our connector
+#
+# A call unpacks the parts it is given and goes on after whatever fails. Rows go to $OUT/*.json as they are measured, the logs of
+# instances to $OUT/logs.tar.xz. Speed is worth something only on GPUs that nobody else uses. TINY=1 runs it without GPUs, for its own sake.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+call=${1:?"usage: $0 pool|speed|equal|kinds|lmcache [PART.tar.xz...]"}; shift
+out=${OUT:-/tmp/vcache-gpu}; site=${SITE:-/tmp/site}; logs=/tmp/vcache-gpu-logs/$call; began=$SECONDS
+mkdir -p "$out" "$site/vcache_backend-0.1.0.dist-info" "$logs"
+for part in "$@"; do tar xJf "$part" -C "$site" & done; wait
+if [ -z "${TINY:-}" ]; then
+  # What an installation would do: the two folders are one package, and vLLM finds our plugin.
+  [ -e vcache_backend/integration ] || ln -s ../integration vcache_backend/integration
+  printf 'Metadata-Version: 2.1\nName: vcache-backend\nVersion: 0.1.0\n' > "$site/vcache_backend-0.1.0.dist-info/METADATA"
+  printf '[vllm.general_plugins]\nvcache = vcache_backend.integration.lmcache.vllm_hooks:register\n' > "$site/vcache_backend-0.1.0.dist-info/entry_points.txt"
+  export PYTHONPATH=$PWD:$site
+fi
+export PYTHONUNBUFFERED=1
+python=${PYTHON:-python3}
+
+# vllm INTEGRATION SECONDS PARTS [OPTION...]: rows of these parts; SECONDS of the call's are over at the latest then.
+vllm() {
+  local integration=$1 seconds=$(($2 - SECONDS + began)) parts=$3; shift 3
+  echo "== $integration: $parts, $seconds s"
+  "$python" -m benchmarks.vllm_ttft --integration "$integration" --only "$parts" --seconds "$seconds" --out "$out/$integration.json" \
+    --logs "$logs/$integration" --commit "${COMMIT:-}" --without-mp ${TINY:+--scale tiny --rounds 1} "$@" > >(tee "$out/$call.$integration.txt") 2>&1
+}
+
+case $call in
+  pool)
+    "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/pool.json" --commit "${COMMIT:-}"
+    timeout $((500 - SECONDS + began)) "$python" -m pytest -q -m gpu -p no:cacheprovider tests 2>&1 | tee "$out/gpu-tests.txt" | tail -15
+    ;;
+  speed)
+    vllm vllm 520 scheduler,ttft,agreeing,tpot,pd --rounds 9 --isolated --with-lmcache
+    ;;
+  equal)
+    vllm vllm 520 agreeing,sensitive,flipped,equal,restart --pool-gib 8 --isolated &
+    vllm lmcache 520 agreeing,sensitive,flipped,equal,restart --pool-gib 8 &
+    wait
+    ;;
+  kinds)
+    vllm vllm 280 failures,eager,tp2 --pool-gib 8 --isolated &
+    vllm lmcache 280 failures,eager,tp2 --pool-gib 8 &
+    wait
+    vllm vllm 520 fp8,mla,ngram --pool-gib 8 --isolated
+    ;;
+  lmcache)
+    vllm lmcache 350 ttft,tpot,miss --rounds 9 --isolated
+    vllm vllm 520 miss --isolated
+    ;;
+  *) echo "no call $call"; exit 2 ;;
+esac
+tar cJf "$out/logs.tar.xz" -C "$logs" . --exclude='model*' 2> /dev/null
+echo "== $call: $((SECONDS - began)) s; in $out: $(ls "$out" | tr '\n' ' ')"

@@ -1,0 +1,228 @@
+"""Child processes: programs that log, and children that answer lines of JSON with lines of JSON.
+
+Every wait has a deadline, and no child outlives this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+from vcache_backend.config import ClientConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST = "127.0.0.1"
+START_SECONDS = 30.0
+PATIENT = ClientConfig(request_seconds=10.0, control_seconds=30.0, connect_seconds=5.0)
+"""For clients that measure, or wait for others."""
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ChildFailed(RuntimeError):
+    """A child said no, was late, or ended. The message has the end of its log."""
+
+
+def die_with_parent() -> None:
+    """In a child: SIGKILL when the thread that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Program:
+    """A process in a group of its own, killed with all it started. What it says goes to the end of `log`."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.name, self.log, self._command = name, log, command
+        given = dict(os.environ if environment is None else environment)
+        self._environment = given | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [given.get("PYTHONPATH")])])}
+        self.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Again, after `kill`."""
+        with self.log.open("ab") as file:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=self._stdin,
+                stdout=self._stdout or file,
+                stderr=file,
+                process_group=0,
+                preexec_fn=die_with_parent,
+            )
+
+    _stdin: int = subprocess.DEVNULL
+    _stdout: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def until(self, ready: Callable[[], Any], seconds: float = START_SECONDS) -> None:
+        """Wait for it. Raises ChildFailed if the process ends, or after `seconds`; it is killed then."""
+        deadline = time.monotonic() + seconds
+        while not ready():
+            if not self.alive or time.monotonic() > deadline:
+                self.kill()
+                raise ChildFailed(f"{self.name} was not ready within {seconds:g} s, or ended; {self.tail()}")
+            time.sleep(0.02)
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, and reap. Idempotent."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait(START_SECONDS)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def tail(self, size: int = 1500) -> str:
+        """The end of the log."""
+        return f"{self.log} ends with:\n{self.log.read_bytes()[-size:].decode(errors='replace')}"
+
+
+class Child(Program):
+    """A program that runs `answer_commands`. What it says on standard error goes to the log."""
+
+    _stdin = _stdout = subprocess.PIPE
+    _buffer = b""
+
+    def send(self, command: str, **arguments: Any) -> None:
+        """Hand in a command; `answer` waits for it."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps([command, arguments]).encode() + b"\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError) as error:
+            raise ChildFailed(f"{self.name}: {error}; {self.tail()}") from error
+
+    def answer(self, seconds: float) -> Any:
+        """The next answer. Raises ChildFailed: an error, silence for `seconds`, or the child's end.
+
+        A child that was silent is killed: what it said later would be taken for the next answer.
+        """
+        reply = json.loads(self._line(time.monotonic() + seconds))
+        if "error" in reply:
+            raise ChildFailed(f"{self.name}: {reply['error']}; {self.tail()}")
+        return reply["answer"]
+
+    def ask(self, command: str, seconds: float = 60.0, **arguments: Any) -> Any:
+        self.send(command, **arguments)
+        return self.answer(seconds)
+
+    def _line(self, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.kill()
+                raise ChildFailed(f"{self.name} did not answer in time; {self.tail()}")
+            ready, _, _ = select.select([self._process.stdout], [], [], min(left, 0.5))
+            if ready:
+                piece = os.read(self._process.stdout.fileno(), 1 << 20)
+                self._buffer += piece
+                if not piece:
+                    raise ChildFailed(f"{self.name} ended; {self.tail()}")
+            elif not self.alive:
+                raise ChildFailed(f"{self.name} ended; {self.tail()}")
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return line
+
+
+def answer_commands(make: Callable[[], Any]) -> None:
+    """The life of a child: say "ready" once `make` has given the object with the commands, then answer until standard input ends.
+
+    Ends the process without its clean-up: threads of libraries would keep it. What anybody prints goes to the log.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    made: list[Any] = []
+
+    def say(answer: Callable[[], Any]) -> None:
+        try:
+            line = {"answer": answer()}
+        except Exception as error:  # noqa: BLE001 - the parent decides what a failure costs
+            traceback.print_exc()
+            line = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(line) + "\n")
+
+    def begin() -> str:
+        made.append(make())
+        return "ready"
+
+    say(begin)
+    for text in sys.stdin:
+        command, arguments = json.loads(text)
+        say(lambda: getattr(made[0], command)(**arguments))  # noqa: B023 - called at once
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    """The command that runs a module of this Python's."""
+    return [sys.executable, "-m", name, *arguments]
+
+
+# ---- what many need
+
+
+class MetadataServer(Program):
+    """On a socket of its own, which begins empty; it serves when this returns."""
+
+    def __init__(self, path: Path, log: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        super().__init__("metadata server", module("vcache_backend.metadata_server", "--socket", str(path)), log, environment)
+
+    def start(self) -> None:
+        self.path.unlink(missing_ok=True)
+        super().start()
+        self.until(self.path.exists)
+
+
+@contextmanager
+def metadata_server() -> Iterator[Path]:
+    """One on a temporary socket, gone afterwards: the socket."""
+    with (
+        TemporaryDirectory(prefix="vcache-bench-") as folder,
+        MetadataServer(Path(folder, "vcache.sock"), Path(folder, "log")) as it,
+    ):
+        yield it.path
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this host that nobody listens on, below those the kernel gives to connections."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            if port not in ports:
+                ports.append(port)
+    return ports

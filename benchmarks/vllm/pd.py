@@ -1,0 +1,152 @@
+"""Disaggregated prefill: how long until the decode instance's first token, when another instance computes the prompt?
+
+A kv_producer computes on GPU 0 and a kv_consumer on GPU 1, through our own connector. Each round has a new prompt for each of: handed
+to both at the same instant (`together`); to the consumer once the producer has answered (`in_turn`); to the producer with the pool
+off (`prefill`); to the consumer with the pool off (`alone`). Time to first token runs from that instant to the token of whoever
+answers. What comes out after `together` is compared with what the producer says of the same prompt from vLLM's own prefix cache.
+
+Prompts end 8 tokens after their last whole chunk, fewer than a block: so both compute the same last tokens in a step of the same shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..processes import Child
+from ..results import Clock, Row, fraction, row
+from .fleet import Fleet
+from .latency import ALLOWED_COPY, copy_engine
+from .prompts import Prompts
+
+LENGTH = "16k"
+TAIL = 8
+NEW_TOKENS = 16
+WARM_UP = 2
+ALLOWED_MS = 5.0
+SOON = 0.05
+"""Seconds until the instant at which instances hand in what they were sent: enough to read it."""
+ANSWER_SECONDS = 60.0
+OFF = {"load": False, "store": False}
+COMES = {"announced": True, "wait_seconds": 20.0, "consume_once": True}
+
+
+class Pair(NamedTuple):
+    producer: Child
+    consumer: Child
+
+
+class Taken(NamedTuple):
+    """Seconds to the first token, and the answer it belongs to."""
+
+    seconds: float
+    answer: dict[str, Any]
+
+
+def together(here: Pair, prompt: list[int]) -> Taken:
+    """Both are asked at the same instant."""
+    when = time.perf_counter() + SOON
+    here.consumer.send("at", when=when, tokens=prompt, count=NEW_TOKENS, vcache=COMES)
+    here.producer.send("at", when=when, tokens=prompt, count=1, vcache={})
+    here.producer.answer(ANSWER_SECONDS)
+    answer = here.consumer.answer(ANSWER_SECONDS)
+    return Taken(answer["first"] - when, answer)
+
+
+def in_turn(here: Pair, prompt: list[int]) -> Taken:
+    """The consumer is asked once the producer has answered."""
+    when = time.perf_counter() + SOON
+    here.producer.ask("at", ANSWER_SECONDS, when=when, tokens=prompt, count=1, vcache={})
+    answer = here.consumer.ask("at", ANSWER_SECONDS, when=0, tokens=prompt, count=NEW_TOKENS, vcache=COMES)
+    return Taken(answer["first"] - when, answer)
+
+
+def _off(instance: Child, prompt: list[int]) -> Taken:
+    """One instance computes the prompt itself, and the pool has no part in it."""
+    when = time.perf_counter() + SOON
+    answer = instance.ask("at", ANSWER_SECONDS, when=when, tokens=prompt, count=1, vcache=OFF)
+    return Taken(answer["first"] - when, answer)
+
+
+WAYS: dict[str, Callable[[Pair, list[int]], Taken]] = {
+    "together": together,
+    "in_turn": in_turn,
+    "prefill": lambda here, prompt: _off(here.producer, prompt),
+    "alone": lambda here, prompt: _off(here.consumer, prompt),
+}
+
+
+class Samples:
+    """What the rounds gave. seconds: by way. full: whether all whole chunks came from the pool. equal: whether the tokens are right.
+    left: chunks in the pool that `consume_once` should have taken out."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.full: list[bool] = []
+        self.equal: list[bool] = []
+        self.left: list[int] = []
+
+    def add(self, fleet: Fleet, here: Pair, prompts: Prompts, length: int, turn: int) -> None:
+        """One round, each time beginning with another way."""
+        ways = itertools.islice(itertools.cycle(WAYS.items()), turn % len(WAYS), turn % len(WAYS) + len(WAYS))
+        for name, way in list(ways):
+            prompt = prompts.new(length + TAIL)
+            taken = way(here, prompt)
+            self.seconds[name].append(taken.seconds)
+            if name not in ("together", "in_turn"):
+                continue
+            self.full.append(taken.answer["cached"] == length)
+            right = here.producer.ask("at", ANSWER_SECONDS, when=0, tokens=prompt, count=NEW_TOKENS, vcache=OFF)
+            self.equal.append(taken.answer["tokens"] == right["tokens"])
+            if not (self.full[-1] and self.equal[-1]):
+                same = "equal" if self.equal[-1] else "differ"
+                print(f"  {name}: {taken.answer['cached']} of {length} tokens came from the pool, tokens {same}", flush=True)
+            self.left.append(fleet.chunks())
+            if self.left[-1]:
+                fleet.pool.clear()
+
+
+def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int) -> list[Row]:
+    """The rows; what there is by then when time runs short, after at least one round."""
+    length, samples = fleet.scale.lengths[LENGTH], Samples()
+    here = Pair(fleet.instance("producer"), fleet.instance("consumer"))
+    speed = copy_engine(fleet)
+    for turn in range(-WARM_UP, rounds):
+        if turn == 0:
+            samples = Samples()
+        if turn > 0 and clock.left < 10:
+            print(f"  the time is up after {turn} of {rounds} rounds", flush=True)
+            break
+        clock.check(10)
+        samples.add(fleet, here, prompts, length, turn)
+    return rows(samples, length, length * fleet.scale.token_bytes, speed)
+
+
+def rows(samples: Samples, length: int, nbytes: int, speed: float) -> list[Row]:
+    """length: tokens that go through the pool, `nbytes` of KV. speed: the copy engine's, in GB/s."""
+    ms = {name: [1e3 * value for value in values] for name, values in samples.seconds.items()}
+    computed = statistics.median(ms["prefill"])
+    allowed = computed + nbytes / speed / 1e6 * ALLOWED_COPY + ALLOWED_MS
+    sum_ = f"prefill {computed:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms"
+    prompt = f"a prompt of {length} + {TAIL} tokens"
+    against = "reference: the producer's prefill with the pool off"
+    answers = f"answers of {NEW_TOKENS} tokens by the consumer"
+    said = f"from handing {prompt} to producer and consumer until the consumer's first token; reference: {sum_}"
+    whats = {
+        "prefill": f"TTFT of {prompt} at the producer, the pool off",
+        "alone": f"TTFT of {prompt} at the consumer, the pool off; {against}",
+        "in_turn": f"TTFT, the consumer asked after the producer; {against}",
+        "together": f"TTFT, both asked at the same instant; {against}",
+    }
+    return [
+        row("pd_copy_engine", "GB/s", speed, speed, what="the copy engine between the two GPUs in this run"),
+        *(row(f"pd_{way}_ms_16k", "ms", ms[way], computed, what=what) for way, what in whats.items()),
+        row("pd_ttft_16k", "ms", ms["together"], allowed, what=said, at_most=1.0),
+        fraction("pd_full_hits", samples.full, f"{answers} for which every whole chunk came from the pool"),
+        fraction("pd_equal", samples.equal, f"{answers} whose tokens are the producer's from vLLM's own prefix cache"),
+        fraction("pd_consumed", [not left for left in samples.left], "requests with consume_once that left no chunk in the pool"),
+    ]
