@@ -18,7 +18,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.link import Link
+from vcache_backend.metadata_server.link import ServerLink
 from vcache_backend.vram_pool import segment
 from vcache_backend.vram_pool.devices import Device
 
@@ -161,7 +161,7 @@ def _clear(client: Client, path: Path, end: float, number: int) -> None:
 
 def _hello(client: Client, path: Path, end: float, number: int) -> None:
     """Connections that come, say half of something, and go."""
-    link = Link(0.0)
+    link = ServerLink(0.0)
     layout = {"model": "llama", "namespace": os.urandom(8).hex(), **{f"field{n}": os.urandom(50).hex() for n in range(30)}}
     link.open(path, m.Hello(m.PROTOCOL_VERSION, "host", "host", layout), time.perf_counter() + 10, None, [])
     link.close()

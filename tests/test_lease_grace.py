@@ -46,9 +46,10 @@ class Reading:
         return self.session.verdict(self.lease)
 
     def answered(self) -> tuple[int, int]:
-        """Renewals and releases of the reader."""
-        renewals, releases = (self.session.client.latency.get(name) for name in ("Renew", "Release"))
-        return renewals.count if renewals else 0, releases.count if releases else 0
+        """Renewals and releases that the server answered."""
+        latency = self.bystander.stats().latency
+        renewals, releases = (latency[name].count if name in latency else 0 for name in ("Renew", "Release"))
+        return renewals, releases
 
     def leases(self) -> int:
         return self.bystander.stats().leases

@@ -1,62 +1,27 @@
-"""The other end of the socket: typed calls with deadlines, a circuit breaker, and reconnection in the background."""
+"""The server's requests as typed calls, for the workers and schedulers of the node."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import secrets
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from vcache_backend.config import ClientConfig
-from vcache_backend.errors import ProtocolError, Refused, ServerTimeout, ServerUnavailable, VCacheError
-from vcache_backend.histogram import Histogram
+from vcache_backend.errors import ProtocolError, VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.link import Link, Unwelcome
+from vcache_backend.metadata_server.channel import Channel, R, Sent
 
 log = logging.getLogger(__name__)
 
-R = TypeVar("R", bound=m.Reply)
-T = TypeVar("T")
 
-
-class Sent(Generic[R]):
-    """A request on its way, from `Client.send_lookup` or `send_acquire`. Its answer is read by `answer`, or before the next call's.
-
-    An answer that nobody fetches is read with the next call's and forgotten: of a lease, fetch it, or it is held until it ends.
-    """
-
-    def __init__(self, client: Client, request: m.Request, kind: type[R]) -> None:
-        self.request, self.kind, self._client = request, kind, client
-        self.reply: m.AnyReply | None = None
-        self.lost = ""
-
-    @property
-    def over(self) -> bool:
-        """Whether the answer is here, or never comes."""
-        return self.reply is not None or bool(self.lost)
-
-    def answer(self) -> R:
-        """The answer, waited for as long as for that of a call; raises as a call does."""
-        self._client._collect(self)
-        if isinstance(self.reply, self.kind):
-            return self.reply
-        if isinstance(self.reply, m.Error):
-            raise Refused(self.reply.message)
-        raise ServerUnavailable(self.lost)
-
-
-class Client:
+class Client(Channel):
     """A connection to the metadata server that comes back by itself.
 
     Any thread may call any method; requests go one after the other. Every call answers or raises within its deadline
@@ -76,67 +41,11 @@ class Client:
         reconnect: bool = True,
     ) -> None:
         """Try to connect once, within `connect_seconds`; an absent server is no error here (`require` makes it one)."""
-        self.latency: dict[str, Histogram] = {}
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
-        self._path, self._config = path, config
-        token = secrets.randbits(m.TOKEN_BITS)
-        self._hello = m.Hello(m.PROTOCOL_VERSION, device, medium, _shortened(layout or {}), token)
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._link: Link | None = None
-        self._unread: deque[Sent[Any]] = deque()
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
         self._avoided: set[m.SegmentId] = set()
-        self._witness: int | None = None
-        self._down = f"never connected to {path}"
-        self._complained = ""
-        self._wake = threading.Event()
-        self._stop = threading.Event()
-        self.epoch = 0
-        self.connections_lost = 0
-        self._try_connect()
-        self._keeper: threading.Thread | None = None
-        if reconnect:
-            self._keeper = threading.Thread(target=self._keep, name="vcache-client", daemon=True)
-            self._keeper.start()
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection and end the background thread; calls under way end as ServerUnavailable. Idempotent."""
-        self._stop.set()
-        self._wake.set()
-        link, forked = self._link, os.getpid() != self._pid
-        if link is not None and not forked:
-            link.interrupt()
-        if self._keeper is not None and self._keeper is not threading.current_thread():
-            self._keeper.join(self._config.connect_seconds + self._config.control_seconds)
-        # In a forked child the lock may be held by a thread that is not there.
-        if forked or self._lock.acquire(timeout=self._config.control_seconds):
-            if self._link is not None:
-                self._drop(self._link, "the client was closed")
-            self._keep_witness([])
-            if not forked:
-                self._lock.release()
-
-    @property
-    def connected(self) -> bool:
-        """Is the breaker closed?"""
-        return self._link is not None and os.getpid() == self._pid
-
-    @property
-    def trouble(self) -> str:
-        """Why there is no connection, and what to do about it; empty while there is one."""
-        return "" if self.connected else self._down
-
-    def require(self) -> None:
-        """ServerUnavailable, with the reason, unless connected."""
-        if not self.connected:
-            raise ServerUnavailable(self._down)
+        token = secrets.randbits(m.TOKEN_BITS)
+        super().__init__(path, config, m.Hello(m.PROTOCOL_VERSION, device, medium, _shortened(layout or {}), token), reconnect)
 
     # ---- chunks
 
@@ -267,7 +176,7 @@ class Client:
         request = m.Report(level, text[: m.MAX_REPORT_CHARS])
         return bool(self._call(request, m.Count, self._config.control_seconds).count)
 
-    # ---- one request
+    # ---- inside
 
     def _in_parts(
         self,
@@ -284,167 +193,7 @@ class Client:
             seconds = deadline - time.perf_counter() if len(starts) > 1 else self._config.request_seconds
             yield self._call(request(keys[start : start + most]), kind, seconds)
 
-    def _call(
-        self,
-        request: m.Request,
-        kind: type[R],
-        seconds: float | None = None,
-        fd: int | None = None,
-        received: list[int] | None = None,
-    ) -> R:
-        started = time.perf_counter()
-        deadline = started + (self._config.request_seconds if seconds is None else seconds)
-        self.require()
-        data = wire.frame(request)
-        if not self._lock.acquire(timeout=max(0.0, deadline - started)):
-            raise ServerTimeout(self._late(request, deadline - started, "waiting for other calls"))
-        try:
-            return self._exchange(request, kind, data, started, deadline, fd, received)
-        finally:
-            self._lock.release()
-
-    def _send(self, request: m.Request, kind: type[R]) -> Sent[R]:
-        """Ask now; the answer is read later."""
-        deadline = time.perf_counter() + self._config.request_seconds
-        self.require()
-        data, sent = wire.frame(request), Sent(self, request, kind)
-        if not self._lock.acquire(timeout=self._config.request_seconds):
-            raise ServerTimeout(self._late(request, self._config.request_seconds, "waiting for other calls"))
-        try:
-            self._use(request, self._config.request_seconds, lambda link: link.send(data, deadline))
-            self._unread.append(sent)
-        finally:
-            self._lock.release()
-        return sent
-
-    def _collect(self, sent: Sent[Any]) -> None:
-        """See that the answer is there, if it ever comes."""
-        if sent.over:
-            return
-        seconds = self._config.request_seconds
-        deadline = time.perf_counter() + seconds
-        if not self._lock.acquire(timeout=seconds):
-            raise ServerTimeout(self._late(sent.request, seconds, "waiting for other calls"))
-        try:
-            if not sent.over:
-                self._use(sent.request, seconds, lambda link: self._read_unread(link, deadline, sent))
-        finally:
-            self._lock.release()
-
-    def _read_unread(self, link: Link, deadline: float, last: Sent[Any] | None = None) -> None:
-        """Read the answers to what was sent before, up to that to `last`. Under the lock."""
-        while self._unread and (last is None or not last.over):
-            sent, reply = self._unread[0], link.read(deadline)
-            if not isinstance(reply, sent.kind | m.Error):
-                raise ProtocolError(f"{type(sent.request).__name__} was answered with {type(reply).__name__}")
-            self._unread.popleft().reply = reply
-
-    def _exchange(
-        self,
-        request: m.Request,
-        kind: type[R],
-        data: bytes,
-        started: float,
-        deadline: float,
-        fd: int | None,
-        received: list[int] | None,
-    ) -> R:
-        """Ask on the present connection, which ends if the answer is late or wrong. Under the lock."""
-
-        def exchange(link: Link) -> m.AnyReply:
-            if self._unread:
-                if fd is not None:
-                    # With the answer to one request the server closes what came along with the next one.
-                    self._read_unread(link, deadline)
-                link.send(data, deadline, () if fd is None else [fd])
-                self._read_unread(link, deadline)
-                return link.read(deadline, received)
-            return link.exchange(data, deadline, () if fd is None else [fd], received)
-
-        reply = self._use(request, deadline - started, exchange)
-        self._note(request, started)
-        if isinstance(reply, m.Error):
-            if reply.fatal:
-                self._drop(self._link, f"the metadata server at {self._path} closed the connection: {reply.message}")
-            raise Refused(reply.message)
-        if not isinstance(reply, kind):
-            self._drop(self._link, f"the metadata server answered {type(request).__name__} with {type(reply).__name__}")
-            raise ServerUnavailable(self._down)
-        return reply
-
-    def _use(self, request: m.Request, seconds: float, work: Callable[[Link], T]) -> T:
-        """Do this with the present connection, which ends if it fails: `request` had that many seconds. Under the lock."""
-        link = self._link
-        if link is None:
-            raise ServerUnavailable(self._down)
-        try:
-            return work(link)
-        except TimeoutError as error:
-            self._drop(link, self._late(request, seconds, "no answer"))
-            raise ServerTimeout(self._down) from error
-        except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
-            raise ServerUnavailable(self._down) from error
-        except BaseException:
-            # A signal handler raised: the answer is still to come, and must not be taken for the next call's.
-            self._drop(link, f"a call to the metadata server at {self._path} was interrupted")
-            raise
-
-    def _note(self, request: m.Request, started: float) -> None:
-        """Remember how long the call took, waiting included. Under the lock."""
-        name = type(request).__name__
-        if name not in self.latency:
-            self.latency[name] = Histogram()
-        self.latency[name].add((time.perf_counter() - started) * 1e6)
-
-    def _late(self, request: m.Request, seconds: float, why: str) -> str:
-        keys = getattr(request, "keys", None)
-        what = type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
-        return f"metadata server at {self._path} did not answer {what} in {seconds:g} s ({why})"
-
-    # ---- connection
-
-    def _try_connect(self) -> bool:
-        """Connect and say hello, within `connect_seconds`. Nobody sees the new connection before the server's welcome."""
-        deadline = time.perf_counter() + self._config.connect_seconds
-        link = Link(self._config.spin_seconds, self._config.server_uid)
-        received: list[int] = []
-        try:
-            welcome = link.open(self._path, self._hello, deadline, self._witness, received)
-        except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            link.close()
-            wire.close_fds(received)
-            self._down = self._no_connection(error)
-            return False
-        self._keep_witness(received)
-        self._link = link
-        self._greet(welcome)
-        return True
-
-    def _keep_witness(self, fds: list[int]) -> None:
-        """Of the server that has just welcomed this client, in place of its predecessor's."""
-        wire.close_fds(([] if self._witness is None else [self._witness]) + fds[1:])
-        self._witness = fds[0] if fds else None
-
-    def _no_connection(self, error: Exception) -> str:
-        """Why there is none, and what to do about it: not more than is known."""
-        match error:
-            case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
-                return f"no metadata server at {self._path}: {error}; start one with `vcache serve`"
-            case TimeoutError() | BlockingIOError():
-                seconds = self._config.connect_seconds
-                return (
-                    f"the metadata server at {self._path} did not answer in {seconds:g} s: it is stopped, or has too much to do"
-                )
-            case Unwelcome() | PermissionError():
-                return f"no connection to the metadata server at {self._path}: {error}"
-            case _:
-                return f"no connection to the metadata server at {self._path}: {error}; its log may say why"
-
-    def _greet(self, welcome: m.Welcome) -> None:
-        for line in welcome.mismatches:
-            log.warning("vcache: %s", line)
-        restarted, self.epoch = self.epoch not in (0, welcome.epoch), welcome.epoch
+    def _come_back(self) -> None:
         for info, fd in list(self._offers.values()):
             try:
                 added = self._add_segment(m.AddSegment(info.id, info.device, info.medium, info.nbytes, again=True), fd)
@@ -459,53 +208,11 @@ class Client:
         for id_ in list(self._avoided):
             with suppress(VCacheError):
                 self.avoid(id_)
-        if restarted or self._complained:
-            log.info("connected to the metadata server at %s", self._path)
-        self._complained = ""
 
-    def _drop(self, link: Link | None, reason: str) -> None:
-        """Open the breaker: close the socket, remember why, wake the background thread. Under the lock, so that nobody uses it."""
-        if link is None:
-            return
-        link.close()
-        if self._link is link:
-            self._link, self._down = None, reason
-            while self._unread:
-                self._unread.popleft().lost = reason
-            self.connections_lost += 1
-            self._wake.set()
-
-    def _keep(self) -> None:
-        """The background thread: heartbeats while connected, reconnection with growing pauses while not."""
-        pause = self._config.retry_seconds
-        while not self._stop.is_set():
-            if self._link is not None:
-                pause = self._config.retry_seconds
-                self._wake.wait(self._config.heartbeat_seconds)
-                self._wake.clear()
-                self._heartbeat()
-                continue
-            self._complain()
-            self._stop.wait(pause)
-            pause = min(2 * pause, self._config.retry_max_seconds)
-            if not self._stop.is_set():
-                self._try_connect()
-
-    def _heartbeat(self) -> None:
-        if self._link is None or self._stop.is_set():
-            return
-        try:
-            infos = self.list_segments()
-            self._avoided.intersection_update({info.id for info in infos})
-            self.on_segments(infos)
-        except VCacheError as error:
-            log.debug("heartbeat: %s", error)
-
-    def _complain(self) -> None:
-        """One line when the server is lost, not one a second."""
-        if not self._complained and not self._stop.is_set():
-            self._complained = self._down
-            log.warning("%s; KV is computed, not shared, until it is back", self._down)
+    def _beat(self) -> None:
+        infos = self.list_segments()
+        self._avoided.intersection_update({info.id for info in infos})
+        self.on_segments(infos)
 
 
 def _shortened(layout: dict[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ class Unwelcome(ConnectionError):
     """Somebody is there who must not be spoken to, or who refuses; the text says who and why."""
 
 
-class Link:
+class ServerLink:
     """One connected socket. Not thread-safe: its client's lock guards it. Deadlines are times of `time.perf_counter`."""
 
     def __init__(self, spin_seconds: float, server_uid: int | None = None) -> None:
@@ -56,23 +56,11 @@ class Link:
         pidfd = processes.own_pidfd()
         try:
             fds = [fd for fd in (pidfd, witness) if fd is not None]
-            return self.exchange(wire.frame(hello), deadline, fds, received)
+            self.send(wire.frame(hello), deadline, fds)
+            return self.read(deadline, received)
         finally:
             if pidfd is not None:
                 os.close(pidfd)
-
-    def exchange(
-        self,
-        data: bytes,
-        deadline: float,
-        fds: Sequence[int] = (),
-        received: list[int] | None = None,
-    ) -> m.AnyReply:
-        """Send one framed request and read its one reply. TimeoutError at the deadline; the stream is then out of step."""
-        self.send(data, deadline, fds)
-        reply = self.read(deadline, received)
-        self.expect_no_more()
-        return reply
 
     def read(self, deadline: float, received: list[int] | None = None) -> m.AnyReply:
         """The next reply: the server answers requests in their order."""

@@ -1,0 +1,301 @@
+"""A connection to the metadata server that comes back by itself: calls with deadlines, a circuit breaker, a thread that reconnects."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+
+from vcache_backend.config import ClientConfig
+from vcache_backend.errors import ProtocolError, Refused, ServerTimeout, ServerUnavailable, VCacheError
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.link import ServerLink, Unwelcome
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=m.Reply)
+T = TypeVar("T")
+
+
+class Sent(Generic[R]):
+    """A request on its way, sent ahead. Its answer is read by `answer`, or before the next call's.
+
+    An answer that nobody fetches is read with the next call's and forgotten: of a lease, fetch it, or it is held until it ends.
+    """
+
+    def __init__(self, channel: Channel, request: m.Request, kind: type[R]) -> None:
+        self.request, self.kind, self._channel = request, kind, channel
+        self.reply: m.AnyReply | None = None
+        self.lost = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether the answer is here, or never comes."""
+        return self.reply is not None or bool(self.lost)
+
+    def answer(self) -> R:
+        """The answer, waited for as long as for that of a call; raises as a call does."""
+        self._channel._collect(self)
+        if isinstance(self.reply, self.kind):
+            return self.reply
+        if isinstance(self.reply, m.Error):
+            raise Refused(self.reply.message)
+        raise ServerUnavailable(self.lost or self._channel.trouble)
+
+
+class Channel(ABC):
+    """The connection, whichever it is at present. Any thread may call any method; requests go one after the other."""
+
+    def __init__(self, path: Path, config: ClientConfig, hello: m.Hello, reconnect: bool) -> None:
+        """Try to connect once, within `connect_seconds`; an absent server is no error here (`require` makes it one)."""
+        self._path, self._config, self._hello = path, config, hello
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._link: ServerLink | None = None
+        self._unread: deque[Sent[Any]] = deque()
+        self._witness: int | None = None
+        self._down = f"never connected to {path}"
+        self._complained = ""
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self.epoch = 0
+        self.connections_lost = 0
+        self._try_connect()
+        self._keeper: threading.Thread | None = None
+        if reconnect:
+            self._keeper = threading.Thread(target=self._keep, name="vcache-client", daemon=True)
+            self._keeper.start()
+
+    @abstractmethod
+    def _come_back(self) -> None:
+        """There is a connection again, or for the first time: say what the server must know. Background thread, or constructor."""
+
+    @abstractmethod
+    def _beat(self) -> None:
+        """Every `heartbeat_seconds`, and after a connection was lost. Background thread; whatever VCacheError is raised is logged."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection and end the background thread; calls under way end as ServerUnavailable. Idempotent."""
+        self._stop.set()
+        self._wake.set()
+        link, forked = self._link, os.getpid() != self._pid
+        if link is not None and not forked:
+            link.interrupt()
+        if self._keeper is not None and self._keeper is not threading.current_thread():
+            self._keeper.join(self._config.connect_seconds + self._config.control_seconds)
+        # In a forked child the lock may be held by a thread that is not there.
+        if forked or self._lock.acquire(timeout=self._config.control_seconds):
+            if self._link is not None:
+                self._drop(self._link, "the client was closed")
+            self._keep_witness([])
+            if not forked:
+                self._lock.release()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection: the breaker is closed."""
+        return self._link is not None and os.getpid() == self._pid
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no connection, and what to do about it; empty while there is one."""
+        return "" if self.connected else self._down
+
+    def require(self) -> None:
+        """ServerUnavailable, with the reason, unless connected."""
+        if not self.connected:
+            raise ServerUnavailable(self._down)
+
+    # ---- one request
+
+    def _call(
+        self,
+        request: m.Request,
+        kind: type[R],
+        seconds: float | None = None,
+        fd: int | None = None,
+        received: list[int] | None = None,
+    ) -> R:
+        """Ask and wait for the answer, `seconds` at most. `fd` goes along; those that come are put into `received`."""
+        data, fds = wire.frame(request), () if fd is None else (fd,)
+
+        def exchange(link: ServerLink, deadline: float) -> R:
+            if fds:
+                # With the answer to one request the server closes what came along with the next one.
+                self._read_unread(link, deadline)
+            link.send(data, deadline, fds)
+            self._read_unread(link, deadline)
+            reply = link.read(deadline, received)
+            link.expect_no_more()
+            if isinstance(reply, m.Error):
+                if reply.fatal:
+                    self._drop(link, f"the metadata server at {self._path} closed the connection: {reply.message}")
+                raise Refused(reply.message)
+            if not isinstance(reply, kind):
+                raise ProtocolError(f"{type(request).__name__} was answered with {type(reply).__name__}")
+            return reply
+
+        return self._alone(request, exchange, seconds)
+
+    def _send(self, request: m.Request, kind: type[R]) -> Sent[R]:
+        """Ask now; the answer is read later."""
+        data, sent = wire.frame(request), Sent(self, request, kind)
+
+        def send(link: ServerLink, deadline: float) -> None:
+            link.send(data, deadline)
+            self._unread.append(sent)
+
+        self._alone(request, send)
+        return sent
+
+    def _collect(self, sent: Sent[Any]) -> None:
+        """See that the answer is there, if it ever comes."""
+        if not sent.over:
+            with suppress(ServerUnavailable):  # which `sent` tells
+                self._alone(sent.request, lambda link, deadline: self._read_unread(link, deadline, sent))
+
+    def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any] | None = None) -> None:
+        """Read the answers to what was sent before, up to that to `last`. Under the lock."""
+        while self._unread and (last is None or not last.over):
+            sent, reply = self._unread[0], link.read(deadline)
+            if not isinstance(reply, sent.kind | m.Error):
+                raise ProtocolError(f"{type(sent.request).__name__} was answered with {type(reply).__name__}")
+            self._unread.popleft().reply = reply
+
+    def _alone(self, request: m.Request, work: Callable[[ServerLink, float], T], seconds: float | None = None) -> T:
+        """Do this on the present connection while nobody else uses it, by a deadline; the connection ends if that fails."""
+        seconds = self._config.request_seconds if seconds is None else seconds
+        deadline = time.perf_counter() + seconds
+        self.require()
+        if not self._lock.acquire(timeout=max(0.0, seconds)):
+            raise ServerTimeout(self._late(request, seconds, "waiting for other calls"))
+        try:
+            link = self._link
+            if link is None:
+                raise ServerUnavailable(self._down)
+            try:
+                return work(link, deadline)
+            except TimeoutError as error:
+                self._drop(link, self._late(request, seconds, "no answer"))
+                raise ServerTimeout(self._down) from error
+            except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
+                self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
+                raise ServerUnavailable(self._down) from error
+            except Refused:
+                raise
+            except BaseException:
+                # A signal handler raised: the answer is still to come, and must not be taken for the next call's.
+                self._drop(link, f"a call to the metadata server at {self._path} was interrupted")
+                raise
+        finally:
+            self._lock.release()
+
+    def _late(self, request: m.Request, seconds: float, why: str) -> str:
+        keys = getattr(request, "keys", None)
+        what = type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
+        return f"metadata server at {self._path} did not answer {what} in {seconds:g} s ({why})"
+
+    # ---- connection
+
+    def _try_connect(self) -> bool:
+        """Connect and say hello, within `connect_seconds`. Nobody sees the new connection before the server's welcome."""
+        deadline = time.perf_counter() + self._config.connect_seconds
+        link = ServerLink(self._config.spin_seconds, self._config.server_uid)
+        received: list[int] = []
+        try:
+            welcome = link.open(self._path, self._hello, deadline, self._witness, received)
+        except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            link.close()
+            wire.close_fds(received)
+            self._down = self._no_connection(error)
+            return False
+        self._keep_witness(received)
+        self._link = link
+        self._greet(welcome)
+        return True
+
+    def _keep_witness(self, fds: list[int]) -> None:
+        """Of the server that has just welcomed this client, in place of its predecessor's."""
+        wire.close_fds(([] if self._witness is None else [self._witness]) + fds[1:])
+        self._witness = fds[0] if fds else None
+
+    def _no_connection(self, error: Exception) -> str:
+        """Why there is none, and what to do about it: not more than is known."""
+        match error:
+            case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
+                return f"no metadata server at {self._path}: {error}; start one with `vcache serve`"
+            case TimeoutError() | BlockingIOError():
+                seconds = self._config.connect_seconds
+                return (
+                    f"the metadata server at {self._path} did not answer in {seconds:g} s: it is stopped, or has too much to do"
+                )
+            case Unwelcome() | PermissionError():
+                return f"no connection to the metadata server at {self._path}: {error}"
+            case _:
+                return f"no connection to the metadata server at {self._path}: {error}; its log may say why"
+
+    def _greet(self, welcome: m.Welcome) -> None:
+        for line in welcome.mismatches:
+            log.warning("vcache: %s", line)
+        restarted, self.epoch = self.epoch not in (0, welcome.epoch), welcome.epoch
+        self._come_back()
+        if restarted or self._complained:
+            log.info("connected to the metadata server at %s", self._path)
+        self._complained = ""
+
+    def _drop(self, link: ServerLink, reason: str) -> None:
+        """Open the breaker: close the socket, remember why, wake the background thread. Under the lock, so that nobody uses it."""
+        link.close()
+        if self._link is link:
+            self._link, self._down = None, reason
+            while self._unread:
+                self._unread.popleft().lost = reason
+            self.connections_lost += 1
+            self._wake.set()
+
+    def _keep(self) -> None:
+        """The background thread: heartbeats while connected, reconnection with growing pauses while not."""
+        pause = self._config.retry_seconds
+        while not self._stop.is_set():
+            if self._link is not None:
+                pause = self._config.retry_seconds
+                self._wake.wait(self._config.heartbeat_seconds)
+                self._wake.clear()
+                self._heartbeat()
+                continue
+            self._complain()
+            self._stop.wait(pause)
+            pause = min(2 * pause, self._config.retry_max_seconds)
+            if not self._stop.is_set():
+                self._try_connect()
+
+    def _heartbeat(self) -> None:
+        if self._link is None or self._stop.is_set():
+            return
+        try:
+            self._beat()
+        except VCacheError as error:
+            log.debug("heartbeat: %s", error)
+
+    def _complain(self) -> None:
+        """One line when the server is lost, not one a second."""
+        if not self._complained and not self._stop.is_set():
+            self._complained = self._down
+            log.warning("%s; KV is computed, not shared, until it is back", self._down)
