@@ -6,28 +6,21 @@ LMCache is imported in child processes only; here nothing of it is needed.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import importlib.util
-import os
-import pickle
 import shutil
-import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Client as connect
-from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import pytest
 import yaml
-from engine_cases import CHUNK, PACKED, SMALL, Arrangement, Cache, Failure, Node, Sizes
+from engine_cases import CHUNK, PACKED, SMALL, Arrangement, Cache, Node, Sizes
 from engine_cases import node as engine_node
-from processes import PATIENT, SECONDS, Child, eventually
+from processes import PATIENT, Nursery, Worker, eventually, nursery
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
@@ -110,85 +103,39 @@ class Retrieved(NamedTuple):
     seconds: float
 
 
-class Nursery:
-    """The process that the engines' processes are forked from. One for a test session: it imports LMCache once."""
-
-    def __init__(self) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="vcache-lm-"))  # sockets in pytest's own folders have names that are too long
-        self._folder = folder
-        self._path, self._log = folder / "nursery.sock", folder / "nursery.log"
-        away = {
-            "LMCACHE_TRACK_USAGE": "false",
-            "LMCACHE_DISABLE_BANNER": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PROMETHEUS_MULTIPROC_DIR": str(folder),
-            "VLLM_RPC_BASE_PATH": str(folder),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = f"exec {sys.executable} tests/lmcache_worker.py {self._path} >>{self._log} 2>&1"
-        path = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)]
-        self._child = Child(["sh", "-c", command], **away, PYTHONPATH=os.pathsep.join(filter(None, path)))
-
-    def said(self) -> str:
-        return self._log.read_text()[-3000:] if self._log.exists() else ""
-
-    def close(self) -> None:
-        self._child.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def connect(self) -> Any:
-        def try_it() -> Any:
-            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-                return connect(str(self._path), "AF_UNIX")
-            return None
-
-        try:
-            return eventually(try_it, SLOW)
-        except AssertionError:
-            raise AssertionError(f"no LMCache in {SLOW:g} s: {self.said()}") from None
-
-
 @functools.cache
-def nursery() -> Nursery:
-    """This process's."""
-    made = Nursery()
-    atexit.register(made.close)
-    return made
+def home() -> Nursery:
+    """The process that engines are forked from: it imports LMCache once."""
+    folder = tempfile.mkdtemp(prefix="vcache-lm-")  # sockets in pytest's own folders have names that are too long
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    away = {
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_DISABLE_BANNER": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PROMETHEUS_MULTIPROC_DIR": folder,
+        "VLLM_RPC_BASE_PATH": folder,
+        "OMP_NUM_THREADS": "1",
+    }
+    return nursery("lmcache_worker", **away)
 
 
-class Engine:
+def _inside(setup: Setup) -> Inside:
+    import lmcache_worker
+
+    return lmcache_worker.Inside(setup)
+
+
+class Engine(Worker):
     """A process with an LMCacheEngine, seen from outside. Every answer has a deadline; leaving the context kills it."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self._pipe = nursery().connect()
-        self.pid = 0
-        try:
-            self.pid = self._send(setup, (), {})._answer()
-        except BaseException:
-            self.kill()
-            raise
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
+        super().__init__(home(), _inside, setup, name="an engine", start_seconds=SLOW)
+        self.made()
 
     def do(self, function: Callable[..., Any] | str, *arguments: Any, **more: Any) -> Any:
         """Call `function(inside, ...)`, or the method of `Inside` of that name, in there."""
-        return self.tell(function, *arguments, **more)._answer()
-
-    def tell(self, function: Callable[..., Any] | str, *arguments: Any, **more: Any) -> Engine:
-        """`do` without waiting; `answer` waits."""
-        if isinstance(function, str):
-            arguments, function = (methodcaller(function, *arguments, **more),), _apply
-            more = {}
-        return self._send(function, arguments, more)
-
-    def answer(self) -> Any:
-        return self._answer()
+        return self.ask(function, *arguments, **more)
 
     def store(self, tokens: list[int], **more: Any) -> None:
         assert self.do("store", tokens, **more)
@@ -200,29 +147,6 @@ class Engine:
     def retrieve(self, tokens: list[int], **more: Any) -> Retrieved:
         found: Retrieved = self.do("retrieve", tokens, **more)
         return found
-
-    def kill(self) -> None:
-        """SIGKILL, and really gone. Idempotent."""
-        self._pipe.close()
-        if self.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            eventually(lambda: not Path(f"/proc/{self.pid}").exists())
-            self.pid = 0
-
-    def _send(self, function: Any, arguments: tuple[Any, ...], more: dict[str, Any]) -> Engine:
-        self._pipe.send_bytes(pickle.dumps((function, arguments, more)))
-        return self
-
-    def _answer(self) -> Any:
-        assert self._pipe.poll(2 * SECONDS), f"no answer; its output ends with\n{nursery().said()}"
-        answer = pickle.loads(self._pipe.recv_bytes())
-        assert not isinstance(answer, Failure), answer.text
-        return answer
-
-
-def _apply(inside: Inside, what: Callable[[Inside], Any]) -> Any:
-    return what(inside)
 
 
 class Pool:
@@ -270,7 +194,7 @@ class Pool:
         return count
 
     def settled(self) -> bool:
-        """Are all leases and reservations over, soon? Releases of what was not read go out in the background."""
+        """Whether all leases and reservations are over, soon. Releases of what was not read go out in the background."""
         return bool(eventually(lambda: not (stats := self.stats()).leases and not stats.reservations))
 
 

@@ -1,28 +1,17 @@
-"""Processes with a real LMCacheEngine in them, for the tests in `test_lmcache_*`.
-
-`python lmcache_worker.py SOCKET` imports everything once and forks a child for each connection: a child is there in milliseconds.
-A child obeys pickled calls `(function, arguments)`, the function getting its `Inside` first. It dies with the one it was forked from.
-"""
+"""The inside of `lmcache_cases.Engine`: a process with a real LMCacheEngine. Its nursery imports this module, and LMCache with it, once."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import gc
 import logging
 import os
-import pickle
-import signal
-import sys
 import time
-import traceback
-from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 import pytest  # noqa: F401 (the test modules, whose functions are called here, import it)
 import torch
-from engine_cases import Cache, Failure, places
+from engine_cases import Cache, places
 from lmcache.utils import EngineType
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import load_engine_config_with_overrides
@@ -45,6 +34,7 @@ class Inside:
     """The inside of a child: a KV cache, an engine of LMCache made from a YAML file, and the plugin's log lines."""
 
     def __init__(self, setup: Setup) -> None:
+        torch.set_num_threads(1)
         self.setup, self.lines, self.hashes = setup, Lines(), 0
         os.environ.update(LMCACHE_CONFIG_FILE=str(setup.yaml), PYTHONHASHSEED=setup.seed)
         if setup.before is not None:
@@ -102,7 +92,7 @@ class Inside:
 
     def flush(self) -> bool:
         worker = self.worker
-        return worker is None or bool(worker.io.flush(SECONDS))
+        return worker is None or bool(worker.session.flush(SECONDS))
 
     def lookup(self, tokens: list[int], request: str = "", configs: dict[str, Any] | None = None) -> int:
         """Pinned if it is a request's."""
@@ -161,7 +151,7 @@ class Inside:
         return [line for line in self.lines.texts if text in line]
 
     def stats(self) -> dict[str, Any]:
-        counted: dict[str, Any] = self.worker.io.stats.snapshot()
+        counted: dict[str, Any] = self.worker.session.stats.snapshot()
         return counted
 
     def shard(self, tokens: list[int]) -> torch.Tensor:
@@ -224,48 +214,3 @@ def metadata(setup: Setup) -> LMCacheMetadata:
         chunk_size=setup.chunk_size,
         engine_id=setup.service or None,
     )
-
-
-def serve(connection: Connection) -> None:
-    """Obey until the other side hangs up."""
-    torch.set_num_threads(1)
-    inside: Inside | None = None
-    while True:
-        try:
-            function, arguments, more = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        try:
-            if inside is None:
-                inside = Inside(function)
-                answer: Any = os.getpid()
-            else:
-                answer = function(inside, *arguments, **more)
-        except Exception:  # noqa: BLE001 (the process's outermost loop)
-            answer = Failure(traceback.format_exc())
-        connection.send_bytes(pickle.dumps(answer))
-
-
-def main() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    gc.freeze()  # LMCache collects garbage when it makes an engine; what was imported is none
-    with Listener(sys.argv[1], "AF_UNIX", backlog=16) as listener:
-        print("listening", flush=True)
-        while True:
-            connection = listener.accept()
-            if os.fork() == 0:
-                ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                try:
-                    serve(connection)
-                finally:
-                    os._exit(0)  # LMCache's threads would wait
-            connection.close()
-
-
-if __name__ == "__main__":
-    # Pickled classes are those of the module, not of `__main__`.
-    import lmcache_worker
-
-    lmcache_worker.main()

@@ -24,10 +24,11 @@ from vcache_backend.errors import ChecksumError, LayoutError, VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Refusal
 from vcache_backend.transfer import session
 from vcache_backend.transfer.checked import CheckedScatter
-from vcache_backend.transfer.chunk_io import ChunkIO
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.layout import checked_layout
-from vcache_backend.transfer.session import Lease
+from vcache_backend.transfer.places import SlotPlaces
+from vcache_backend.transfer.session import Lease, Session
+from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool import checksum
 from vcache_backend.vram_pool.checksum import COLUMNS, TRAILER_BYTES, CudaSealer, HostSealer, sealed_bytes
 from vcache_backend.vram_pool.copier import Completion
@@ -323,12 +324,12 @@ def test_tables_of_seals_that_wait_in_line_are_not_overwritten() -> None:
 
 
 class Side:
-    """A ChunkIO with engine.checksum on, and its KV cache."""
+    """A session with engine.checksum on, and its KV cache."""
 
     def __init__(self, here: Node, device: str, segment_bytes: int = 0) -> None:
         self.cache, self.config = Cache(), here.config(device, segment_bytes, checksum=True)
         self.layout = checked_layout(self.config, layout_of(self.cache))
-        self.io = ChunkIO(self.config, self.layout)
+        self.io = Session(self.config, self.layout)
         here.undo.callback(self.io.close)
         self.kv = self.io.bind(self.cache.tensors)
         self.hasher = TokenHasher(self.layout.namespace(), CHUNK)
@@ -337,9 +338,9 @@ class Side:
         """Store all of it, of which `new` chunks (None: all) are not there yet."""
         keys, slots = self.hasher.keys(tokens), places(self.cache.sizes, len(tokens))
         self.cache.fill(tokens, slots)
-        assert self.io.store(self.kv, keys, range(0, len(tokens), CHUNK), slots.numpy(), []) == (
-            len(keys) if new is None else new
-        )
+        there = SlotPlaces(self.kv, CHUNK, slots.numpy(), range(0, len(tokens), CHUNK))
+        pending = store(self.io, there, keys, range(len(keys)))
+        assert (len(pending.keys) if pending is not None else 0) == (len(keys) if new is None else new)
         assert not flush or self.io.flush(SECONDS)
         return keys
 
@@ -358,15 +359,15 @@ class Side:
         assert len(lease.keys) * CHUNK == len(tokens)
         try:
             scattered, slots = self.scatter(lease)
-            return self.io.complete(scattered, SECONDS) and self.cache.holds_only(tokens, slots)
+            return scattered.wait(SECONDS) and self.cache.holds_only(tokens, slots)
         finally:
-            assert self.io.end(lease)
+            assert self.io.verdict(lease)
 
     def memory(self, keys: list[ChunkKey]) -> list[Tensor]:
         """The slots of these chunks, to be spoilt."""
         lease = self.io.lease(keys)
         assert lease is not None
-        assert self.io.end(lease)
+        assert self.io.verdict(lease)
         return [view.tensor for view in self.io.views(lease.locations)]
 
 

@@ -27,6 +27,8 @@ from engine_cases import (
 from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache, tokens
 from processes import eventually
 
+from vcache_backend.metadata_server.messages import GRACE_SECONDS
+
 if TYPE_CHECKING:
     from lmcache_worker import Inside
 
@@ -81,7 +83,7 @@ def test_what_one_engine_stores_another_retrieves_byte_for_byte(served: Pool, ar
 
 
 def flip_a_byte(inside: Inside) -> None:
-    inside.worker.io.copier = WrongCopier()
+    inside.worker.session.copier = WrongCopier()
 
 
 def forget_what_vllm_has(inside: Inside) -> None:
@@ -90,7 +92,7 @@ def forget_what_vllm_has(inside: Inside) -> None:
 
 
 def touch_another_block(inside: Inside) -> None:
-    copier = inside.worker.io.copier
+    copier = inside.worker.session.copier
     scatter = copier.scatter
 
     def and_one_more(kv: Any, plan: Any, slots: Any, after: Any) -> Any:
@@ -539,8 +541,8 @@ def test_reading_the_bytes_of_a_chunk_costs_no_other_retrieve(served: Pool) -> N
 
 def end_leases_under_broadcasts(inside: Inside) -> None:
     """The server says that the leases are over while the chunks' bytes are on their way to the other ranks."""
-    io, theirs, leases = inside.worker.io, inside.engine.broadcast_fn, []
-    lease = io.lease
+    session, theirs, leases = inside.worker.session, inside.engine.broadcast_fn, []
+    lease = session.lease
 
     def leased(keys: Any) -> Any:
         leases.append(lease(keys))
@@ -549,9 +551,10 @@ def end_leases_under_broadcasts(inside: Inside) -> None:
     def broadcast(*what: Any) -> None:
         theirs(*what)
         for one in leases:
-            io.client.release(one.id)
+            session.client.release(one.id)
+            one.deadline -= GRACE_SECONDS  # too old to be believed without asking
 
-    io.lease, inside.engine.broadcast_fn = leased, broadcast
+    session.lease, inside.engine.broadcast_fn = leased, broadcast
 
 
 def test_bytes_that_were_broadcast_under_a_lease_that_ended_are_not_marked(served: Pool) -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 from engine_cases import CHUNK, SMALL, SNAPPY, Arrangement, PausingCopier
 from lmcache_cases import Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
-from processes import eventually
+from processes import SECONDS, eventually
 
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
+from vcache_backend.vram_pool.copier import Finished, HostCopier
 
 if TYPE_CHECKING:
     from lmcache_worker import Inside
@@ -274,20 +275,20 @@ def outlive_the_lease(inside: Inside) -> None:
     """A copy that starts when its lease is over and its chunks are gone."""
 
     def wait() -> None:
-        client, deadline = inside.worker.io.client, time.monotonic() + 10
+        client, deadline = inside.worker.session.client, time.monotonic() + 10
         while client.stats().leases and time.monotonic() < deadline:
             time.sleep(0.01)
         client.clear()
 
     copier = PausingCopier(wait)
     copier.armed = True
-    inside.worker.io.copier = copier
+    inside.worker.session.copier = copier
 
 
 def trust_every_lease(inside: Inside) -> None:
     outlive_the_lease(inside)
-    end = inside.worker.io.end
-    inside.worker.io.end = lambda lease: end(lease) or True
+    verdict = inside.worker.session.verdict
+    inside.worker.session.verdict = lambda lease: verdict(lease) or True
 
 
 @pytest.mark.parametrize("trusting", [False, True])
@@ -301,41 +302,63 @@ def test_tokens_read_under_a_lease_that_ended_are_not_marked(pool: Pool, trustin
     assert pool.settled()
 
 
+class Late(Finished):
+    """A copy that is over once it was waited for, as one on a GPU may be."""
+
+    waited = False
+
+    def done(self) -> bool:
+        return self.waited
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waited = True
+        return True
+
+
+class LateCopier(HostCopier):
+    def scatter(self, kv: Any, plan: Any, slots: Any, after: Any = None) -> Late:
+        super().scatter(kv, plan, slots, after)
+        return Late(0.0)
+
+
 def settle_later(inside: Inside) -> None:
     """As under vLLM, which asks at the end of a step what did not hold."""
-    inside.worker.settles = True
+    inside.worker.settles, inside.worker.session.copier = True, LateCopier()
 
 
 def settle(inside: Inside) -> list[int]:
     return sorted(inside.backend.settle(SMALL.block_size))
 
 
-def grant_again(inside: Inside, seconds_ago: float) -> None:
-    """The leases of loads under way were given so long ago, as far as this process knows."""
-    for loading in inside.worker._loading:
-        loading.lease.deadline = time.monotonic() - seconds_ago + loading.lease.seconds
+def believe_leases_for(inside: Inside, seconds: float) -> None:
+    """Without asking whether they held."""
+    from vcache_backend.transfer import session
+
+    session.GRACE_SECONDS = seconds
 
 
 def failures(inside: Inside) -> dict[str, int]:
-    found: dict[str, int] = inside.worker.io.stats.snapshot()["failures"]
+    found: dict[str, int] = inside.worker.session.stats.snapshot()["failures"]
     return found
 
 
-@pytest.mark.parametrize("age", [0.0, GRACE_SECONDS], ids=["within the grace", "after it"])
+@pytest.mark.parametrize("grace", [SECONDS, 0.0], ids=["within the grace", "after it"])
 @pytest.mark.parametrize("killed", [False, True], ids=["held", "server killed"])
-def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold(served: Pool, killed: bool, age: float) -> None:
+def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold(
+    served: Pool, killed: bool, grace: float
+) -> None:
     """Within the grace of its lease it held, whatever happens to the server: what was leased stays where it is."""
     engine = served.engine(client=SNAPPY)
     engine.store(chunks(3))
     engine.do(settle_later)
+    engine.do(believe_leases_for, grace)
     assert engine.lookup(chunks(3), "r") == 3 * CHUNK
     # Nobody knows yet: LMCache is told yes, and vLLM asks before it lets a token out.
     assert engine.retrieve(chunks(3), request="r").tokens == 3 * CHUNK
     if killed:
         served.node.server.kill()
-    engine.do(grant_again, age)
     blocks = engine.do(settle)
-    lost = killed and age > 0
+    lost = killed and not grace
     assert len(blocks) == (3 * CHUNK // SMALL.block_size if lost else 0)
     assert engine.do(failures).get("lease_lost", 0) == lost
     assert engine.do(settle) == []
@@ -344,10 +367,10 @@ def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold
 
 
 def flip_in_pool(inside: Inside, prompt: list[int], chunk: int) -> None:
-    io, names = inside.worker.io, inside.worker._names.keys(inside.keys(prompt))
-    lease = io.lease(names)
-    io.views(lease.locations)[chunk].tensor[77] ^= 2
-    assert io.end(lease)
+    session, names = inside.worker.session, inside.worker._names.keys(inside.keys(prompt))
+    lease = session.lease(names)
+    session.views(lease.locations)[chunk].tensor[77] ^= 2
+    assert session.verdict(lease)
 
 
 @pytest.mark.parametrize("settles", [False, True], ids=["at once", "settled later"])
@@ -539,8 +562,8 @@ def test_a_writer_killed_in_the_middle_of_a_store_is_not_believed(served: Pool) 
 def stop_half_way(inside: Inside) -> None:
     import threading
 
-    inside.worker.io.copier = PausingCopier(threading.Event().wait)  # type: ignore[arg-type]
-    inside.worker.io.copier.armed = True
+    inside.worker.session.copier = PausingCopier(threading.Event().wait)  # type: ignore[arg-type]
+    inside.worker.session.copier.armed = True
 
 
 def test_a_reader_killed_with_a_lease_leaves_none(served: Pool) -> None:

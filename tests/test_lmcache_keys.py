@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vcache_backend.integration.lmcache.keys import scoped
-from vcache_backend.integration.lmcache.scope import TAG_NAME
+from vcache_backend.integration.lmcache.scope import TAG_NAME, scoped
 from vcache_backend.metadata_server.messages import KEY_BYTES
 from vcache_backend.transfer.keys import TaggedHashKeys, TokenHasher
 from vcache_backend.transfer.layout import Namespace

@@ -79,11 +79,11 @@ def engine(pool: Pool, store: Depot, model: str, way: str = "", offload: dict[st
 
 
 def usable(inside: Inside) -> bool:
-    return bool(inside.worker.io.tier.usable)
+    return bool(inside.worker.session.tier.usable)
 
 
 def flushed(inside: Inside) -> bool:
-    return bool(inside.worker.io.flush(SECONDS, through=True))
+    return bool(inside.worker.session.flush(SECONDS, through=True))
 
 
 def through(made: Engine, prompt: list[int]) -> None:
@@ -122,12 +122,12 @@ def names(inside: Inside, prompt: list[int]) -> list[Any]:
 
 def held(inside: Inside) -> int:
     """Bytes of chunks from below that memory objects have."""
-    return int(inside.worker.below.memory.out)
+    return int(inside.worker.memory.held)
 
 
 def buffers_back(inside: Inside) -> bool:
     """Are all staging buffers for reading where they were?"""
-    ring = inside.worker.io.tier._source.ring
+    ring = inside.worker.session.tier._source.ring
     return bool(ring.free == ring.count)
 
 
@@ -155,7 +155,7 @@ def test_another_node_retrieves_what_one_stored_and_keeps_it_in_its_pool(
 
 
 def copy_in_pairs(inside: Inside) -> None:
-    inside.worker.io._uploader.most = 2
+    inside.worker.session._uploader.most = 2
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -246,7 +246,7 @@ def test_a_look_up_below_leaves_no_lease_and_ends_nobody_elses(pools: list[Pool]
 
 
 def count_nothing_below(inside: Inside) -> None:
-    inside.worker.below.counts = False
+    inside.worker.counts_offloaded = False
 
 
 def test_where_vllm_would_not_recompute_rightly_look_ups_promise_what_the_pool_has(
@@ -327,11 +327,11 @@ def test_what_is_written_late_is_not_found_after_a_clear(pools: list[Pool], own_
 
 
 def writing(inside: Inside) -> bool:
-    return bool(inside.worker.io.tier._writer._writing)
+    return bool(inside.worker.session.tier._writer._writing)
 
 
 def looks_below(inside: Inside) -> bool:
-    return bool(inside.worker.io.tier.usable)
+    return bool(inside.worker.session.tier.usable)
 
 
 # ---- failures
@@ -417,7 +417,7 @@ def test_memory_objects_hold_a_bounded_part_of_the_host(pools: list[Pool], depot
 
 
 def hold_at_most(inside: Inside, count: int) -> None:
-    inside.worker.below.memory._most = count * inside.worker.io.bind(inside.cache.tensors).chunk_bytes(CHUNK)
+    inside.worker.memory.most = count * inside.worker.session.bind(inside.cache.tensors).chunk_bytes(CHUNK)
 
 
 def test_an_engine_without_a_master_works_as_one_without_a_store(pools: list[Pool], model: str) -> None:

@@ -164,7 +164,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     ) -> list[MemoryObj]:
         """In another thread where chunks may have to be waited for: LMCache answers the look-up of `enable_async_loading` with what
         came, and the request waits in its queue until then."""
-        if self._worker is None or not self._worker.below.there:
+        if self._worker is None or self._worker.session.offload_link() is None:
             return list(self._get(keys))
         return list(await asyncio.get_running_loop().run_in_executor(None, self._get, keys))
 
@@ -271,13 +271,13 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         worker, self._worker = self._worker, None
         self.reason = self.reason or "closed"
         if worker is not None:
-            worker.io.close()
+            worker.session.close()
 
     def note_failure(self, call: str, error: Exception) -> None:
         """Count a failure, and say each cause once."""
         cause = f"{call}: {type(error).__name__}"
         if self._worker is not None:
-            self._worker.io.miss(call, error)
+            self._worker.session.miss(call, error)
         elif cause not in self._failures:
             log.warning("%s failed, which counts as a miss: %s", call, error)
         self._failures.add(cause)

@@ -1,88 +1,145 @@
-"""The bytes of chunks for LMCache's other tiers, and from them."""
+"""The bytes of chunks for LMCache's other tiers, and from them; and those that were read ahead of the answer to a look-up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lmcache.v1.memory_management import MemoryObj
 
-from vcache_backend.transfer.chunk_io import ChunkIO
+from vcache_backend.errors import LayoutError, VCacheError
+from vcache_backend.transfer.places import SlotPlaces
+from vcache_backend.transfer.session import Session
+from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import plan_chunks
 from vcache_backend.vram_pool.slots import SlotView
 
-from .memory import DeferredObj, LeasedObj, SharedLease
-from .plans import Slots, is_whole, planned
+from .memory import DeferredObj, FetchedObj, Form, HostMemory, LeasedObj, SharedLease
+
+if TYPE_CHECKING:
+    from vcache_backend.offload.fetch import Fetch
 
 AT_ONCE = 8
 """Chunks of another tier that are staged on the device for one launch: 256 MiB for an 8B model."""
 COPY_SECONDS = 10.0
 LEASE = "vcache_lease"
 """Of an object's metadata: the lease under which its bytes were cloned."""
+_WAIT_SECONDS = 0.05
+_LEFT: list[Any] = []
+"""Copies that did not end, and what they may still read."""
 
 
 class Foreign:
-    """What memory objects hand out as bytes, and what comes in as such. In the worker's main thread."""
+    """What memory objects hand out as bytes, and what comes in as such. In the worker's main thread, but for `fetched` and `clone`."""
 
-    def __init__(self, io: ChunkIO, paged: Callable[[], PagedKV]) -> None:
+    def __init__(self, session: Session, paged: Callable[[], PagedKV]) -> None:
         """paged: the KV caches that the worker works with."""
-        self.io, self._paged = io, paged
+        self._session, self._paged = session, paged
         self._scratch: torch.Tensor | None = None
 
-    def share(self) -> None:
-        """Other tiers will want bytes: make the memory they are handed out in."""
-        kv = self._paged()
-        self._scratch = torch.empty(kv.chunk_bytes(self.io.chunk_size), dtype=torch.uint8, device=kv.device)
+    # ---- in
 
-    def load(self, kv: PagedKV, part: list[tuple[Any, int]], slots: Slots, skip: int) -> int | None:
-        """Chunks that another tier kept for us, or that the first rank broadcast: opaque bytes as `ChunkObj.bytes` gave them.
+    def fetched(self, form: Form, memory: HostMemory, fetch: Fetch) -> list[FetchedObj]:
+        """Wait for what comes from the offload tier, as long as that takes: chunks in memory of their own, as far as there is some."""
+        taken: list[FetchedObj] = []
+        while not fetch.over:
+            staged = fetch.ready(1)
+            if not staged:
+                fetch.wait(_WAIT_SECONDS)
+                continue
+            try:
+                there = memory.take(staged[0].chunk.numel())
+                if there is None:
+                    break
+                obj = FetchedObj(form, staged[0].key, staged[0].epoch, there.copy_(staged[0].chunk), memory.give)
+            finally:
+                fetch.give_back(staged)
+            taken.append(obj)
+        return taken
 
-        Ask `clones_held` afterwards.
-        """
-        need, views = kv.chunk_bytes(self.io.chunk_size), []
-        for obj, _ in part:
+    def load(self, places: SlotPlaces, objs: Sequence[MemoryObj]) -> int:
+        """Bring chunks into the KV cache that are bytes as `ChunkObj.bytes` gave them: what another tier kept for us, the first rank
+        broadcast, or was `fetched`. How many leading ones are in place and right; `places` are theirs."""
+        loaded = 0
+        while loaded < len(objs):
+            part = objs[loaded : loaded + AT_ONCE]
+            count = self._load(places, loaded, part)
+            if not self._clones_held(part):
+                self._session.stats.failed("lease_lost")
+                break
+            loaded += count
+            if count < len(part):
+                self._session.stats.failed("foreign")
+                break
+        return loaded
+
+    def _load(self, places: SlotPlaces, first: int, objs: Sequence[MemoryObj]) -> int:
+        """One launch, waited for."""
+        kv, views = places.kv, list[SlotView]()
+        need = kv.chunk_bytes(self._session.chunk_size)
+        for obj in objs:
             there = obj.raw_tensor if obj.raw_tensor is not None else obj.tensor
             flat = there.contiguous().view(-1).view(torch.uint8)
             if flat.numel() < need:
                 break
             views.append(SlotView.over(flat[:need].to(kv.device, non_blocking=True), local=True))
-        starts = [start for _, start in part[: len(views)]]
-        copy = planned(self.io, kv, starts, slots, skip)
-        loaded = bool(views) and is_whole(self.io, kv, copy, starts, skip) and self.io.load(kv, views, copy, COPY_SECONDS)
-        if not loaded or len(views) < len(part):
-            self.io.stats.failed("foreign")
-        if not loaded:
-            return part[0][1]
-        return part[len(views)][1] if len(views) < len(part) else None
+        try:
+            copy = self._session.scatter(kv, places.load_plan(first, len(views)), views, None) if views else None
+        except LayoutError as error:
+            self._session.miss("load", error)
+            return 0
+        if copy is None or copy.wait(COPY_SECONDS):
+            return len(views)
+        _LEFT.append((copy, views, objs))
+        return 0
+
+    def keep(self, places: SlotPlaces, objs: Sequence[FetchedObj], tokens: int) -> None:
+        """Those that came from the offload tier are in the KV cache, `tokens` of them: count them, and store in the pool again those that
+        are there as a whole."""
+        session, names, epochs = self._session, [obj.key for obj in objs], {obj.epoch for obj in objs}
+        session.known_offloaded(names)
+        nbytes = tokens * session.token_bytes(places.kv)
+        session.stats.count(chunks_offload=len(objs), tokens_retrieved=tokens, bytes_offload=nbytes)
+        if not session.promotes or len(epochs) > 1:
+            return
+        try:
+            store(session, places, names, [i for i in range(len(objs)) if places.holds(i)], fetched_in=epochs.pop())
+        except (VCacheError, RuntimeError) as error:
+            session.miss("promote", error)
+
+    # ---- out
+
+    def share(self) -> None:
+        """Other tiers will want bytes: make the memory they are handed out in."""
+        kv = self._paged()
+        self._scratch = torch.empty(kv.chunk_bytes(self._session.chunk_size), dtype=torch.uint8, device=kv.device)
 
     def clone(self, obj: LeasedObj) -> torch.Tensor:
         """The bytes of a leased chunk in memory of their own. Any thread.
 
-        LMCache broadcasts them and loads what it broadcast, as an object of its own with our object's metadata: by that `clones_held`
-        knows the lease. Bytes that are not loaded are their reader's, who has them at once.
+        LMCache broadcasts them and loads what it broadcast, as an object of its own with our object's metadata, by which the lease is
+        found again. Bytes that are not loaded are their reader's, who has them at once.
         """
         setattr(obj.meta, LEASE, obj.shared)
-        views = self.io.views([obj.location])
+        views = self._session.views([obj.location])
         if views:
-            return views[0].tensor[: self._paged().chunk_bytes(self.io.chunk_size)].clone()
+            return views[0].tensor[: self._paged().chunk_bytes(self._session.chunk_size)].clone()
         # LMCache dies of an exception here. Without its lease the chunk counts as lost.
         lease = obj.shared.take()
         if lease is not None:
-            self.io.let_go(lease)
+            self._session.release(lease)
         return torch.zeros(obj.form.nbytes, dtype=torch.uint8, device=self._paged().device)
 
-    def clones_held(self, objs: Sequence[MemoryObj]) -> bool:
-        """Did the leases of those that are clones hold until now? Ends them."""
+    def _clones_held(self, objs: Sequence[MemoryObj]) -> bool:
+        """Whether the leases of those that are clones held until now. Ends them."""
         leases = [getattr(obj.metadata, LEASE, None) for obj in objs]
         shared: list[SharedLease] = [lease for lease in dict.fromkeys(leases) if lease is not None]
-        if not shared:
-            return True
-        if self.io.device.ordinal is not None:
-            torch.cuda.synchronize(self.io.device.ordinal)
+        if shared and self._session.device.ordinal is not None:
+            torch.cuda.synchronize(self._session.device.ordinal)
         # Every lease is ended, also after one that did not hold.
-        held = [lease is not None and self.io.end(lease) for lease in (one.take() for one in shared)]
+        held = [lease is not None and self._session.verdict(lease) for lease in (one.take() for one in shared)]
         return all(held)
 
     def copy_out(self, written: torch.cuda.Event | None) -> Callable[[DeferredObj], torch.Tensor]:
@@ -90,14 +147,15 @@ class Foreign:
             """For a tier that wants the bytes now, on its own stream, which is the current one."""
             assert obj.source is not None
             kvcaches, slots, start = obj.source
-            kv, size = self.io.bind(kvcaches), self.io.chunk_size
+            kv, size = self._session.bind(kvcaches), self._session.chunk_size
             if written is not None:
                 torch.cuda.current_stream().wait_event(written)
             # Made once: there may be no memory left later, and LMCache dies of an exception here. It uses the bytes before it
             # asks for the next, on one stream.
             if self._scratch is None:
                 self._scratch = torch.empty(kv.chunk_bytes(size), dtype=torch.uint8, device=kv.device)
-            self.io.copier.gather(kv, plan_chunks(kv, size, slots, start, 1), [SlotView.over(self._scratch, local=True)])
+            view = SlotView.over(self._scratch, local=True)
+            self._session.copier.gather(kv, plan_chunks(kv, size, slots, start, 1), [view])
             return self._scratch
 
         return copy_out

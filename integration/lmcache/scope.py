@@ -46,6 +46,11 @@ def scope(salt: str | None, adapter: tuple[str, ...] | None) -> str:
     return digest.hexdigest()
 
 
+def scoped(key: Any) -> bool:
+    """Whether a key of LMCache's carries our tag. One without it comes from a scheduler that did not load our plugin for vLLM."""
+    return any(name == TAG_NAME for name, _ in key.tags or ())
+
+
 def has_own_tag(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether the user tells requests apart himself, by a tag that is not ours."""
     return any(name.startswith(TAG_PREFIX) and name != TAG for name in _params(extra_args))

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vcache_backend.config import Config, OffloadConfig, hash_seed, load
+from vcache_backend.config import Config, hash_seed, load
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.arguments import KVCaches
-from vcache_backend.transfer.chunk_io import ChunkIO, checked_layout
+from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.paged import PagedKV
 
 from ..memory_budget import beside_vllm
@@ -21,7 +21,6 @@ from ..round_trip import through_pool
 from ..vllm import model_spec
 from . import checks, patches
 from .instance import Instance, discover, hash_probe
-from .offload import Below
 from .settings import Settings, read
 from .worker import PoolWorker
 
@@ -29,6 +28,11 @@ if TYPE_CHECKING:
     from .backend import VCacheBackend
 
 log = logging.getLogger(__name__)
+
+_NOT_COUNTED = (
+    "look-ups do not count what only the offload tier has: vLLM would compute wrongly if it did not come (vLLM issue #49250). "
+    "Set enable_async_loading: true in LMCache's configuration"
+)
 
 
 class StepAside(Exception):
@@ -72,28 +76,32 @@ class Starter:
         kv, config = instance.describe(kvcaches, self._settings.config)
         self._refuse_other_sizes(kv.chunk_bytes(size))
         probe, algorithm = hash_probe(self._engine.token_database), self._config.pre_caching_hash_algorithm
-        agreed = checked_layout(config, instance.layout(kvcaches, kv, size, probe, algorithm))
+        layout = instance.layout(kvcaches, kv, size, probe, algorithm)
         over_budget = beside_vllm(instance.model.device_type, instance.model.gpu_memory_utilization)
-        io = ChunkIO(_on_device_of(kv, config), agreed, over_budget=over_budget, rank=instance.rank)
+        session = Session(_on_device_of(kv, config), layout, over_budget=over_budget, rank=instance.rank)
         try:
-            io.bind(kvcaches)
-            _refuse(through_pool(io, kv))
+            session.bind(kvcaches)
+            _refuse(through_pool(session, kv))
         except BaseException:
-            io.close()
+            session.close()
             raise
+        trouble = session.client.trouble
         log.warning(
             "vcache: %s B a chunk of %d tokens, namespace %s, %s, server %s",
             f"{kv.chunk_bytes(size):,}",
             size,
-            agreed.namespace(),
-            io.device,
-            f"not connected: {io.client.trouble}" if io.client.trouble else f"at {config.server.path}",
+            session.namespace,
+            session.device,
+            f"not connected: {trouble}" if trouble else f"at {config.server.path}",
         )
-        below = self._below(io, config.offload)
-        rank, ranks = instance.rank, instance.ranks
         under_vllm = instance.adapter is not None
-        worker = PoolWorker(io, kvcaches, agreed.namespace(), rank, ranks, under_vllm, self._metadata, below)
+        worker = PoolWorker(session, kvcaches, instance.ranks, under_vllm, self._metadata, config.offload)
         worker.settles = under_vllm
+        worker.counts_offloaded = bool(getattr(self._config, "enable_async_loading", False)) or instance.recomputes
+        if session.offload_link() is not None:
+            log.warning("vcache: offload tier: %s", config.offload)
+            if not worker.counts_offloaded:
+                log.warning("vcache: %s", _NOT_COUNTED)
         if self._backend.local_cpu_backend is not None:
             worker.foreign.share()
         return worker
@@ -115,21 +123,6 @@ class Starter:
             log.debug("the server was not told: %s", failure)
 
     # ---- inside
-
-    def _below(self, io: ChunkIO, config: OffloadConfig) -> Below:
-        """The offload tier, and a line about it where there is one."""
-        below = Below(io, config.staging_bytes)
-        loads_ahead = bool(getattr(self._config, "enable_async_loading", False))
-        below.counts = loads_ahead or self._instance is None or self._instance.recomputes
-        if below.there:
-            log.warning("vcache: offload tier: %s", config)
-            if not below.counts:
-                text = (
-                    "look-ups do not count what is below the pool: vLLM would compute wrongly if it did not come "
-                    "(vLLM issue #49250). Set enable_async_loading: true in LMCache's configuration"
-                )
-                log.warning("vcache: %s", text)
-        return below
 
     def _refuse_other_sizes(self, nbytes: int) -> None:
         """Other tiers of LMCache allocate what its metadata says a chunk has."""

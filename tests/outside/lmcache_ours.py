@@ -57,7 +57,7 @@ def _classes() -> Any:
         def wait(self) -> None:
             """Until what was put is there: LMCache's host tier has it at once, and the tests count on that."""
             if self._worker is not None:
-                self._worker.io.flush()
+                self._worker.session.flush()
 
     class Alone(Plugin):
         """One without an engine, with KV caches of its own that its chunks are stored from."""

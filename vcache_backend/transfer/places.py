@@ -30,7 +30,7 @@ class Places(Protocol):
         ...
 
     def holds(self, chunk: int) -> bool:
-        """Whether the chunk has a place for each of its tokens, so that it can be stored from here."""
+        """Whether the chunk has a place for each of its tokens, and nothing of it is left alone, so that it can be stored from here."""
         ...
 
 
@@ -64,7 +64,7 @@ class SlotPlaces:
 
     def holds(self, chunk: int) -> bool:
         start = self._starts[chunk]
-        return bool(self.slots[start : start + self._size].min(initial=0) >= 0)
+        return start >= self._skip and bool(self.slots[start : start + self._size].min(initial=0) >= 0)
 
 
 class BlockPlaces:
