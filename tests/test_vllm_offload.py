@@ -13,7 +13,6 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from mooncake_cases import MIB, Depot, Memory, free_ports, needs_mooncake, own_depot
 from processes import PATIENT, eventually
@@ -26,6 +25,7 @@ from vcache_backend.offload.mooncake import MooncakeStore
 from vcache_backend.offload.objects import HEADER_BYTES, NAME_PREFIX
 from vcache_backend.offload.store import Put
 from vcache_backend.offload.writer import DROPPED
+from vcache_backend.transfer.sources import CAUSES
 
 __all__ = ["own_depot"]
 pytestmark = [
@@ -549,17 +549,24 @@ def test_one_worker_that_cannot_read_the_store_is_enough_to_leave_it(own_depot: 
         assert (below.usable, below.bandwidth) == (True, 6e9)
 
 
-def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(ours: SimpleNamespace) -> None:
+def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(
+    ours: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     side = ours.worker.WorkerSide.__new__(ours.worker.WorkerSide)
-    side._gathers, side._invalid, fenced = [], set(), []
+    side._gathers, side._invalid, side._rank, fenced = [], set(), 0, []
     copy = SimpleNamespace(done=lambda: False, seconds=None)
-    io = SimpleNamespace(
-        promotes=True,
-        copier=SimpleNamespace(fence=fenced.append),
-        store_blocks=lambda *_: SimpleNamespace(completion=copy, tokens=CHUNK, nbytes=CHUNK_BYTES),
+    stored = SimpleNamespace(completion=copy, tokens=CHUNK, nbytes=CHUNK_BYTES)
+    monkeypatch.setattr(ours.worker, "store_chunks", lambda *_, **__: stored)
+    context = SimpleNamespace(session=SimpleNamespace(fence=fenced.append))
+    loading = SimpleNamespace(
+        load=SimpleNamespace(promote=True, prefix=[]),
+        cause="",
+        epoch=0,
+        places=None,
+        keys=[ChunkKey(b"")],
+        to_promote=lambda: [0],
+        blocks_of=lambda chunks: [7, 9],
     )
-    context = SimpleNamespace(io=io, kv=None, kernel_blocks=lambda blocks: blocks)
-    loading = SimpleNamespace(epochs={0}, to_promote=lambda: ([ChunkKey(b"")], np.array([[7, 9]]), []))
     side._promote(context, loading)
     side._fence(context, ours.metadata.StepMetadata(fresh=[[8]]))
     assert fenced == []
@@ -579,5 +586,5 @@ def test_what_is_written_offloaded_is_counted_by_cause(ours: SimpleNamespace) ->
         "offload_dropped_chunks": {"full": 2, "other": 1},
         "failures": {"store_late": 1},
     }
-    assert set(ours.offload.CAUSES.values()) | {"store"} <= set(ours.stats.FAILURES)
+    assert set(CAUSES.values()) | {"store"} <= set(ours.stats.FAILURES)
     assert set(DROPPED) <= set(ours.stats.NOT_WRITTEN)
