@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,10 +29,9 @@ from typing import Any, NamedTuple, Self
 
 import msgpack
 
-from vcache_backend.config import ClientConfig, ServerConfig
+from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.server import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 20.0
@@ -288,6 +286,7 @@ class Worker(Process):
         start_seconds: float = 2 * SECONDS,
     ) -> None:
         self._home, self._log, self._patience, self._start_seconds = home, log, patience, start_seconds
+        self.folder = folder
         self._made = False
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs, ExitStack() as undo:
@@ -312,6 +311,11 @@ class Worker(Process):
         """The next answer, or what the process said of its own accord."""
         self.made()
         return self._receive(self._patience if seconds is None else seconds)
+
+    @property
+    def answered(self) -> bool:
+        """Whether an answer has come already."""
+        return self._pipe.poll()
 
     def made(self) -> Self:
         """Wait until the object is there."""
@@ -382,31 +386,15 @@ PATIENT = ClientConfig(connect_seconds=10, request_seconds=10, control_seconds=1
 """For tests that are about something else: a slow machine must not open the breaker."""
 
 
-@contextmanager
-def running(path: Path, **config: Any) -> Iterator[Server]:
-    """A metadata server in this process, so that its constants can be changed."""
-    server = Server(ServerConfig(socket=str(path), **config))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-
-
 class Stage:
     """A socket path, the servers started on it and the clients connected to it; closed in the right order."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "vcache.sock"
         self.undo = ExitStack()
-        self.servers: list[Child] = []
 
     def server(self, **config: Any) -> Child:
-        self.servers.append(self.undo.enter_context(start_server(self.path, config)))
-        return self.servers[-1]
+        return self.undo.enter_context(start_server(self.path, config))
 
     def client(self, config: ClientConfig = PATIENT, device: str = "host", **more: Any) -> Client:
         return self.undo.enter_context(Client(self.path, config, device, "host", **more))

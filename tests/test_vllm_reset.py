@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engine_cases import CHUNK, SNAPPY, Cache, Node, layout_of, node, prompt, put
 from processes import SECONDS
-from vllm_failures import OURS
+from vllm_cases import OURS
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES

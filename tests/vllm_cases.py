@@ -1,8 +1,6 @@
 """Real vLLM on the CPU with vcache, by LMCache or our own connector, for tests: a tiny model, one server, instances in processes.
 
-An instance runs `_serve` in a process of its own, forked from this file run as a program. It takes commands as lines of JSON on
-its standard input and answers each on its standard output; what vLLM and LMCache say goes to its log. Every wait has a deadline
-and every process dies with the test.
+What vLLM and LMCache say goes to an instance's log. Every wait has a deadline and every process dies with the test.
 """
 
 from __future__ import annotations
@@ -11,31 +9,38 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
-import select
 import shutil
 import sys
 import time
-import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from vllm_nursery import nursery, rear
+import numpy as np
+from processes import PATIENT, SECONDS, Child, Nursery, Worker, eventually, nursery
+
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
 
 CHUNK, BLOCK = 64, 32
 VOCABULARY = 1024
+FOREVER = 1 << 30
 START_SECONDS = 180.0
-"""Until an instance serves: 10 s here, longer where vLLM inspects its models for the first time and others start beside it."""
+"""Until an instance serves: 2 s here, longer where others start beside it."""
 ANSWER_SECONDS = 40.0
 LEASE_SECONDS = 3.0
 CLIENT = {"connect_seconds": 2.0, "request_seconds": 2.0}
 """On a machine whose cores are taken the server answers late: 0.25 s, the default, was missed where two other processes computed."""
+QUICK = {"request_seconds": 0.5, "heartbeat_seconds": 0.1, "retry_seconds": 0.02, "retry_max_seconds": 0.1}
+"""For tests in which the server dies and comes back."""
 TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
 """Layers, KV heads, head size, K and V, bfloat16."""
+TINY = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "enable_prefix_caching": False, "max_model_len": 448}
+"""KV blocks for 448 tokens, and no prefix cache of its own."""
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 256, 4, 4, 2, 64, 512
 
 
@@ -186,25 +191,21 @@ def write_lora(folder: Path, seed: int) -> Path:
 # ---- a node
 
 
-class Instance:
-    """A vLLM engine with LMCache's connector in a process of its own. It starts at once; the first command waits until it serves."""
+class Instance(Worker):
+    """A vLLM engine in a process of its own. It starts at once; the first command (of `vllm_inside.Serving`) waits until it serves."""
 
-    def __init__(self, folder: Path, name: str, environment: dict[str, str | None], arguments: dict[str, Any]) -> None:
-        self.name, self._log = name, folder / f"{name}.log"
+    def __init__(
+        self, folder: Path, name: str, environment: dict[str, str | None], arguments: Any, make: Callable[..., Any] | None = None
+    ) -> None:
         inherited = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")}
         given = {key: value for key, value in {**inherited, **QUIET, **environment}.items() if value is not None}
-        self._ready, self._buffer = False, b""
-        self._process = nursery(Path(__file__)).fork(folder, given, arguments, self._log)
-
-    @property
-    def log(self) -> str:
-        """All that vLLM, LMCache and vcache have said so far."""
-        return self._log.read_text(errors="replace")
+        options = {"name": name, "folder": folder, "environment": given, "log": folder / f"{name}.log"}
+        super().__init__(_home(), make or _serving, arguments, **options, patience=ANSWER_SECONDS, start_seconds=START_SECONDS)
 
     def run(self, *prompts: Prompt, together: bool = False) -> list[Answer]:
         """Answers to the prompts, one after the other or in one batch."""
-        answers = self.ask("run", [prompt._asdict() for prompt in prompts], together)
-        return [Answer(*answer) for answer in answers]
+        answers: list[Answer] = self.ask("run", list(prompts), together)
+        return answers
 
     def one(self, tokens: list[int], **more: Any) -> Answer:
         return self.run(Prompt(tokens, **more))[0]
@@ -218,61 +219,116 @@ class Instance:
         """Empty vLLM's own prefix cache."""
         assert self.ask("forget")
 
-    def restart(self, environment: dict[str, str | None] | None = None, **arguments: Any) -> str:
-        """End the engine and start another with these arguments of `LLM`, in the same process, which is quicker than an instance.
-
-        What it raised, empty if it serves.
-        """
-        return str(self.ask("again", environment or {}, arguments, seconds=START_SECONDS))
-
     def counter(self, name: str, **labels: str) -> int:
         """A counter of vLLM's metrics, all its series with these labels added."""
         return int(self.ask("counter", name, labels))
 
     def add(self, name: str, tokens: list[int], **more: Any) -> None:
         """Give the engine a request; nothing happens until a step."""
-        self.ask("add", name, Prompt(tokens, **more)._asdict())
+        self.ask("add", name, Prompt(tokens, **more))
 
     def step(self, count: int) -> dict[str, Answer]:
         """So many steps of the engine; the requests that finished."""
-        return {name: Answer(*answer) for name, answer in self.ask("step", count).items()}
+        done: dict[str, Answer] = self.ask("step", count)
+        return done
 
     def finish(self, *names: str) -> dict[str, Answer]:
         """Step until these have finished."""
-        return {name: Answer(*answer) for name, answer in self.ask("finish", names).items()}
-
-    def ask(self, command: str, *arguments: Any, seconds: float = ANSWER_SECONDS) -> Any:
-        """One command (see `Serving`) and its answer; fails with the end of the log if the process ends or takes longer."""
-        if not self._ready:
-            assert self._line(START_SECONDS) == "ready"
-            self._ready = True
-        self.tell(command, *arguments)
-        return self._line(seconds)
-
-    def tell(self, command: str, *arguments: Any) -> None:
-        """A command; `ask` also waits for its answer."""
-        data = json.dumps([command, *arguments]).encode() + b"\n"
-        while data:
-            data = data[self._process.stdin.write(data) :]
+        done: dict[str, Answer] = self.ask("finish", list(names))
+        return done
 
     @property
-    def alive(self) -> bool:
-        return not self._process.ended()
+    def untouched(self) -> bool:
+        """Whether it lives, answers, and nothing is meddled with."""
+        try:
+            return self.alive and self.ask("calls", seconds=SECONDS) == {}
+        except (AssertionError, OSError):
+            return False
 
-    def close(self) -> None:
-        """SIGKILL for it and the processes vLLM started, and gone. Idempotent."""
-        self._process.kill()
 
-    def _line(self, seconds: float) -> Any:
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"{self.name} did not answer within {seconds:g} s; its log ends with\n{self.log[-4000:]}"
-            piece = os.read(self._process.stdout.fileno(), 1 << 16)
-            assert piece, f"{self.name} ended; its log ends with\n{self.log[-4000:]}"
-            self._buffer += piece
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        return json.loads(line)
+def beside_vllm() -> Worker:
+    """A process that has vLLM imported, for functions that need it (their first argument says nothing)."""
+    return Worker(_home(), object, name="beside vLLM")
+
+
+def _home() -> Nursery:
+    return nursery("vllm_inside", TRITON_INTERPRET=None, VCACHE_CONFIG=None, **QUIET)
+
+
+def _serving(arguments: dict[str, Any]) -> Any:
+    from vllm_inside import Serving
+
+    return Serving(arguments)
+
+
+def serve(arguments: list[str]) -> None:
+    """`vllm serve`, for an `Instance` that is asked by HTTP."""
+    from vllm_inside import serve
+
+    serve(arguments)
+
+
+class Place:
+    """Where an instance is stopped; see `stopped_at`."""
+
+    def __init__(self, instance: Instance, file: Path) -> None:
+        self._instance, self._file = instance, file
+
+    def while_there(self, act: Callable[[], Any], *prompts: Prompt) -> list[Answer]:
+        """Run the prompts together, `act` once when the place is reached, and go on; the answers."""
+        self._instance.tell("run", list(prompts), True)
+        try:
+            eventually(lambda: self._file.exists() or self._instance.answered, ANSWER_SECONDS)
+            assert self._file.exists(), "the requests are over and never came by"
+            act()
+        finally:
+            self.go()
+        answers: list[Answer] = self._instance.answer()
+        return answers
+
+    def go(self) -> None:
+        self._file.with_suffix(".go").touch()
+
+    @property
+    def seen(self) -> Any:
+        """What the method was called with, as far as it is numbers and lists."""
+        return pickle.loads(self._file.read_bytes())
+
+
+OURS = "vcache_backend.integration.vllm"
+_CLIENT = "vcache_backend.metadata_server.client:Client"
+LOOK_UP, LEASE = f"{_CLIENT}.lookup,send_lookup", f"{_CLIENT}.acquire,send_acquire"
+COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.metadata_server.channel:Channel._late"
+SESSION, LOAD = "vcache_backend.transfer.session:Session", "vcache_backend.transfer.load:Load"
+_CHUNKS = "vcache_backend.transfer.chunk_io:ChunkIO"
+VIEWS, RELEASE = f"{SESSION}.views|{_CHUNKS}.views", f"{SESSION}.verdict|{_CHUNKS}.conclude"
+SCATTER = "vcache_backend.vram_pool.copier:HostCopier.scatter"
+"""Places: in the order in which a load comes by, but for the second line."""
+
+
+@contextmanager
+def stopped_at(instance: Instance, place: str) -> Iterator[Place]:
+    """The next call of `place` (`module:Class.method,…`) waits before its first line until the test lets it go."""
+    file = instance.folder / f"{instance.name}.{time.monotonic_ns()}.reached"
+    instance.ask("meddle", place, "stop", file, 1)
+    held = Place(instance, file)
+    try:
+        yield held
+    finally:
+        held.go()
+        instance.ask("leave_alone")
+
+
+@contextmanager
+def meddled(instance: Instance, place: str, action: str, value: Any = None, times: int = FOREVER) -> Iterator[None]:
+    """Every call of `place`, at most `times`: `raise`, `count`, or `slow` (what it returns is done `value` seconds later).
+
+    Fails if no call came by, except of `count`. After a test that fails the instance is not `untouched`.
+    """
+    instance.ask("meddle", place, action, value, times)
+    yield
+    calls = instance.ask("leave_alone")
+    assert calls[place] > 0 or action == "count", f"nobody called {place}"
 
 
 QUIET: dict[str, str | None] = {
@@ -298,16 +354,15 @@ def known_models(folders: Iterable[Path]) -> None:
 class Node:
     """A folder, `vcache serve`, and the instances started on it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.socket = folder, folder / "vcache.sock"
+    def __init__(self, folder: Path, client: dict[str, float] = CLIENT) -> None:
+        """client: the settings of the instances' connections."""
+        self.folder, self.socket, self.client = folder, folder / "vcache.sock", client
         self.model = write_model(folder / "model")
         self.undo = ExitStack()
         self.server: Any = None
 
     def serve(self) -> None:
         """Start `vcache serve`, or start it again."""
-        from processes import Child
-
         config = self.folder / "vcache.yaml"
         config.write_text(json.dumps({"server": {"socket": str(self.socket), "lease_seconds": LEASE_SECONDS}}))
         command = [str(Path(sys.executable).with_name("vcache")), "serve", "--config", str(config)]
@@ -321,7 +376,7 @@ class Node:
         environment: dict[str, str | None] | None = None,
         **arguments: Any,
     ) -> Instance:
-        """An instance. lmcache: differences from the configuration a user would write; arguments: of vLLM's `LLM`."""
+        """An instance with LMCache. lmcache: differences from the configuration a user would write; arguments: of vLLM's `LLM`."""
         changes = dict(lmcache or {})
         settings = {
             "chunk_size": CHUNK,
@@ -335,26 +390,23 @@ class Node:
                 "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
                 "storage_plugin.vcache.class_name": "VCacheBackend",
                 "vcache.server.socket": str(self.socket),
-                "vcache.pool.segment_bytes": "16 MiB",
-                **{f"vcache.client.{name}": value for name, value in CLIENT.items()},
+                "vcache.pool.segment_bytes": "64 MiB",
+                **{f"vcache.client.{name}": value for name, value in self.client.items()},
                 **changes.pop("extra_config", {}),
             },
             **changes,
         }
         file = self.folder / f"{name}.yaml"
         file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
-        given = {"LMCACHE_CONFIG_FILE": str(file), **(environment or {})}
-        instance = Instance(self.folder, name, given, {"model": str(self.model), **arguments})
-        self.undo.callback(instance.close)
-        return instance
+        return self._instance(name, {"LMCACHE_CONFIG_FILE": str(file), **(environment or {})}, arguments)
 
     def transfer(self, settings: dict[str, Any] | None = None, role: str = "kv_both") -> dict[str, Any]:
         """vLLM's `kv_transfer_config` for our own connector. settings: more of `kv_connector_extra_config`."""
         given = {section: dict(values) if isinstance(values, dict) else values for section, values in (settings or {}).items()}
         own = {
             "server": {"socket": str(self.socket)},
-            "client": CLIENT,
-            "pool": {"segment_bytes": "16 MiB"},
+            "client": self.client,
+            "pool": {"segment_bytes": "64 MiB"},
             "engine": {"chunk_size": CHUNK},
             "connector": {"min_hit_tokens": CHUNK},
         }
@@ -379,25 +431,55 @@ class Node:
 
     def alone(self, name: str, environment: dict[str, str | None] | None = None, **arguments: Any) -> Instance:
         """An instance of vLLM with no cache but its own."""
-        instance = Instance(
-            self.folder, name, environment or {}, {"model": str(self.model), "kv_transfer_config": None, **arguments}
-        )
-        self.undo.callback(instance.close)
-        return instance
+        return self._instance(name, environment or {}, {"kv_transfer_config": None, **arguments})
 
-    def counted(self, request: str) -> int:
-        """How many requests of this type, such as `Lookup`, the server has answered."""
-        latency = self.stats().latency.get(request)
-        return latency.count if latency is not None else 0
+    def _instance(self, name: str, environment: dict[str, str | None], arguments: dict[str, Any]) -> Instance:
+        return self.undo.enter_context(Instance(self.folder, name, environment, {"model": str(self.model), **arguments}))
+
+    # ---- the server
 
     def stats(self) -> Any:
         """The server's `ServerStats`."""
-        from processes import PATIENT
-
-        from vcache_backend.metadata_server.client import Client
-
         with Client(self.socket, PATIENT, reconnect=False) as client:
             return client.stats()
+
+    def asked(self, *requests: str) -> int:
+        """How many requests of these types the server has answered; of those for chunks: are they there, and leases on them."""
+        latency = self.stats().latency
+        return sum(latency[name].count for name in requests or ("Lookup", "Acquire") if name in latency)
+
+    def stored(self, chunks: int) -> None:
+        """Wait until so many are visible: stores become that in the background."""
+        eventually(lambda: self.stats().chunks >= chunks)
+
+    def keep(self, instance: Instance, tokens: list[int], **more: Any) -> Answer:
+        """Have `instance` compute and store a prompt nobody has seen; its answer, once every whole chunk is visible."""
+        before = self.stats().chunks
+        answer = instance.one(tokens, **more)
+        assert answer.cached == 0
+        self.stored(before + len(tokens) // CHUNK)
+        return answer
+
+    def unleased(self) -> None:
+        """Wait until nobody has a lease: those under which nothing is read end in the background."""
+        eventually(lambda: self.stats().leases == 0, LEASE_SECONDS + SECONDS)
+
+    def empty(self) -> None:
+        """The pool holds nothing any more."""
+        with Client(self.socket, PATIENT, reconnect=False) as client:
+            client.clear(b"")
+
+    def kill(self) -> None:
+        """SIGKILL for the server."""
+        self.clients = self.stats().clients
+        self.server.kill()
+
+    def serve_again(self) -> None:
+        """Start the server again, and wait until everybody who was connected is back, and it takes stores."""
+        self.serve()
+        eventually(lambda: self.stats().clients >= self.clients, ANSWER_SECONDS)
+        with Client(self.socket, PATIENT, reconnect=False) as client:
+            eventually(lambda: client.abort(client.reserve([ChunkKey(os.urandom(KEY_BYTES))], 4096).reservation))
 
     def segments(self) -> list[str]:
         """The files of the pool's memory, as another process of this user may open them."""
@@ -414,15 +496,13 @@ class Node:
     @contextmanager
     def corrupted(self) -> Iterator[None]:
         """Every number in the pool has the wrong sign."""
-        self._flip()
+        self.flip()
         try:
             yield
         finally:
-            self._flip()
+            self.flip()
 
-    def _flip(self) -> None:
-        import numpy as np
-
+    def flip(self) -> None:
         assert self.segments()
         for path in self.segments():
             memory = np.memmap(path, dtype=np.uint16, mode="r+")
@@ -431,174 +511,8 @@ class Node:
 
 
 @contextmanager
-def node(folder: Path) -> Iterator[Node]:
-    made = Node(folder)
+def node(folder: Path, client: dict[str, float] = CLIENT) -> Iterator[Node]:
+    made = Node(folder, client)
     with made.undo:
         made.serve()
         yield made
-
-
-# ---- inside an instance
-
-
-class Serving:
-    """The commands of an instance. Each takes and returns what JSON can say."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        from vllm import LLM
-
-        from vcache_backend.integration import amx
-
-        transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-        settings = {
-            "skip_tokenizer_init": True,
-            "dtype": "bfloat16",
-            "enforce_eager": True,
-            "block_size": BLOCK,
-            "kv_cache_memory_bytes": 4096 * TOKEN_BYTES,
-            "max_model_len": 1024,
-            "max_num_seqs": 4,
-            "disable_log_stats": False,
-            "kv_transfer_config": transfer,
-        }
-        settings |= arguments
-        if settings["kv_transfer_config"] is None:
-            # With a connector, it does this.
-            amx.permit()
-        self.llm = LLM(**settings)
-
-    def again(self, environment: dict[str, str | None], arguments: dict[str, Any]) -> str:
-        """End the engine, and start another. What that raised, empty if it serves."""
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-        if hasattr(self, "llm"):
-            self.llm.llm_engine.engine_core.shutdown()
-            del self.llm
-        cleanup_dist_env_and_memory()
-        for name, value in environment.items():
-            os.environ.pop(name, None)
-            os.environ |= {name: value} if value is not None else {}
-        try:
-            self.__init__(arguments)  # type: ignore[misc]
-        except Exception as error:  # noqa: BLE001 - the test says which it expects
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    def run(self, prompts: list[dict[str, Any]], together: bool) -> list[Any]:
-        batches = [prompts] if together else [[prompt] for prompt in prompts]
-        answers = []
-        for batch in batches:
-            requests = [Prompt(**prompt) for prompt in batch]
-            outputs = self.llm.generate(
-                [self._prompt(request) for request in requests],
-                [self._sampling(request) for request in requests],
-                lora_request=[self._lora(request) for request in requests],
-                use_tqdm=False,
-            )
-            answers += [self._answer(output) for output in outputs]
-        return answers
-
-    def forget(self) -> bool:
-        return bool(self.llm.reset_prefix_cache())
-
-    def reset(self) -> bool:
-        """Empty vLLM's own prefix cache and what the connector has."""
-        return bool(self.llm.reset_prefix_cache(reset_connector=True))
-
-    def run_and_reset(self, prompt: dict[str, Any]) -> bool:
-        """Both at once: what the request stores is still on its way to the pool."""
-        self.run([prompt], together=False)
-        return self.reset()
-
-    def scheduler(self, name: str) -> bool:
-        """What vLLM's scheduler has decided by its configuration."""
-        return bool(getattr(self.llm.llm_engine.engine_core.engine_core.scheduler, name))
-
-    def add(self, name: str, prompt: dict[str, Any]) -> bool:
-        """Give the engine a request, and return."""
-        request = Prompt(**prompt)
-        self.llm.llm_engine.add_request(name, self._prompt(request), self._sampling(request))
-        return True
-
-    def step(self, count: int) -> dict[str, Any]:
-        """So many steps of the engine; the requests that finished."""
-        done: dict[str, Any] = {}
-        for _ in range(count):
-            done |= {output.request_id: self._answer(output) for output in self.llm.llm_engine.step() if output.finished}
-        return done
-
-    def finish(self, names: list[str]) -> dict[str, Any]:
-        """Step until these have finished; all that did."""
-        done: dict[str, Any] = {}
-        while not done.keys() >= set(names):
-            done |= self.step(1)
-        return done
-
-    def abort(self, name: str) -> bool:
-        self.llm.llm_engine.abort_request([name])
-        return True
-
-    def counter(self, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> int:
-        """A counter of vLLM's metrics; KeyError if it has none of this name."""
-        named = [metric for metric in self.llm.get_metrics() if metric.name == name]
-        found = [int(metric.value) for metric in named if labels.items() <= metric.labels.items()]
-        if not found:
-            raise KeyError(name)
-        return sum(found)
-
-    def _prompt(self, request: Prompt) -> Any:
-        return {"prompt_token_ids": request.tokens} | ({"cache_salt": request.salt} if request.salt is not None else {})
-
-    def _sampling(self, request: Prompt) -> Any:
-        from vllm import SamplingParams
-
-        extra = {"kv_transfer_params": request.params} if request.params is not None else None
-        return SamplingParams(
-            skip_reading_prefix_cache=request.fresh or None,
-            temperature=0,
-            ignore_eos=True,
-            detokenize=False,
-            max_tokens=request.max_tokens,
-            logprobs=2,
-            prompt_logprobs=0 if request.rate else None,
-            extra_args=extra,
-        )
-
-    def _lora(self, request: Prompt) -> Any:
-        from vllm.lora.request import LoRARequest
-
-        if request.lora is None:
-            return None
-        name = Path(request.lora).name
-        return LoRARequest(name, 1 + sum(name.encode()), request.lora)
-
-    def _answer(self, output: Any) -> Sequence[Any]:
-        (said,) = output.outputs
-        rated = zip(output.prompt_logprobs or [], output.prompt_token_ids, strict=False)
-        logprobs = [step[token].logprob for step, token in rated if step is not None]
-        logprobs += [step[token].logprob for step, token in zip(said.logprobs or [], said.token_ids, strict=True)]
-        return list(said.token_ids), logprobs, output.num_cached_tokens, self._seconds(said)
-
-    def _seconds(self, said: Any) -> list[tuple[int, float]]:
-        ranked = [sorted(step.items(), key=lambda item: -item[1].logprob) for step in said.logprobs or []]
-        others = [next(item for item in step if item[0] != token) for step, token in zip(ranked, said.token_ids, strict=True)]
-        return [(token, found.logprob) for token, found in others]
-
-
-def _serve(arguments: dict[str, Any]) -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    try:
-        serving = Serving(arguments)
-        answers.write('"ready"\n')
-        for line in sys.stdin:
-            command, *arguments = json.loads(line)
-            answers.write(json.dumps(getattr(serving, command)(*arguments)) + "\n")
-    except BaseException:  # noqa: BLE001 - the process's outermost loop
-        traceback.print_exc()
-    # LMCache's threads would keep the process from ending by itself.
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    rear(int(sys.argv[1]), _serve)

@@ -1,0 +1,274 @@
+"""Real vLLM on the CPU with our own connector and with LMCache: what requests are answered, whichever way their KV comes.
+
+Every answer is compared with vLLM's own. Of each integration instance `a` stores, and computes long prompts in several steps; a
+`reader`, another process, has never computed what it is asked and so can only have it from the pool; `aside` is vLLM alone; `tiny`
+has hardly room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm_cases import BLOCK, CHUNK, TINY, Answer, Instance, Node, Prompt, missing, new_tokens, node, write_lora
+
+LONG = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+HITS = 3 * CHUNK
+
+vllm_here = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
+lmcache_here = pytest.mark.skipif(bool(missing()), reason=missing() or "LMCache is here")
+pytestmark = pytest.mark.timeout(300)
+
+
+class Fleet:
+    """The instances of one integration on a node, each started by the first test to use it."""
+
+    def __init__(self, here: Node, integration: str) -> None:
+        self.here, self.integration = here, integration
+        self._instances: dict[str, Instance] = {}
+
+    def __call__(self, name: str) -> Instance:
+        if name not in self._instances:
+            self._instances[name] = getattr(self, f"_{self.integration}")(name)
+        return self._instances[name]
+
+    def _vllm(self, name: str) -> Instance:
+        waits = {"synchronous": 1 << 20, "asynchronous": 0, "tiny": 0}.get(name)
+        arguments = {"a": LONG, "tiny": TINY, "adapters": LORA}.get(name, {})
+        settings = {} if waits is None else {"connector": {"min_hit_tokens": CHUNK, "sync_below_tokens": waits}}
+        return self.here.connect(f"vllm-{name}", settings, **arguments)
+
+    def _lmcache(self, name: str) -> Instance:
+        settings = {"enable_async_loading": True} if name == "asynchronous" else {}
+        return self.here.start(f"lmcache-{name}", settings, **{"a": LONG, "tiny": TINY, "adapters": LORA}.get(name, {}))
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with node(tmp_path_factory.mktemp("vllm")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def aside(here: Node) -> Instance:
+    return here.alone("aside")
+
+
+@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=vllm_here), pytest.param("lmcache", marks=lmcache_here)])
+def fleet(request: pytest.FixtureRequest, here: Node, aside: Instance) -> Fleet:
+    made = Fleet(here, request.param)
+    for name in ("a", "synchronous", "asynchronous"):
+        made(name)
+    return made
+
+
+@pytest.fixture
+def a(fleet: Fleet) -> Instance:
+    return fleet("a")
+
+
+@pytest.fixture(params=["synchronous", "asynchronous"])
+def reader(request: pytest.FixtureRequest, fleet: Fleet) -> Instance:
+    """By how it loads: in the step that computes the rest, or between steps."""
+    return fleet(request.param)
+
+
+@pytest.fixture
+def tiny(fleet: Fleet) -> Instance:
+    return fleet("tiny")
+
+
+# ---- hits
+
+
+def test_another_instances_prefix_is_as_good_as_vllms_own(here: Node, a: Instance, reader: Instance) -> None:
+    """The same tokens are cached in both, so the same are computed: tokens and log probabilities are equal to the last bit."""
+    for tail in (1, 17, BLOCK):
+        tokens = new_tokens(HITS + tail)
+        computed = here.keep(a, tokens)
+        own, from_pool = a.one(tokens), reader.one(tokens)
+        assert (own.cached, from_pool.cached) == (HITS, HITS)
+        assert from_pool.said == own.said
+        assert from_pool.agrees(computed)
+    here.unleased()
+
+
+def test_of_a_prompt_that_is_all_there_the_last_of_it_is_computed(
+    here: Node, fleet: Fleet, a: Instance, reader: Instance
+) -> None:
+    """As much as has to be: our connector loads whole blocks, LMCache tokens."""
+    tokens = new_tokens(HITS)
+    computed = here.keep(a, tokens)
+    own, from_pool = a.one(tokens), reader.one(tokens)
+    last = BLOCK if fleet.integration == "vllm" else 1
+    assert (own.cached, from_pool.cached) == (HITS - last, HITS - last)
+    assert from_pool.agrees(computed)
+    assert fleet.integration != "vllm" or from_pool.said == own.said
+
+
+def test_a_shared_beginning_is_a_hit_and_the_rest_is_computed(here: Node, a: Instance, reader: Instance, aside: Instance) -> None:
+    tokens = new_tokens(5 * CHUNK + 1)
+    branch = tokens[:HITS] + new_tokens(2 * CHUNK + 5)
+    here.keep(a, tokens)
+    aside.one(tokens)
+    own, from_pool = aside.one(branch), reader.one(branch)
+    assert (own.cached, from_pool.cached) == (HITS, HITS)
+    assert from_pool.said == own.said
+
+
+def test_the_pool_continues_vllms_own_cache(here: Node, a: Instance, reader: Instance, aside: Instance) -> None:
+    """The reader has a chunk and a half in blocks of its own, which are not written again, and takes the rest from the pool."""
+    tokens = new_tokens(5 * CHUNK + 1)
+    here.keep(reader, tokens[: CHUNK + BLOCK + 1])
+    before = here.stats().chunks
+    assert a.one(tokens).cached == CHUNK
+    here.stored(before + 4)
+    aside.one(tokens)
+    own, from_both = aside.one(tokens), reader.one(tokens)
+    assert (own.cached, from_both.cached) == (5 * CHUNK, 5 * CHUNK)
+    assert from_both.said == own.said
+
+
+def test_a_miss_is_vllms_ordinary_prefill(reader: Instance, aside: Instance) -> None:
+    tokens = new_tokens(HITS + 9)
+    alone, missed = aside.one(tokens), reader.one(tokens)
+    assert (alone.cached, missed.cached) == (0, 0)
+    assert missed.said == alone.said
+
+
+def test_less_than_a_chunk_is_not_stored(here: Node, a: Instance, reader: Instance) -> None:
+    tokens, before = new_tokens(CHUNK - 8), here.stats().chunks
+    assert (a.one(tokens).cached, reader.one(tokens).cached) == (0, 0)
+    here.keep(a, new_tokens(CHUNK))
+    assert here.stats().chunks == before + 1
+
+
+def test_a_prompt_computed_in_several_steps_is_stored_whole(here: Node, a: Instance, reader: Instance) -> None:
+    tokens = new_tokens(13 * CHUNK + 1)
+    here.keep(a, tokens)
+    own, from_pool = a.one(tokens), reader.one(tokens)
+    assert from_pool.cached == 13 * CHUNK
+    assert from_pool.said == own.said
+
+
+def test_a_hit_whose_rest_is_computed_in_several_steps(here: Node, a: Instance, aside: Instance) -> None:
+    """`a` computes 256 tokens a step at most, after what it loads."""
+    tokens = new_tokens(HITS + 1)
+    longer = tokens[:HITS] + new_tokens(9 * CHUNK + 5)
+    computed = here.keep(a, tokens)
+    assert a.again(tokens).agrees(computed)
+    a.forget()
+    before = here.stats().chunks
+    found = a.one(longer)
+    assert found.cached == HITS
+    assert found.agrees(aside.one(longer))
+    here.stored(before + 9)
+
+
+def test_requests_of_one_batch_share_a_prefix(here: Node, a: Instance, reader: Instance, aside: Instance) -> None:
+    prefix = new_tokens(HITS)
+    here.keep(a, [*prefix, 3])
+    prompts = [Prompt([*prefix, *new_tokens(tail)]) for tail in (1, 7, 19, BLOCK - 1)]
+    aside.one(prefix)
+    together, alone = reader.run(*prompts, together=True), aside.run(*prompts)
+    assert [answer.cached for answer in together] == [HITS] * 4
+    assert all(map(Answer.agrees, together, alone))
+
+
+def test_hits_and_misses_of_one_batch(here: Node, a: Instance, reader: Instance) -> None:
+    prompts = [Prompt(new_tokens(count * CHUNK + 3), max_tokens=20) for count in (1, 3, 5)]
+    computed = [here.keep(a, prompt.tokens, max_tokens=20) for prompt in prompts]
+    other = Prompt(new_tokens(4 * CHUNK), max_tokens=20)
+    answers = reader.run(other, *prompts, together=True)
+    assert [answer.cached for answer in answers] == [0, CHUNK, 3 * CHUNK, 5 * CHUNK]
+    assert all(map(Answer.agrees, answers[1:], computed))
+
+
+def test_wrong_bytes_in_the_pool_are_wrong_tokens(here: Node, a: Instance, reader: Instance) -> None:
+    """What the tests here compare does come from the pool."""
+    tokens = new_tokens(HITS + 17)
+    computed = here.keep(a, tokens)
+    with here.corrupted():
+        wrong = reader.again(tokens)
+    assert wrong.cached == HITS
+    assert wrong.differs(computed)
+    assert reader.again(tokens).agrees(computed)
+
+
+def test_a_prompt_that_is_rated_is_computed(here: Node, a: Instance, reader: Instance, aside: Instance) -> None:
+    """Its own log probabilities are wanted for every token, so none may come from the pool."""
+    tokens = new_tokens(HITS + 5)
+    here.keep(a, tokens)
+    alone, rated = aside.one(tokens, rate=True), reader.one(tokens, rate=True)
+    assert (rated.cached, len(rated.logprobs)) == (0, len(tokens) - 1 + len(rated.tokens))
+    assert rated.said == alone.said
+    assert reader.again(tokens).cached == HITS
+
+
+# ---- who shares with whom
+
+
+def test_salts_never_share_but_with_themselves(here: Node, a: Instance, reader: Instance) -> None:
+    tokens = new_tokens(HITS + 1)
+    plain, red = here.keep(a, tokens), here.keep(a, tokens, salt="red")
+    assert reader.again(tokens, salt="blue").cached == 0
+    for salt, computed in ((None, plain), ("red", red)):
+        from_pool = reader.again(tokens, salt=salt)
+        assert from_pool.cached == HITS
+        assert from_pool.agrees(computed)
+    tokens = new_tokens(HITS + 1)
+    here.keep(a, tokens, salt="red")
+    assert reader.again(tokens).cached == 0
+
+
+def test_an_adapter_is_told_apart_by_what_lies_at_its_path(here: Node, fleet: Fleet, tmp_path: Path) -> None:
+    one, two, adapters = str(write_lora(tmp_path / "one", 1)), str(write_lora(tmp_path / "two", 2)), fleet("adapters")
+    tokens = new_tokens(4 * CHUNK + 1)
+    answers = {lora: here.keep(adapters, tokens, lora=lora) for lora in (one, two, None)}
+    assert len({tuple(answer.tokens) for answer in answers.values()}) == 3
+    for lora, computed in answers.items():
+        own, from_pool = adapters.one(tokens, lora=lora), adapters.again(tokens, lora=lora)
+        assert (from_pool.cached, from_pool.said) == (4 * CHUNK, own.said)
+        assert from_pool.agrees(computed)
+    write_lora(tmp_path / "one", 3)
+    assert adapters.again(tokens, lora=one).cached == 0, "trained again into the same folder"
+
+
+# ---- requests that end early, or are interrupted
+
+
+def test_an_aborted_request_keeps_neither_lease_nor_blocks(here: Node, a: Instance, tiny: Instance, aside: Instance) -> None:
+    """Before its load, while it is under way, and when there was no room for it; then somebody needs all blocks there are."""
+    tokens = new_tokens(4 * CHUNK + 1)
+    computed = here.keep(a, tokens)
+    for steps in (0, 1, 2):
+        tiny.add("short", tokens)
+        tiny.step(steps)
+        tiny.ask("abort", "short")
+        assert tiny.step(2) == {}
+    tiny.add("long", new_tokens(4 * CHUNK + 1), max_tokens=60)
+    tiny.step(2)
+    tiny.add("no room", tokens)
+    tiny.step(2)
+    tiny.ask("abort", "no room")
+    tiny.finish("long")
+    here.unleased()
+    whole = new_tokens(13 * BLOCK)
+    assert tiny.one(whole, max_tokens=BLOCK).agrees(aside.one(whole, max_tokens=BLOCK))
+    answer = tiny.one(tokens)
+    assert answer.cached == 4 * CHUNK
+    assert answer.agrees(computed)
+    here.unleased()
+
+
+def test_preempted_requests_go_on_where_they_were(here: Node, a: Instance, tiny: Instance, aside: Instance) -> None:
+    """There is room for two; what the third had computed comes back from the pool."""
+    prompts = [Prompt(new_tokens(2 * CHUNK + 9), max_tokens=120) for _ in range(3)]
+    here.keep(a, prompts[0].tokens)
+    preempted = tiny.counter("vllm:num_preemptions")
+    answers = tiny.run(*prompts, together=True)
+    assert tiny.counter("vllm:num_preemptions") > preempted
+    assert all(map(Answer.agrees, answers, aside.run(*prompts)))
+    here.unleased()

@@ -1,0 +1,184 @@
+"""Real vLLM on the CPU in several processes, as in production: tensor parallel ranks, `vllm serve`, another connector beside ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from socket import socket
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+from processes import PATIENT, eventually
+from vllm_cases import ANSWER_SECONDS, BLOCK, CHUNK, START_SECONDS, TOKEN_BYTES, Instance, Node, missing, new_tokens, node, serve
+
+from vcache_backend.metadata_server import journal
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.endpoint import beside
+from vcache_backend.metadata_server.messages import ChunkKey
+
+WHY_NOT = missing(())
+NO_SERVER = missing(("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards"))
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "vLLM is here"), pytest.mark.timeout(300)]
+APART: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""The engine in a process of its own."""
+RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+LENGTH = 4 * CHUNK
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    # Three processes on two cores: an answer may take longer than a server on a node of its own does.
+    with node(tmp_path_factory.mktemp("vllm"), {"request_seconds": 5.0}) as made:
+        yield made
+
+
+# ---- tensor parallel ranks
+
+
+@pytest.mark.parametrize(
+    "integration", ["vllm", pytest.param("lmcache", marks=pytest.mark.skipif(bool(missing()), reason="no LMCache"))]
+)
+def test_each_rank_stores_and_loads_its_part(here: Node, integration: str) -> None:
+    """And one look-up answers for all."""
+    with (here.connect if integration == "vllm" else here.start)(f"{integration}-ranks", environment=APART, **RANKS) as ranks:
+        tokens, known = new_tokens(LENGTH + 17), set(keys_of(here))
+        computed = ranks.one(tokens)
+        here.stored(len(known) + 2 * 4)
+        own, from_pool = ranks.one(tokens), ranks.again(tokens)
+        assert (computed.cached, own.cached, from_pool.cached) == (0, LENGTH, LENGTH)
+        assert own.said == from_pool.said
+        assert own.agrees(computed)
+        with here.corrupted():
+            assert ranks.again(tokens).differs(computed)
+        here.unleased()
+        keys = eventually(lambda: len(new := [key for key in keys_of(here) if key not in known]) == 2 * 4 and new)
+        with Client(here.socket, PATIENT, reconnect=False) as client:
+            assert client.remove([key for key in keys if key.endswith(b"\0\1")][2:3]) == 1
+        without = ranks.again(tokens, params={"vcache": {"store": False}})
+        assert without.agrees(computed)
+        # Which of the four it was, the journal does not say.
+        assert without.cached in (0, CHUNK, 2 * CHUNK, 3 * CHUNK)
+
+
+def keys_of(here: Node) -> list[ChunkKey]:
+    """Of the committed chunks, from the server's journal."""
+    return list(journal.read(beside(here.socket, ".journal")).chunks)
+
+
+# ---- another connector
+
+
+def test_whichever_comes_first_both_connectors_work(here: Node) -> None:
+    tokens, warning = new_tokens(LENGTH + 1), 'put "kv_load_failure_policy":"recompute" beside "kv_connector":"MultiConnector"'
+    first = here.alone("second-of-two", APART, kv_transfer_config=both(here, "one", ours_first=False), **WITHOUT_HYBRID)
+    policy = {"kv_load_failure_policy": "recompute"}
+    second = here.alone("first-of-two", APART, kv_transfer_config=both(here, "two", ours_first=True, **policy), **WITHOUT_HYBRID)
+    computed = here.keep(first, tokens)
+    eventually(lambda: first.counter("vllm:vcache_stored_tokens") == LENGTH)
+    assert warning in first.log
+    assert any((here.folder / "one").iterdir())
+    found = second.one(tokens)
+    assert found.cached == LENGTH
+    assert found.agrees(computed)
+    eventually(lambda: second.counter("vllm:prompt_tokens_cached_by_source", source="host") == LENGTH)
+    assert warning not in second.log
+    first.close()
+    second.close()
+
+
+WITHOUT_HYBRID = {"disable_hybrid_kv_cache_manager": True}
+
+
+def both(here: Node, storage: str, *, ours_first: bool, **more: Any) -> dict[str, Any]:
+    """storage: a name; the other connector has nothing under a new one."""
+    other = {"kv_connector": "BesideConnector", "kv_connector_module_path": "vllm_variants", "kv_role": "kv_both"}
+    other["kv_connector_extra_config"] = {"shared_storage_path": str(here.folder / storage)}
+    connectors = [here.transfer(), other] if ours_first else [other, here.transfer()]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": connectors},
+        **more,
+    }
+
+
+# ---- `vllm serve`
+
+
+@contextmanager
+def serving(here: Node) -> Iterator[str]:
+    """The address of a server whose front end and engine are processes of their own."""
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    settings = {
+        "model": str(here.model),
+        "served-model-name": "tiny",
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "bfloat16",
+        "block-size": str(BLOCK),
+        "kv-cache-memory-bytes": str(4096 * TOKEN_BYTES),
+        "max-model-len": "1024",
+        "max-num-seqs": "4",
+        "kv-transfer-config": json.dumps(here.transfer()),
+    }
+    arguments = ["--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details"]
+    arguments += [word for name, value in settings.items() for word in (f"--{name}", value)]
+    # The mode of developers has the address that resets the cache.
+    with Instance(here.folder, "server", APART | {"VLLM_SERVER_DEV_MODE": "1"}, arguments, serve) as server:
+        eventually(lambda: listens(int(port)) or server.ended(), START_SECONDS)
+        assert server.alive, server.log[-4000:]
+        yield f"http://127.0.0.1:{port}"
+
+
+def listens(port: int) -> bool:
+    with socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def complete(address: str, tokens: list[int], **wishes: Any) -> tuple[list[int], int]:
+    """The tokens of the answer, and how many of the prompt were not computed."""
+    asked = {"model": "tiny", "prompt": tokens, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = json.dumps(asked | {"detokenize": False, "kv_transfer_params": {"vcache": wishes}}).encode()
+    request = Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+    with urlopen(request, timeout=ANSWER_SECONDS) as answer:
+        said = json.load(answer)
+    details = said["usage"]["prompt_tokens_details"] or {}
+    return said["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+
+
+def counted(address: str, series: str) -> float:
+    """A series of the server's metrics: its name, with some of its labels, such as `name{label="value"`."""
+    name, _, label = series.partition("{")
+    with urlopen(f"{address}/metrics", timeout=ANSWER_SECONDS) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line for line in lines if line.startswith(f"{name}{{") and label in line]
+    assert found, f"no {series}"
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+@pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
+def test_wishes_come_with_the_body_and_metrics_say_what_was_loaded(here: Node) -> None:
+    tokens = new_tokens(LENGTH + 1)
+    here.empty()
+    with serving(here) as address:
+        reset = Request(f"{address}/reset_prefix_cache", method="POST")
+        computed, cached = complete(address, tokens, store=False)
+        assert cached == 0
+        urlopen(reset, timeout=ANSWER_SECONDS).close()
+        assert complete(address, tokens) == (computed, 0)
+        eventually(lambda: here.stats().chunks == 4)
+        assert counted(address, 'vllm:vcache_loaded_tokens_total{tier="host"') == 0
+        urlopen(reset, timeout=ANSWER_SECONDS).close()
+        assert complete(address, tokens, load=False) == (computed, 0)
+        urlopen(reset, timeout=ANSWER_SECONDS).close()
+        assert complete(address, tokens, consume_once=True) == (computed, LENGTH)
+        assert here.stats().chunks == 0
+        eventually(lambda: counted(address, 'vllm:vcache_loaded_tokens_total{tier="host"') == LENGTH)
+        assert counted(address, 'vllm:vcache_loaded_bytes_total{tier="host"') == LENGTH * TOKEN_BYTES
+        assert counted(address, "vllm:vcache_lookup_hit_tokens_total") == LENGTH
+        assert counted(address, "vllm:vcache_load_seconds_count") == 1
+        assert counted(address, "vllm:vcache_failures_total") == 0

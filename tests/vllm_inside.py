@@ -1,0 +1,236 @@
+"""The inside of an instance: vLLM in a process that `vllm_cases.Instance` forks from one that has imported this file.
+
+`Serving` has the commands. Methods of ours can be stopped, or made to fail, at an exact place of their code, `module:Class.method,…`. What
+happens there is real: a test holds the process at the place and meanwhile kills the server or takes chunks away.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import pickle
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import vllm.entrypoints.llm
+import vllm.lora.resolver
+import vllm.model_executor.layers.quantization.online.base
+import vllm.model_executor.models.llama
+import vllm.renderers.hf
+import vllm.triton_utils.dispatcher
+import vllm.v1.attention.backends.cpu_attn
+import vllm.v1.core.sched.scheduler
+import vllm.v1.engine.llm_engine
+import vllm.v1.worker.cpu_worker
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+from vllm_cases import BLOCK, TOKEN_BYTES, Answer, Prompt
+
+registry._run_in_subprocess = lambda look: look()
+"""What it finds out about a model it would find out in a process that has to import vLLM first, for ten seconds."""
+current_platform.register_triton_kernel_overrides()
+type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+"""Stand-ins for Triton's kernels are put in once, not by each instance. It looks at every name of every module, and fails at numba's."""
+_context = multiprocessing.get_context
+multiprocessing.get_context = lambda method=None: _context("fork" if method == "spawn" else method)
+"""On a CPU vLLM has its engines and workers import everything once more."""
+with suppress(ImportError):
+    importlib.import_module("lmcache.integration.vllm.vllm_v1_adapter")
+HELD_SECONDS = 30.0
+"""How long an instance stays at a place for a test that never lets it go."""
+
+
+class Serving:
+    """The commands of an instance."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vcache_backend.integration import amx
+
+        transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        settings = {
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "block_size": BLOCK,
+            "kv_cache_memory_bytes": 4096 * TOKEN_BYTES,
+            "max_model_len": 1024,
+            "max_num_seqs": 4,
+            "disable_log_stats": False,
+            "kv_transfer_config": transfer,
+        } | arguments
+        if settings["kv_transfer_config"] is None:
+            # With a connector, it does this.
+            amx.permit()
+        self.llm = vllm.LLM(**settings)
+        self._undo: list[tuple[type, str, Any]] = []
+        self._calls: dict[str, int] = {}
+
+    def run(self, prompts: list[Prompt], together: bool) -> list[Answer]:
+        answers = []
+        for batch in [prompts] if together else [[prompt] for prompt in prompts]:
+            outputs = self.llm.generate(
+                [self._prompt(request) for request in batch],
+                [self._sampling(request) for request in batch],
+                lora_request=[self._lora(request) for request in batch],
+                use_tqdm=False,
+            )
+            answers += [self._answer(output) for output in outputs]
+        return answers
+
+    def forget(self) -> bool:
+        return bool(self.llm.reset_prefix_cache())
+
+    def reset(self) -> bool:
+        """Empty vLLM's own prefix cache and what the connector has."""
+        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+
+    def run_and_reset(self, prompt: Prompt) -> bool:
+        """Both at once: what the request stores is still on its way to the pool."""
+        self.run([prompt], together=False)
+        return self.reset()
+
+    def scheduler(self, name: str) -> bool:
+        """What vLLM's scheduler has decided by its configuration."""
+        return bool(getattr(self.llm.llm_engine.engine_core.engine_core.scheduler, name))
+
+    def add(self, name: str, request: Prompt) -> None:
+        """Give the engine a request, and return."""
+        self.llm.llm_engine.add_request(name, self._prompt(request), self._sampling(request))
+
+    def step(self, count: int) -> dict[str, Answer]:
+        """So many steps of the engine; the requests that finished."""
+        done: dict[str, Answer] = {}
+        for _ in range(count):
+            done |= {output.request_id: self._answer(output) for output in self.llm.llm_engine.step() if output.finished}
+        return done
+
+    def finish(self, names: list[str]) -> dict[str, Answer]:
+        """Step until these have finished; all that did."""
+        done: dict[str, Answer] = {}
+        while not done.keys() >= set(names):
+            done |= self.step(1)
+        return done
+
+    def abort(self, name: str) -> None:
+        self.llm.llm_engine.abort_request([name])
+
+    def counter(self, name: str, labels: dict[str, str]) -> int:
+        """A counter of vLLM's metrics; KeyError if it has none of this name."""
+        named = [metric for metric in self.llm.get_metrics() if metric.name == name]
+        found = [int(metric.value) for metric in named if labels.items() <= metric.labels.items()]
+        if not found:
+            raise KeyError(name)
+        return sum(found)
+
+    # ---- places
+
+    def meddle(self, place: str, action: str, value: Any, times: int) -> None:
+        """See `vllm_cases.meddled`; `stop` waits before the first line of the method, until there is a file beside `value`."""
+        self._calls[place], before = 0, len(self._undo)
+        for one in place.split("|"):
+            module, _, path = one.partition(":")
+            class_, _, names = path.partition(".")
+            with suppress(ImportError):
+                owner = getattr(importlib.import_module(module), class_)
+                for name in owner.__dict__.keys() & set(names.split(",")):
+                    self._replace(owner, name, place, action, value, times)
+        assert len(self._undo) > before, f"there is no {place}"
+
+    def _replace(self, owner: type, name: str, place: str, action: str, value: Any, times: int) -> None:
+        original = owner.__dict__[name]
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            self._calls[place] += 1
+            if self._calls[place] > times or action == "count":
+                return original(*args, **kwargs)
+            if action == "raise":
+                raise RuntimeError(f"raised in {name} on purpose")
+            if action == "stop":
+                _stop(value, args[1:])
+            answer = original(*args, **kwargs)
+            return Slow(answer, value) if action == "slow" else answer
+
+        self._undo.append((owner, name, original))
+        setattr(owner, name, method)
+
+    def calls(self) -> dict[str, int]:
+        """How often each place was called since it was meddled with."""
+        return dict(self._calls)
+
+    def leave_alone(self) -> dict[str, int]:
+        """Put everything back; the calls."""
+        while self._undo:
+            owner, name, original = self._undo.pop()
+            setattr(owner, name, original)
+        calls, self._calls = self._calls, {}
+        return calls
+
+    # ---- requests
+
+    def _prompt(self, request: Prompt) -> Any:
+        return {"prompt_token_ids": request.tokens} | ({"cache_salt": request.salt} if request.salt is not None else {})
+
+    def _sampling(self, request: Prompt) -> Any:
+        return vllm.SamplingParams(
+            skip_reading_prefix_cache=request.fresh or None,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            max_tokens=request.max_tokens,
+            logprobs=2,
+            prompt_logprobs=0 if request.rate else None,
+            extra_args={"kv_transfer_params": request.params} if request.params is not None else None,
+        )
+
+    def _lora(self, request: Prompt) -> Any:
+        if request.lora is None:
+            return None
+        name = Path(request.lora).name
+        return LoRARequest(name, 1 + sum(name.encode()), request.lora)
+
+    def _answer(self, output: Any) -> Answer:
+        (said,) = output.outputs
+        rated = zip(output.prompt_logprobs or [], output.prompt_token_ids, strict=False)
+        logprobs = [step[token].logprob for step, token in rated if step is not None]
+        logprobs += [step[token].logprob for step, token in zip(said.logprobs or [], said.token_ids, strict=True)]
+        ranked = [sorted(step.items(), key=lambda item: -item[1].logprob) for step in said.logprobs or []]
+        others = [next(item for item in step if item[0] != token) for step, token in zip(ranked, said.token_ids, strict=True)]
+        return Answer(
+            list(said.token_ids), logprobs, output.num_cached_tokens, [(token, found.logprob) for token, found in others]
+        )
+
+
+def serve(arguments: list[str]) -> None:
+    """`vllm serve` with these arguments; does not return."""
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    sys.argv = ["vllm", *arguments]
+    main()
+
+
+class Slow:
+    """A completion that says later than it could that it is over."""
+
+    def __init__(self, copy: Any, seconds: float) -> None:
+        self._copy, self._until = copy, time.monotonic() + seconds
+        self.seconds: float | None = seconds
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._until and bool(self._copy.done())
+
+    def wait(self, timeout_s: float) -> bool:
+        time.sleep(min(timeout_s, max(self._until - time.monotonic(), 0.0)))
+        return self.done()
+
+
+def _stop(file: Path, arguments: tuple[Any, ...]) -> None:
+    whole = file.with_suffix(".writing")
+    whole.write_bytes(pickle.dumps([value if isinstance(value, list | int) else repr(value) for value in arguments]))
+    whole.rename(file)
+    deadline = time.monotonic() + HELD_SECONDS
+    while not file.with_suffix(".go").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
