@@ -6,8 +6,8 @@ MAKEFLAGS += --no-print-directory
 BIN := .venv/bin
 CODE := vcache_backend integration benchmarks
 ARGS ?=
-# Two files of tests at a time: half of them wait for other processes. BESIDE= runs one after the other.
-BESIDE ?= --numprocesses 2 --dist loadfile
+# Three files of tests at a time, long ones first: many wait for other processes. BESIDE= runs one after the other.
+BESIDE ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' Makefile | expand -t 16

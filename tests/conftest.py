@@ -43,6 +43,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         count = marker.kwargs.get("count", marker.args[0] if marker.args else 1)
         if count > GPUS:
             item.add_marker(pytest.mark.skip(reason=f"needs {count} GPU{'s' * (count > 1)}, here are {GPUS}"))
+    _longest_first(items)
+
+
+def _longest_first(items: list[pytest.Item]) -> None:
+    """Files that may take long first, so that none of them runs alone at the end (with `--no-loadscope-reorder`)."""
+    patience: dict[Path, float] = {}
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        patience[item.path] = max(patience.get(item.path, 0.0), marker.args[0] if marker else 0.0)
+    items.sort(key=lambda item: -patience[item.path])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -58,7 +68,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What vLLM finds out about a model, in seconds, it keeps for all instances of these tests, and for no others."""
-    os.environ["VLLM_CACHE_ROOT"] = str(tmp_path_factory.mktemp("vllm_cache"))
+    # With pytest-xdist each worker has a folder of its own in that of the run.
+    base = tmp_path_factory.getbasetemp()
+    os.environ["VLLM_CACHE_ROOT"] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "vllm_cache")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -290,7 +290,7 @@ class TrustingEngine(VCacheEngine):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         verdict = self._session.verdict
-        self._session.verdict = lambda lease: verdict(lease) or True  # type: ignore[method-assign]
+        self._session.verdict = lambda lease, end=True: verdict(lease, end) or True  # type: ignore[method-assign]
 
 
 # ---- worker processes

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,9 +30,10 @@ from typing import Any, NamedTuple, Self
 
 import msgpack
 
-from vcache_backend.config import ClientConfig
+from vcache_backend.config import ClientConfig, ServerConfig
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.server import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 20.0
@@ -386,15 +388,31 @@ PATIENT = ClientConfig(connect_seconds=10, request_seconds=10, control_seconds=1
 """For tests that are about something else: a slow machine must not open the breaker."""
 
 
+@contextmanager
+def running(path: Path, **config: Any) -> Iterator[Server]:
+    """A metadata server in this process, so that its constants can be changed."""
+    server = Server(ServerConfig(socket=str(path), **config))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
 class Stage:
     """A socket path, the servers started on it and the clients connected to it; closed in the right order."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "vcache.sock"
         self.undo = ExitStack()
+        self.servers: list[Child] = []
 
     def server(self, **config: Any) -> Child:
-        return self.undo.enter_context(start_server(self.path, config))
+        self.servers.append(self.undo.enter_context(start_server(self.path, config)))
+        return self.servers[-1]
 
     def client(self, config: ClientConfig = PATIENT, device: str = "host", **more: Any) -> Client:
         return self.undo.enter_context(Client(self.path, config, device, "host", **more))

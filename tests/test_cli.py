@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from processes import ROOT, SECONDS, Child
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -120,17 +122,14 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["status"], ["status", "--json"], ["clear"], ["segment", "list"], ["segment", "drop", "x"]],
-    ids=" ".join,
+    "arguments", [["status"], ["status", "--json"], ["clear"], ["segment", "list"], ["segment", "drop", "x"]], ids=" ".join
 )
 def test_without_a_server_there_is_one_line_and_exit_code_1(arguments: list[str], tmp_path: Path) -> None:
     path = tmp_path / "none.sock"
-    child = subprocess.run([*VCACHE, *arguments, "--socket", path], capture_output=True, text=True, timeout=30, check=False)
-    assert (child.returncode, child.stdout) == (1, "")
-    assert child.stderr.startswith("vcache: ")
-    assert str(path) in child.stderr
-    assert child.stderr.count("\n") == 1
+    result = vcache(*arguments, "--socket", str(path), expect=1)
+    assert (result.stdout, result.stderr.count("\n")) == ("", 1)
+    assert result.stderr.startswith("vcache: ")
+    assert str(path) in result.stderr
 
 
 def test_config_check_accepts_a_good_file_and_names_the_mistake_in_a_bad_one(tmp_path: Path) -> None:
@@ -161,11 +160,10 @@ def test_doctor_fails_exactly_when_a_finding_does() -> None:
 
 
 def test_the_readme_names_only_commands_and_targets_that_exist() -> None:
-    root = Path(__file__).parent.parent
-    readme = (root / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     commands = {command for named in COMMANDS for command in named[:1]} | {"bench"}
     assert set(re.findall(r"[`/]vcache ([a-z]+)", readme)) == commands
-    targets = set(re.findall(r"^([a-z]+):", (root / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test"} <= set(re.findall(r"(?:`|\$ )make ([a-z]+)", readme)) <= targets
 
 
@@ -246,30 +244,16 @@ def test_the_summary_is_named_fields_and_rates() -> None:
 # ---- with a server
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Path]:
-    """`vcache serve` as a process of its own; its socket."""
-    path = tmp_path / "vcache.sock"
-    child = subprocess.Popen([*VCACHE, "serve", "--socket", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        _until(lambda: path.exists() or child.poll() is not None)
-        assert child.poll() is None, child.communicate()
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """`vcache serve` as a process of its own, which ends clean; its socket."""
+    path = tmp_path_factory.mktemp("cli") / "vcache.sock"
+    with Child([*VCACHE, "serve", "--socket", str(path)]) as child:
+        child.expect("serving")
         yield path
-        child.send_signal(signal.SIGINT)
-        stdout, stderr = child.communicate(timeout=10)
-        assert (child.returncode, stdout) == (0, "")
-        assert "Traceback" not in stderr
-        assert not path.exists()
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def _until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
+        child.signal(signal.SIGINT)
+        status, said = child.wait()
+    assert (status, "Traceback" in said, path.exists()) == (0, False, False), said
 
 
 def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
@@ -314,37 +298,36 @@ def test_clear_says_how_much_it_forgot(server: Path) -> None:
 
 
 def test_a_second_server_on_the_same_socket_is_refused(server: Path) -> None:
-    child = subprocess.run([*VCACHE, "serve", "--socket", server], capture_output=True, text=True, timeout=20, check=False)
-    assert child.returncode == 1
-    assert child.stderr.splitlines()[-1].startswith("vcache: ")
-    assert "Traceback" not in child.stderr
+    with Child([*VCACHE, "serve", "--socket", str(server)]) as child:
+        status, said = child.wait()
+    assert (status, "Traceback" in said) == (1, False)
+    assert said.splitlines()[-1].startswith("vcache: ")
 
 
 def test_watch_writes_a_line_a_look_and_ends_clean_on_ctrl_c(server: Path) -> None:
-    command = [*VCACHE, "status", "--watch", "--json", "--every", "0.1", "--socket", server]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        looks = [json.loads(child.stdout.readline()) for _ in range(3)]
-        child.send_signal(signal.SIGINT)
-        _, stderr = child.communicate(timeout=10)
-    finally:
-        child.kill()
-        child.communicate()
-    assert (child.returncode, stderr) == (0, "")
+    with Child([*VCACHE, "status", "--watch", "--json", "--every", "0.1", "--socket", str(server)]) as child:
+        looks = [json.loads(child.expect("{")) for _ in range(3)]
+        child.signal(signal.SIGINT)
+        status, said = child.wait()
+    assert (status, "Traceback" in said) == (0, False), said
     assert looks[0]["uptime_seconds"] < looks[2]["uptime_seconds"]
 
 
 def test_the_live_picture_ends_clean_on_ctrl_c(server: Path) -> None:
-    command = [*VCACHE, "status", "--watch", "--every", "0.1", "--socket", server]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command, (ours, terminal) = [*VCACHE, "status", "--watch", "--every", "0.1", "--socket", str(server)], os.openpty()
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal, start_new_session=True)
+    shown = b""
     try:
-        time.sleep(1.5)
-        assert child.poll() is None
+        os.close(terminal)
+        while shown.count(b"Counters") < 2:
+            assert select.select([ours], [], [], SECONDS)[0], shown
+            shown += os.read(ours, 1 << 16)
         child.send_signal(signal.SIGINT)
-        stdout, stderr = child.communicate(timeout=10)
+        with suppress(OSError):  # its end
+            while piece := os.read(ours, 1 << 16):
+                shown += piece
+        assert (child.wait(SECONDS), b"Traceback" in shown) == (0, False), shown
     finally:
         child.kill()
-        child.communicate()
-    assert (child.returncode, stderr) == (0, "")
-    assert "Counters" in stdout
+        child.wait()
+        os.close(ours)

@@ -111,47 +111,6 @@ def test_a_reservation_makes_room_with_others_than_the_chunks_it_names(clock: Fa
     assert there(directory, A, B) == [A]
 
 
-def test_the_same_key_twice_in_one_request_gets_one_slot(directory: Directory) -> None:
-    reserved = directory.reserve(WRITER, [A, A], KIB)
-    assert isinstance(reserved.slots[0], Location)
-    assert reserved.slots[1] == Refusal.BUSY
-    assert directory.commit(WRITER, reserved.reservation, []) == 1
-
-
-def test_a_request_that_reserves_nothing_has_no_reservation(directory: Directory) -> None:
-    put(directory, A)
-    assert directory.reserve(WRITER, [A], KIB) == Reserved(0, 0.0, [Refusal.EXISTS])
-    assert directory.reserve(WRITER, [], KIB) == Reserved(0, 0.0, [])
-
-
-def test_an_aborted_reservation_leaves_no_trace(directory: Directory) -> None:
-    reserved = directory.reserve(WRITER, [A, B], KIB)
-    assert used(directory) == 2 * KIB
-    assert directory.abort(WRITER, reserved.reservation) == 2
-    assert used(directory) == 0
-    assert directory.commit(WRITER, reserved.reservation, []) == 0
-    assert directory.lookup([A]) == 0
-
-
-def test_a_reservation_is_committed_once(directory: Directory) -> None:
-    reserved = put(directory, A)
-    assert directory.commit(WRITER, reserved.reservation, []) == 0
-    assert directory.abort(WRITER, reserved.reservation) == 0
-    assert there(directory, A) == [A]
-
-
-def test_nobody_else_commits_or_aborts_a_reservation(directory: Directory) -> None:
-    reserved = directory.reserve(WRITER, [A], KIB)
-    assert directory.commit(READER, reserved.reservation, []) == 0
-    assert directory.abort(READER, reserved.reservation) == 0
-    assert directory.commit(WRITER, reserved.reservation, []) == 1
-
-
-def test_unknown_ids_answer_nothing(directory: Directory) -> None:
-    assert directory.commit(WRITER, 10**18, []) == directory.abort(WRITER, 10**18) == 0
-    assert directory.renew(10**18) is directory.release(10**18) is False
-
-
 def test_commit_makes_the_prefix_as_recent_as_its_continuation(directory: Directory) -> None:
     put(directory, A)
     put(directory, D)
@@ -182,14 +141,6 @@ def test_an_expired_reservation_is_void_and_its_slot_quarantined(directory: Dire
     assert places(again) != places(reserved)
 
 
-def test_a_late_commit_publishes_nothing_and_frees_the_slots(directory: Directory, clock: FakeClock) -> None:
-    reserved = directory.reserve(WRITER, [A], KIB)
-    clock.advance(30.1)
-    assert directory.commit(WRITER, reserved.reservation, []) == 0
-    assert there(directory, A) == []
-    assert used(directory) == 0
-
-
 def test_a_late_commit_after_another_writer_s_does_not_touch_that_one_s_chunk(directory: Directory, clock: FakeClock) -> None:
     late = directory.reserve(WRITER, [A], KIB)
     clock.advance(30.1)
@@ -201,14 +152,6 @@ def test_a_late_commit_after_another_writer_s_does_not_touch_that_one_s_chunk(di
     assert used(directory) == KIB
 
 
-def test_a_late_abort_frees_the_slots(directory: Directory, clock: FakeClock) -> None:
-    reserved = directory.reserve(WRITER, [A, B], KIB)
-    clock.advance(30.1)
-    directory.tick()
-    assert directory.abort(WRITER, reserved.reservation) == 2
-    assert used(directory) == 0
-
-
 def test_a_lost_connection_voids_reservations_but_frees_no_slot(directory: Directory) -> None:
     directory.reserve(WRITER, [A, B, C, D], KIB)
     directory.disconnect(WRITER)
@@ -217,15 +160,6 @@ def test_a_lost_connection_voids_reservations_but_frees_no_slot(directory: Direc
     assert "full of chunks that are leased, reserved or beside" in refused.reason
     directory.process_gone(WRITER.process)
     assert len(places(directory.reserve(READER, [A, B, C, D], KIB))) == 4
-
-
-def test_the_same_process_on_a_new_connection_may_answer_for_its_quarantined_slots(directory: Directory) -> None:
-    reserved = directory.reserve(WRITER, [A], KIB)
-    directory.disconnect(WRITER)
-    reconnected = Peer(99, WRITER.process, WRITER.device, WRITER.medium)
-    assert directory.commit(reconnected, reserved.reservation, []) == 0
-    assert used(directory) == 0
-    assert there(directory, A) == []
 
 
 def test_a_process_that_is_gone_frees_only_what_it_can_no_longer_commit(directory: Directory) -> None:
@@ -275,42 +209,6 @@ def test_a_leased_chunk_is_never_evicted(directory: Directory) -> None:
     assert isinstance(directory.reserve(WRITER, [E], KIB).slots[0], Location)
 
 
-def test_an_expired_lease_protects_nothing(directory: Directory, clock: FakeClock) -> None:
-    put(directory, A, B, C, D)
-    leased = directory.acquire(READER, [A, B, C, D])
-    clock.advance(10)
-    directory.tick()
-    assert isinstance(directory.reserve(WRITER, [E], KIB).slots[0], Location)
-    assert directory.release(leased.lease) is False
-    assert directory.leases.expired == 1
-
-
-def test_release_after_the_deadline_answers_false_even_without_a_tick(directory: Directory, clock: FakeClock) -> None:
-    put(directory, A)
-    leased = directory.acquire(READER, [A])
-    clock.advance(10)
-    assert directory.release(leased.lease) is False
-
-
-def test_release_within_the_time_answers_true_once(directory: Directory, clock: FakeClock) -> None:
-    put(directory, A)
-    leased = directory.acquire(READER, [A])
-    clock.advance(9.99)
-    assert directory.release(leased.lease) is True
-    assert directory.release(leased.lease) is False
-
-
-def test_a_renewed_lease_holds_its_full_time_again(directory: Directory, clock: FakeClock) -> None:
-    put(directory, A)
-    leased = directory.acquire(READER, [A])
-    for _ in range(5):
-        clock.advance(9)
-        directory.tick()
-        assert directory.renew(leased.lease) is True
-    clock.advance(10)
-    assert directory.renew(leased.lease) is False
-
-
 def test_whoever_knows_a_lease_renews_it_and_releases_it_for_all(directory: Directory, clock: FakeClock) -> None:
     """A worker reads under the lease that its scheduler got."""
     put(directory, A, B, C, D)
@@ -345,30 +243,6 @@ def test_a_lease_outlives_its_lost_connection_by_what_is_left_of_its_grace(direc
     assert places(directory.reserve(WRITER, [C, D], KIB)) == places(late)
 
 
-def test_a_lost_connection_ends_leases_past_their_grace_at_once(directory: Directory, clock: FakeClock) -> None:
-    put(directory, A, B, C, D)
-    directory.acquire(READER, [A, B])
-    directory.acquire(READER, [C, D])
-    clock.advance(GRACE_SECONDS)
-    directory.disconnect(READER)
-    assert len(directory.leases) == 0
-    assert len(places(directory.reserve(WRITER, [E], KIB))) == 1
-
-
-def test_a_renewal_is_followed_by_grace_too(directory: Directory, clock: FakeClock) -> None:
-    put(directory, A, B, C, D)
-    leased = directory.acquire(READER, [A, B, C, D])
-    clock.advance(9)
-    assert directory.renew(leased.lease)
-    clock.advance(GRACE_SECONDS - 0.001)
-    directory.disconnect(READER)
-    directory.tick()
-    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
-    clock.advance(0.001)
-    directory.tick()
-    assert len(places(directory.reserve(WRITER, [E], KIB))) == 1
-
-
 def test_a_lease_whose_holder_is_gone_may_be_renewed_while_it_holds_and_ends_in_its_time(
     directory: Directory, clock: FakeClock
 ) -> None:
@@ -385,6 +259,14 @@ def test_a_lease_whose_holder_is_gone_may_be_renewed_while_it_holds_and_ends_in_
     assert len(places(directory.reserve(WRITER, [E], KIB))) == 1
 
 
+def test_acquiring_makes_the_first_chunk_most_recent(directory: Directory) -> None:
+    for key in (A, B, C, D):
+        put(directory, key)
+    directory.release(directory.acquire(READER, [A, B]).lease)
+    order = [entry.key for piece in directory.contents.order.pieces(3) for entry in piece]
+    assert order == [C, D, B, A]
+
+
 def test_a_lease_shorter_than_the_grace_gets_no_longer_by_losing_its_connection(clock: FakeClock) -> None:
     directory = make(clock, lease_seconds=GRACE_SECONDS / 2)
     lend(directory)
@@ -396,31 +278,6 @@ def test_a_lease_shorter_than_the_grace_gets_no_longer_by_losing_its_connection(
     assert len(places(directory.reserve(WRITER, [E], KIB))) == 1
 
 
-def test_two_readers_hold_a_chunk_independently(directory: Directory) -> None:
-    put(directory, A, B, C, D)
-    one, two = directory.acquire(READER, [A]), directory.acquire(OTHER, [A])
-    directory.release(one.lease)
-    directory.acquire(READER, [B, C, D])
-    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
-    assert directory.release(two.lease) is True
-    assert places(directory.reserve(WRITER, [E], KIB)) == places(two)
-
-
-def test_acquire_leases_the_leading_run_only(directory: Directory) -> None:
-    put(directory, A, B, D)
-    leased = directory.acquire(READER, [A, B, C, D])
-    assert len(leased.locations) == 2
-    assert leased.seconds == 10.0
-
-
-def test_acquiring_makes_the_first_chunk_most_recent(directory: Directory) -> None:
-    for key in (A, B, C, D):
-        put(directory, key)
-    directory.release(directory.acquire(READER, [A, B]).lease)
-    order = [entry.key for piece in directory.contents.order.pieces(3) for entry in piece]
-    assert order == [C, D, B, A]
-
-
 def test_leases_of_one_client_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vcache_backend.metadata_server.leases.MAX_LEASES_PER_CLIENT", 2)
     put(directory, A)
@@ -428,14 +285,6 @@ def test_leases_of_one_client_are_bounded(directory: Directory, monkeypatch: pyt
     assert leases[2] == 0
     directory.release(leases[0])
     assert directory.acquire(READER, [A]).lease != 0
-
-
-def test_lookup_and_contains_take_no_lease(directory: Directory) -> None:
-    put(directory, A)
-    directory.lookup([A])
-    directory.contains([A])
-    assert len(directory.leases) == 0
-    assert directory.segment_infos()[0].leased == 0
 
 
 # ---- tensor parallelism and namespaces
@@ -450,13 +299,6 @@ def test_a_prefix_counts_only_when_every_rank_has_it(directory: Directory) -> No
     assert directory.lookup(ranks[0], ranks=2) == 1
     put(directory, ranks[1][1])
     assert directory.lookup(ranks[0], ranks=2) == 2
-
-
-def test_lookup_stops_at_the_first_gap(directory: Directory) -> None:
-    put(directory, A, C)
-    assert directory.lookup([A, B, C]) == 1
-    assert directory.lookup([B, C]) == 0
-    assert directory.lookup([]) == 0
 
 
 def test_clear_forgets_one_namespace_and_no_other(directory: Directory) -> None:
@@ -527,36 +369,11 @@ def test_a_chunk_larger_than_every_segment_is_refused_with_the_size_it_needs(dir
     assert "pool.segment_bytes >= 5120" in refused.reason
 
 
-def test_a_reused_place_has_another_generation(directory: Directory) -> None:
-    generations = set()
-    for number in range(40):
-        for slot in put(directory, chunk_key(number)).slots:
-            assert isinstance(slot, Location)
-            generations.add((slot.offset, slot.generation))
-    assert len(generations) == 40
-    by_offset = [[g for offset, g in sorted(generations) if offset == at] for at in range(0, 4 * KIB, KIB)]
-    assert all(later == sorted(set(later)) for later in by_offset)
-
-
-def test_chunks_of_several_sizes_share_a_segment_without_overlap(directory: Directory) -> None:
-    put(directory, A, nbytes=1000)
-    put(directory, B, nbytes=300)
-    put(directory, C, nbytes=2000)
-    assert used(directory) == 1024 + 512 + 2048
-    assert len(directory) == 3
-
-
 def test_a_larger_chunk_evicts_a_contiguous_run(directory: Directory) -> None:
     put(directory, A, B, C, D)
     directory.touch([A])
     assert places(put(directory, E, nbytes=2 * KIB)) == [("s0", 2 * KIB)]
     assert there(directory, A, B, C, D, E) == [A, B, E]
-
-
-def test_smaller_chunks_take_the_place_of_a_larger_one(directory: Directory) -> None:
-    put(directory, A, nbytes=4 * KIB)
-    put(directory, B, C, D)
-    assert there(directory, A, B, C, D) == [B, C, D]
 
 
 @pytest.mark.parametrize("keep", ["leased", "reserved"])
@@ -833,12 +650,6 @@ def test_a_snapshot_is_made_of_bounded_pieces(clock: FakeClock) -> None:
 # ---- removal
 
 
-def test_a_removed_chunk_frees_its_slot_at_once(directory: Directory) -> None:
-    put(directory, A, B)
-    assert directory.remove([A, A, E]) == 1
-    assert used(directory) == KIB
-
-
 def test_only_a_forced_removal_takes_what_is_leased(directory: Directory, clock: FakeClock) -> None:
     put(directory, A, B, C)
     directory.acquire(READER, [A, B])
@@ -860,22 +671,6 @@ def test_a_chunk_removed_under_a_lease_frees_its_slot_when_the_lease_ends(direct
     assert there(directory, A) == [A]
 
 
-def test_the_slot_of_a_removed_chunk_comes_back_when_the_last_of_its_leases_expires(
-    directory: Directory, clock: FakeClock
-) -> None:
-    put(directory, A)
-    directory.acquire(READER, [A, A])
-    clock.advance(5)
-    directory.acquire(OTHER, [A])
-    directory.remove([A])
-    clock.advance(5)
-    directory.tick()
-    assert used(directory) == KIB
-    clock.advance(5)
-    directory.tick()
-    assert used(directory) == 0
-
-
 # ---- bounds
 
 
@@ -892,16 +687,6 @@ def test_at_most_max_chunks_are_held(clock: FakeClock) -> None:
 
 
 # ---- segments
-
-
-def test_a_dropped_segment_is_gone_with_its_chunks(clock: FakeClock) -> None:
-    directory = make(clock)
-    s0, _ = lend(directory), lend(directory, "s1", device="gpu-1")
-    put(directory, A, B)
-    put(directory, C, client=READER)
-    assert directory.drop_segment(s0).count == 2
-    assert there(directory, A, B, C) == [C]
-    assert [info.id for info in directory.segment_infos()] == ["s1"]
 
 
 def test_a_segment_is_dropped_only_after_its_last_lease_and_reservation(directory: Directory) -> None:
@@ -954,21 +739,6 @@ def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> 
     assert directory.lend(WRITER, 4 * KIB).nbytes == 4 * KIB
 
 
-def test_a_segment_offered_twice_is_added_once(directory: Directory) -> None:
-    put(directory, A)
-    assert directory.add_segment(SegmentInfo(SegmentId("s0"), "gpu-0", "cuda", 4 * KIB)).count == 0
-    assert there(directory, A) == [A]
-
-
-def test_a_segment_tells_its_occupancy(directory: Directory) -> None:
-    put(directory, A, B)
-    directory.acquire(READER, [A])
-    directory.reserve(WRITER, [C], KIB)
-    assert directory.segment_infos() == [
-        SegmentInfo(SegmentId("s0"), "gpu-0", "cuda", 4 * KIB, used=3 * KIB, chunks=2, leased=1, reserved=1, largest_hole=KIB)
-    ]
-
-
 # ---- restart
 
 
@@ -1012,19 +782,6 @@ def test_a_restart_keeps_the_order(directory: Directory, clock: FakeClock) -> No
     assert there(again, A, B, C, D) == [A, B, C]
 
 
-def test_after_a_restart_no_lease_holds_and_no_reservation_can_be_committed(directory: Directory, clock: FakeClock) -> None:
-    put(directory, A)
-    lease = directory.acquire(READER, [A]).lease
-    reserved = directory.reserve(WRITER, [B], KIB)
-    again = restarted(directory, clock)
-    again.add_segment(S0)
-    assert again.renew(lease) is again.release(lease) is False
-    assert used(again) == 2 * KIB
-    assert again.commit(WRITER, reserved.reservation, []) == 0
-    assert used(again) == KIB
-    assert there(again, A, B) == [A]
-
-
 def test_nothing_is_written_before_the_leases_of_the_earlier_server_are_past_their_grace(
     directory: Directory, clock: FakeClock
 ) -> None:
@@ -1050,31 +807,6 @@ def test_a_server_that_remembers_nothing_reserves_at_once(clock: FakeClock) -> N
     directory.restore(JournalState())
     lend(directory)
     assert len(places(put(directory, A))) == 1
-
-
-def test_slots_being_written_at_the_restart_wait_for_their_writer(directory: Directory, clock: FakeClock) -> None:
-    directory.reserve(WRITER, [A, B, C, D], KIB)
-    again = restarted(directory, clock)
-    again.add_segment(S0)
-    assert again.reserve(READER, [A], KIB).slots == [Refusal.FULL]
-    assert again.quarantined_processes() == {WRITER.process}
-    again.process_gone(WRITER.process)
-    assert len(places(again.reserve(READER, [A, B, C, D], KIB))) == 4
-
-
-def test_generations_never_repeat_across_a_restart(directory: Directory, clock: FakeClock) -> None:
-    old = {slot.generation for slot in put(directory, A, B).slots}
-    again = restarted(directory, clock)
-    again.add_segment(S0)
-    assert old.isdisjoint(slot.generation for slot in put(again, C, D).slots)
-
-
-def test_segments_nobody_offers_again_are_given_up(directory: Directory, clock: FakeClock) -> None:
-    put(directory, A)
-    again = restarted(directory, clock)
-    assert again.forget_absent(["s0"]) == 1
-    assert again.absent_segments() == []
-    assert again.contains([A]) == [False]
 
 
 def test_absent_segments_are_told_of_without_a_look_at_their_chunks(clock: FakeClock) -> None:
@@ -1132,18 +864,6 @@ def test_a_chunk_removed_while_its_segment_is_absent_does_not_come_back(director
     _ = again.remove([A]) if how == "remove" else again.clear(b"namespac")
     again.add_segment(S0)
     assert there(again, A, B) == ([B] if how == "remove" else [])
-
-
-def test_a_chunk_stored_and_removed_while_its_old_copy_is_absent_does_not_come_back(
-    directory: Directory, clock: FakeClock
-) -> None:
-    put(directory, A)
-    again = restarted(directory, clock)
-    lend(again, "s1", device="gpu-1")
-    put(again, A, client=READER)
-    again.remove([A])
-    assert again.add_segment(S0).count == 0
-    assert there(again, A) == []
 
 
 @pytest.mark.parametrize("slices", range(6))

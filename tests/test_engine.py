@@ -37,6 +37,7 @@ from engine_cases import (
 )
 from processes import SECONDS, eventually
 
+from vcache_backend import engine as engine_module
 from vcache_backend.config import ClientConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ConfigError, LayoutError
@@ -525,6 +526,38 @@ def test_stats_count_what_happened(fresh: Node) -> None:
     (segment,) = reader["server"]["segments"].values()
     assert segment == {"device": "host:a", "nbytes": 4 * chunk, "used": 3 * chunk, "chunks": 3, "state": "live"}
     assert (reader["server"]["chunks"], reader["server"]["evictions"]) == (3, 0)
+
+
+@pytest.mark.parametrize("missing", [None, 0, 1, 2, 5, 7])
+def test_a_large_retrieve_is_launched_in_two_parts(pair: Pair, monkeypatch: pytest.MonkeyPatch, missing: int | None) -> None:
+    """Of eight chunks two are on their way before the others are looked at; the lease of both ends with the last."""
+    monkeypatch.setattr(engine_module, "SPLIT_BYTES", 1)
+    tokens = prompt(8 * CHUNK)
+    put(pair.writer, pair.mine, tokens)
+    if missing is not None:
+        pair.writer._session.remove([pair.writer.keys(tokens)[missing]])
+    assert get(pair.reader, pair.theirs, prompt(CHUNK, 2)) == 0
+    found = CHUNK * (8 if missing is None else missing)
+    assert get(pair.reader, pair.theirs, tokens) == found
+    assert pair.reader.get_stats()["retrieve_copy"]["count"] == min(found // (2 * CHUNK), 1) + (found > 2 * CHUNK) + (
+        found == CHUNK
+    )
+    client = pair.reader._session.client
+    eventually(lambda: client.stats().leases == 0)
+
+
+def test_a_slot_named_twice_is_refused_also_behind_the_part_that_is_launched_first(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "SPLIT_BYTES", 1)
+    tokens, slots = prompt(8 * CHUNK), places(pair.theirs.sizes, 8 * CHUNK)
+    put(pair.writer, pair.mine, tokens)
+    slots[-1] = slots[7 * CHUNK]
+    assert get(pair.reader, pair.theirs, prompt(CHUNK, 2)) == 0
+    with pytest.raises(ValueError, match="each token needs a slot of its own"):
+        pair.reader.retrieve(tokens, None, pair.theirs.tensors, slots)
+    client = pair.reader._session.client
+    eventually(lambda: client.stats().leases == 0)
 
 
 def test_stats_split_metadata_time_from_data_time(pair: Pair) -> None:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from model import chunk_key
-from processes import PATIENT, QUICK, SECONDS, Child, Stage, eventually, info, make_memfd, read_at, stage, write_at
+from processes import PATIENT, QUICK, Child, Stage, eventually, info, make_memfd, read_at, running, stage, write_at
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.errors import ConfigError, ServerTimeout, ServerUnavailable, VCacheError
+from vcache_backend.errors import ConfigError, ServerTimeout, ServerUnavailable
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside
@@ -28,8 +26,6 @@ from vcache_backend.metadata_server.server import Server
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
-SLACK = 0.5
-"""What two busy cores may add to a deadline."""
 
 WRITER = """
 import os, sys, time
@@ -84,13 +80,6 @@ def content(key: bytes) -> bytes:
     return (key * KIB)[:KIB]
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, VCacheError]:
-    started = time.perf_counter()
-    with pytest.raises(VCacheError) as raised:
-        call()
-    return time.perf_counter() - started, raised.value
-
-
 def has_room(client: Client) -> bool:
     """Could four chunks be reserved now? Leaves nothing behind."""
     reserved = client.reserve([chunk_key(n) for n in range(100, 104)], KIB)
@@ -102,23 +91,13 @@ def has_room(client: Client) -> bool:
 # ---- the server is absent, dies, comes back
 
 
-def test_a_wrong_socket_path_costs_nothing_and_is_named(stage_: Stage) -> None:
-    started = time.perf_counter()
-    client = stage_.client(QUICK)
-    assert time.perf_counter() - started < QUICK.connect_seconds + SLACK
-    _, error = timed(lambda: client.lookup([A]))
-    assert str(stage_.path) in str(error)
-
-
 def test_a_killed_server_is_noticed_at_once(stage_: Stage) -> None:
     server = stage_.server()
     client = stage_.client(QUICK)
     assert client.lookup([A]) == 0
     server.kill()
-    took, error = timed(lambda: client.lookup([A]))
-    assert isinstance(error, ServerUnavailable)
-    assert took < QUICK.request_seconds
-    assert statistics.median(timed(lambda: client.lookup([A]))[0] for _ in range(100)) < 1e-3
+    with pytest.raises(ServerUnavailable):
+        client.lookup([A])
 
 
 def test_a_restarted_server_has_the_contents_back(stage_: Stage, memfd: int) -> None:
@@ -142,24 +121,6 @@ def test_a_restarted_server_has_the_contents_back(stage_: Stage, memfd: int) -> 
     assert [read_at(fd, place) for place in leased.locations] == [content(A), content(B)]
 
 
-def test_contents_survive_ten_restarts(stage_: Stage, memfd: int) -> None:
-    client = stage_.client(QUICK)
-    stored: list[m.ChunkKey] = []
-    for number in range(10):
-        server = stage_.server()
-        eventually(lambda: client.connected)
-        if not stored:
-            client.offer(info("s0", 4 * KIB), memfd)
-        eventually(lambda: client.lookup(stored[-4:]) == len(stored[-4:]))
-        time.sleep(m.GRACE_SECONDS)  # before that a server that started again reserves nothing
-        put(client, memfd, chunk_key(number))
-        stored.append(chunk_key(number))
-        server.kill()
-        eventually(lambda: not client.connected)
-    stage_.server()
-    eventually(lambda: client.connected and client.contains(stored) == [False] * 6 + [True] * 4)
-
-
 def test_a_slot_leased_from_a_killed_server_is_not_handed_out_before_the_grace_of_the_lease_is_over(
     stage_: Stage, memfd: int
 ) -> None:
@@ -178,24 +139,10 @@ def test_a_slot_leased_from_a_killed_server_is_not_handed_out_before_the_grace_o
         except ServerUnavailable:
             return False
 
-    with running(stage_):
+    with running(stage_.path):
         eventually(handed_out)
         assert time.monotonic() > asked + m.GRACE_SECONDS
         assert reader.release(leased.lease) is False
-
-
-@contextmanager
-def running(stage_: Stage, **config: Any) -> Iterator[Server]:
-    """A server in this process."""
-    server = Server(ServerConfig(socket=str(stage_.path), **config))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        thread.join(SECONDS)
-        assert not thread.is_alive()
 
 
 def test_a_lease_of_another_life_names_nothing_though_the_clock_was_set_back(
@@ -205,7 +152,7 @@ def test_a_lease_of_another_life_names_nothing_though_the_clock_was_set_back(
     monkeypatch.setattr(time, "time_ns", lambda: 1_700_000_000 * 10**9)
     leases, epochs = [], set()
     for name in ("s0", "s1"):
-        with running(stage_, journal=False):
+        with running(stage_.path, journal=False):
             client = stage_.client(reconnect=False)
             client.add_segment(info(name, 4 * KIB), memfd)
             eventually(lambda client=client: client.reserve([A], KIB).reservation)
@@ -335,72 +282,28 @@ def test_slots_being_written_at_the_crash_are_not_given_to_others(stage_: Stage,
 # ---- the server hangs
 
 
-def test_every_call_to_a_hung_server_ends_by_its_deadline_and_the_next_ones_cost_nothing(stage_: Stage, memfd: int) -> None:
+def test_a_call_to_a_hung_server_ends_and_the_next_ones_ask_nobody(stage_: Stage, memfd: int) -> None:
+    """Also while the background thread tries again: it holds nothing that a call would wait for."""
     server = stage_.server()
-    seconds = {"request": QUICK.request_seconds, "control": QUICK.control_seconds}
-    calls: list[tuple[str, Callable[[Client], Any]]] = [
-        ("request", lambda client: client.lookup([A])),
-        ("request", lambda client: client.reserve([A], KIB)),
-        ("request", lambda client: client.acquire([A])),
-        ("request", lambda client: client.commit(1)),
-        ("request", lambda client: client.release(1)),
-        ("control", lambda client: client.stats()),
-        ("control", lambda client: client.add_segment(info("s0", 4 * KIB), memfd)),
+    calls: list[Callable[[Client], Any]] = [
+        lambda client: client.lookup([A]),
+        lambda client: client.lookup([A] * 60_000),  # larger than the socket's buffer
+        lambda client: client.stats(),
+        lambda client: client.add_segment(info("s0", 4 * KIB), memfd),
+        lambda client: client.send_lookup([A]).answer(),
     ]
-    clients = [stage_.client(QUICK, reconnect=False) for _ in calls]
+    clients = [stage_.client(msgspec.structs.replace(QUICK, heartbeat_seconds=30)) for _ in calls]
     with server.stopped():
-        for client, (kind, call) in zip(clients, calls, strict=True):
-            took, error = timed(lambda call=call, client=client: call(client))
-            assert isinstance(error, ServerTimeout)
-            assert took < seconds[kind] + SLACK
-            assert statistics.median(timed(lambda client=client: client.lookup([A]))[0] for _ in range(100)) < 1e-3
-
-
-def test_while_the_background_thread_tries_again_calls_still_cost_nothing(stage_: Stage) -> None:
-    """A hung server accepts connections and never says welcome: each attempt takes its full time, the callers none of it."""
-    server = stage_.server()
-    client = stage_.client(QUICK)
-    client.lookup([A])
-    with server.stopped():
-        timed(lambda: client.lookup([A]))
-        took = []
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
-            took.append(timed(lambda: client.lookup([A]))[0])
-            time.sleep(0.001)
-        assert statistics.median(took) < 1e-3
-        assert max(took) < QUICK.request_seconds / 2
-    eventually(lambda: client.connected)
-    assert client.lookup([A]) == 0
-
-
-def test_a_connection_to_a_hung_server_is_given_up_in_time(stage_: Stage) -> None:
-    server = stage_.server()
-    with server.stopped():
-        started = time.perf_counter()
-        client = stage_.client(QUICK, reconnect=False)
-        assert time.perf_counter() - started < QUICK.connect_seconds + SLACK
+        for client, call in zip(clients, calls, strict=True):
+            with pytest.raises(ServerTimeout):
+                call(client)
+            for _ in range(20):
+                with pytest.raises(ServerUnavailable):
+                    client.lookup([A])
         with pytest.raises(ServerUnavailable, match=r"did not answer in 0\.5 s: it is stopped"):
-            client.require()
-
-
-def test_a_request_to_a_hung_server_larger_than_the_socket_s_buffer_ends_in_time(stage_: Stage) -> None:
-    server = stage_.server()
-    client = stage_.client(QUICK, reconnect=False)
-    with server.stopped():
-        took, error = timed(lambda: client.lookup([A] * 60_000))
-        assert isinstance(error, ServerTimeout)
-        assert took < QUICK.request_seconds + SLACK
-
-
-def test_closing_a_client_of_a_hung_server_ends_in_time(stage_: Stage) -> None:
-    server = stage_.server()
-    client = Client(stage_.path, QUICK)
-    with server.stopped():
-        timed(lambda: client.lookup([A]))
-        started = time.perf_counter()
-        client.close()
-        assert time.perf_counter() - started < QUICK.connect_seconds + QUICK.control_seconds + SLACK
+            stage_.client(QUICK, reconnect=False).require()
+        clients.pop().close()
+    eventually(lambda: all(client.connected and client.lookup([A]) == 0 for client in clients))
 
 
 # ---- writers die
@@ -426,7 +329,7 @@ def test_a_writer_that_only_hangs_up_keeps_its_slots_until_it_is_gone(stage_: St
     writer = stage_.script(RESERVE_AND_HANG_UP)
     writer.expect("hung up")
     eventually(lambda: client.stats().quarantined == 1)
-    time.sleep(1.2)
+    time.sleep(0.5)  # some ticks
     assert not has_room(client)
     assert client.reserve([A], KIB).slots == [m.Refusal.FULL]
     writer.kill()
@@ -482,7 +385,7 @@ def test_between_pid_namespaces_a_writer_s_slots_come_back_when_it_is_gone_and_n
     writer = int(Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text())
     os.kill(writer, signal.SIGSTOP)
     eventually(lambda: client.stats().quarantined == 1)
-    time.sleep(1.2)
+    time.sleep(0.5)  # some ticks
     assert not has_room(client)
     os.kill(writer, signal.SIGKILL)
     eventually(lambda: has_room(client))
@@ -501,7 +404,7 @@ def test_a_server_that_starts_again_in_another_pid_namespace_takes_nobody_for_go
     command = [*IN_A_PID_NAMESPACE, sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(stage_.path)]
     stage_.undo.enter_context(Child(command)).expect("serving")
     eventually(lambda: client.connected and client.epoch != before and [i.state for i in client.list_segments()] == ["live"])
-    time.sleep(1.2)
+    time.sleep(0.5)  # some ticks
     assert client.stats().quarantined == 1
     assert not has_room(client)
 
@@ -516,7 +419,7 @@ def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(stage_: Stage, 
     first, second = [number for number in range(max(used) + 3) if number not in used][:2]
     assert first < second
     server.descriptors(limit=second)
-    time.sleep(1.2)
+    time.sleep(0.5)  # some ticks
     stats = writer.ask("stats")
     assert stats[7] == 1, "quarantined"
     assert writer.ask("reserve", [E], KIB)[3] == [m.Refusal.FULL]
@@ -529,7 +432,7 @@ def test_without_descriptors_new_clients_wait_and_cost_nothing(stage_: Stage) ->
     waiting = [stage_.raw(hello=False) for _ in range(3)]
     for one in waiting:
         one.send("hello", m.PROTOCOL_VERSION, "host", "host", {})
-    time.sleep(1)
+    time.sleep(0.6)
     assert raw.ask("list_segments") == ["segments", []]
     server.descriptors(limit=1000)
     assert all(one.receive()[0] == "welcome" for one in waiting)
@@ -557,29 +460,6 @@ def test_a_killed_reader_s_lease_ends_after_its_grace(stage_: Stage, memfd: int)
     assert isinstance(client.reserve([E], KIB).slots[0], m.Location)
 
 
-def test_a_pool_full_of_leased_chunks_says_full_until_a_lease_runs_out(stage_: Stage, memfd: int) -> None:
-    stage_.server(lease_seconds=1)
-    client = stage_.client()
-    client.add_segment(info("s0", 4 * KIB), memfd)
-    put(client, memfd, A, B, C, D)
-    leased = client.acquire([A, B, C, D])
-    assert client.reserve([E], KIB).slots == [m.Refusal.FULL]
-    assert client.lookup([A, B, C, D]) == 4
-    eventually(lambda: isinstance(client.reserve([E], KIB).slots[0], m.Location))
-    assert client.release(leased.lease) is False
-
-
-def test_a_chunk_larger_than_every_segment_is_refused_and_evicts_nothing(stage_: Stage, memfd: int) -> None:
-    stage_.server()
-    client = stage_.client()
-    client.add_segment(info("s0", 4 * KIB), memfd)
-    put(client, memfd, A, B, C, D)
-    refused = client.reserve([E], 8 * KIB)
-    assert refused.slots == [m.Refusal.TOO_LARGE]
-    assert "set pool.segment_bytes >= 8192" in refused.reason
-    assert client.lookup([A, B, C, D]) == 4
-
-
 # ---- nothing is left
 
 
@@ -588,12 +468,12 @@ def test_the_death_of_a_server_leaves_no_fd_and_no_memory_behind(stage_: Stage) 
     client = stage_.client(QUICK)
     fd = make_memfd(4 * KIB)
     client.add_segment(info("s0", 4 * KIB), fd)
-    before = _open_fds()
+    before = len(os.listdir("/proc/self/fd"))
     server.kill()
-    timed(lambda: client.lookup([A]))
-    assert _open_fds() < before
+    with pytest.raises(ServerUnavailable):
+        client.lookup([A])
+    assert len(os.listdir("/proc/self/fd")) < before
     os.close(fd)
-    assert not [name for name in _open_fd_names() if "vcache-test" in name]
     assert not Path(f"/proc/{server.pid}").exists()
 
 
@@ -602,7 +482,7 @@ def test_a_server_lets_go_of_dead_processes(stage_: Stage, memfd: int) -> None:
     client = stage_.client()
     client.add_segment(info("s0", 4 * KIB), memfd)
     before = len(server.fds())
-    for _ in range(3):
+    for _ in range(2):
         writer = stage_.script(RESERVE_AND_WAIT)
         writer.expect("reserved")
         writer.kill()
@@ -634,23 +514,3 @@ print("stored", client.commit(reserved.reservation)); time.sleep(60)
     leased = successor.acquire([A, B, C, D])
     assert [read_at(fd, place) for place in leased.locations] == [content(key) for key in (A, B, C, D)]
     assert successor.release(leased.lease)
-
-
-def _open_fd_names() -> list[str]:
-    names = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            names.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:
-            continue
-    return names
-
-
-def _open_fds() -> int:
-    return len(_open_fd_names())
-
-
-def test_a_child_of_these_tests_dies_with_its_context() -> None:
-    with Child(["sleep", "60"]) as child:
-        pid = child.pid
-    assert not Path(f"/proc/{pid}").exists()

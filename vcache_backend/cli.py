@@ -166,7 +166,7 @@ def _watch(client: Client, every: float) -> None:
 @app.command()
 def clear(
     namespace: Annotated[str, typer.Option(metavar="HEX", help="Only this namespace, as `vcache status` names it.")] = "",
-    below: Annotated[
+    offloaded: Annotated[
         bool,
         typer.Option("--offload", help="Also in the offload tier, which other nodes may share; a reset, see docs/mooncake.md."),
     ] = False,
@@ -184,12 +184,12 @@ def clear(
         wanted = f"Expected {2 * NAMESPACE_BYTES} hexadecimal digits"
         raise typer.BadParameter(f"{wanted}, got {namespace!r}", param_hint="--namespace")
     offload = config.load(config_file).offload
-    if below and offload.policy == "off":
+    if offloaded and offload.policy == "off":
         raise ConfigError("no offload tier: offload.policy is off; name the file that sets it with --config")
     with _client(config_file, socket) as client:
-        count = client.clear(prefix, reset=below)
+        count = client.clear(prefix, reset=offloaded)
     typer.echo(f"{count:,} chunks forgotten")
-    if below:
+    if offloaded:
         from vcache_backend.offload import isolated
 
         typer.echo(f"{isolated.clear(offload, prefix):,} objects removed from the offload tier")

@@ -1,7 +1,8 @@
 """Configuration: frozen values, read once at the edge. The only module that looks at environment variables.
 
 `load(path)` reads a YAML file strictly (an unknown key is an error with its path); without a path it takes
-`VCACHE_CONFIG`, and without that the defaults. `VCACHE_SOCKET` overrides `server.socket`.
+`VCACHE_CONFIG`, and without that the defaults. `VCACHE_SOCKET` overrides `server.socket`. What a key means stands in
+configs/vcache.yaml, which a test compares with the sections here; times are in seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import msgspec
 
 from vcache_backend.errors import ConfigError
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_LARGEST_FIRST = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)]
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {unit.upper(): size for unit, size in _LARGEST_FIRST}
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -37,18 +39,12 @@ class ByteSize(int):
 
     def __str__(self) -> str:
         """The shortest form that reads back as the same number."""
-        for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-            if self and self % size == 0:
-                return f"{self // size} {unit}"
-        return f"{int(self)} B"
+        return next((f"{self // size} {unit}" for unit, size in _LARGEST_FIRST if self and self % size == 0), f"{int(self)} B")
 
     @property
     def about(self) -> str:
         """For people: four digits, rounded."""
-        for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-            if self >= size:
-                return f"{self / size:.4g} {unit}"
-        return f"{int(self)} B"
+        return next((f"{self / size:.4g} {unit}" for unit, size in _LARGEST_FIRST if self >= size), f"{int(self)} B")
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,15 +52,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ServerConfig(_Section, frozen=True, kw_only=True):
-    """The metadata server. Times in seconds.
-
-    lease_seconds: how long a read lease lasts. reservation_seconds: how long a slot may stay uncommitted.
-    recover_seconds: how long after a restart the server waits for workers to offer their segments' fds again.
-    spin_seconds: how long after a look-up, lease or reservation the server looks for the next request without sleeping, since
-    waking a sleeping core costs ten times the request; 0: never. None: a second on a host of 16 cores or more, else 5 ms. Not on a
-    single core.
-    allow_uids: users besides its own and root who may connect, and so read and rewrite every chunk.
-    """
+    """The metadata server."""
 
     socket: str = ""
     lease_seconds: Positive = 10.0
@@ -83,10 +71,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
 
 
 class ClientConfig(_Section, frozen=True, kw_only=True):
-    """Deadlines of a worker's or scheduler's calls, in seconds. After one is missed the breaker opens: calls fail at
-    once, and a background thread tries to connect again every `retry_seconds` (doubling up to `retry_max_seconds`).
-    `spin_seconds`: how long a call looks for its answer before it sleeps; as for the server, not on a single core.
-    `server_uid`: the user whose server may be spoken to, besides one of this user's or root's."""
+    """A connection to the metadata server: its deadlines, and when it comes back."""
 
     connect_seconds: Positive = 0.5
     request_seconds: Positive = 0.25
@@ -99,13 +84,7 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
 
 
 class PoolConfig(_Section, frozen=True, kw_only=True):
-    """This worker's part of the pool.
-
-    device: `auto` (the current GPU, else host memory), `host` or `host:NAME`, `cuda` or `cuda:N`, or a GPU UUID.
-    segment_bytes: how much of the device its workers lend to the pool in all; 0 lends nothing and still reads and writes.
-    max_ctas: bound on the thread blocks of one peer copy, so that decoding requests keep their SMs; 0 takes the
-    measured default.
-    """
+    """This worker's part of the pool."""
 
     device: str = "auto"
     segment_bytes: ByteSize = ByteSize(8 << 30)
@@ -113,12 +92,7 @@ class PoolConfig(_Section, frozen=True, kw_only=True):
 
 
 class EngineConfig(_Section, frozen=True, kw_only=True):
-    """chunk_size: tokens a chunk, a multiple of the KV block size. max_inflight_stores: stores copied but not yet
-    committed; one more is skipped (and counted) rather than waited for.
-    kv_axes: what each axis of the KV tensors is, such as `part block token head dim`, where shapes leave a doubt (the error
-    says so). whole_blocks_only: the attention backend arranges a block in its own way (vLLM's CPU attention does), so that
-    single tokens of it must not be moved. checksum: keep a checksum with every chunk and look at it on every load; all who share
-    must have it alike."""
+    """Chunks, and the KV caches they are copied from and to."""
 
     chunk_size: PositiveInt = 256
     max_inflight_stores: PositiveInt = 64
@@ -128,16 +102,7 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
 
 
 class ConnectorConfig(_Section, frozen=True, kw_only=True):
-    """Our connector in vLLM. Token counts are of what vLLM's own prefix cache does not have.
-
-    min_hit_tokens: a shorter hit is computed instead. sync_below_tokens: a load is part of the step that needs it, rather than
-    beside the steps of others, while nothing else runs; where vLLM can recompute such a load (its first model runner without
-    asynchronous scheduling), also while others run if it is shorter than this. 0: never. store: every chunk that is computed, or
-    only those of prompts. wait_seconds: how long a request waits for a prefix that was announced to it and is still being computed
-    elsewhere. consume_once: chunks leave the pool when they are loaded, as in disaggregated prefill. kv_load_failure_policy: vLLM's; a
-    load that fails is computed, or fails its request. model: names the weights, for instances that see the same ones under different
-    paths; empty: as vLLM names them.
-    """
+    """Our connector in vLLM. Token counts are of what vLLM's own prefix cache does not have."""
 
     min_hit_tokens: PositiveInt = 256
     sync_below_tokens: Annotated[int, msgspec.Meta(ge=0)] = 2048
@@ -149,15 +114,7 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
 
 
 class MooncakeConfig(_Section, frozen=True, kw_only=True):
-    """How to reach a Mooncake store.
-
-    master: HOST:PORT of `mooncake_master`. metadata: P2PHANDSHAKE, or the URL of a metadata server (http://..., etcd://...).
-    protocol: how bytes travel; devices: for RDMA, such as `mlx5_0,mlx5_1`. hostname: by which other nodes reach this one; empty: the
-    address that the way to the master goes out from. replicas: copies of an object, on different providers where there are as many.
-    tenant: a name space in the store; empty: none. segment_bytes: memory that this process lends to the store itself, lost with it;
-    0: that is left to providers. local_buffer_bytes: Mooncake's own scratch memory, which we do not need. rpc_seconds: how long the
-    master may take to answer one call.
-    """
+    """How to reach a Mooncake store."""
 
     master: str = "127.0.0.1:50051"
     metadata: str = "P2PHANDSHAKE"
@@ -179,21 +136,7 @@ class MooncakeConfig(_Section, frozen=True, kw_only=True):
 
 
 class OffloadConfig(_Section, frozen=True, kw_only=True):
-    """The offload tier. Times in seconds.
-
-    policy: write_through: every chunk that is stored goes there; off: none, and none is looked for. codec: how their bytes are written:
-    raw, or one byte a number, fp8 or int8, which loses precision, so that who uses them shares with nobody who does not. promote: chunks
-    read from there go back into the pool.
-    min_bandwidth: bytes of KV a second; while less comes from below, computing is taken to be faster, and nothing is read but a try
-    every `retry_max_seconds`. 0: never. None: see `least_bandwidth`.
-    staging_bytes: pinned host memory that chunks pass through. queue_chunks: chunks that may wait to be written; more are dropped, and
-    counted. readers, writers: threads.
-    lookup_seconds: how long a look-up may wait for the store. get_seconds: how long a load waits for its next chunk; what did not come
-    by then is computed. call_seconds: how long one call of the store's may take at all before the process that makes it is replaced.
-    negative_seconds: how long an absent chunk is not asked for again.
-    failures: so many calls in a row that fail, or are late, and the store is left alone; after `retry_seconds`, doubling up to
-    `retry_max_seconds`, it is tried again in the background.
-    """
+    """The offload tier."""
 
     policy: Literal["off", "write_through"] = "off"
     store: Literal["mooncake"] = "mooncake"
@@ -222,7 +165,7 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def loses(self) -> bool:
-        """Do bytes come back from below other than they went?"""
+        """Whether bytes come back from the offload tier other than they went."""
         return self.policy != "off" and self.codec in ("fp8", "int8")
 
 
@@ -282,7 +225,7 @@ def _encode(value: object) -> object:
 
 _GONE = {
     "fallback": "the section is called offload",
-    "server.eviction": "the least recently used chunk goes when a store needs its room; leave it out",
+    "server.eviction": "the least recently used chunk goes when a store needs its place; leave it out",
     "server.save_ahead": "nothing is saved on eviction any more; leave it out",
     "offload.policy: on_evict": "use write_through, which has the same hits",
     "offload.codec: zstd": "use raw; or fp8 or int8, which lose precision",

@@ -74,8 +74,8 @@ def render(stats: ServerStats, before: ServerStats | None = None, seconds: float
     ]
     quarantine = [(str(pid), f"{slots:,}") for pid, slots in sorted(stats.quarantined_slots.items())]
     reports = [
-        (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(said.time)), level(said.level), str(said.pid), said.device, said.text)
-        for said in reversed(stats.reports)
+        (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.time)), level(one.level), str(one.pid), one.device, one.text)
+        for one in reversed(stats.reports)
     ]
     tables = [
         table("Hits", ("request", "rate", "", "found", "asked"), _hits(stats)),

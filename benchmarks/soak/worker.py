@@ -160,11 +160,11 @@ class Worker:
             self._leases += [got] if got is not None else []
             return got
 
-        def judged(lease: Lease) -> bool:
+        def judged(lease: Lease, end: bool = True) -> bool:
             if self._dice.random() < 0.5:
                 # As if the grace were over: the server is asked.
                 lease.deadline = min(lease.deadline, time.monotonic() + lease.seconds - GRACE_SECONDS)
-            held = verdict(lease)
+            held = verdict(lease, end)
             self._refused += not held
             return held or trusting
 

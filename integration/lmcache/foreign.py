@@ -100,7 +100,7 @@ class Foreign:
         are there as a whole."""
         session, names, epochs = self._session, [obj.key for obj in objs], {obj.epoch for obj in objs}
         session.known_offloaded(names)
-        nbytes = tokens * session.token_bytes(places.kv)
+        nbytes = tokens * places.kv.chunk_bytes(session.chunk_size) // session.chunk_size
         session.stats.count(chunks_offload=len(objs), tokens_retrieved=tokens, bytes_offload=nbytes)
         if not session.promotes or len(epochs) > 1:
             return

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -89,11 +90,12 @@ def workers(config: Config, devices: list[str], shape: Shape, segment_bytes: int
 def _process(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
     """A process that does not hear Ctrl-C: that ends the demo, and the demo ends it."""
     process = _spawn.Process(target=target, args=arguments, daemon=True)
-    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # it would unblock the signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process.start()
     finally:
-        signal.signal(signal.SIGINT, heard)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:
         yield process
     finally:
@@ -149,7 +151,7 @@ def _work(pipe: Connection, number: int, config: Config, shape: Shape) -> None:
             while True:
                 verb, prompt = pipe.recv()
                 pipe.send(getattr(cache, verb)(*cache.prompt(prompt)))
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         return
     except Exception:  # noqa: BLE001 (the process's outermost loop)
         pipe.send(traceback.format_exc())

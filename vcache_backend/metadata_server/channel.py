@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -167,9 +166,13 @@ class Channel(ABC):
 
     def _collect(self, sent: Sent[Any]) -> None:
         """See that the answer is there, if it ever comes."""
-        if not sent.over:
-            with suppress(ServerUnavailable):  # which `sent` tells
-                self._alone(sent.request, lambda link, deadline: self._read_unread(link, deadline, sent))
+        if sent.over:
+            return
+        try:
+            self._alone(sent.request, lambda link, deadline: self._read_unread(link, deadline, sent))
+        except ServerUnavailable:
+            if sent.reply is None:
+                raise
 
     def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any] | None = None) -> None:
         """Read the answers to what was sent before, up to that to `last`. Under the lock."""

@@ -12,7 +12,7 @@ from vcache_backend.errors import ChecksumError, VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.places import Places
-from vcache_backend.transfer.session import Lease, Session
+from vcache_backend.transfer.session import AskedLease, Lease, Session
 from vcache_backend.transfer.sources import POLL_SECONDS, LoadContext, OffloadSource, Part, PoolSource, Source
 from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.planner import CopyPlan
@@ -41,17 +41,19 @@ class Load:
         places: Places,
         keys: list[ChunkKey],
         *,
-        lease: Lease | None = None,
+        lease: Lease | AskedLease | None = None,
         mark: Mark | None = None,
         wait_seconds: float = 0.0,
         consume: bool = False,
         offload: bool = True,
+        head: int = 0,
         name: str = "",
     ) -> None:
-        """`keys[i]` and `places` are those of chunk i. lease: one on the leading chunks that there is already; this load ends it.
-        mark: see `LoadContext`; None: the current stream goes on behind the copies. wait_seconds: how long chunks that are not there
-        yet may take to come. consume: remove the chunks once they are in place. offload: what the pool has not may lie in
-        the offload tier. name: of the request, for the log."""
+        """`keys[i]` and `places` are those of chunk i. lease: one on the leading chunks that there is already, or was asked for; this load
+        ends it. mark: see `LoadContext`; None: the current stream goes on behind the copies. wait_seconds: how long chunks that are
+        not there yet may take to come. consume: remove the chunks once they are in place. offload: what the pool has not may lie
+        in the offload tier. head: chunks of the pool that the first `advance` launches, and no more; 0: all of them. name: of the
+        request, for the log."""
         self.keys, self.places, self.stats = keys, places, LoadStats(session, places.kv, name, len(keys))
         self.loaded, self.cause = 0, ""
         self.copies: list[CopyPlan] = []
@@ -61,7 +63,8 @@ class Load:
         self._session, self._consume = session, consume
         self._context = LoadContext(session, places, keys, mark, self.stats)
         self._offload = OffloadSource(self._context) if offload else None
-        pool = PoolSource(self._context, lease, POLL_SECONDS if wait_seconds else 0.0)
+        pool = PoolSource(self._context, lease, POLL_SECONDS if wait_seconds else 0.0, head)
+        self._head = head
         self._sources: list[Source] = [pool] if self._offload is None else [pool, self._offload]
         self._parts: deque[Part] = deque()
         self._until, self._late = time.monotonic() + wait_seconds, "timeout" if wait_seconds else ABSENT
@@ -117,6 +120,11 @@ class Load:
         """Leading chunks that are in place or on their way."""
         return self._parts[-1].first + self._parts[-1].count if self._parts else self.loaded
 
+    @property
+    def under_way(self) -> list[CopyPlan]:
+        """Copies that are launched and not over."""
+        return [part.plan for part in self._parts]
+
     def hold(self, cause: str = ABSENT) -> None:
         """Launch nothing more: what is not on its way by now is not wanted."""
         if not self._over and self.reached < self._end:
@@ -154,6 +162,9 @@ class Load:
         self._settle()
         while not self._failed and self.reached < self._end and self._launch():
             self._settle()
+            if self._head:
+                self._head = 0
+                return
         if not self._failed and self.reached < self._end:
             self._give_up()
 

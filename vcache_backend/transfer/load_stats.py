@@ -26,7 +26,7 @@ class LoadStats:
     def __init__(self, session: Session, kv: PagedKV, name: str, chunks: int) -> None:
         """name: of the request, for the log. chunks: of the whole load."""
         self._session, self._name, self._chunks = session, name, chunks
-        self.token_bytes = session.token_bytes(kv)
+        self.token_bytes = kv.chunk_bytes(session.chunk_size) // session.chunk_size
         self.tokens: Counter[str] = Counter()
         self.metadata_seconds = self.data_seconds = 0.0
 

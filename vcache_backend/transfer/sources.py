@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -12,7 +12,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.places import Places
-from vcache_backend.transfer.session import FOREIGN, Lease, Session
+from vcache_backend.transfer.session import FOREIGN, AskedLease, Lease, Session
 from vcache_backend.vram_pool.copier import Completion, Mark
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
@@ -94,9 +94,16 @@ class LoadContext:
             return self.places.load_plan(chunk, count)
 
 
+class _LeasedRun:
+    """Chunks under one lease, from number `first` on. users: parts of them that are under way, and one for those not launched yet."""
+
+    def __init__(self, lease: Lease, first: int) -> None:
+        self.lease, self.first, self.users = lease, first, 1
+
+
 @dataclass
 class _LeasedPart(Part):
-    lease: Lease
+    run: _LeasedRun
     views: list[SlotView]
 
 
@@ -105,11 +112,13 @@ class PoolSource:
 
     may_have = False
 
-    def __init__(self, context: LoadContext, lease: Lease | None, every: float) -> None:
-        """lease: one that there is already, on chunks from number 0 on; another process's is the only one. every: seconds between two
-        questions for chunks that are not there; 0: there is no need to bound them."""
-        self._context, self._given, self._every = context, lease, every
-        self._only = lease is not None and lease.connection == FOREIGN
+    def __init__(self, context: LoadContext, lease: Lease | AskedLease | None, every: float, head: int) -> None:
+        """lease: one that there is already or that was asked for, on chunks from number 0 on; another process's is the only one.
+        every: seconds between two questions for chunks that are not there; 0: there is no need to bound them. head: chunks that
+        are launched first, while the rest is planned; 0: all at once."""
+        self._context, self._given, self._every, self._head = context, lease, every, head
+        self._only = isinstance(lease, Lease) and lease.connection == FOREIGN
+        self._run: _LeasedRun | None = None
         self._next_look = 0.0
         self.cause = ""
 
@@ -120,28 +129,55 @@ class PoolSource:
         return False
 
     def launch(self, chunk: int) -> Part | None:
-        context, session = self._context, self._context.session
-        self.cause = ""
-        lease = self._lease(chunk)
-        if lease is None:
-            return None
-        views = session.views(lease.locations)
+        context, session, most = (
+            self._context,
+            self._context.session,
+            (self._head if chunk == 0 else 0) or len(self._context.keys),
+        )
+        plan, planned = None, 0
+        if self._run is None:
+            if isinstance(self._given, AskedLease):
+                # While the answer is on its way.
+                planned = min(most, len(context.keys) - chunk)
+                plan = context.plan(chunk, planned)
+            lease = self._lease(chunk)
+            if lease is None:
+                return None
+            self._run = _LeasedRun(lease, chunk)
+        run, self.cause = self._run, ""
+        views = session.views(run.lease.locations[chunk - run.first :][:most])
         if not views:
-            session.release(lease)
             self.cause = "segment"
+            self._end_run()
             return None
+        if plan is None or planned != len(views):
+            plan = context.plan(chunk, len(views))
+        started = perf_counter()
+        run.users += 1
         try:
-            plan, started = context.plan(chunk, len(views)), perf_counter()
             moving = session.scatter(context.places.kv, plan, views, context.keys[chunk:], context.mark)
         except BaseException:
             # Whatever may still read the slots: nothing of it counts.
-            session.release(lease)
+            run.users -= 1
             raise
-        return _LeasedPart(self, chunk, len(views), plan, moving, started, lease, views)
+        if chunk + len(views) == run.first + len(run.lease.locations):
+            self._end_run()
+        return _LeasedPart(self, chunk, len(views), plan, moving, started, run, views)
+
+    def _end_run(self) -> None:
+        """Nothing more is launched under the lease."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.users -= 1
+            if not run.users:
+                self._context.session.release(run.lease)
 
     def _lease(self, chunk: int) -> Lease | None:
         """On the chunks from this number on, as far as they are there."""
         given, self._given = self._given, None
+        self.cause = ""
+        if isinstance(given, AskedLease):
+            return self._answered(given.fetch)
         if given is not None or self._only:
             return given
         session, now = self._context.session, time.monotonic()
@@ -151,11 +187,14 @@ class PoolSource:
         if not session.connected:
             self.cause = "server"
             return None
+        return self._answered(lambda: session.lease(self._context.keys[chunk:]))
+
+    def _answered(self, ask: Callable[[], Lease | None]) -> Lease | None:
         started = perf_counter()
         try:
-            return session.lease(self._context.keys[chunk:])
+            return ask()
         except VCacheError as error:
-            session.miss("lease", error)
+            self._context.session.miss("lease", error)
             self.cause = "server"
             return None
         finally:
@@ -163,15 +202,17 @@ class PoolSource:
 
     def keep(self, part: Part) -> None:
         assert isinstance(part, _LeasedPart)
-        if part.lease.seconds_left < part.lease.seconds / 2:
-            self._context.session.renew(part.lease)
+        lease = part.run.lease
+        if lease.seconds_left < lease.seconds / 2:
+            self._context.session.renew(lease)
 
     def settle(self, part: Part) -> str:
         assert isinstance(part, _LeasedPart)
-        context, seconds = self._context, part.moving.seconds
+        context, run, seconds = self._context, part.run, part.moving.seconds
         seconds = perf_counter() - part.launched if seconds is None else seconds
         started = perf_counter()
-        held = context.session.verdict(part.lease)
+        run.users -= 1
+        held = context.session.verdict(run.lease, end=not run.users)
         context.stats.metadata_seconds += perf_counter() - started
         if not held:
             return "lease_lost"
@@ -181,15 +222,20 @@ class PoolSource:
 
     def drop(self, part: Part) -> None:
         assert isinstance(part, _LeasedPart)
-        self._context.session.release(part.lease)
+        part.run.users -= 1
+        if not part.run.users:
+            self._context.session.release(part.run.lease)
 
     def wait(self, seconds: float) -> bool:
         return False
 
     def cancel(self) -> None:
         """End a lease that was given and not used."""
+        self._end_run()
         given, self._given = self._given, None
-        if given is not None:
+        if isinstance(given, AskedLease):
+            given.drop()
+        elif given is not None:
             self._context.session.release(given)
 
 
