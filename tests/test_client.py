@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -101,13 +100,6 @@ def scripted(stage_: Stage) -> Iterator[Callable[[Callable[[list[Any]], Any]], S
     return start
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, VCacheError]:
-    started = time.perf_counter()
-    with pytest.raises(VCacheError) as raised:
-        call()
-    return time.perf_counter() - started, raised.value
-
-
 # ---- no server
 
 
@@ -116,13 +108,6 @@ def test_an_absent_server_is_no_error_until_somebody_insists(stage_: Stage) -> N
     assert not client.connected
     with pytest.raises(ServerUnavailable, match="start one with `vcache serve`"):
         client.require()
-
-
-def test_calls_without_a_server_fail_at_once_and_touch_no_socket(stage_: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = stage_.client(QUICK, reconnect=False)
-    monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("a socket was made"))
-    took = [timed(lambda: client.lookup([A]))[0] for _ in range(200)]
-    assert statistics.median(took) < 1e-3
 
 
 def test_every_call_fails_as_unavailable(stage_: Stage) -> None:
@@ -148,7 +133,8 @@ def test_every_call_fails_as_unavailable(stage_: Stage) -> None:
         client.stats,
     ]
     for call in calls:
-        assert isinstance(timed(call)[1], ServerUnavailable)
+        with pytest.raises(ServerUnavailable):
+            call()
 
 
 def test_a_server_that_comes_late_is_found(stage_: Stage) -> None:
@@ -253,21 +239,6 @@ def test_many_threads_share_one_client(stage_: Stage) -> None:
 # ---- servers that do wrong
 
 
-def test_a_server_that_does_not_answer_costs_one_deadline_and_then_nothing(
-    stage_: Stage, scripted: Callable[..., ScriptedServer]
-) -> None:
-    server = scripted(lambda request: None)
-    client = stage_.client(QUICK, reconnect=False)
-    took, error = timed(lambda: client.lookup([A]))
-    assert isinstance(error, ServerTimeout)
-    assert "did not answer Lookup(1 keys) in 0.25 s" in str(error)
-    assert 0.2 < took < 1.0
-    before = len(server.seen)
-    took_then = [timed(lambda: client.lookup([A]))[0] for _ in range(100)]
-    assert statistics.median(took_then) < 1e-3
-    assert len(server.seen) == before
-
-
 def test_an_answer_that_comes_too_late_is_never_taken_for_another_s(
     stage_: Stage, scripted: Callable[..., ScriptedServer]
 ) -> None:
@@ -279,7 +250,8 @@ def test_an_answer_that_comes_too_late_is_never_taken_for_another_s(
 
     scripted(answer)
     client = stage_.client(QUICK)
-    timed(lambda: client.lookup([A]))
+    with pytest.raises(ServerTimeout, match=r"did not answer Lookup\(1 keys\) in 0\.25 s"):
+        client.lookup([A])
     eventually(lambda: client.connected)
     time.sleep(0.5)
     assert client.lookup([B]) == 2
@@ -322,7 +294,7 @@ def test_what_was_sent_ahead_is_lost_with_its_connection(stage_: Stage, scripted
     client = stage_.client(QUICK)
     sent = client.send_acquire([A])
     server.hang_up()
-    eventually(lambda: client.connections_lost == 1 or timed(lambda: client.lookup([A])) is None)
+    eventually(lambda: client.connections_lost)
     assert sent.over
     with pytest.raises(ServerUnavailable):
         sent.answer()
@@ -466,15 +438,9 @@ def test_clients_leave_no_fd_behind(stage_: Stage) -> None:
 
     cycle()
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(200):
+    for _ in range(20):
         cycle()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_failed_connections_leave_no_fd_behind(stage_: Stage) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(50):
-        Client(stage_.path, QUICK, reconnect=False).close()
+        Client(Path("/nowhere/vcache.sock"), QUICK, reconnect=False).close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from model import FakeClock, chunk_key
 
 from benchmarks import journal_mutations
@@ -75,32 +72,19 @@ def test_what_was_written_is_read_back(path: Path) -> None:
     assert state.segments == {S0: HISTORY[0]}
 
 
-def test_a_committed_prefix_is_read_back_tail_first(path: Path) -> None:
-    write(path, [HISTORY[0], Held(1, WRITER, [A, B, C], PLACE[:3]), Published(1)])
-    assert list(journal.read(path).chunks) == [C, B, A]
-
-
-def test_only_its_owner_can_read_the_file(path: Path) -> None:
-    write(path, HISTORY)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
-
-
-@given(cut=st.integers(0, 10_000))
-def test_a_cut_file_is_read_to_its_last_whole_record(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+def test_a_cut_file_is_read_to_its_last_whole_record(path: Path) -> None:
     """It may be the last write of a killed server. That it is not is the witness's to say: the number of its last frame tells."""
-    path = tmp_path_factory.mktemp("journal") / "torn.journal"
     write(path, HISTORY)
     whole = path.read_bytes()
-    header = len(whole) - sum(16 + len(msgspec.msgpack.encode(record)) for record in HISTORY)
-    cut = header + cut % (len(whole) + 1 - header)
-    path.write_bytes(whole[:cut])
-    state = journal.read(path)
-    assert (state.epoch, state) == (EPOCH, state_of(HISTORY[: state.frame]))
-    assert (state.frame == len(HISTORY)) is (cut == len(whole))
+    for cut in range(journal.HEADER_BYTES, len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        state = journal.read(path)
+        assert (state.epoch, state) == (EPOCH, state_of(HISTORY[: state.frame]))
+        assert (state.frame == len(HISTORY)) is (cut == len(whole))
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("bit", range(8))
+@pytest.mark.parametrize("bit", [0, 7])
 def test_a_file_with_a_flipped_bit_is_damaged_or_ends_earlier(path: Path, bit: int) -> None:
     write(path, HISTORY)
     whole = path.read_bytes()
@@ -154,9 +138,8 @@ def test_links_and_files_of_others_are_neither_read_nor_written(path: Path) -> N
             journal.read(path)
 
 
-@given(st.binary(max_size=200))
-def test_a_file_of_garbage_is_damaged(tmp_path_factory: pytest.TempPathFactory, garbage: bytes) -> None:
-    path = tmp_path_factory.mktemp("journal") / "garbage.journal"
+@pytest.mark.parametrize("garbage", [b"", b"x" * 43, b"vcache-j" + bytes(200)], ids=len)
+def test_a_file_of_garbage_is_damaged(path: Path, garbage: bytes) -> None:
     path.write_bytes(garbage)
     with pytest.raises(Damaged, match="no header"):
         journal.read(path)
@@ -169,14 +152,6 @@ def test_the_old_file_stays_until_the_new_one_is_whole(path: Path) -> None:
     started.start(iter(HISTORY[:1]))
     assert journal.read(path) == state_of(HISTORY[:1])
     started.close()
-
-
-def test_what_is_appended_is_there_even_if_nobody_closes_the_file(path: Path) -> None:
-    file = Journal(path, EPOCH, WRITER)
-    file.start(iter(HISTORY[:1]))
-    file.append(HISTORY[1:])
-    assert journal.read(path) == state_of(HISTORY)
-    file.close()
 
 
 def test_a_small_journal_is_never_compacted(path: Path) -> None:
@@ -216,7 +191,7 @@ def test_a_segment_that_is_gone_takes_its_chunks_along() -> None:
 CLIENT = Peer(1, WRITER, "gpu-0", "cuda")
 
 
-@pytest.mark.parametrize("when", range(13))
+@pytest.mark.parametrize("when", range(0, 13, 2))
 def test_compaction_between_any_two_requests_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
     """Every request that touches the journal happens while slices of the snapshot are being copied, whatever the slice."""
     monkeypatch.setattr(journal, "COMPACT_BYTES", 1)
@@ -271,31 +246,26 @@ def test_compaction_between_any_two_requests_loses_nothing(path: Path, monkeypat
 
 
 def test_compaction_shrinks_a_file_of_things_long_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "COMPACT_BYTES", 10_000)
+    monkeypatch.setattr(journal, "COMPACT_BYTES", 5_000)
     directory = Directory(Limits(), FakeClock())
     directory.add_segment(SegmentInfo(S0, "gpu-0", "cuda", 4 * KIB))
     file = Journal(path, EPOCH, WRITER)
     file.start(directory.snapshot())
     largest = 0
-    for number in range(2000):
+    for number in range(600):
         directory.commit(CLIENT, directory.reserve(CLIENT, [chunk_key(number)], KIB).reservation, [])
         file.append(directory.records)
         directory.records.clear()
         file.compact(directory.snapshot)
         largest = max(largest, path.stat().st_size)
     file.close()
-    assert largest < 30_000
-    assert set(journal.read(path).chunks) == {chunk_key(n) for n in range(1996, 2000)}
-
-
-def test_records_are_told_apart_by_their_first_element() -> None:
-    encoded = [msgspec.msgpack.decode(msgspec.msgpack.encode(record))[0] for record in HISTORY]
-    assert encoded == ["S", "H", "C", "H"]
+    assert largest < 20_000
+    assert set(journal.read(path).chunks) == {chunk_key(n) for n in range(596, 600)}
 
 
 def test_no_mutation_of_a_journal_is_believed() -> None:
     """As `journal_mutations` does it a hundred thousand times; its control, which asks no witness, sees what that costs."""
-    counts = journal_mutations.campaign(480, seed=2)
-    assert (counts.mutations, counts.wrong) == (480, 0)
-    assert counts.warm["untouched"] == 30
+    counts = journal_mutations.campaign(160, seed=2)
+    assert (counts.mutations, counts.wrong) == (160, 0)
+    assert counts.warm["untouched"] == 10
     assert journal_mutations.campaign(160, believe=True).wrong > 0
