@@ -280,14 +280,21 @@ class Session:
             return scattered
         named = list(keys[: len(views)])
         try:
-            stream = self.sealer.after(scattered, storing=False)
-            look = self.sealer.verify(views, named, kv.chunk_bytes(self.chunk_size), stream)
+            look = self.sealer.verify(views, named, kv.chunk_bytes(self.chunk_size), scattered)
         except BaseException as error:
             # The caller takes a VCacheError to mean that nothing writes into its blocks.
             if not scattered.wait(_STUCK_SECONDS):
                 raise RuntimeError(f"a scatter goes on whose slots cannot be looked at: {error}") from error
             raise
         return CheckedScatter(scattered, look, lambda bad: self._drop_bad([named[i] for i in bad]))
+
+    def slot_bytes(self, nbytes: int) -> int:
+        """Of a slot for a chunk of `nbytes`, with its checksum if it has one. Raises LayoutError where such chunks can have none."""
+        if self.sealer is None:
+            return nbytes
+        from vcache_backend.vram_pool.checksum import sealed_bytes
+
+        return sealed_bytes(nbytes)
 
     def _drop_bad(self, keys: list[ChunkKey]) -> None:
         self.committer.remove(keys)

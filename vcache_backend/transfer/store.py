@@ -74,8 +74,7 @@ def store(
     mark, asked = session.mark() if beside else None, time.monotonic()
     nbytes = places.kv.chunk_bytes(session.chunk_size)
     with stats.timed("reserve"):
-        need = nbytes if session.sealer is None else session.sealer.slot_bytes(nbytes)
-        reserved = session.client.reserve([keys[chunk] for chunk in chunks], need)
+        reserved = session.client.reserve([keys[chunk] for chunk in chunks], session.slot_bytes(nbytes))
     session.note_epoch(reserved.epoch)
     if fetched_in not in (None, reserved.epoch):
         # A reset came in between: these are chunks of before.
@@ -121,8 +120,7 @@ def _gather(
         raise
     named, sealed = [keys[chunk] for chunk in chosen], None
     if session.sealer is not None:
-        stream = session.sealer.after(completion, storing=True)
-        sealed = session.sealer.seal(views, named, places.kv.chunk_bytes(session.chunk_size), stream)
+        sealed = session.sealer.seal(views, named, places.kv.chunk_bytes(session.chunk_size), completion)
     tokens = count * session.chunk_size
     return PendingStore(completion, reserved.reservation, [], tokens, copy.nbytes, views, sealed, named)
 

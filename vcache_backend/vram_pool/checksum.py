@@ -21,13 +21,12 @@ guard against corruption, not against somebody who forges chunks.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vcache_backend.errors import LayoutError, VCacheError
+from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool import cuda_driver, kernels
 from vcache_backend.vram_pool.copier import Completion, Finished
 from vcache_backend.vram_pool.cuda_copier import CudaCompletion
@@ -111,47 +110,29 @@ def _factors(indices: npt.NDArray[np.int64], salts: tuple[int, int]) -> UInt64s:
     return odd
 
 
-class Check(Protocol):
-    """A look at slots, under way. Any thread, any number of times."""
+class Look(NamedTuple):
+    """A look at slots, under way until `over`. bad: then, the numbers of the slots that do not fit, ascending; asked once."""
 
-    def done(self) -> bool:
-        """Whether the answer is known. Never waits. Raises VCacheError if the device failed."""
-        ...
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the answer is known; False once `timeout_s` seconds have passed. Raises VCacheError like `done`."""
-        ...
-
-    def bad(self, timeout_s: float) -> list[int]:
-        """The numbers of the slots that do not fit, ascending. Raises VCacheError: not known within `timeout_s`, or the device failed."""
-        ...
+    over: Completion
+    bad: Callable[[], list[int]]
 
 
 class Sealer(Protocol):
     """Seals slots and checks them. `keys[i]` is the key of the chunk of `nbytes` in `slots[i]`.
 
     Both calls raise LayoutError, and do nothing, where a slot is too small for chunk and trailer or not aligned to 16 bytes, or
-    `nbytes` is not one for `sealed_bytes`. `stream`: the raw handle of a stream of the sealer's device; what is queued there
-    is waited for, on the device. None: the current stream. Host memory has no streams. Slots are held until the work is over.
+    `nbytes` is not one for `sealed_bytes`. `copy`, one of a copier, comes before, on the device. Slots are held until the work is over.
     """
-
-    def slot_bytes(self, nbytes: int) -> int:
-        """`sealed_bytes`."""
-        ...
 
     def prepare(self) -> None:
         """Make ready, so that no request waits for it. Optional."""
         ...
 
-    def after(self, copy: Completion, *, storing: bool) -> int | None:
-        """A stream of the sealer's own, one for stores and one for loads, that goes on once `copy`, of a copier, is complete."""
-        ...
-
-    def seal(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, stream: int | None) -> Completion:
+    def seal(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, copy: Completion) -> Completion:
         """Write the trailers. Only once the completion is done may others read the slots."""
         ...
 
-    def verify(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, stream: int | None) -> Check:
+    def verify(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, copy: Completion) -> Look:
         """Compare the slots with their trailers."""
         ...
 
@@ -162,49 +143,28 @@ def make_sealer(ordinal: int | None, max_ctas: int = 0) -> Sealer:
 
 
 class HostSealer:
-    """Slots in host memory, in the caller's thread."""
-
-    def slot_bytes(self, nbytes: int) -> int:
-        return sealed_bytes(nbytes)
+    """Slots in host memory, in the caller's thread; copies there end before their call returns."""
 
     def prepare(self) -> None:
         """Nothing is compiled."""
 
-    def after(self, copy: Completion, *, storing: bool) -> None:
-        """Copies of host memory end before their call returns."""
-
-    def seal(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, stream: int | None = None) -> Finished:
-        check(slots, keys, nbytes)
+    def seal(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, copy: Completion) -> Finished:
         started = time.perf_counter()
-        for slot, seed in zip(slots, seeds(keys, nbytes), strict=True):
-            raw, at = slot.tensor.numpy(), _trailer_at(nbytes)
-            raw[at : at + TRAILER_BYTES].view("<u8")[:] = seed + sums(raw[:nbytes])
+        for trailer, right in self._trailers(slots, keys, nbytes):
+            trailer[:] = right
         return Finished(time.perf_counter() - started)
 
-    def verify(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, stream: int | None = None) -> HostCheck:
+    def verify(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, copy: Completion) -> Look:
+        bad = [i for i, (trailer, right) in enumerate(self._trailers(slots, keys, nbytes)) if (trailer != right).any()]
+        return Look(Finished(0.0), lambda: bad)
+
+    def _trailers(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int) -> Iterator[tuple[UInt64s, UInt64s]]:
+        """The trailer of each slot, in place, and what is right for its bytes."""
         check(slots, keys, nbytes)
-        found = []
-        for i, (slot, seed) in enumerate(zip(slots, seeds(keys, nbytes), strict=True)):
-            raw, at = slot.tensor.numpy(), _trailer_at(nbytes)
-            if (raw[at : at + TRAILER_BYTES].view("<u8") != seed + sums(raw[:nbytes])).any():
-                found.append(i)
-        return HostCheck(found)
-
-
-class HostCheck:
-    """Known when it is made."""
-
-    def __init__(self, found: list[int]) -> None:
-        self._found = found
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def bad(self, timeout_s: float) -> list[int]:
-        return list(self._found)
+        at = _trailer_at(nbytes)
+        for slot, seed in zip(slots, seeds(keys, nbytes), strict=True):
+            raw = slot.tensor.numpy()
+            yield raw[at : at + TRAILER_BYTES].view("<u8"), seed + sums(raw[:nbytes])
 
 
 def check(slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int) -> None:
@@ -229,7 +189,7 @@ STAGES, NUM_WARPS = 4, 8
 
 
 class CudaSealer:
-    """Slots that GPU `ordinal` can reach, with one kernel for all slots of a call and, to seal, a small second one."""
+    """Slots that GPU `ordinal` can reach, on two streams of its own, one for stores and one for loads."""
 
     def __init__(self, ordinal: int, max_ctas: int = 0) -> None:
         self.device, self.max_ctas = torch.device("cuda", ordinal), max_ctas
@@ -239,42 +199,41 @@ class CudaSealer:
         self._tables: list[kernels.Table] = []
         self._under_way: list[CudaCompletion] = []
 
-    def slot_bytes(self, nbytes: int) -> int:
-        return sealed_bytes(nbytes)
-
     def prepare(self) -> None:
         for seal in (True, False):
             _compiled(seal, self.device)
 
-    def after(self, copy: Completion, *, storing: bool) -> int:
-        side = self._stores if storing else self._loads
-        if isinstance(copy, CudaCompletion):
-            side.wait_event(copy.end)
-        return int(side.cuda_stream)
+    def seal(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, copy: Completion) -> Completion:
+        return self._run(slots, keys, nbytes, copy, seal=True)[0]
 
-    def seal(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, stream: int | None = None) -> Completion:
-        return self._run(slots, keys, nbytes, stream, seal=True)[0]
+    def verify(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, copy: Completion) -> Look:
+        over, table = self._run(slots, keys, nbytes, copy, seal=False)
 
-    def verify(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, stream: int | None = None) -> Check:
-        completion, table = self._run(slots, keys, nbytes, stream, seal=False)
-        return CudaCheck(completion, table, len(slots), self._tables)
+        def bad() -> list[int]:
+            found: list[int] = np.flatnonzero(table.array[: len(slots), 1:].any(axis=1)).tolist()
+            # The table of a look is free once its answer was read.
+            self._tables.append(table)
+            return found
+
+        return Look(over, bad)
 
     def _run(
-        self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, stream: int | None, *, seal: bool
+        self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, copy: Completion, *, seal: bool
     ) -> tuple[CudaCompletion, kernels.Table]:
         check(slots, keys, nbytes)
         # What a kernel uses must live until it ends, even if the caller gave up and dropped its completion.
         self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
         local, rows = all(slot.local for slot in slots), len(slots)
         ctas = CTAS if local else min(PEER_CTAS, self.max_ctas or PEER_CTAS)
+        side = self._stores if seal else self._loads
         with torch.cuda.device(self.device) if torch.cuda.current_device() != self.device.index else nullcontext():
-            # The current stream's handle is 0 where it is the default one, which a handle cannot name to torch.
-            side = torch.cuda.ExternalStream(stream, self.device) if stream else torch.cuda.current_stream()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             table = self._table(rows, side)
             fill_table(slots, keys, nbytes, table.array[:rows])
             try:
                 table.upload(rows, self._driver, side.cuda_stream)
+                if isinstance(copy, CudaCompletion):
+                    side.wait_event(copy.end)
                 start.record(side)
                 launch(table.there, rows, nbytes, seal=seal, ctas=ctas, stream=side.cuda_stream)
                 if not seal:
@@ -284,7 +243,6 @@ class CudaSealer:
                 # A kernel that nobody waits for must not run behind the caller's back.
                 side.synchronize()
                 raise
-        # The table of a check is free once its answer was read.
         completion = CudaCompletion(self.device, start, end, tuple(slots), table, self._tables if seal else [])
         self._under_way.append(completion)
         return completion, table
@@ -298,32 +256,6 @@ class CudaSealer:
                     return table
         with torch.cuda.stream(side):
             return kernels.Table(max(256, 1 << (rows - 1).bit_length()), self.device, self._driver)
-
-
-class CudaCheck:
-    """Reads its answer from `table` once `completion` is done, then gives the table to `free`."""
-
-    def __init__(self, completion: CudaCompletion, table: kernels.Table, slots: int, free: list[kernels.Table]) -> None:
-        self._completion, self._slots, self._free = completion, slots, free
-        self._table: kernels.Table | None = table
-        self._found: list[int] = []
-        self._lock = threading.Lock()
-
-    def done(self) -> bool:
-        return self._completion.done()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._completion.wait(timeout_s)
-
-    def bad(self, timeout_s: float) -> list[int]:
-        if not self.wait(timeout_s):
-            raise VCacheError(f"the checksums of {self._slots} slots were not known after {timeout_s:g} s")
-        with self._lock:
-            if self._table is not None:
-                self._found = np.flatnonzero(self._table.array[: self._slots, 1:].any(axis=1)).tolist()
-                self._free.append(self._table)
-                self._table = None
-        return list(self._found)
 
 
 def fill_table(slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, table: npt.NDArray[np.int64]) -> None:
