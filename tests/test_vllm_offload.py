@@ -464,7 +464,8 @@ PLACES = [
     UPLOAD,
     f"{SESSION}.known_offloaded",
     f"{LOAD}.to_promote",
-    *(f"vcache_backend.transfer.sources:OffloadSource.{name}" for name in ("prepare", "expects", "launch", "settle")),
+    *(f"vcache_backend.transfer.sources:OffloadSource.{name}" for name in ("prepare", "expects", "launch")),
+    "vcache_backend.transfer.sources:_StagedPart.settle",
     *(f"{OURS}.worker:WorkerSide.{name}" for name in ("_promote", "_gather", "_measure_below")),
     f"{OURS}.offload:Below.continued",
 ]

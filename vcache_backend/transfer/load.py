@@ -207,10 +207,10 @@ class Load:
             part = self._parts[0]
             if not part.moving.done():
                 for one in self._parts:
-                    one.source.keep(one)
+                    one.keep()
                 return
             self._parts.popleft()
-            cause = part.source.settle(part)
+            cause = part.settle()
             if cause:
                 self._fail(cause)
                 return
@@ -244,7 +244,7 @@ class Load:
                     over = True
                 if over:
                     self._parts.remove(part)
-                    part.source.drop(part)
+                    part.drop()
 
     def _finish(self) -> None:
         self._over = True

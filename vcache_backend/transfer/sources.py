@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -27,15 +28,37 @@ CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
 
 
 @dataclass
-class Part:
-    """Consecutive chunks on their way, from number `first` on: one copy. `source`: where from."""
+class Part(ABC):
+    """Consecutive chunks on their way, from number `first` on: one copy."""
 
-    source: Source
+    context: LoadContext
     first: int
     count: int
     plan: CopyPlan
     moving: Completion
     launched: float
+
+    def keep(self) -> None:  # noqa: B027 - most need nothing
+        """Its copy takes long: see to it that its bytes stay."""
+
+    @abstractmethod
+    def settle(self) -> str:
+        """Its copy is over, and whatever it needed is given back: empty if its bytes are right, else why they are not."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Its copy is over, and nobody wants it: give back what it needed."""
+
+    @property
+    def tokens(self) -> int:
+        """Those that are wanted of it."""
+        return self.plan.nbytes // self.context.stats.token_bytes
+
+    @property
+    def seconds(self) -> float:
+        """What its copy took, which is over."""
+        seconds = self.moving.seconds
+        return perf_counter() - self.launched if seconds is None else seconds
 
 
 class Source(Protocol):
@@ -57,18 +80,6 @@ class Source(Protocol):
 
     def launch(self, chunk: int) -> Part | None:
         """Start the copy of the chunks from this number on that are here now; None if there are none."""
-        ...
-
-    def keep(self, part: Part) -> None:
-        """Its copy takes long: see to it that its bytes stay."""
-        ...
-
-    def settle(self, part: Part) -> str:
-        """Its copy is over, and whatever it needed is given back: empty if its bytes are right, else why they are not."""
-        ...
-
-    def drop(self, part: Part) -> None:
-        """Its copy is over, and nobody wants it: give back what it needed."""
         ...
 
     def wait(self, seconds: float) -> bool:
@@ -100,11 +111,35 @@ class _LeasedRun:
     def __init__(self, lease: Lease, first: int) -> None:
         self.lease, self.first, self.users = lease, first, 1
 
+    def leave(self, session: Session) -> None:
+        """One user less; the last one ends the lease."""
+        self.users -= 1
+        if not self.users:
+            session.release(self.lease)
+
 
 @dataclass
 class _LeasedPart(Part):
     run: _LeasedRun
     views: list[SlotView]
+
+    def keep(self) -> None:
+        lease = self.run.lease
+        if lease.seconds_left < lease.seconds / 2:
+            self.context.session.renew(lease)
+
+    def settle(self) -> str:
+        context, seconds, started = self.context, self.seconds, perf_counter()
+        self.run.users -= 1
+        held = context.session.verdict(self.run.lease, end=not self.run.users)
+        context.stats.metadata_seconds += perf_counter() - started
+        if not held:
+            return "lease_lost"
+        context.stats.pooled(self.first, self.views, self.tokens, seconds)
+        return ""
+
+    def drop(self) -> None:
+        self.run.leave(self.context.session)
 
 
 class PoolSource:
@@ -162,15 +197,13 @@ class PoolSource:
             raise
         if chunk + len(views) == run.first + len(run.lease.locations):
             self._end_run()
-        return _LeasedPart(self, chunk, len(views), plan, moving, started, run, views)
+        return _LeasedPart(context, chunk, len(views), plan, moving, started, run, views)
 
     def _end_run(self) -> None:
         """Nothing more is launched under the lease."""
         run, self._run = self._run, None
         if run is not None:
-            run.users -= 1
-            if not run.users:
-                self._context.session.release(run.lease)
+            run.leave(self._context.session)
 
     def _lease(self, chunk: int) -> Lease | None:
         """On the chunks from this number on, as far as they are there."""
@@ -200,32 +233,6 @@ class PoolSource:
         finally:
             self._context.stats.metadata_seconds += perf_counter() - started
 
-    def keep(self, part: Part) -> None:
-        assert isinstance(part, _LeasedPart)
-        lease = part.run.lease
-        if lease.seconds_left < lease.seconds / 2:
-            self._context.session.renew(lease)
-
-    def settle(self, part: Part) -> str:
-        assert isinstance(part, _LeasedPart)
-        context, run, seconds = self._context, part.run, part.moving.seconds
-        seconds = perf_counter() - part.launched if seconds is None else seconds
-        started = perf_counter()
-        run.users -= 1
-        held = context.session.verdict(run.lease, end=not run.users)
-        context.stats.metadata_seconds += perf_counter() - started
-        if not held:
-            return "lease_lost"
-        context.stats.pooled(part.first, part.views, part.plan.nbytes // context.stats.token_bytes, seconds)
-        self._next_look = 0.0
-        return ""
-
-    def drop(self, part: Part) -> None:
-        assert isinstance(part, _LeasedPart)
-        part.run.users -= 1
-        if not part.run.users:
-            self._context.session.release(part.run.lease)
-
     def wait(self, seconds: float) -> bool:
         return False
 
@@ -241,7 +248,22 @@ class PoolSource:
 
 @dataclass
 class _StagedPart(Part):
+    source: OffloadSource
+    fetch: Fetch
     staged: list[Staged]
+
+    def settle(self) -> str:
+        context, keys = self.context, self.context.keys[self.first : self.first + self.count]
+        seconds = self.seconds
+        self.drop()
+        context.session.known_offloaded(keys)
+        context.stats.offloaded(self.first, keys, self.tokens, perf_counter() - context.idle_since, seconds)
+        self.source.epochs |= {staged.epoch for staged in self.staged}
+        self.source.chunks += range(self.first, self.first + self.count)
+        return ""
+
+    def drop(self) -> None:
+        self.fetch.give_back(self.staged)
 
 
 class OffloadSource:
@@ -251,7 +273,6 @@ class OffloadSource:
     def __init__(self, context: LoadContext) -> None:
         self._context, self.may_have, self.cause = context, True, ""
         self._fetch: Fetch | None = None
-        self._last: Fetch | None = None
         self._next = self._stop = 0
         self.chunks: list[int] = []
         """Those that came from here."""
@@ -280,7 +301,7 @@ class OffloadSource:
         if fetch is None:
             self.may_have = False
             return False
-        self._fetch = self._last = fetch
+        self._fetch = fetch
         self._next, self._stop = chunk, chunk + len(fetch.keys)
         return True
 
@@ -297,33 +318,9 @@ class OffloadSource:
             moving = context.session.upload(context.places.kv, plan, staged, context.mark)
         except VCacheError:
             # After any other error nobody knows whether something reads them: they are lost.
-            self._give_back(staged)
+            fetch.give_back(staged)
             raise
-        return _StagedPart(self, chunk, len(staged), plan, moving, started, staged)
-
-    def keep(self, part: Part) -> None:
-        """Staged bytes stay until they are given back."""
-
-    def settle(self, part: Part) -> str:
-        assert isinstance(part, _StagedPart)
-        context, keys = self._context, self._context.keys[part.first : part.first + part.count]
-        seconds = part.moving.seconds
-        seconds = perf_counter() - part.launched if seconds is None else seconds
-        self.epochs |= {staged.epoch for staged in part.staged}
-        self.drop(part)
-        context.session.known_offloaded(keys)
-        tokens = part.plan.nbytes // context.stats.token_bytes
-        context.stats.offloaded(part.first, keys, tokens, perf_counter() - context.idle_since, seconds)
-        self.chunks += range(part.first, part.first + part.count)
-        return ""
-
-    def drop(self, part: Part) -> None:
-        assert isinstance(part, _StagedPart)
-        self._give_back(part.staged)
-
-    def _give_back(self, staged: Sequence[Staged]) -> None:
-        if self._last is not None:
-            self._last.give_back(staged)
+        return _StagedPart(context, chunk, len(staged), plan, moving, started, self, fetch, staged)
 
     def wait(self, seconds: float) -> bool:
         if self._fetch is None:
