@@ -440,10 +440,10 @@ def an_old_lmcache() -> None:
 
 
 def a_changed_lmcache() -> None:
-    from lmcache.v1.storage_backend.storage_manager import StorageManager
+    from lmcache.v1.cache_engine import LMCacheEngine
 
-    allocate = StorageManager.allocate
-    StorageManager.allocate = lambda self, *things, **more: allocate(self, *things, **more)
+    retrieve = LMCacheEngine.retrieve
+    LMCacheEngine.retrieve = lambda self, tokens, *rest, **more: retrieve(self, tokens, *rest, **more)
 
 
 def blend_without_a_tokenizer() -> None:
@@ -460,7 +460,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "blending": ({"enable_blending": True, "process": {"before": blend_without_a_tokenizer}}, "enable_blending: false"),
     "left out of retrieval": ({"retrieve_locations": ["LocalCPUBackend"]}, "retrieve_locations"),
     "an old version": ({"process": {"before": an_old_lmcache}}, "LMCache 0.4.7"),
-    "a changed version": ({"process": {"before": a_changed_lmcache}}, "StorageManager.allocate"),
+    "a changed version": ({"process": {"before": a_changed_lmcache}}, "retrieve with mask"),
     "a wrong setting": ({"extra": {"vcache.pool.segment_byte": 5}}, "vcache.pool.segment_bytes"),
     "no block size": ({"extra": {"vcache.block_size": 0}}, "vcache.block_size"),
     "another block size": ({"extra": {"vcache.block_size": 12}}, "12"),

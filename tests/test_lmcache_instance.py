@@ -23,7 +23,7 @@ from vllm_objects import BLOCK, BLOCKS, LAYERS, HFConfig, attention, caches, vll
 from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ConfigError
-from vcache_backend.integration.lmcache import checks
+from vcache_backend.integration.lmcache import checks, patches
 from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe
 from vcache_backend.integration.lmcache.settings import Settings
 
@@ -265,7 +265,7 @@ def test_another_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch, version: st
         return version
 
     monkeypatch.setattr(metadata, "version", installed)
-    answer = checks.versions()
+    answer = checks.version()
     assert answer is not None
     assert said in answer
     assert "pip install 'lmcache>=0.5.3,<0.6'" in answer
@@ -273,19 +273,20 @@ def test_another_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch, version: st
     assert (package.low, package.high) == (checks.LOWEST, checks.HIGHEST)
 
 
-def test_this_lmcache_has_what_the_plugin_holds_on_to_and_its_absence_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lmcache_lacks_is_seen_where_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = pytest.importorskip("lmcache.v1.cache_engine", reason="LMCache is not installed")
-    assert checks.versions() is None
     from lmcache.v1.storage_backend.storage_manager import StorageManager
 
+    engine = SimpleNamespace(retrieve=lambda tokens, **kwargs: None, stats_monitor=None)
     monkeypatch.delattr(engines.LMCacheEngineBuilder, "_instances")
-    monkeypatch.setattr(engines.LMCacheEngine, "retrieve", lambda self, tokens, **kwargs: None)
-    monkeypatch.setattr(engines.LMCacheEngine, "__init__", lambda self: None)
-    monkeypatch.delattr(StorageManager, "_get_allocator_backend")
-    answer = checks.versions()
-    assert answer is not None
-    for said in ("Builder without _instances", "retrieve without mask", "__init__ without", "no StorageManager._get_alloc"):
-        assert said in answer
+    monkeypatch.setattr(StorageManager, "_get_allocator_backend", lambda self: None)
+    for replaced, said in (
+        (patches.take_allocator_role, "StorageManager has no _get_allocator_backend with config"),
+        (lambda: patches.engine_of(None), "LMCacheEngineBuilder has no _instances"),
+        (lambda: patches.install(engine, SimpleNamespace(), None), "has no token_database, lookup_pins"),
+    ):
+        with pytest.raises(patches.StepAside, match=f"{said}.*install lmcache>=0.5.3,<0.6"):
+            replaced()
 
 
 def lm_config(**changes: Any) -> Any:

@@ -18,7 +18,8 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.transfer.arguments import as_slots
 
 from .memory import DeferredObj, Form, NoAllocator
-from .startup import Starter, StepAside
+from .patches import StepAside
+from .startup import Starter
 from .worker import PoolWorker
 
 log = logging.getLogger(__name__)

@@ -1,91 +1,34 @@
 """What must be right before the plugin works, each as a sentence that says what is wrong and what to change, or None.
 
-LMCache and vLLM are imported inside of functions only.
+Neither LMCache nor vLLM is imported.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
 from ..vllm import model_spec
 from .instance import Instance
+from .patches import WANTED
 
 LOWEST, HIGHEST = (0, 5, 3), (0, 6)
-"""The versions of LMCache whose private points were read: from the first on, and before the second."""
+"""The versions of LMCache: from the first on, and before the second."""
 CLASS_NAME = "VCacheBackend"
 
-_ENGINE = "lmcache.v1.cache_engine"
-_MANAGER = "lmcache.v1.storage_backend.storage_manager"
-_ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
-_CALLS = (
-    # (module, class, method, its parameters that we pass or are passed by name)
-    (_ENGINE, "LMCacheEngine", "store", "tokens hashes offsets mask kwargs"),
-    (_ENGINE, "LMCacheEngine", "retrieve", "tokens mask kwargs"),
-    (_ENGINE, "LMCacheEngine", "lookup", "hashes offsets lookup_id pin request_configs"),
-    (_ENGINE, "LMCacheEngine", "mark_init_failed", "reason"),
-    ("lmcache.observability", "LMCStatsMonitor", "on_retrieve_request", ""),
-    ("lmcache.observability", "LMCStatsMonitor", "on_retrieve_finished", ""),
-    ("lmcache.v1.storage_backend.local_cpu_backend", "LocalCPUBackend", "submit_put_task", "key memory_obj"),
-    (_MANAGER, "StorageManager", "_get_allocator_backend", "config"),
-    (_MANAGER, "StorageManager", "allocate", "shapes dtypes"),
-    (_MANAGER, "StorageManager", "batched_put", "keys memory_objs location"),
-    ("lmcache.v1.gpu_connector.gpu_connectors", "GPUConnectorInterface", "batched_to_gpu", "memory_objs starts ends kwargs"),
-    (_ADAPTER, "LMCacheConnectorV1Impl", "get_block_ids_with_load_errors", ""),
-    (_ADAPTER, "LMCacheConnectorV1Impl", "start_load_kv", "forward_context"),
-)
-_ATTRIBUTES = (
-    # (module, class, method, attributes that its code touches)
-    (
-        _ENGINE,
-        "LMCacheEngine",
-        "__init__",
-        "config metadata token_database gpu_connector lookup_pins storage_manager async_loading "
-        "save_only_first_rank remove_after_retrieve stats_monitor",
-    ),
-    (_MANAGER, "StorageManager", "__init__", "storage_backends allocator_backend"),
-    (_ADAPTER, "LMCacheConnectorV1Impl", "__init__", "_parent _vllm_config _manager"),
-    (_ADAPTER, "LMCacheConnectorV1Impl", "_init_connector_state", "kv_caches _block_size"),
-)
 
-
-def versions() -> str | None:
-    """Why this LMCache is not one that the plugin works with, or None. Imports it; of vLLM's adapter only if that is in use."""
-    wanted = f"lmcache>={'.'.join(map(str, LOWEST))},<{'.'.join(map(str, HIGHEST))}"
+def version() -> str | None:
+    """Why this LMCache is not one that the plugin works with, or None. What it holds on to inside is looked at in `patches`."""
     try:
-        version = metadata.version("lmcache")
+        installed = metadata.version("lmcache")
     except metadata.PackageNotFoundError:
-        return f"LMCache is not installed: pip install '{wanted}'"
-    leading = re.match(r"\d+(\.\d+)*", version)
+        return f"LMCache is not installed: pip install '{WANTED}'"
+    leading = re.match(r"\d+(\.\d+)*", installed)
     if not leading or not LOWEST <= tuple(map(int, leading[0].split("."))) < HIGHEST:
-        return f"LMCache {version} is not one that vcache works with: pip install '{wanted}'"
-    missing = [*_missing(_CALLS, attributes=False), *_missing(_ATTRIBUTES, attributes=True)]
-    if not isinstance(getattr(importlib.import_module(_ENGINE).LMCacheEngineBuilder, "_instances", None), dict):
-        missing.append("LMCacheEngineBuilder without _instances")
-    if missing:
-        return f"LMCache {version} has changed where vcache holds on to it ({'; '.join(missing)}): install another of {wanted}"
+        return f"LMCache {installed} is not one that vcache works with: pip install '{WANTED}'"
     return None
-
-
-def _missing(points: Iterable[tuple[str, str, str, str]], attributes: bool) -> Iterator[str]:
-    for module, owner, name, wanted in points:
-        if module == _ADAPTER and _ADAPTER not in sys.modules:
-            continue
-        try:
-            method = getattr(getattr(importlib.import_module(module), owner), name)
-        except (ImportError, AttributeError):
-            yield f"{module}: no {owner}.{name}"
-            continue
-        # What a constructor sets is not to be seen on its class.
-        found = inspect.unwrap(method).__code__.co_names if attributes else inspect.signature(method).parameters
-        lacking = [one for one in wanted.split() if one not in found]
-        if lacking:
-            yield f"{owner}.{name} without {', '.join(lacking)}"
 
 
 def refusal(lm_config: Any, instance: Instance) -> str | None:

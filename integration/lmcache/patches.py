@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import json
 import logging
 import sys
@@ -21,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .scope import Scheduler
 
@@ -31,17 +32,39 @@ if TYPE_CHECKING:
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 CONNECTOR_CLASS = "LMCacheConnectorV1"
 PLUGIN_MODULE = "vcache_backend.integration.lmcache"
+WANTED = "lmcache>=0.5.3,<0.6"
+"""The versions whose private points were read."""
 _THEIRS = "_theirs_before_vcache"
 log = logging.getLogger(__name__)
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """`owner.name` becomes `make(theirs)`, of what had been there before anything of ours."""
-    theirs = getattr(owner, name)
+class StepAside(Exception):
+    """The plugin must not work here; the message says why, and what to change."""
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], wanted: str = "") -> None:
+    """`owner.name` becomes `make(theirs)`, of what had been there before anything of ours. wanted: parameters it must have. StepAside
+    where it is another than it was."""
+    theirs = getattr(owner, name, None)
     theirs = getattr(theirs, _THEIRS, theirs)
+    there = inspect.signature(theirs).parameters if callable(theirs) else {}
+    lacking = [one for one in wanted.split() if one not in there]
+    if not callable(theirs) or lacking:
+        _changed(owner, f"{name} with {' and '.join(lacking)}" if lacking else name)
     ours = functools.wraps(theirs)(make(theirs))
     setattr(ours, _THEIRS, theirs)
     setattr(owner, name, ours)
+
+
+def _changed(owner: Any, what: str) -> NoReturn:
+    kind = owner if isinstance(owner, type | ModuleType) else type(owner)
+    raise StepAside(f"LMCache has changed where vcache holds on to it: {kind.__name__} has no {what}; install {WANTED}")
+
+
+def _must_have(owner: Any, names: str) -> None:
+    lacking = [name for name in names.split() if not hasattr(owner, name)]
+    if lacking:
+        _changed(owner, ", ".join(lacking))
 
 
 def names_our_plugin(config: Any) -> bool:
@@ -185,12 +208,13 @@ def take_allocator_role() -> None:
 
         return _get_allocator_backend
 
-    _replace(manager, "_get_allocator_backend", make)
+    _replace(manager, "_get_allocator_backend", make, "config")
 
 
 def engine_of(metadata: Any) -> Any:
     """The LMCacheEngine that is being built with this metadata; None if there is none."""
     builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
+    _must_have(builder, "_instances")
     return next((engine for engine in builder._instances.values() if engine.metadata is metadata), None)
 
 
@@ -202,8 +226,12 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
     """
     from .gpu_connector import VCacheGPUConnector
 
+    _must_have(
+        engine, "token_database lookup_pins async_loading save_only_first_rank remove_after_retrieve stats_monitor lookup_unpin"
+    )
+    _must_have(engine.stats_monitor, "on_retrieve_request on_retrieve_finished")
+    _replace(engine, "retrieve", functools.partial(_retrieve, engine, backend), "tokens mask kwargs")
     engine.gpu_connector = VCacheGPUConnector(backend, getattr(engine.gpu_connector, "load_stream", None))
-    _replace(engine, "retrieve", functools.partial(_retrieve, engine, backend))
     guard_hot_cache(backend.local_cpu_backend)
     if engine.storage_manager is not None:
         for before in list(engine.storage_manager.storage_backends.values()):
@@ -211,7 +239,8 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
                 before.close()
         engine.storage_manager.allocator_backend = backend
     if adapter is not None:
-        _replace(adapter, "start_load_kv", functools.partial(_load_under_full_graphs, adapter))
+        _must_have(adapter, "_parent _block_size")
+        _replace(adapter, "start_load_kv", functools.partial(_load_under_full_graphs, adapter), "forward_context")
         _replace(adapter, "get_block_ids_with_load_errors", functools.partial(_report_blocks, adapter, backend))
         # Moved to a GPU, as the adapter would have it, a slot mapping waits for the forward pass. Copies are planned on the host.
         adapter.device = importlib.import_module("torch").device("cpu")
@@ -228,7 +257,8 @@ def _retrieve(engine: Any, backend: VCacheBackend, theirs: Callable[..., Any]) -
 
     def retrieve(tokens: Any, mask: Any = None, **kwargs: Any) -> Any:
         engine.gpu_connector.failed_from = None
-        first = 0 if mask is None else int(mask.numel() - mask.sum())
+        # Only leading tokens are left out; most often none.
+        first = 0 if mask is None or bool(mask[:1].all()) else int(mask.numel() - mask.sum())
         keys = _found(engine, backend, kwargs.get("req_id"), len(tokens) // size) if first % size == 0 else None
         if keys:
             started = engine.stats_monitor.on_retrieve_request(len(tokens) - first)
@@ -273,7 +303,7 @@ def guard_hot_cache(local_cpu: Any) -> None:
         return submit_put_task
 
     # The batched call makes one of these of each object.
-    _replace(local_cpu, "submit_put_task", make)
+    _replace(local_cpu, "submit_put_task", make, "key memory_obj")
 
 
 def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,7 +53,7 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
     for key, value in given.items():
         name = key.removeprefix(PREFIX)
         if name not in _OWN:
-            _put(values, key, name.split("."), value)
+            _put(values, key, value)
     _agree(values["engine"], chunk_size, PREFIX + "engine.chunk_size" in given, path)
     return Settings(
         config=configuration.from_dict(values, SOURCE),
@@ -63,23 +63,17 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
     )
 
 
-def _put(values: dict[str, Any], key: str, path: list[str], value: object) -> None:
-    """Set the value at `path`, which must lead to a value of `Config`."""
-    kind: Any = Config
-    for depth, name in enumerate(path):
-        fields = {field.name: field.type for field in msgspec.structs.fields(kind)} if _is_section(kind) else {}
-        if name not in fields:
-            raise ConfigError(f"{SOURCE}: {key} is no setting of vcache{_advice(key)}")
-        kind = fields[name]
-        if depth < len(path) - 1:
-            values = values[name]
-    if _is_section(kind):
+def _put(values: dict[str, Any], key: str, value: object) -> None:
+    """Set the value that `key` names, which must be there: every default is written out."""
+    *path, name = key.removeprefix(PREFIX).split(".")
+    section: Any = values
+    for part in path:
+        section = section.get(part) if isinstance(section, dict) else None
+    if not isinstance(section, dict) or name not in section:
+        raise ConfigError(f"{SOURCE}: {key} is no setting of vcache{_advice(key)}")
+    if isinstance(section[name], dict):
         raise ConfigError(f"{SOURCE}: {key} is a section; write its keys one by one{_advice(key + '.')}")
-    values[path[-1]] = _plain(value) if isinstance(value, str) and kind is not str else value
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    section[name] = _plain(value) if isinstance(value, str) and not isinstance(section[name], str) else value
 
 
 def _plain(text: str) -> object:
@@ -111,15 +105,14 @@ def _own(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
 def _advice(key: str) -> str:
     """The settings that look most like `key`."""
     near = difflib.get_close_matches(key, _known(), n=1, cutoff=0.75)
-    return (
-        f"; did you mean {near[0]}?"
-        if near
-        else f"; there are {', '.join(PREFIX + name for name in _OWN)} and vcache.SECTION.KEY"
-    )
+    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(_known()[: len(_OWN)])} and vcache.SECTION.KEY"
 
 
-def _known(kind: Any = Config, above: str = PREFIX) -> list[str]:
-    own = [PREFIX + name for name in _OWN] if kind is Config else []
-    for field in msgspec.structs.fields(kind):
-        own += _known(field.type, f"{above}{field.name}.") if _is_section(field.type) else [above + field.name]
-    return own
+def _known() -> list[str]:
+    def names(values: dict[str, Any], above: str) -> list[str]:
+        found = []
+        for name, value in values.items():
+            found += names(value, f"{above}{name}.") if isinstance(value, dict) else [above + name]
+        return found
+
+    return [PREFIX + name for name in _OWN] + names(configuration.dump(Config()), PREFIX)

@@ -21,6 +21,7 @@ from ..round_trip import through_pool
 from ..vllm import model_spec
 from . import checks, patches
 from .instance import Instance, discover, hash_probe
+from .patches import StepAside
 from .settings import Settings, read
 from .worker import PoolWorker
 
@@ -35,10 +36,6 @@ _NOT_COUNTED = (
 )
 
 
-class StepAside(Exception):
-    """The plugin must not work here; the message says why, and what to change."""
-
-
 class Starter:
     """Turns LMCache's configuration into a `PoolWorker`, or says why not. In the worker's main thread."""
 
@@ -51,8 +48,9 @@ class Starter:
     def start(self) -> PoolWorker | None:
         """Check LMCache and its settings, and put the plugin in its places. The worker if the KV caches are known already, as they
         are under vLLM; else `bind` makes it. Raises StepAside, or whatever else went wrong."""
+        # First: without it, and without a host tier, LMCache has no allocator.
         patches.take_allocator_role()
-        _refuse(checks.versions())
+        _refuse(checks.version())
         self._settings = read(self._config.extra_config or {}, self._config.chunk_size)
         self._engine = patches.engine_of(self._metadata)
         if self._engine is None:

@@ -93,7 +93,7 @@ class PoolWorker:
             names = names[:found]
         lease = session.lease(names)
         pooled = len(lease.keys) if lease is not None else 0
-        readable = len(session.views(lease.locations)) if lease is not None else 0
+        readable = self._readable(lease) if lease is not None else 0
         # A chunk of the pool that is out of this worker's reach ends it: it would not be looked for in the offload tier.
         if readable < pooled or not counts:
             found = readable
@@ -102,6 +102,11 @@ class PoolWorker:
         if lease is not None or found:
             self._pins.keep(keys[0], Pin(names, lease))
         return found
+
+    def _readable(self, lease: Lease) -> int:
+        """How many leading chunks of it are within this worker's reach; their segments are mapped now."""
+        known, locations = self.session.segments(), lease.locations
+        return len(locations) if {at.segment for at in locations} <= known else len(self.session.views(locations))
 
     def _extended(self, names: list[ChunkKey], pooled: int) -> int:
         try:
@@ -163,7 +168,7 @@ class PoolWorker:
         return objs
 
     def _leased(self, lease: Lease) -> list[LeasedObj]:
-        readable = len(self.session.views(lease.locations))
+        readable = self._readable(lease)
         if not readable:
             self.session.release(lease)
             return []

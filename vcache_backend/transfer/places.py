@@ -47,13 +47,16 @@ class SlotPlaces:
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
         size, skip, starts = self._size, self._skip, self._starts[first : first + count]
-        if all(after - before == size for before, after in pairwise(starts)):
+        if (isinstance(starts, range) and starts.step == size) or all(
+            after - before == size for before, after in pairwise(starts)
+        ):
             copy = plan_chunks(self.kv, size, self.slots, starts[0], count, max(skip - starts[0], 0))
         else:
             pieces = [Piece(i, at, min(max(skip - at, 0), size), size) for i, at in enumerate(starts)]
             copy = plan(self.kv, size, self.slots, pieces)
         if self._whole:
-            wanted = sum(size - min(max(skip - at, 0), size) for at in starts)
+            left = sum(min(skip - at, size) for at in starts if at < skip) if skip > starts[0] else 0
+            wanted = len(starts) * size - left
             if copy.nbytes * size != wanted * self.kv.chunk_bytes(size):
                 raise LayoutError(f"of {wanted} tokens from token {starts[0]} on some have no place in the KV cache")
         return copy
