@@ -6,26 +6,23 @@ filled and checked through their axes as vLLM names them, never through the code
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
-import multiprocessing
 import os
 import random
-import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import processes
 import torch
-from processes import PATIENT, SECONDS, Child, Stage, eventually
+from nursery import listen, say
+from processes import PATIENT, SECONDS, Child, Stage, nursery
 
 from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, PoolConfig, ServerConfig
 from vcache_backend.demo.content import mix
@@ -309,10 +306,14 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerLoop:
-    """The inside of a worker process: a cache, an engine, and a pipe it answers on. Every method is a command."""
+    """The inside of a worker process: a cache and an engine. Every method is a command."""
 
-    def __init__(self, setup: Setup, pipe: Connection) -> None:
-        self.pipe, self.lines = pipe, Lines()
+    def __init__(self, setup: Setup) -> None:
+        torch.set_num_threads(1)
+        if setup.visible:
+            # CUDA looks at it when it is first used, which in a process that was just forked is yet to come.
+            os.environ["CUDA_VISIBLE_DEVICES"] = setup.visible
+        self.lines = Lines()
         device = setup.config.pool.device
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
@@ -382,13 +383,12 @@ class WorkerLoop:
             self.pausing.armed = dice.random() < 0.3
             self.engine.store(tokens, mask.logical_not(), self.cache.tensors, slots)
             self.engine.flush(1.0)
-            self.pipe.send(LoadStats(1, found, int(mask.sum()), wrong))
+            say(LoadStats(1, found, int(mask.sum()), wrong))
 
     def _wait(self) -> None:
         """Tell the test that the copy is half-way, and go on when it says so."""
-        self.pipe.send("paused")
-        assert self.pipe.poll(4 * SECONDS)
-        assert self.pipe.recv() == "resume"
+        say("paused")
+        assert listen(4 * SECONDS) == "resume"
 
 
 class Retrieved(NamedTuple):
@@ -425,76 +425,18 @@ class Lines(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def _work(setup: Setup, pipe: Connection) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    torch.set_num_threads(1)
-    if setup.visible:
-        # CUDA looks at it when it is first used, which in a spawned process is yet to come.
-        os.environ["CUDA_VISIBLE_DEVICES"] = setup.visible
-    worker: WorkerLoop | None = None
-    try:
-        worker = WorkerLoop(setup, pipe)
-        pipe.send("ready")
-        while True:
-            name, arguments = pipe.recv()
-            pipe.send(getattr(worker, name)(*arguments))
-    except EOFError:
-        pass
-    except Exception:  # noqa: BLE001 (the process's outermost loop)
-        pipe.send(Failure(traceback.format_exc()))
-    finally:
-        if worker is not None:
-            worker.engine.close()
-
-
-class Failure(NamedTuple):
-    """What went wrong inside a worker."""
-
-    text: str
-
-
-class Worker:
-    """A worker process, seen from outside. Every answer has a deadline; leaving the context kills it."""
+class Worker(processes.Worker):
+    """A worker process, seen from outside. It has its engine when this returns."""
 
     def __init__(self, setup: Setup) -> None:
-        # A fork server has torch imported already: a worker starts in milliseconds. CUDA must not be forked.
-        on_gpu = setup.config.pool.device.startswith("cuda")
-        context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
-        if not on_gpu:
-            context.set_forkserver_preload(["torch", "vcache_backend.engine"])
-        self.patience = 120.0 if on_gpu else SECONDS
         self.setup = setup
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(setup, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
+        on_gpu = setup.config.pool.device.startswith("cuda")
+        super().__init__(nursery("engine_cases"), WorkerLoop, setup, patience=120.0 if on_gpu else SECONDS, start_seconds=120.0)
         try:
-            assert self.answer() == "ready"
+            self.made()
         except BaseException:
-            self.kill()
+            self.close()
             raise
-        assert self.process.pid is not None
-        self.pid: int = self.process.pid
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def ask(self, name: str, *arguments: Any) -> Any:
-        self.tell(name, *arguments)
-        return self.answer()
-
-    def tell(self, name: str, *arguments: Any) -> None:
-        """`ask` without waiting for the answer."""
-        self.pipe.send((name, arguments))
-
-    def answer(self) -> Any:
-        assert self.pipe.poll(self.patience), f"no answer within {self.patience:g} s"
-        answer = self.pipe.recv()
-        assert not isinstance(answer, Failure), answer.text
-        return answer
 
     def until_paused(self, name: str, *arguments: Any) -> None:
         """Start a command whose copy stops half-way, and wait until it has."""
@@ -503,31 +445,7 @@ class Worker:
         assert self.answer() == "paused"
 
     def resume(self) -> None:
-        self.pipe.send("resume")
-
-    def kill(self) -> None:
-        """SIGKILL, and really gone. Idempotent."""
-        self.process.kill()
-        self.process.join(SECONDS)
-        assert self.process.exitcode is not None
-        self.pipe.close()
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Hung, as far as anybody can tell."""
-        self.stop()
-        try:
-            yield
-        finally:
-            self.go_on()
-
-    def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        eventually(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-
-    def go_on(self) -> None:
-        if self.process.is_alive():
-            os.kill(self.pid, signal.SIGCONT)
+        self.say("resume")
 
 
 # ---- a node

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,14 +25,14 @@ _pipe: Connection | None = None
 def say(value: Any) -> None:
     """Of a worker: send something that the test did not ask for; its `answer` returns it."""
     assert _pipe is not None
-    _pipe.send(value)
+    _pipe.send_bytes(pickle.dumps(value))
 
 
 def listen(seconds: float) -> Any:
     """Of a worker: what the test says, by `Worker.say`."""
     assert _pipe is not None
     assert _pipe.poll(seconds), f"the test said nothing for {seconds:g} s"
-    return _pipe.recv()
+    return pickle.loads(_pipe.recv_bytes())
 
 
 def main() -> None:
@@ -88,18 +89,19 @@ def _obey(pipe: Connection) -> None:
     served: Any = None
     while True:
         try:
-            what, arguments, more = pipe.recv()
+            message = pipe.recv_bytes()
         except EOFError:
             return
         try:
+            what, arguments, more = pickle.loads(message)
             if not made:
                 served, answer, made = what(*arguments, **more), None, True
             elif isinstance(what, str):
                 answer = getattr(served, what)(*arguments, **more)
             else:
                 answer = what(served, *arguments, **more)
-            pipe.send(answer)
-        except BrokenPipeError:
-            return
+            data = pickle.dumps(answer)
         except Exception:  # noqa: BLE001 - the test fails with it
-            pipe.send(Failure(traceback.format_exc()))
+            data = pickle.dumps(Failure(traceback.format_exc()))
+        with suppress(BrokenPipeError):
+            pipe.send_bytes(data)

@@ -328,7 +328,7 @@ class Worker(Process):
 
     def say(self, value: Any) -> None:
         """Give the process what it waits for (`nursery.listen`)."""
-        self._pipe.send(value)
+        self._pipe.send_bytes(pickle.dumps(value))
 
     @property
     def log(self) -> str:
@@ -344,7 +344,7 @@ class Worker(Process):
             assert self._pipe.poll(seconds), (
                 f"{self.name} did not answer within {seconds:g} s; its log ends with\n{self.log[-4000:]}"
             )
-            answer = self._pipe.recv()
+            answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             raise AssertionError(f"{self.name} ended; its log ends with\n{self.log[-4000:]}") from None
         assert not isinstance(answer, Failure), f"{self.name}: {answer.text}"

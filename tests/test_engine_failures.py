@@ -385,7 +385,7 @@ def test_a_writer_that_hangs_in_its_copy_keeps_its_slot_until_it_is_done_or_gone
     if end == "killed":
         writer.kill()
     else:
-        writer.go_on()
+        writer.cont()
         writer.resume()
         writer.answer()
         assert writer.ask("flush")
@@ -803,7 +803,7 @@ class Chaos:
         deadline = time.monotonic() + seconds
         while True:
             for worker in self.workers:
-                while worker.pipe.poll(0):
+                while worker.answered:
                     self.outcomes = self.outcomes.plus(worker.answer())
             if time.monotonic() >= deadline:
                 return
