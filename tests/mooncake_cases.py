@@ -6,8 +6,8 @@ the fixtures you use: `depot` (shared by the whole session: leave it as it is), 
 
 from __future__ import annotations
 
-import ctypes
 import json
+import mmap
 import os
 import secrets
 import signal
@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from processes import SECONDS, Child, eventually
 
 from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig
-from vcache_backend.offload.store import Span
+from vcache_backend.offload.client import OffloadProcess
+from vcache_backend.offload.process import STORED, StoreDown
 
 BIN = Path(sys.executable).parent
 MIB = 1 << 20
@@ -237,15 +238,58 @@ class Depot:
         return OffloadConfig(**({"policy": "write_through", "min_bandwidth": ByteSize(0), "mooncake": mooncake} | more))
 
 
-class Memory:
-    """Host memory with a Span, as a staging buffer is."""
+class Raw:
+    """The store itself, past everything of ours but its process: objects as bytes. Leaving the context kills the process."""
 
-    def __init__(self, data: bytes | int) -> None:
-        self._buffer = ctypes.create_string_buffer(data, data if isinstance(data, int) else len(data))
-        self.span = Span(ctypes.addressof(self._buffer), len(self._buffer))
+    def __init__(self, config: MooncakeConfig, nbytes: int = 8 * MIB) -> None:
+        """nbytes: the most that one call puts or gets."""
+        self._fd = os.memfd_create("raw")
+        os.ftruncate(self._fd, nbytes)
+        self.memory = mmap.mmap(self._fd, nbytes)
+        self.process = OffloadProcess(config)
+        self.process.share(self._fd)
 
-    def read(self, nbytes: int | None = None) -> bytes:
-        return ctypes.string_at(self.span.address, self.span.nbytes if nbytes is None else nbytes)
+    def __enter__(self) -> Self:
+        try:
+            self.call("open")
+        except StoreDown:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.process.kill()
+        os.close(self._fd)
+
+    def call(self, verb: str, *arguments: Any, seconds: float = SECONDS) -> Any:
+        return self.process.call(verb, *arguments, seconds=seconds)
+
+    def there(self, names: Sequence[str]) -> list[bool]:
+        return list(self.call("exist", names))
+
+    def put(self, names: Sequence[str], objects: Sequence[bytes]) -> list[str]:
+        """STORED, FULL or FAILED for each."""
+        places, at = [], 0
+        for data in objects:
+            self.memory[at : at + len(data)] = data
+            places.append((0, at, len(data)))
+            at += len(data)
+        return list(self.call("put", names, places))
+
+    def get(self, names: Sequence[str], nbytes: int = MIB) -> list[bytes]:
+        """Objects of at most so many bytes; empty where there is none."""
+        self.memory[:] = bytes(len(self.memory))
+        sizes = self.call("get", names, [(0, number * nbytes, nbytes) for number in range(len(names))])
+        return [self.memory[number * nbytes : number * nbytes + size] for number, size in enumerate(sizes)]
+
+    def remove(self, names: Sequence[str]) -> None:
+        self.call("remove", names)
+
+    def change(self, name: str, change: Callable[[bytearray], bytearray]) -> None:
+        """Put other bytes in the place of an object."""
+        (data,) = self.get([name])
+        self.remove([name])
+        assert self.put([name], [bytes(change(bytearray(data)))]) == [STORED]
 
 
 def new_names(count: int) -> list[str]:

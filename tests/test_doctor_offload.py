@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import signal
-import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -149,14 +148,12 @@ def test_a_master_that_is_not_there_fails_the_command_and_says_how_to_start_one(
     (port,) = free_ports(1)
     file = tmp_path / "vcache.yaml"
     file.write_text(f"offload: {{policy: write_through, mooncake: {{master: '127.0.0.1:{port}'}}}}")
-    start = time.monotonic()
     result = CliRunner().invoke(app, ["doctor", "--json", "--config", str(file)])
-    assert time.monotonic() - start < 3 + store_checks.MASTER_SECONDS  # no vain try to connect, of 5 s
     assert result.exit_code == 1
     found = {finding["check"]: finding for finding in json.loads(result.stdout)}
     assert found[LIBRARY]["status"] == "ok"
     assert (found[MASTER]["status"], PROVIDER in found) == ("fail", False)
-    assert f"127.0.0.1:{port}: " in found[MASTER]["detail"]
+    assert "Connection refused" in found[MASTER]["detail"]
     assert "examples/mooncake_tier.sh" in found[MASTER]["advice"]
 
 
@@ -198,39 +195,15 @@ def test_a_library_that_does_not_load_is_told_apart_from_a_store_that_does_not_a
     assert found.keys() & {MASTER, PROVIDER} == set()
 
 
-# ---- the child that asks
-
-
-@pytest.fixture
-def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Finding]:
-    """The last finding if the child, once it has got its settings, does what the text says."""
-    monkeypatch.setattr(store_checks, "_unreachable", lambda master: None)
-    monkeypatch.setattr(store_checks.packages, "find", lambda package: ("mooncake", "0.3.13"))
-    monkeypatch.setattr(store_checks, "PROBE", "broken_probe")
+@needs_mooncake
+def test_a_crash_or_a_hang_of_the_library_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vcache_backend.offload.client.OPEN_SECONDS", 0.5)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    def run(text: str) -> Finding:
-        (tmp_path / "broken_probe.py").write_text(f"import os, sys, time\nsys.stdin.read()\n{text}")
-        return list(store_checks.check(config()))[-1]
-
-    return run
-
-
-@pytest.mark.parametrize(("step", "check"), [("import", LIBRARY), ("open", MASTER), ("put", PROVIDER), ("get", PROVIDER)])
-def test_a_crash_of_the_library_is_a_finding_of_the_step_it_was_in(
-    step: str, check: str, probe: Callable[[str], Finding]
-) -> None:
-    finding = probe(f"print('import\\n{step}', flush=True)\nos.kill(os.getpid(), {signal.SIGSEGV:d})")
-    assert (finding.check, finding.status) == (check, "fail")
-    assert f"ended with status -{signal.SIGSEGV:d}" in finding.detail
-
-
-def test_a_library_that_hangs_costs_a_deadline(probe: Callable[[str], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_checks, "PROBE_SECONDS", 0.5)
-    finding = probe("print('import\\nopen\\nput', flush=True)\ntime.sleep(60)")
-    assert (finding.check, finding.status, finding.detail) == (PROVIDER, "fail", "put of 1 MiB: did not end within 0.5 s")
-
-
-def test_what_the_child_says_last_is_quoted(probe: Callable[[str], Finding]) -> None:
-    finding = probe("print('import')\nsys.exit('it is late')")
-    assert finding.detail == "ended with status 1: it is late"
+    for text, said in (
+        ("os.kill(os.getpid(), 11)", f"ended (-{signal.SIGSEGV:d})"),
+        ("time.sleep(60)", "no answer in 0.5 s; the offload process was killed"),
+    ):
+        (tmp_path / "mooncake.py").write_text(f"import os, time\n{text}")
+        (finding,) = store_checks.check(config())
+        assert (finding.check, finding.status) == (LIBRARY, "fail")
+        assert said in finding.detail

@@ -14,12 +14,10 @@ import pytest
 import vllm_cases
 from engine_cases import CHUNK, FLASH, SNAPPY
 from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
-from mooncake_cases import Depot, Memory, depot, needs_mooncake, own_depot
+from mooncake_cases import Depot, Raw, depot, needs_mooncake, own_depot
 from processes import SECONDS, eventually
 
 from vcache_backend.offload import objects
-from vcache_backend.offload.mooncake import MooncakeStore
-from vcache_backend.offload.store import Put
 
 if TYPE_CHECKING:
     from lmcache_worker import Inside
@@ -48,12 +46,9 @@ def model(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def store(depot: Depot) -> Iterator[MooncakeStore]:
-    """The store itself, past everything of ours."""
-    made = MooncakeStore(depot.config())
-    made.open()
-    yield made
-    made.close(SECONDS)
+def store(depot: Depot) -> Iterator[Raw]:
+    with Raw(depot.config()) as made:
+        yield made
 
 
 def engine(pool: Pool, store: Depot, model: str, way: str = "", offload: dict[str, Any] | None = None, **more: Any) -> Engine:
@@ -127,7 +122,7 @@ def held(inside: Inside) -> int:
 
 def buffers_back(inside: Inside) -> bool:
     """Are all staging buffers for reading where they were?"""
-    ring = inside.worker.session.tier._source.ring
+    ring = inside.worker.session.tier._reader.ring
     return bool(ring.free == ring.count)
 
 
@@ -281,18 +276,18 @@ def forget(inside: Inside, prompt: list[int]) -> int:
 
 
 def test_removing_a_prompt_forgets_it_below_and_clearing_forgets_all(
-    pools: list[Pool], depot: Depot, store: MooncakeStore, model: str
+    pools: list[Pool], depot: Depot, store: Raw, model: str
 ) -> None:
     made = engine(pools[0], depot, model)
     through(made, chunks(2))
     through(made, chunks(2, family=2))
     assert made.do(forget, chunks(2)) == 2
     removed, kept = ([objects.name(name) for name in made.do(names, chunks(2, family))] for family in (1, 2))
-    eventually(lambda: store.contains_prefix(removed) == 0)
+    eventually(lambda: store.there(removed) == [False, False])
     assert made.lookup(chunks(2)) == 0
     others = engine(pools[1], depot, f"{model}, another")
     through(others, chunks(2))
-    assert store.contains_prefix(kept) == 2
+    assert store.there(kept) == [True, True]
     made.do(clear)
     assert made.lookup(chunks(2, family=2)) == 0
     eventually(lambda: others.lookup(chunks(2)) == 2 * CHUNK)
@@ -338,9 +333,7 @@ def looks_below(inside: Inside) -> bool:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_damaged_object_ends_the_hit_before_it(
-    pools: list[Pool], depot: Depot, store: MooncakeStore, model: str, way: str
-) -> None:
+def test_a_damaged_object_ends_the_hit_before_it(pools: list[Pool], depot: Depot, store: Raw, model: str, way: str) -> None:
     writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, way)
     through(writer, chunks(5))
     damage(store, objects.name(reader.do(names, chunks(5))[2]))
@@ -355,15 +348,9 @@ def test_a_damaged_object_ends_the_hit_before_it(
     assert pools[1].settled()
 
 
-def damage(store: MooncakeStore, name: str) -> None:
+def damage(store: Raw, name: str) -> None:
     """Flip a bit of the last byte of an object."""
-    memory = Memory(1 << 20)
-    (size,) = store.get_into([name], [memory.span])
-    data = bytearray(memory.read(size))
-    data[-1] ^= 1
-    store.remove([name])
-    bad = Memory(bytes(data))
-    assert store.put([name], [bad.span]) == [Put.STORED]
+    store.change(name, lambda data: data[:-1] + bytes([data[-1] ^ 1]))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -440,7 +427,7 @@ def test_an_engine_without_a_master_works_as_one_without_a_store(pools: list[Poo
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason=vllm_cases.missing() or "vLLM is here")
 @pytest.mark.timeout(300)
-def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: Depot, store: MooncakeStore) -> None:
+def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: Depot, store: Raw) -> None:
     """Two nodes. `ahead` reads before it promises; `step` in the step that computes, on the runner that recomputes rightly."""
     length = vllm_cases.CHUNK
     extra = {

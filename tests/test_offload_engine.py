@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from engine_cases import (
@@ -27,7 +28,7 @@ from engine_cases import (
     prompt,
     put,
 )
-from mooncake_cases import Depot, Memory, depot, needs_mooncake, own_depot
+from mooncake_cases import Depot, Raw, depot, needs_mooncake, own_depot
 from offload_cases import LENGTH, QUICK, ROOMY, engine, model, nodes, through
 from processes import SECONDS, eventually
 from test_cli import vcache
@@ -35,11 +36,8 @@ from test_cli import vcache
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Leased, Present
-from vcache_backend.offload import fetch, objects
-from vcache_backend.offload.isolated import IsolatedStore
-from vcache_backend.offload.mooncake import MooncakeStore
-from vcache_backend.offload.store import StoreDown
-from vcache_backend.offload.writer import FIRST_PART
+from vcache_backend.offload import objects, read
+from vcache_backend.offload.write import FIRST_PART
 
 __all__ = ["depot", "model", "nodes", "own_depot"]
 pytestmark = needs_mooncake
@@ -54,6 +52,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory, depot: Depot) -> Iterator[tup
         for made in (one, two):
             made.serve()
         yield engine(one, depot, "shared"), engine(two, depot, "shared")
+
+
+@pytest.fixture(scope="module")
+def store(depot: Depot) -> Iterator[Raw]:
+    with Raw(depot.config()) as made:
+        yield made
 
 
 _families = itertools.count(1000)
@@ -125,12 +129,11 @@ def test_what_the_pool_has_is_a_hit_though_nobody_says_what_is_below(
     eventually(lambda: client.stats().leases == 0)
 
 
-def test_a_hole_that_is_nowhere_ends_the_hit(pair: tuple[VCacheEngine, VCacheEngine], depot: Depot) -> None:
+def test_a_hole_that_is_nowhere_ends_the_hit(pair: tuple[VCacheEngine, VCacheEngine], store: Raw) -> None:
     one, two = pair
     cache, tokens = Cache(), fresh(LENGTH)
     through(one, cache, tokens)
-    with raw(depot) as store:
-        store.remove([objects.name(two.keys(tokens)[3])])
+    store.remove([objects.name(two.keys(tokens)[3])])
     assert two.lookup(tokens) == 3 * CHUNK
     assert get(two, cache, tokens) == 3 * CHUNK
 
@@ -172,36 +175,31 @@ def test_what_leaves_a_small_pool_is_below(nodes: list[Node], depot: Depot, mode
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "another chunk's", "of another model", "empty"])
-def test_a_bad_object_is_a_miss_and_removed(pair: tuple[VCacheEngine, VCacheEngine], depot: Depot, damage: str) -> None:
+def test_a_bad_object_is_a_miss_and_removed(
+    pair: tuple[VCacheEngine, VCacheEngine], depot: Depot, store: Raw, damage: str
+) -> None:
     one, two = pair
     cache, tokens = Cache(), fresh(LENGTH)
     before = bad_objects(two)
     through(one, cache, tokens)
-    names = [objects.name(key) for key in two.keys(tokens)]
-    size = objects.HEADER_BYTES + cache.chunk_bytes
-    with raw(depot) as store:
-        there, other = Memory(size), Memory(size)
-        assert store.get_into(names[2:4], [there.span, other.span]) == [size, size]
-        data = bytearray(there.read())
-        if damage == "flipped":
-            data[-1] ^= 1
-        elif damage == "cut":
-            del data[-1]
-        elif damage == "another chunk's":
-            data = bytearray(other.read())
-        elif damage == "of another model":
-            key, fingerprint = two.keys(tokens)[2], bytes(32)
-            objects.seal(as_array(data), key, fingerprint, 0, cache.chunk_bytes, cache.chunk_bytes)
-        else:
-            data = bytearray(8)
-        store.remove(names[2:3])
-        bad = Memory(bytes(data))
-        store.put(names[2:3], [bad.span])
-        assert store.contains_prefix(names) == 5
-        assert two.lookup(tokens) == LENGTH
-        assert get(two, cache, tokens) == 2 * CHUNK
-        assert bad_objects(two) == before + 1
-        eventually(lambda: store.contains_prefix(names) == 2)
+    keys = two.keys(tokens)
+    names = [objects.name(key) for key in keys]
+    (other,) = store.get(names[3:4])
+    foreign = np.frombuffer(bytearray(other), np.uint8)
+    objects.Format(bytes(32), 1, cache.chunk_bytes, cache.chunk_bytes).seal(foreign, keys[2], 0)
+    damaged: dict[str, Callable[[bytearray], bytearray]] = {
+        "flipped": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        "cut": lambda data: data[:-1],
+        "another chunk's": lambda data: bytearray(other),
+        "of another model": lambda data: bytearray(foreign.tobytes()),
+        "empty": lambda data: bytearray(8),
+    }
+    store.change(names[2], damaged[damage])
+    assert store.there(names) == [True] * 5
+    assert two.lookup(tokens) == LENGTH
+    assert get(two, cache, tokens) == 2 * CHUNK
+    assert bad_objects(two) == before + 1
+    eventually(lambda: store.there(names) == [True, True, False, True, True])
 
 
 # ---- failures
@@ -322,7 +320,8 @@ def test_chunks_wait_for_a_metadata_server_that_answers_late(
 ) -> None:
     one, two = pair
     assert one._session.tier is not None
-    client, late, cache, tokens = one._session.tier._client, [ServerTimeout("planted")], Cache(), fresh(LENGTH)
+    assert one._session.tier._writer is not None
+    client, late, cache, tokens = one._session.tier._writer._client, [ServerTimeout("planted")], Cache(), fresh(LENGTH)
     assert client is not None
     acquire = client.acquire
 
@@ -380,14 +379,13 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Nod
     keys = one.keys(tokens)
     tier = one._session.tier
     assert tier is not None
-    assert isinstance(tier.access.store, IsolatedStore)
-    assert tier.access.store.pid
-    os.kill(tier.access.store.pid, signal.SIGSTOP)
+    process = one.get_stats()["offload"]["store"]["process"]
+    os.kill(process, signal.SIGSTOP)
     put(one, cache, tokens)
     eventually(lambda: tier._writer is not None and tier._writer._writing)
     with nodes[0].client() as client:
         assert client.clear(keys[0][:NAMESPACE_BYTES], reset=True) == 5
-    os.kill(tier.access.store.pid, signal.SIGCONT)
+    os.kill(process, signal.SIGCONT)
     assert one.flush(SECONDS, through=True)
     assert get(other, cache, tokens) == LENGTH
 
@@ -411,49 +409,22 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Nod
     assert get(two, cache, tokens) == LENGTH
 
 
-def test_a_removal_that_hangs_or_fails_is_nothing_to_look_ups(
-    pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = pair
-    tier, cache, tokens, gone = two._session.tier, Cache(), fresh(LENGTH), fresh(LENGTH)
-    assert tier is not None
-    hung, go_on = threading.Event(), threading.Event()
-    for made in (tokens, gone):
-        through(one, cache, made)
-
-    def slow(names: Any) -> None:
-        hung.set()
-        go_on.wait(SECONDS)
-        raise StoreDown("no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tier.access.store, "remove", slow)
-        for key in two.keys(gone):
-            tier.forget([key])
-        assert hung.wait(SECONDS)
-        assert two.lookup(tokens) == LENGTH
-        go_on.set()
-        eventually(lambda: two.get_stats()["failures"].get("offload_remove") == 5)
-    assert tier.access.breaker.opened == 0
-    assert get(two, cache, tokens) == LENGTH
-
-
 def test_writing_begins_with_few_chunks_and_goes_on_with_more(
     pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, _ = pair
     assert one._session.tier is not None
-    writer, store = one._session.tier._writer, one._session.tier.access.store
+    writer, store = one._session.tier._writer, one._session.tier._store
     assert writer is not None
     sizes, go_on, write = list[int](), threading.Event(), store.put
 
-    def slow(names: Any, sources: Any) -> Any:
+    def slow(names: Any, places: Any) -> Any:
         sizes.append(len(names))
         go_on.wait(SECONDS)
-        return write(names, sources)
+        return write(names, places)
 
     monkeypatch.setattr(store, "put", slow)
-    cache, most = Cache(), writer._sink.batch
+    cache, most = Cache(), writer._batch
     assert most == 16
     for _ in range(7):
         put(one, cache, fresh(LENGTH))
@@ -473,25 +444,25 @@ def test_an_object_is_checked_while_the_next_call_is_made(
     one, two = pair
     tier = two._session.tier
     assert tier is not None
-    assert tier._source is not None
+    assert tier._reader is not None
     cache, tokens = Cache(), fresh(LENGTH)
     through(one, cache, tokens)
-    monkeypatch.setattr(tier._source.workers, "_count", 1)
-    monkeypatch.setattr(fetch, "BATCH_MOST", 2)
-    calls, last, read, look = list[int](), threading.Event(), tier.access.store.get_into, fetch.opened
+    monkeypatch.setattr(tier._reader.calls, "_count", 1)
+    monkeypatch.setattr(tier._reader, "batch", 2)
+    calls, last, got, look = list[int](), threading.Event(), tier._store.get, read.Fetch._is_right
 
-    def counted(names: Any, targets: Any) -> Any:
+    def counted(names: Any, places: Any) -> Any:
         calls.append(len(names))
         if sum(calls) == 5:
             last.set()
-        return read(names, targets)
+        return got(names, places)
 
-    def late(*arguments: Any) -> Any:
+    def late(*arguments: Any) -> bool:
         assert last.wait(SECONDS)
         return look(*arguments)
 
-    monkeypatch.setattr(tier.access.store, "get_into", counted)
-    monkeypatch.setattr(fetch, "opened", late)
+    monkeypatch.setattr(tier._store, "get", counted)
+    monkeypatch.setattr(read.Fetch, "_is_right", late)
     assert get(two, cache, tokens) == LENGTH
     assert calls == [1, 2, 1, 1]
 
@@ -515,26 +486,6 @@ def test_slow_links_are_not_used(nodes: list[Node], depot: Depot, model: str) ->
 def bad_objects(made: VCacheEngine) -> int:
     failures = made.get_stats()["failures"]
     return sum(count for cause, count in failures.items() if cause.startswith("offload_bad"))
-
-
-class raw:
-    """The store itself, past everything of ours."""
-
-    def __init__(self, store: Depot) -> None:
-        self._store = MooncakeStore(store.config())
-
-    def __enter__(self) -> MooncakeStore:
-        self._store.open()
-        return self._store
-
-    def __exit__(self, *_: object) -> None:
-        self._store.close(SECONDS)
-
-
-def as_array(data: bytearray) -> Any:
-    import numpy as np
-
-    return np.frombuffer(data, np.uint8)
 
 
 def nodes_chunks(made: VCacheEngine) -> int:

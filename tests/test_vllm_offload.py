@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_cases import MIB, Depot, Memory, free_ports, needs_mooncake, own_depot
+from mooncake_cases import MIB, Depot, Raw, free_ports, needs_mooncake, own_depot
 from processes import PATIENT, eventually
 from vllm_cases import (
     BLOCK,
@@ -39,9 +39,7 @@ from vllm_cases import (
 from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location
-from vcache_backend.offload.mooncake import MooncakeStore
 from vcache_backend.offload.objects import HEADER_BYTES, NAME_PREFIX
-from vcache_backend.offload.store import Put
 
 __all__ = ["own_depot"]
 pytestmark = [
@@ -159,28 +157,10 @@ def loaded(instance: Instance, tier: str) -> int:
     return instance.counter("vllm:vcache_loaded_tokens", tier=tier)
 
 
-@contextmanager
-def raw(two: Two) -> Iterator[MooncakeStore]:
-    """A client of the store's own, past all of ours."""
-    store = MooncakeStore(two.depot.config())
-    store.open()
-    try:
-        yield store
-    finally:
-        store.close(5.0)
-
-
 def damage(two: Two, name: str) -> None:
     """Change the sign of every number in an object's second half."""
-    with raw(two) as store:
-        memory = Memory(CHUNK_BYTES + 4096)
-        (nbytes,) = store.get_into([name], [memory.span])
-        data = bytearray(memory.read(nbytes))
-        half = len(data) // 2
-        data[half:] = bytes(byte ^ 0x80 for byte in data[half:])
-        store.remove([name])
-        damaged = Memory(bytes(data))
-        assert store.put([name], [damaged.span]) == [Put.STORED]
+    with Raw(two.depot.config()) as store:
+        store.change(name, lambda data: data[: len(data) // 2] + bytes(byte ^ 0x80 for byte in data[len(data) // 2 :]))
 
 
 # ---- hits
@@ -319,16 +299,15 @@ def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(two: Two, a: Inst
     key = ChunkKey(bytes.fromhex(namespace + rest.partition("/")[2]))
 
     def move() -> None:
-        with raw(two) as store, Client(two.second.socket, PATIENT, reconnect=False) as client:
-            memory = Memory(HEADER_BYTES + CHUNK_BYTES)
-            assert store.get_into([name], [memory.span]) == [HEADER_BYTES + CHUNK_BYTES]
+        with Raw(two.depot.config()) as store, Client(two.second.socket, PATIENT, reconnect=False) as client:
+            (data,) = store.get([name])
             store.remove([name])
             reserved = client.reserve([key], CHUNK_BYTES)
             (place,) = reserved.slots
             assert isinstance(place, Location)
             with open(two.second.segments()[0], "r+b") as segment:
                 segment.seek(place.offset)
-                segment.write(memory.read()[HEADER_BYTES:])
+                segment.write(data[HEADER_BYTES:])
             assert client.commit(reserved.reservation) == 1
 
     before = loaded(b, "store"), loaded(b, "host"), b.counter("vllm:vcache_recomputed_tokens")

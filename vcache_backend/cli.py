@@ -190,9 +190,11 @@ def clear(
         count = client.clear(prefix, reset=offloaded)
     typer.echo(f"{count:,} chunks forgotten")
     if offloaded:
-        from vcache_backend.offload import isolated
+        from vcache_backend.offload import objects
+        from vcache_backend.offload.client import remove_under
 
-        typer.echo(f"{isolated.clear(offload, prefix):,} objects removed from the offload tier")
+        removed = remove_under(offload.mooncake, objects.start(prefix))
+        typer.echo(f"{removed:,} objects removed from the offload tier")
     elif offload.policy != "off":
         typer.echo("what the offload tier has of them is found again; --offload removes that, too")
 

@@ -147,7 +147,7 @@ class Worker:
         self._leases: list[Lease] = []
         self._refused = 0
         if settings.trusting:
-            objects.check = lambda buffer, got, *rest: got - objects.HEADER_BYTES
+            objects.Format.check = lambda *_: None  # type: ignore[method-assign]
         self._watch(settings.trusting)
 
     def _watch(self, trusting: bool) -> None:

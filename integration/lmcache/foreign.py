@@ -19,7 +19,7 @@ from vcache_backend.vram_pool.slots import SlotView
 from .memory import DeferredObj, FetchedObj, Form, HostMemory, LeasedObj, SharedLease
 
 if TYPE_CHECKING:
-    from vcache_backend.offload.fetch import Fetch
+    from vcache_backend.offload.read import Fetch
 
 AT_ONCE = 8
 """Chunks of another tier that are staged on the device for one launch: 256 MiB for an 8B model."""
@@ -50,10 +50,11 @@ class Foreign:
                 fetch.wait(_WAIT_SECONDS)
                 continue
             try:
-                there = memory.take(staged[0].chunk.numel())
+                there = memory.take(form.nbytes)
                 if there is None:
                     break
-                obj = FetchedObj(form, staged[0].key, staged[0].epoch, there.copy_(staged[0].chunk), memory.give)
+                staged[0].write_to(there)
+                obj = FetchedObj(form, staged[0].key, staged[0].epoch, there, memory.give)
             finally:
                 fetch.give_back(staged)
             taken.append(obj)

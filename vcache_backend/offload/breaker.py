@@ -28,10 +28,10 @@ class Breaker:
             if not self.is_open:
                 self._in_a_row = 0
 
-    def failed(self, count: int = 1) -> bool:
-        """A call failed, or was late; `count`: for how many it stands. Did the breaker open?"""
+    def failed(self) -> bool:
+        """A call failed, or was late. Whether the breaker opened."""
         with self._lock:
-            self._in_a_row += count
+            self._in_a_row += 1
             if self.is_open or self._in_a_row < self._failures:
                 return False
             self.is_open = True
@@ -41,7 +41,7 @@ class Breaker:
             return True
 
     def trial_due(self) -> bool:
-        """Is the breaker open, and may the store be tried?"""
+        """Whether the breaker is open and the store may be tried."""
         with self._lock:
             return self.is_open and self._now() >= self._due
 

@@ -1,4 +1,4 @@
-"""Which chunks are below: asked in one batch, not asked again for a while where they are not, and not at all where it does not pay."""
+"""Which chunks are there: asked in one batch, not asked again for a while where they are not, and not at all where it does not pay."""
 
 from __future__ import annotations
 
@@ -9,51 +9,51 @@ from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.offload import objects
-from vcache_backend.offload.access import Access
-from vcache_backend.offload.fetch import Bandwidth
-from vcache_backend.offload.recent import Recent
+from vcache_backend.offload.recent import MOST_REMEMBERED, Recent
+from vcache_backend.offload.store import Store
 from vcache_backend.transfer.keys import of_all_ranks
 
-MOST_REMEMBERED = 1 << 16
 KNOWN_SECONDS = 60.0
+MEASURED_BYTES = 1 << 20
+"""A load of fewer says nothing about the bandwidth."""
 
 
 class Index:
-    """Look-ups in the store. Any thread. None waits longer than `lookup_seconds`, and none where the store is not usable.
+    """What is known about the tier's chunks, and look-ups of what is not. Any thread.
 
-    bandwidth: what loads bring, to be compared with `min_bandwidth`; whoever loads in another process may set its value.
+    known: chunks that were written or read lately, not to be written again. bandwidth: bytes of KV a second that came lately, over all
+    loads; None before the first. epoch: of the namespace, as the server last said.
     """
 
-    def __init__(self, config: OffloadConfig, access: Access, on_gpu: bool) -> None:
+    def __init__(self, config: OffloadConfig, store: Store, on_gpu: bool) -> None:
         """on_gpu: where the KV caches are."""
-        self._config, self._access, self._least = config, access, config.least_bandwidth(on_gpu)
-        self._absent = Recent(config.negative_seconds, MOST_REMEMBERED, time.monotonic)
-        self.below = Recent(KNOWN_SECONDS, MOST_REMEMBERED, time.monotonic)
-        """Chunks that were written or read lately: not to be written again."""
-        self.bandwidth = Bandwidth()
+        self._config, self._store, self._least = config, store, config.least_bandwidth(on_gpu)
+        self._absent = Recent[ChunkKey](config.negative_seconds, MOST_REMEMBERED, time.monotonic)
+        self.known = Recent[ChunkKey](KNOWN_SECONDS, MOST_REMEMBERED, time.monotonic)
+        self.bandwidth: float | None = None
         self.epoch = 0
-        """Of the namespace, as the server last said."""
         self._next_try = 0.0
 
-    @property
-    def usable(self) -> bool:
-        return self._access.usable
-
-    def hear(self, epoch: int) -> None:
+    def note_epoch(self, epoch: int) -> None:
         """The namespace is in this epoch. What was found out in another is forgotten."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._absent.clear()
-            self.below.clear()
+            self.known.clear()
 
-    def known_absent(self, key: ChunkKey) -> bool:
-        """Was it found to be absent a short while ago?"""
-        return key in self._absent
+    def may_have(self, key: ChunkKey) -> bool:
+        """Whether it is worth asking: the store is usable, and this was not found to be absent a short while ago."""
+        return self._store.usable and key not in self._absent
+
+    def measured(self, nbytes: int, seconds: float) -> None:
+        """A load of so many bytes took so long."""
+        if nbytes >= MEASURED_BYTES and seconds > 0:
+            rate = nbytes / seconds
+            self.bandwidth = rate if self.bandwidth is None else 0.5 * self.bandwidth + 0.5 * rate
 
     def too_slow(self) -> bool:
-        """Is computing taken to be faster than the store? Not so for one look-up every `retry_max_seconds`, to find out."""
-        least, value = self._least, self.bandwidth.value
-        if not least or value is None or value >= least:
+        """Whether computing is taken to be faster than the store. Not so for one look-up every `retry_max_seconds`, to find out."""
+        if not self._least or self.bandwidth is None or self.bandwidth >= self._least:
             return False
         now = time.monotonic()
         if now < self._next_try:
@@ -61,38 +61,35 @@ class Index:
         self._next_try = now + self._config.retry_max_seconds
         return False
 
-    def contains_prefix(self, keys: Sequence[ChunkKey], epoch: int) -> int:
-        """How many leading chunks are below, as far as can be told in time. epoch: the server's answer to who asked it just now."""
-        self.hear(epoch)
+    def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:
+        """How many leading chunks are there, as far as can be told in time. epoch: the server's answer to who asked it just now."""
+        self.note_epoch(epoch)
         asked = self._absent.first(keys)
-        if not asked or not self.usable:
-            return 0
-        found = self._access.ask([objects.name(key, epoch) for key in keys[:asked]])
+        found = self._store.lookup([objects.name(key, epoch) for key in keys[:asked]])
         if found is not None and found < asked:
             self.absent(keys[found : found + 1])
             # Of those behind it nobody said anything.
-            self.below.discard(keys[found:asked])
+            self.known.discard(keys[found:asked])
         return found or 0
 
-    def continued(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
-        """How many leading chunks can be loaded, given that the pool has the first `found` and not the next one, by all `ranks` ranks
-        (keys of rank 0). Those after it may lie here or there. Raises VCacheError if the pool does not answer."""
+    def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
+        """See `OffloadTier.extend`."""
         rest = keys[found:]
-        if not rest or not self.usable or rest[0] in self._absent or self.too_slow():
+        if not rest or not self.may_have(rest[0]) or self.too_slow():
             return found
         shards = of_all_ranks(rest, ranks)
         pooled = client.present(shards)
         missing = [index for index, there in enumerate(pooled.present) if not there]
-        below = self.contains_prefix([shards[index] for index in missing], pooled.epoch)
+        below = self.lookup([shards[index] for index in missing], pooled.epoch)
         whole = missing[below] if below < len(missing) else len(shards)
         return found + whole // ranks
 
     def absent(self, keys: Sequence[ChunkKey]) -> None:
-        """These are not below."""
+        """These are not there."""
         self._absent.add(keys)
-        self.below.discard(keys)
+        self.known.discard(keys)
 
     def written(self, keys: Sequence[ChunkKey]) -> None:
         """These are, from now on."""
         self._absent.discard(keys)
-        self.below.add(keys)
+        self.known.add(keys)

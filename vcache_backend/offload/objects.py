@@ -8,6 +8,7 @@ match to the bit is not an object. xxh3 finds damage, it does not keep out who f
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, Literal, NoReturn
 
@@ -54,13 +55,6 @@ def start(namespace: bytes) -> str:
     return NAME_PREFIX + namespace.hex()
 
 
-def in_epoch(fingerprint: bytes, epoch: int) -> bytes:
-    """The fingerprint in the headers of a namespace's objects of one epoch."""
-    if not epoch:
-        return fingerprint
-    return blake2b(epoch.to_bytes(8, "big"), key=fingerprint, digest_size=FINGERPRINT_BYTES, person=b"vcache-epoch-1").digest()
-
-
 def digest(data: Buffer | bytes) -> int:
     """xxh3-64, without the GIL while it runs: 41 GB/s here for 32 MiB in the cache. ConfigError where xxhash is not installed."""
     try:
@@ -81,60 +75,60 @@ def copy_and_hash(target: Buffer, source: Buffer) -> int:
     return digest(target)
 
 
-def seal(
-    buffer: Buffer,
-    key: ChunkKey,
-    fingerprint: bytes,
-    codec_id: int,
-    raw_bytes: int,
-    payload_bytes: int,
-    payload_digest: int | None = None,
-) -> int:
-    """Write the header before the payload, which lies at buffer[HEADER_BYTES:] already. The bytes of the whole object.
+@dataclass(frozen=True)
+class Format:
+    """What the objects of one namespace are. payload_bytes: of a chunk of `chunk_bytes` bytes, as the codec of that id writes it."""
 
-    payload_digest: of the payload, where it is known; else it is read once more. ValueError if the payload cannot fit in `buffer`.
-    """
-    total = HEADER_BYTES + payload_bytes
-    if not 0 <= payload_bytes <= buffer.nbytes - HEADER_BYTES or len(key) != KEY_BYTES or len(fingerprint) != FINGERPRINT_BYTES:
-        raise ValueError(
-            f"no object of {payload_bytes:,} B, key of {len(key)} B and fingerprint of {len(fingerprint)} B in {buffer.nbytes:,} B"
-        )
-    if payload_digest is None:
-        payload_digest = digest(buffer[HEADER_BYTES:total])
-    fields = _FIELDS.pack(MAGIC, VERSION, codec_id, raw_bytes, payload_bytes, payload_digest, key, fingerprint)
-    buffer[:HEADER_BYTES] = np.frombuffer(fields + _DIGEST.pack(digest(fields)), np.uint8)
-    return total
+    fingerprint: bytes
+    codec_id: int
+    chunk_bytes: int
+    payload_bytes: int
+
+    @property
+    def object_bytes(self) -> int:
+        return HEADER_BYTES + self.payload_bytes
+
+    def seal(self, buffer: Buffer, key: ChunkKey, epoch: int, payload_digest: int | None = None) -> None:
+        """Write the header before the payload, which lies at buffer[HEADER_BYTES:] already. payload_digest: of it, where it is known; else
+        it is read once more."""
+        if payload_digest is None:
+            payload_digest = digest(buffer[HEADER_BYTES : self.object_bytes])
+        sizes = self.chunk_bytes, self.payload_bytes
+        fields = _FIELDS.pack(MAGIC, VERSION, self.codec_id, *sizes, payload_digest, key, self._in_epoch(epoch))
+        buffer[:HEADER_BYTES] = np.frombuffer(fields + _DIGEST.pack(digest(fields)), np.uint8)
+
+    def check(self, buffer: Buffer, got_bytes: int, key: ChunkKey, epoch: int) -> None:
+        """BadObject unless the first `got_bytes` are this very object, whole. Reads the payload once; never beyond `got_bytes`."""
+        if not HEADER_BYTES <= got_bytes <= buffer.nbytes:
+            _bad("length", key, f"{got_bytes:,} B, of a buffer of {buffer.nbytes:,}; a header alone is {HEADER_BYTES}")
+        header = buffer[:HEADER_BYTES].tobytes()
+        magic, version, codec, raw, payload, stored, of_key, of_namespace = _FIELDS.unpack_from(header)
+        fingerprint = self._in_epoch(epoch)
+        if magic != MAGIC:
+            _bad("magic", key, f"begins with {magic!r}, not {MAGIC!r}")
+        if version != VERSION:
+            _bad("version", key, f"format {version}, this is {VERSION}")
+        if _DIGEST.unpack_from(header, _FIELDS.size)[0] != digest(header[: _FIELDS.size]):
+            _bad("header", key, "the header's checksum does not match")
+        if of_key != key:
+            _bad("key", key, f"holds {of_key.hex()}")
+        if of_namespace != fingerprint:
+            _bad("fingerprint", key, f"of namespace {of_namespace[:8].hex()}, this is {fingerprint[:8].hex()}")
+        if codec != self.codec_id:
+            _bad("codec", key, f"written by codec {codec}, this is {self.codec_id}")
+        if (raw, payload, got_bytes) != (self.chunk_bytes, self.payload_bytes, self.object_bytes):
+            sizes = f"a chunk has {self.chunk_bytes:,}, and its payload {self.payload_bytes:,}"
+            _bad("length", key, f"{payload:,} B for {raw:,} decoded, in an object of {got_bytes:,}; {sizes}")
+        if digest(buffer[HEADER_BYTES:got_bytes]) != stored:
+            _bad("checksum", key, f"the checksum of its {payload:,} B does not match")
+
+    def _in_epoch(self, epoch: int) -> bytes:
+        """The fingerprint in the headers of one epoch."""
+        if not epoch:
+            return self.fingerprint
+        number = epoch.to_bytes(8, "big")
+        return blake2b(number, key=self.fingerprint, digest_size=FINGERPRINT_BYTES, person=b"vcache-epoch-1").digest()
 
 
-def check(buffer: Buffer, got_bytes: int, key: ChunkKey, fingerprint: bytes, codec_id: int, raw_bytes: int) -> int:
-    """The bytes of the payload, at buffer[HEADER_BYTES:], if the first `got_bytes` are this very object, whole; else BadObject.
-
-    raw_bytes: what the payload must decode to. Reads the payload once; never beyond `got_bytes`.
-    """
-    if not HEADER_BYTES <= got_bytes <= buffer.nbytes:
-        _bad("length", key, f"{got_bytes:,} B, of a buffer of {buffer.nbytes:,}; a header alone is {HEADER_BYTES}")
-    header = buffer[:HEADER_BYTES].tobytes()
-    magic, version, codec, raw, payload, stored, of_key, of_namespace = _FIELDS.unpack_from(header)
-    if magic != MAGIC:
-        _bad("magic", key, f"begins with {magic!r}, not {MAGIC!r}")
-    if version != VERSION:
-        _bad("version", key, f"format {version}, this is {VERSION}")
-    if _DIGEST.unpack_from(header, _FIELDS.size)[0] != digest(header[: _FIELDS.size]):
-        _bad("header", key, "the header's checksum does not match")
-    if of_key != key:
-        _bad("key", key, f"holds {of_key.hex()}")
-    if of_namespace != fingerprint:
-        _bad("fingerprint", key, f"of namespace {of_namespace[:8].hex()}, this is {fingerprint[:8].hex()}")
-    if codec != codec_id:
-        _bad("codec", key, f"written by codec {codec}, this is {codec_id}")
-    if raw != raw_bytes or payload != got_bytes - HEADER_BYTES:
-        there = got_bytes - HEADER_BYTES
-        _bad("length", key, f"{payload:,} B for {raw:,} decoded; there are {there:,}, and a chunk has {raw_bytes:,}")
-    found = digest(buffer[HEADER_BYTES:got_bytes])
-    if found != stored:
-        _bad("checksum", key, f"{payload:,} B have checksum {found:016x}, not {stored:016x}")
-    return int(payload)
-
-
-def _bad(reason: Reason, key: ChunkKey, what: str) -> NoReturn:
-    raise BadObject(reason, f"object of chunk {key.hex()}: {what}")
+def _bad(reason: Reason, key: ChunkKey, text: str) -> NoReturn:
+    raise BadObject(reason, f"object of {key.hex()}: {text}")

@@ -13,12 +13,12 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from vcache_backend.offload.store import Span
+from vcache_backend.offload.process import Place
 
 ALIGNMENT = 4096
 
@@ -29,35 +29,29 @@ class Buffer(NamedTuple):
     number: int
     memory: torch.Tensor
 
-    def span(self, nbytes: int) -> Span:
-        """Its first bytes."""
-        return Span(self.memory.data_ptr(), nbytes)
-
 
 class Ring:
-    """`count` buffers of at least `nbytes` bytes each, made of one allocation. Any thread."""
+    """`count` buffers of `nbytes` bytes each, made of one allocation that the offload process shares. Any thread."""
 
-    def __init__(self, nbytes: int, count: int, pinned: bool) -> None:
-        """pinned: page-locked, for copies from and to a GPU. Raises RuntimeError, OSError where there is not so much memory.
-
-        fd: of the memory, for another process to map; this object's, and open until `close`.
-        """
+    def __init__(self, nbytes: int, count: int, pinned: bool, share: Callable[[int], int] = lambda fd: 0) -> None:
+        """pinned: page-locked, for copies from and to a GPU. share: is given the memory's fd, which stays open until `close`, and says
+        how places name it. Raises RuntimeError, OSError where there is not so much memory."""
         self.nbytes, self.count, self._pinned = nbytes, count, pinned
-        stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._stride = stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.fd = os.memfd_create("vcache-staging", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, stride * count)
-            whole = torch.frombuffer(mmap.mmap(self.fd, stride * count), dtype=torch.uint8)
+            self._whole = torch.frombuffer(mmap.mmap(self.fd, stride * count), dtype=torch.uint8)
             # Pages are taken now, not in the middle of somebody's request.
-            whole.zero_()
-            self.span = Span(whole.data_ptr(), stride * count)
+            self._whole.zero_()
             if pinned:
-                _cuda("cudaHostRegister", self.span.address, self.span.nbytes, 0)
+                _cuda("cudaHostRegister", self._whole.data_ptr(), stride * count, 0)
         except BaseException:
             os.close(self.fd)
             raise
-        self._free = [Buffer(i, whole[i * stride : i * stride + nbytes]) for i in range(count)]
+        self._free = [Buffer(i, self._whole[i * stride : i * stride + nbytes]) for i in range(count)]
         self._returned = threading.Condition()
+        self._number = share(self.fd)
 
     def close(self) -> None:
         """Give back the fd, and the pages' lock; copies must be complete. The memory goes with the last tensor over it. Idempotent."""
@@ -65,11 +59,15 @@ class Ring:
         if fd >= 0:
             os.close(fd)
             if self._pinned:
-                _cuda("cudaHostUnregister", self.span.address)
+                _cuda("cudaHostUnregister", self._whole.data_ptr())
 
     @property
     def free(self) -> int:
         return len(self._free)
+
+    def places(self, buffers: Sequence[Buffer]) -> list[Place]:
+        """Where they are in the memory that is shared."""
+        return [(self._number, buffer.number * self._stride, self.nbytes) for buffer in buffers]
 
     def take(self, count: int, seconds: float) -> list[Buffer]:
         """`count` buffers, all at once; none if there are not so many within so many seconds."""

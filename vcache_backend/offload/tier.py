@@ -1,9 +1,8 @@
-"""The tier as a worker has it: look-ups, reads and background writes of one rank's chunks, in one place."""
+"""The offload tier as a process has it: look-ups, and, once it is bound to KV caches, reads and background writes of their chunks."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,14 +11,12 @@ from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location
 from vcache_backend.offload import codecs, objects
-from vcache_backend.offload.access import Access
-from vcache_backend.offload.fetch import Fetch, Source, buffer_bytes
 from vcache_backend.offload.index import Index
-from vcache_backend.offload.isolated import IsolatedStore
-from vcache_backend.offload.jobs import Workers
+from vcache_backend.offload.objects import Format
+from vcache_backend.offload.read import Bound, Fetch, Reader
 from vcache_backend.offload.staging import Ring
-from vcache_backend.offload.store import ObjectStore
-from vcache_backend.offload.writer import DROPPED, Sink, Writer
+from vcache_backend.offload.store import Store
+from vcache_backend.offload.write import DROPPED, Writer
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.devices import Device
@@ -29,157 +26,119 @@ log = logging.getLogger(__name__)
 
 MOST_BUFFERS = 256
 """Of one direction; more would not be faster."""
-CHECKERS = 4
-"""Threads at most that hash and decode what came, beside the calls; one for each four cores. One hashes 10 GB/s on an H200's host, where
-4 GB/s came over loopback; codecs are slower. On two cores, which the transfer fills, a second one made reading slower (0.72 of the
-library's speed instead of 0.80, medians of six runs)."""
-_BACKLOG = 1 << 14
 CLOSE_SECONDS = 3.0
+Views = Callable[[Sequence[Location]], list[SlotView]]
 
 
 class OffloadTier:
     """What one process reads from and writes to the offload tier; nobody outside looks behind it.
 
     Look-ups in any thread; `bind` and `fetch` in the worker's thread; `offer` in any. Nothing waits for the store but threads of the
-    tier's own and whoever waits for a `Fetch`, and nothing raises for what the store does.
+    tier's own, whoever waits for a `Fetch`, and look-ups, for `lookup_seconds`. Nothing raises for what the store does.
     """
 
     def __init__(self, config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> None:
         """Looks up only, until `bind`. on_gpu: where the KV caches are. Starts to reach the store, in the background."""
         self._settings, self._stats = config, stats
-        self.access = Access(config, make_store(config), stats)
-        self.index = Index(config, self.access, on_gpu)
+        self._store = Store(config, stats)
+        self._index = Index(config, self._store, on_gpu)
         # What came back may be another master, which knows no object.
-        self.access.on_back = self.doubt
-        self._source: Source | None = None
+        self._store.on_back = self._index.known.clear
+        self._bound: Bound | None = None
+        self._reader: Reader | None = None
         self._writer: Writer | None = None
-        self._client: Client | None = None
-        self._readers = Workers("vcache-offload-read", config.readers, _BACKLOG)
-        self._checkers = Workers("vcache-offload-check", max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4)), _BACKLOG)
         self._rings: list[Ring] = []
-        self._bound = 0
         self.promotes = config.promote
 
-    def bind(
-        self,
-        config: Config,
-        layout: Layout,
-        device: Device,
-        chunk_bytes: int,
-        views: Callable[[Sequence[Location]], list[SlotView]],
-    ) -> None:
+    def bind(self, config: Config, layout: Layout, device: Device, chunk_bytes: int, views: Views) -> None:
         """The chunks of this process's KV caches are known: make the buffers, once. In the worker's thread. views: addresses of slots.
 
         Raises ConfigError where there is no memory for them, CodecError where the codec is not for such KV.
         """
-        if self._bound == chunk_bytes:
+        if self._bound is not None:
+            there = self._bound.format.chunk_bytes
+            if there != chunk_bytes:
+                raise ConfigError(f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks of {there:,} B")
             return
-        if self._bound:
-            raise ConfigError(f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks of {self._bound:,} B")
-        codec = codecs.make(self._settings.codec, codecs.Geometry(layout.dtype, layout.head_dim))
-        size = buffer_bytes(codec, chunk_bytes)
-        count = min(self._settings.staging_bytes // size, 2 * MOST_BUFFERS)
+        settings, codec = self._settings, codecs.make(self._settings.codec, layout.dtype, layout.head_dim)
+        payload = chunk_bytes if codec is None else codec.payload_bytes(chunk_bytes)
+        form = Format(layout.namespace().fingerprint, codec.id if codec else codecs.RAW_ID, chunk_bytes, payload)
+        size = form.object_bytes
+        count = min(settings.staging_bytes // size, 2 * MOST_BUFFERS)
         if count < 4:
             need = f"offload.staging_bytes must be at least {4 * size:,}, four chunks of {size:,} B each"
-            raise ConfigError(f"{need}; it is {int(self._settings.staging_bytes):,}")
+            raise ConfigError(f"{need}; it is {int(settings.staging_bytes):,}")
         pinned = device.ordinal is not None
         try:
-            writing, reading = Ring(size, count // 2, pinned), Ring(size, count - count // 2, pinned)
+            for buffers in (count // 2, count - count // 2):
+                self._rings.append(Ring(size, buffers, pinned, self._store.share))
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"no {count * size:,} B of host memory for offload.staging_bytes: {error}") from error
-        self._rings = [writing, reading]
-        for ring in self._rings:
-            self.access.store.register(ring.span, ring.fd)
-        fingerprint, settings = layout.namespace().fingerprint, self._settings
-        self._source = Source(
-            self.access,
-            self._readers,
-            self._checkers,
-            reading,
-            codec,
-            fingerprint,
-            chunk_bytes,
-            settings.get_seconds,
-            self._stats,
-            self.index.absent,
-            self.index.bandwidth,
-        )
-        # A connection of its own: what happens here must not make a request wait.
-        self._client = Client(config.server.path, config.client, device.name, device.medium)
-        sink = Sink(
-            self.access,
-            writing,
-            codec,
-            fingerprint,
-            chunk_bytes,
-            self._client,
-            views,
-            device.ordinal,
-            self._stats,
-            self.index,
-        )
-        self._writer = Writer(sink, settings.writers, settings.queue_chunks)
-        self._bound = chunk_bytes
+        writing, reading = self._rings
+        self._bound = Bound(self._store, self._index, self._stats, form, codec)
+        self._reader = Reader(self._bound, reading, settings)
+        client = Client(config.server.path, config.client, device.name, device.medium)
+        self._writer = Writer(self._bound, writing, settings, client, views, device.ordinal)
         log.info("offload tier: %s; %d buffers of %s B, %s", settings, count, f"{size:,}", "pinned" if pinned else "host")
-
-    def doubt(self) -> None:
-        """What was written may not be there any more. Any thread."""
-        self.index.below.clear()
 
     # ---- look-ups
 
     @property
     def usable(self) -> bool:
         """Whether look-ups reach the store now. Costs nothing to ask."""
-        return self.index.usable
+        return self._store.usable
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes of KV a second that came lately; None before the first load."""
-        return self.index.bandwidth.value
+        """Bytes of KV a second that came lately; None before the first load. To be set by who has others load."""
+        return self._index.bandwidth
 
     @bandwidth.setter
     def bandwidth(self, value: float | None) -> None:
-        self.index.bandwidth.value = value
+        self._index.bandwidth = value
 
     def note_epoch(self, epoch: int) -> None:
         """The server said that the namespace is in this epoch. What was found out in another is forgotten."""
-        self.index.hear(epoch)
+        self._index.note_epoch(epoch)
+
+    def may_have(self, key: ChunkKey) -> bool:
+        """Whether it is worth asking: the store is usable, and this was not found to be absent a short while ago."""
+        return self._index.may_have(key)
 
     def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:
         """How many leading chunks are there, as far as can be told within `lookup_seconds`. epoch: the server's answer to who asked it
         just now."""
-        return self.index.contains_prefix(keys, epoch)
+        return self._index.lookup(keys, epoch)
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
-        """How many leading chunks can be loaded, given that the pool has the first `found` and not the next one, by all `ranks` ranks
-        (keys of rank 0). Raises VCacheError if the pool does not answer."""
-        return self.index.continued(client, keys, ranks, found)
+        """How many leading chunks can be loaded by all `ranks` ranks (keys of rank 0), given that the pool has the first `found` and not
+        the next one. Those after it may lie here or there. Raises VCacheError if the pool does not answer."""
+        return self._index.extend(client, keys, ranks, found)
+
+    # ---- reads and writes
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch | None:
         """Begin to read these, as they were stored in `epoch`; None where nothing can come."""
-        self.index.hear(epoch)
-        if self._source is None or not keys or not self.may_have(keys[0]):
+        self._index.note_epoch(epoch)
+        if self._reader is None or not keys or not self.may_have(keys[0]):
             return None
-        return Fetch(self._source, keys, epoch)
+        return self._reader.fetch(keys, epoch)
 
-    def may_have(self, key: ChunkKey) -> bool:
-        """Whether it is worth asking: the store is usable, and this was not found to be absent a short while ago."""
-        return self.index.usable and not self.index.known_absent(key)
+    def known(self, keys: Sequence[ChunkKey]) -> None:
+        """These were read from the store just now: it has them."""
+        self._index.written(keys)
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """These are in the pool from now on. Never blocks."""
         if self._writer is not None:
             self._writer.offer(keys)
 
-    def known(self, keys: Sequence[ChunkKey]) -> None:
-        """These were read from the store just now: it has them."""
-        self.index.written(keys)
-
     def forget(self, keys: Sequence[ChunkKey]) -> None:
         """Remove these from the store, soon."""
-        self.index.absent(keys)
-        self.access.forget([objects.name(key, self.index.epoch) for key in keys])
+        self._index.absent(keys)
+        self._store.forget([objects.name(key, self._index.epoch) for key in keys])
+
+    # ---- the rest
 
     def flush(self, seconds: float) -> bool:
         """Wait until what was offered is written or dropped; False if it is not after so many seconds."""
@@ -187,37 +146,28 @@ class OffloadTier:
 
     def snapshot(self) -> dict[str, Any]:
         """Counters and the state of the store, as plain values."""
-        counted = self._stats.counted("offload_")
-        bandwidth = self.index.bandwidth.value
+        counted, breaker = self._stats.counted("offload_"), self._store.breaker
         return {
-            "usable": self.access.usable,
-            "breaker": {"open": self.access.breaker.is_open, "opened": self.access.breaker.opened},
+            "usable": self.usable,
+            "breaker": {"open": breaker.is_open, "opened": breaker.opened},
             "policy": self._settings.policy,
             "codec": self._settings.codec,
             "written": counted.get("written", 0),
             "dropped": {reason: counted.get(f"dropped_{reason}", 0) for reason in DROPPED},
             "late": counted.get("late", 0),
-            "read_gb_per_s": None if bandwidth is None else bandwidth / 1e9,
-            "store": self.access.store.stats(),
+            "read_gb_per_s": None if self.bandwidth is None else self.bandwidth / 1e9,
+            "store": self._store.snapshot(),
         }
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Let writes under way end, within so many seconds, and leave. Idempotent."""
         if self._writer is not None:
             self._writer.close(seconds)
-        self.access.close()
-        # Their calls have failed by now.
-        self._readers.close(seconds)
-        self._checkers.close(seconds)
+        self._store.close()
+        if self._reader is not None:
+            self._reader.close(seconds)
         for ring in self._rings:
             ring.close()
-        if self._client is not None:
-            self._client.close()
-
-
-def make_store(config: OffloadConfig) -> ObjectStore:
-    """The store that the configuration names."""
-    return IsolatedStore(config)
 
 
 def open_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> OffloadTier | None:

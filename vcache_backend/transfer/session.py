@@ -26,7 +26,7 @@ from vcache_backend.vram_pool.slots import SlotView
 from vcache_backend.vram_pool.uploads import Uploader, make_uploader
 
 if TYPE_CHECKING:
-    from vcache_backend.offload.fetch import Fetch, Staged
+    from vcache_backend.offload.read import Fetch, Staged
     from vcache_backend.offload.tier import OffloadTier
     from vcache_backend.vram_pool.checksum import Sealer
 
@@ -335,7 +335,7 @@ class Session:
         """Scatter what a fetch brought, as `Copier.scatter` does; `most_staged` at once. Given back by the caller, once complete."""
         if self._uploader is None:
             raise VCacheError("the KV cache is not bound, or the offload tier was given up")
-        return self._uploader.scatter(kv, copy, [chunk.chunk for chunk in chunks], after)
+        return self._uploader.scatter(kv, copy, chunks, after)
 
     @property
     def most_staged(self) -> int:

@@ -19,7 +19,7 @@ from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 if TYPE_CHECKING:
-    from vcache_backend.offload.fetch import Fetch, Staged
+    from vcache_backend.offload.read import Fetch, Staged
 
 POLL_SECONDS = 0.0002
 """How often a load asks for chunks that another instance is still computing."""

@@ -24,26 +24,49 @@ BOUNCE_BYTES = 256 << 20
 BOUNCE_MOST = 64
 
 
+class HostChunk(Protocol):
+    """A chunk's bytes, or what decodes to them, in host memory."""
+
+    @property
+    def payload(self) -> Tensor: ...
+
+    @property
+    def codec(self) -> object | None:
+        """None: `payload` is the chunk."""
+        ...
+
+    def write_to(self, chunk: Tensor) -> None:
+        """Put the chunk's bytes into `chunk`, on a GPU on the current stream."""
+        ...
+
+
 class Uploader(Protocol):
     """Scatters chunks that lie in host memory. In the worker's thread that launches kernels."""
 
     most: int
     """Chunks of one call."""
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Tensor], after: Mark | None = None) -> Completion:
-        """As `Copier.scatter`, with `chunks` (1-D uint8, on the host) in place of slots; they stay as they are until it is complete."""
+    def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None) -> Completion:
+        """As `Copier.scatter`, with `chunks` in place of slots; they stay as they are until it is complete."""
         ...
 
 
 class HostUploader:
     """The KV cache lies in host memory itself."""
 
-    def __init__(self, copier: Copier) -> None:
-        self._copier = copier
+    def __init__(self, copier: Copier, chunk_bytes: int) -> None:
+        self._copier, self._chunk_bytes = copier, chunk_bytes
         self.most = BOUNCE_MOST
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Tensor], after: Mark | None = None) -> Completion:
-        return self._copier.scatter(kv, plan, [SlotView.over(chunk, local=True) for chunk in chunks], after)
+    def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None) -> Completion:
+        return self._copier.scatter(kv, plan, [SlotView.over(self._decoded(chunk), local=True) for chunk in chunks], after)
+
+    def _decoded(self, chunk: HostChunk) -> Tensor:
+        if chunk.codec is None:
+            return chunk.payload
+        decoded = torch.empty(self._chunk_bytes, dtype=torch.uint8)
+        chunk.write_to(decoded)
+        return decoded
 
 
 class CudaUploader:
@@ -60,7 +83,7 @@ class CudaUploader:
                 self._bounce = torch.empty(self.most, chunk_bytes, dtype=torch.uint8, device=self._device)
         self._last: CudaCompletion | None = None
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Tensor], after: Mark | None = None) -> Completion:
+    def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None) -> Completion:
         from vcache_backend.vram_pool.cuda_copier import CudaCompletion, CudaMark
 
         with torch.cuda.device(self._device):
@@ -71,7 +94,7 @@ class CudaUploader:
                 self._stream.wait_event(after.event)
             with torch.cuda.stream(self._stream):
                 for place, chunk in zip(self._bounce, chunks, strict=False):
-                    place[: chunk.numel()].copy_(chunk, non_blocking=True)
+                    chunk.write_to(place)
                 arrived = self._stream.record_event()
             if after is None:
                 # What is queued behind this call comes after it all, and the scatter comes after what was queued before it.
@@ -84,4 +107,4 @@ class CudaUploader:
 
 def make_uploader(copier: Copier, kv: PagedKV, chunk_bytes: int) -> Uploader:
     """The uploader of a KV cache."""
-    return CudaUploader(copier, kv, chunk_bytes) if kv.device.type == "cuda" else HostUploader(copier)
+    return CudaUploader(copier, kv, chunk_bytes) if kv.device.type == "cuda" else HostUploader(copier, chunk_bytes)

@@ -1,0 +1,435 @@
+"""The offload process against a real master and real providers: what each verb answers, also while things fail around it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mooncake_cases import MIB, Depot, Raw, depot, needs_mooncake, new_names, own_depot
+from processes import SECONDS, Child, eventually
+
+from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig, mooncake_environment
+from vcache_backend.errors import ConfigError
+from vcache_backend.offload.client import OffloadProcess
+from vcache_backend.offload.process import FAILED, FULL, NICENESS, STORED, StoreDown, StoreLost
+from vcache_backend.offload.staging import Ring
+from vcache_backend.offload.store import Store
+from vcache_backend.transfer.stats import EngineStats
+
+__all__ = ["depot", "own_depot"]
+pytestmark = needs_mooncake
+
+SIZE = 1 << 16
+QUICK: dict[str, Any] = {"retry_seconds": 0.05, "retry_max_seconds": 0.1, "lookup_seconds": 1.0}
+
+
+@pytest.fixture(scope="module")
+def raw(depot: Depot) -> Iterator[Raw]:
+    """Shared by the module: leave it open."""
+    with Raw(depot.config(), 16 * MIB) as made:
+        yield made
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    made = Ring(SIZE, 4, pinned=False)
+    yield made
+    made.close()
+
+
+def opened(config: OffloadConfig, ring: Ring) -> Store:
+    """A store that is usable, and knows the ring."""
+    made = Store(config, EngineStats())
+    made.share(ring.fd)
+    eventually(lambda: made.usable)
+    return made
+
+
+def pid(store: Store) -> int:
+    return int(store.snapshot()["process"])
+
+
+def gone(process: int) -> bool:
+    return not Path(f"/proc/{process}").exists()
+
+
+def niceness(process: int) -> list[int]:
+    """Of each thread of a process."""
+    stats = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/stat")]
+    return [int(stat.rpartition(")")[2].split()[16]) for stat in stats]
+
+
+# ---- the verbs
+
+
+def test_what_was_put_is_there_and_comes_back(raw: Raw) -> None:
+    names, data = new_names(4), [secrets.token_bytes(size) for size in (1, 4097, 4 * MIB)]
+    assert raw.there(names) == [False] * 4
+    assert raw.put(names[:3], data) == [STORED] * 3
+    assert raw.there(names) == [True, True, True, False]
+    assert raw.get(names, 4 * MIB) == [*data, b""]
+    # Too small a place is left as it is.
+    assert raw.get(names[1:2], 1024) == [b""]
+    assert raw.memory[:1024] == bytes(1024)
+
+
+def test_the_first_writer_wins(raw: Raw) -> None:
+    names, data = new_names(1), [secrets.token_bytes(MIB) for _ in range(2)]
+    assert [raw.put(names, [one]) for one in data] == [[STORED], [STORED]]
+    assert raw.get(names) == data[:1]
+
+
+def test_what_was_removed_is_gone_though_it_was_just_read(raw: Raw) -> None:
+    """Mooncake protects what was read for 10 s; a bad object must go all the same."""
+    names, data = new_names(2), secrets.token_bytes(100)
+    raw.put(names, [data] * 2)
+    raw.get(names)
+    raw.remove([names[0], "vcache1/never"])
+    assert raw.there(names) == [False, True]
+
+
+def test_all_that_is_under_a_prefix_goes_and_nothing_else(depot: Depot, raw: Raw) -> None:
+    """Also what was read just now, and what others wrote; a dot in a tenant's name stands for itself. Tenants do not see each other's
+    objects, though this master was not told of tenants."""
+    (start,), data = new_names(1), secrets.token_bytes(100)
+    mine, other = [f"{start}{i:02x}" for i in range(20)], f"{start[:-1]}x"
+    raw.put([*mine, other], [data] * 21)
+    raw.get(mine[:1])
+    with Raw(depot.config(tenant="axb")) as another, Raw(depot.config(tenant="a.b")) as dotted:
+        another.put(mine[:1], [data])
+        dotted.put(mine[:2], [data] * 2)
+        assert another.there(mine[:2]) == [True, False]
+        assert dotted.call("remove_under", start) == 2
+        assert another.there(mine[:1]) == [True]
+    assert raw.call("remove_under", start) == 20
+    assert raw.there([mine[0], other]) == [False, True]
+    assert raw.call("remove_under", start) == 0
+
+
+def test_a_full_pool_says_so_and_has_nothing_of_what_it_did_not_take(tmp_path: Path) -> None:
+    with Depot(tmp_path, (16 * MIB,)) as small, Raw(small.config(), 32 * MIB) as raw:
+        names, data = new_names(6), secrets.token_bytes(4 * MIB)
+        answers = raw.put(names, [data] * 6)
+        assert set(answers) == {STORED, FULL}
+        for answer, came in zip(answers, raw.get(names, 4 * MIB), strict=True):
+            assert came in (b"", data)
+            assert not came or answer == STORED
+        # Larger than any segment, beside one that is not.
+        assert raw.put(new_names(1), [bytes(17 * MIB)]) == [FULL]
+
+
+def test_replicas_lie_on_different_providers(depot: Depot) -> None:
+    with Raw(depot.config(replicas=2)) as raw:
+        names, before = new_names(1), depot.master.segments()
+        assert raw.put(names, [bytes(MIB)]) == [STORED]
+        after = depot.master.segments()
+        assert sorted(after[segment] - before[segment] for segment in after) == [MIB, MIB]
+        raw.remove(names)
+
+
+def test_memory_that_this_process_lends_goes_with_it(tmp_path: Path) -> None:
+    """At once where it leaves."""
+    with Depot(tmp_path, ()) as empty, Raw(empty.config(segment_bytes=ByteSize(16 * MIB))) as raw:
+        assert len(empty.master.segments()) == 1
+        assert raw.put(["vcache1/x"], [b"1"]) == [STORED]
+        raw.process.leave()
+        eventually(lambda: not empty.master.segments() and gone(raw.process.pid))
+        with pytest.raises(StoreDown, match="has ended"):
+            raw.there(["vcache1/x"])
+
+
+def test_only_shared_memory_is_touched(raw: Raw) -> None:
+    for place in ((1, 0, 1), (0, 16 * MIB - 10, 11), (0, -1, 1), (-1, 0, 1)):
+        for verb in ("put", "get"):
+            with pytest.raises(StoreDown, match="not shared"):
+                raw.call(verb, new_names(1), [place])
+
+
+def test_calls_before_open_answer_and_do_not_crash(depot: Depot) -> None:
+    """The library itself would end the process with a segmentation fault."""
+    raw = Raw(depot.config())
+    for call in (lambda: raw.there(["x"]), lambda: raw.put(["x"], [b"1"]), lambda: raw.get(["x"]), lambda: raw.remove(["x"])):
+        with pytest.raises(StoreDown, match="not open"):
+            call()
+    with raw:
+        assert raw.there(["vcache1/x"]) == [False]
+
+
+def test_only_the_threads_that_wait_for_bytes_step_back(depot: Depot) -> None:
+    """The library spins in them, and moves the bytes in others."""
+    with Raw(depot.config()) as raw:
+        ours, names = os.nice(0), new_names(1)
+        before = niceness(raw.process.pid)
+        assert set(before) == {ours}
+        raw.put(names, [b"1"])
+        raw.get(names)
+        after = niceness(raw.process.pid)
+        stepped_back = [nice for nice in after if nice != ours]
+        assert 1 <= len(stepped_back) <= 2
+        assert set(stepped_back) == {min(ours + NICENESS, 19)}
+        assert len(after) >= len(before) + len(stepped_back)
+
+
+def test_the_library_is_told_our_deadlines_but_for_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MC_RPC_TIMEOUT_MS", "MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_STORE_CLIENT_SETUP_RETRIES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MC_STORE_CLIENT_SETUP_RETRIES", "7")
+    said = mooncake_environment(MooncakeConfig(rpc_seconds=2.5))
+    assert said["MC_RPC_TIMEOUT_MS"] == "2500"
+    assert said["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "4"
+    assert said["MC_STORE_CLIENT_SETUP_RETRIES"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [({}, "pip install vcache-backend"), ({"store.py": "raise ImportError('libibverbs.so.1')"}, "apt install libibverbs1")],
+    ids=["not installed", "broken"],
+)
+def test_a_library_that_does_not_load_is_said_once_with_what_to_install(
+    files: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mooncake").mkdir()
+    missing = "raise ModuleNotFoundError('no', name='mooncake')" if not files else ""
+    for name, text in ({"__init__.py": missing} | files).items():
+        (tmp_path / "mooncake" / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=says):
+        OffloadProcess(MooncakeConfig())
+    store = Store(OffloadConfig(policy="write_through", **QUICK), EngineStats())
+    store._keeper.join(SECONDS)
+    assert [message.startswith("no offload tier: offload.store: ") for message in caplog.messages] == [True]
+    store.close()
+
+
+def test_a_crash_of_the_library_quotes_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mooncake.py").write_text("import os\nprint('out of luck', flush=True)\nos.abort()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(StoreDown, match=rf"the offload process ended \(-{signal.SIGABRT:d}\): out of luck"):
+        OffloadProcess(MooncakeConfig())
+
+
+# ---- the master fails
+
+
+def test_an_absent_master_is_told_and_found_when_it_comes(tmp_path: Path, ring: Ring, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vcache_backend.offload.store")
+    with Depot(tmp_path, ()) as depot:
+        depot.master.kill()
+        store = Store(depot.offload(**QUICK), EngineStats())
+        eventually(lambda: "Connection refused" in store._said)
+        assert not store.usable
+        assert (store.lookup(["x"]), store.get(["x"], [(0, 0, 1)]), store.put(["x"], [(0, 0, 1)])) == (None, [-1], [FAILED])
+        depot.master.restart()
+        eventually(lambda: store.usable)
+        # Said once, though tried again and again; then what is in force.
+        refused, in_force = caplog.messages
+        assert "Connection refused" in refused
+        assert f"master_server_addr={depot.master.address}" in in_force
+        assert "MC_RPC_TIMEOUT_MS=" in in_force
+        store.close()
+
+
+def test_a_killed_master_costs_one_call_and_its_successor_knows_nothing(own_depot: Depot, ring: Ring) -> None:
+    store, (buffer, *_) = opened(own_depot.offload(**QUICK), ring), ring.take(2, 0)
+    names, back = new_names(2), list[bool]()
+    store.on_back = lambda: back.append(True)
+    assert store.put(names, ring.places([buffer, buffer])) == [STORED] * 2
+    process = pid(store)
+    own_depot.master.kill()
+    assert store.lookup(names) is None
+    # It would take 4 s for each further call: it is replaced.
+    eventually(lambda: gone(process))
+    assert not store.usable
+    own_depot.master.restart()
+    eventually(own_depot.master.segments)
+    eventually(lambda: store.usable)
+    assert store.lookup(names) == 0
+    assert back
+    eventually(lambda: store.put(names, ring.places([buffer, buffer])) == [STORED] * 2)
+    assert store.lookup(names) == 2
+    store.close()
+
+
+def test_a_hung_master_opens_the_breaker_and_all_is_well_when_it_goes_on(own_depot: Depot, ring: Ring) -> None:
+    store, (buffer,) = opened(own_depot.offload(failures=1, mooncake={"rpc_seconds": 0.5}, **QUICK), ring), ring.take(1, 0)
+    names = new_names(1)
+    store.put(names, ring.places([buffer]))
+    process = pid(store)
+    own_depot.master.stop()
+    assert store.lookup(names) is None
+    assert not store.usable
+    with pytest.raises(StoreDown, match="no answer from the master"), Raw(own_depot.config(rpc_seconds=0.5)):
+        pass
+    own_depot.master.cont()
+    eventually(lambda: store.lookup(names) == 1)
+    assert (pid(store), store.breaker.opened) == (process, 1)
+    store.close()
+
+
+def test_a_put_that_was_late_is_not_stored_because_a_second_one_is_said_to_be(tmp_path: Path, ring: Ring) -> None:
+    """The master reads the first put's request when it goes on, and holds its place; to further ones it says 0, and stores nothing. Nor
+    does it help to start the process anew."""
+    with Depot(tmp_path, put_start_discard_timeout_sec=2) as depot:
+        store = opened(depot.offload(mooncake={"rpc_seconds": 0.5}, **QUICK), ring)
+        buffers, names = ring.take(2, 0), new_names(2)
+        depot.master.stop()
+        assert store.put(names[:1], ring.places(buffers[:1])) == [FAILED]
+        depot.master.cont()
+        eventually(lambda: store.lookup(["vcache1/any"]) == 0)
+        os.kill(pid(store), signal.SIGKILL)
+        eventually(lambda: store.lookup(["vcache1/any"]) == 0)
+        answers = store.put(names, ring.places(buffers))
+        assert (answers, store.lookup(names[:1])) in (([FAILED, STORED], 0), ([STORED, STORED], 1))
+        eventually(lambda: store.put(names[:1], ring.places(buffers[:1])) == [STORED])
+        assert store.lookup(names) == 2
+        store.close()
+
+
+# ---- providers fail
+
+
+def test_what_a_killed_provider_had_is_a_miss(tmp_path: Path) -> None:
+    """The master says for `client_ttl` that it is there."""
+    with Depot(tmp_path, (32 * MIB, 32 * MIB), client_ttl=3) as depot, Raw(depot.config(rpc_seconds=0.5), 8 * MIB) as raw:
+        names, data = new_names(16), secrets.token_bytes(MIB // 4)
+        assert raw.put(names, [data] * 16) == [STORED] * 16
+        depot.providers[0].kill()
+        assert set(raw.get(names, MIB // 4)) == {b"", data}
+        depot.providers[1].kill()
+        with pytest.raises(StoreDown, match="none of 16 objects"):
+            raw.get(names, MIB // 4)
+        eventually(lambda: all(provider.gone() for provider in depot.providers))
+        assert raw.there(names) == [False] * 16
+        assert raw.get(names, MIB // 4) == [b""] * 16
+        assert raw.put(new_names(1), [data]) == [FULL]
+
+
+def test_a_call_that_hangs_ends_with_its_process(own_depot: Depot, ring: Ring) -> None:
+    """A provider hangs in the middle: the library would read on for half a minute. Once the call has failed nobody writes the buffer, and
+    those under way beside it have failed, too."""
+    store, (buffer, other) = opened(own_depot.offload(call_seconds=0.5, **QUICK), ring), ring.take(2, 0)
+    names, beside = new_names(1), list[list[int]]()
+    assert store.put(names, ring.places([buffer])) == [STORED]
+    process = pid(store)
+    own_depot.providers[0].stop()
+    reading = threading.Thread(target=lambda: beside.append(store.get(names, ring.places([other]))))
+    reading.start()
+    assert store.get(names, ring.places([buffer])) == [-1]
+    assert gone(process)
+    reading.join(SECONDS)
+    assert beside == [[-1]]
+    own_depot.providers[0].cont()
+    eventually(lambda: store.usable)
+    assert store.get(names, ring.places([buffer])) == [SIZE]
+    store.close()
+
+
+def test_look_ups_and_removals_do_not_wait_for_transfers_nor_for_each_other(own_depot: Depot, ring: Ring) -> None:
+    """Also more transfers than there are threads for them in the tier."""
+    store, buffers, names = opened(own_depot.offload(**QUICK), ring), ring.take(4, 0), new_names(2)
+    assert store.put(names, ring.places(buffers[:2])) == [STORED] * 2
+    own_depot.providers[0].stop()
+    reading = [threading.Thread(target=store.get, args=(names[:1], ring.places([buffer]))) for buffer in buffers]
+    for thread in reading:
+        thread.start()
+    assert store.lookup(names) == 2
+    store.forget(names[1:])
+    eventually(lambda: store.lookup(names) == 1)
+    assert all(thread.is_alive() for thread in reading)
+    own_depot.providers[0].cont()
+    for thread in reading:
+        thread.join(SECONDS)
+    store.close()
+
+
+# ---- the process fails
+
+
+def test_a_process_that_stops_costs_look_ups_a_deadline_and_removals_nothing(depot: Depot, ring: Ring) -> None:
+    store = opened(depot.offload(failures=3, **(QUICK | {"lookup_seconds": 0.1})), ring)
+    os.kill(pid(store), signal.SIGSTOP)
+    store.forget(new_names(4096) * 8)
+    assert (store.lookup(["x"]), store.usable) == (None, True)
+    # Now that one is late, others are not asked.
+    assert (store.lookup(["x"]), store.lookup(["x"]), store.usable) == (None, None, False)
+    os.kill(pid(store), signal.SIGCONT)
+    eventually(lambda: store.usable)
+    assert store.lookup(["vcache1/x"]) == 0
+    store.close()
+
+
+def test_a_killed_process_is_started_again(depot: Depot, ring: Ring) -> None:
+    store, (buffer,) = opened(depot.offload(**QUICK), ring), ring.take(1, 0)
+    names, process = new_names(1), pid(store)
+    buffer.memory.fill_(7)
+    assert store.put(names, ring.places([buffer])) == [STORED]
+    os.kill(process, signal.SIGKILL)
+    eventually(lambda: not store.usable)
+    eventually(lambda: store.usable)
+    assert (store.snapshot()["processes_started"], pid(store) != process) == (2, True)
+    buffer.memory.fill_(0)
+    # It knows the memory, too.
+    assert store.get(names, ring.places([buffer])) == [SIZE]
+    assert int(buffer.memory.sum()) == 7 * SIZE
+    process = pid(store)
+    store.close()
+    eventually(lambda: gone(process))
+    assert store.lookup(names) is None
+
+
+def test_it_ends_with_its_parent(own_depot: Depot) -> None:
+    """Also with one that is killed during a call which hangs."""
+    code = f"""
+from mooncake_cases import Raw
+from vcache_backend.config import MooncakeConfig
+with Raw(MooncakeConfig(master={own_depot.master.address!r}, hostname="127.0.0.1")) as raw:
+    raw.put(["vcache1/a"], [bytes(65536)])
+    print("process", raw.process.pid)
+    while raw.get(["vcache1/a"]):
+        pass
+"""
+    with Child([sys.executable, "-c", code]) as parent:
+        process = int(parent.expect("process").split()[1])
+        own_depot.providers[0].stop()
+        parent.kill()
+    eventually(lambda: gone(process))
+
+
+def test_a_forked_child_gets_nothing_and_leaves_it_alone(depot: Depot, ring: Ring) -> None:
+    store, (buffer,) = opened(depot.offload(**QUICK), ring), ring.take(1, 0)
+    names = new_names(1)
+    store.put(names, ring.places([buffer]))
+    child = os.fork()
+    if child == 0:
+        nothing = (store.usable, store.lookup(names), store.get(names, ring.places([buffer])))
+        store.close()
+        os._exit(0 if nothing == (False, None, [-1]) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert store.lookup(names) == 1
+    store.close()
+
+
+def test_what_hangs_up_and_is_no_master_costs_the_process(depot: Depot) -> None:
+    """The library's own set-up takes seconds, and its clean-up more."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            with suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        raw = Raw(depot.config(master=f"127.0.0.1:{server.getsockname()[1]}", rpc_seconds=0.5))
+        with pytest.raises(StoreLost, match="setup failed"):
+            raw.call("open")
+        eventually(lambda: gone(raw.process.pid))

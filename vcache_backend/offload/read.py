@@ -1,0 +1,249 @@
+"""Reading chunks from the store: batches on their way in threads of their own, handed over in order as they arrive."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from vcache_backend.config import OffloadConfig
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.offload import objects
+from vcache_backend.offload.codecs import Codec
+from vcache_backend.offload.index import Index
+from vcache_backend.offload.objects import HEADER_BYTES, BadObject, Format
+from vcache_backend.offload.process import StoreDown
+from vcache_backend.offload.staging import Buffer, Ring
+from vcache_backend.offload.store import Store
+from vcache_backend.offload.workers import Workers
+from vcache_backend.transfer.stats import EngineStats
+
+log = logging.getLogger(__name__)
+
+BATCH_BYTES = 128 << 20
+"""Bytes of one call of the store's: enough that its fixed costs do not count, few enough that the copy of what came goes on beside."""
+BATCH_MOST = 16
+BACKLOG = 1 << 14
+BUFFER_SECONDS = 10.0
+"""How long a thread waits for buffers, which come back as the chunks in them are copied: in vLLM once a step. The load that wants them
+looks at the clock itself."""
+CHECKERS = 4
+"""Threads at most that hash what came, beside the calls; one for each four cores. One hashes 10 GB/s on an H200's host, where 4 GB/s came
+over loopback. On two cores, which the transfer fills, a second one made reading slower (0.72 of the library's speed instead of 0.80,
+medians of six runs)."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What the reads and writes of one worker share. codec: None for raw."""
+
+    store: Store
+    index: Index
+    stats: EngineStats
+    format: Format
+    codec: Codec | None
+
+
+class Staged(NamedTuple):
+    """One chunk that came. epoch: the one it was stored in. payload: 1-D uint8 on the host, valid until it is given back: the chunk's
+    bytes, or, with a codec, what decodes to them."""
+
+    key: ChunkKey
+    epoch: int
+    payload: torch.Tensor
+    codec: Codec | None
+    buffer: Buffer
+
+    def write_to(self, chunk: torch.Tensor) -> None:
+        """Put the chunk's bytes into `chunk`, on the host, or on a GPU on the current stream."""
+        if self.codec is None:
+            chunk.copy_(self.payload, non_blocking=True)
+        else:
+            self.codec.decode(self.payload.to(chunk.device, non_blocking=True), chunk)
+
+
+class Reader:
+    """All reads of one worker. now: a monotonic clock."""
+
+    def __init__(self, bound: Bound, ring: Ring, config: OffloadConfig, now: Callable[[], float] = time.monotonic) -> None:
+        self.bound, self.ring, self.seconds, self.now = bound, ring, config.get_seconds, now
+        self.batch = max(1, min(BATCH_BYTES // bound.format.chunk_bytes, BATCH_MOST, ring.count // 4))
+        self.calls = Workers("vcache-offload-read", config.readers, BACKLOG)
+        self.checks = Workers("vcache-offload-check", max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4)), BACKLOG)
+
+    def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch:
+        """Begin to read these, which were stored in `epoch`."""
+        return Fetch(self, keys, epoch)
+
+    def try_again(self, name: str) -> None:
+        """Read what was late once more: may the store be trusted again? Its absence is an answer, too. Raises StoreDown."""
+        buffers = self.ring.take(1, 0.1)
+        if not buffers:
+            raise StoreDown("all staging buffers wait for calls of the store's")
+        try:
+            self.bound.store.try_get([name], self.ring.places(buffers))
+        finally:
+            self.ring.give(buffers)
+
+    def close(self, seconds: float) -> None:
+        """Once the store is closed, and its calls have failed."""
+        self.calls.close(seconds)
+        self.checks.close(seconds)
+
+
+class Fetch:
+    """Chunks of one request on their way from the store.
+
+    `ready` never waits; `wait` does, for the next chunk. Each is used from one thread. Every `Staged` is to be given back. Ends with
+    the first chunk that is not there, not right, or late.
+    """
+
+    def __init__(self, reader: Reader, keys: Sequence[ChunkKey], epoch: int) -> None:
+        self.keys, self.epoch = list(keys), epoch
+        self._reader, self._bound = reader, reader.bound
+        self._arrived = threading.Condition()
+        self._staged: dict[int, Staged] = {}
+        self._given = 0
+        self._came = 0
+        self._end = len(self.keys)
+        self._started = self._moved = reader.now()
+        self._called: dict[int, float] = {}
+        """When the call of a batch began, by its first chunk."""
+        self._waited = 0.0
+        self.cause = ""
+        """Why it ended early: `absent`, `bad`, `timeout` or `store`."""
+        self._parts = parts(len(self.keys), reader.batch)
+        for part in self._parts:
+            if not reader.calls.submit(lambda part=part: self._read(part)):  # type: ignore[misc]
+                self._stop(part.start, "store")
+                break
+
+    def ready(self, most: int) -> list[Staged]:
+        """The next chunks, in order, that are here: `most` at most."""
+        self._look_at_clock()
+        with self._arrived:
+            count = 0
+            while count < most and self._given + count < self._end and self._given + count in self._staged:
+                count += 1
+            chunks = [self._staged.pop(index) for index in range(self._given, self._given + count)]
+            self._given += count
+            self._moved = self._reader.now() if count else self._moved
+        return chunks
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, at most so long, until `ready` has something or the fetch is over; False if neither."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: self._given in self._staged or self._given >= self._end, seconds)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come, and nothing is ready. Says so late chunks, too."""
+        self._look_at_clock()
+        return self._given >= self._end
+
+    def give_back(self, chunks: Sequence[Staged]) -> None:
+        """Their bytes are not used any more."""
+        self._reader.ring.give([chunk.buffer for chunk in chunks])
+
+    def cancel(self) -> None:
+        """Nobody wants the rest. What is on its way is given back when it comes. Idempotent."""
+        self._stop(0, self.cause)
+
+    # ---- inside
+
+    def _look_at_clock(self) -> None:
+        """End what waits too long. That is a failure of the store where its call has taken as long; waiting for a thread or for buffers,
+        behind other loads, is not."""
+        reader, now = self._reader, self._reader.now()
+        if self._given >= self._end or now - self._moved < reader.seconds:
+            return
+        with self._arrived:
+            if self._given in self._staged:
+                self._moved = now
+                return
+            name = objects.name(self.keys[self._given], self.epoch)
+            (called,) = (self._called.get(part.start, now) for part in self._parts if self._given in part)
+        if now - called >= reader.seconds:
+            self._bound.stats.count(offload_late=1)
+            self._bound.store.failed("get", f"nothing came in {reader.seconds:g} s", lambda: reader.try_again(name))
+        self._stop(self._given, "timeout")
+
+    def _stop(self, at: int, cause: str) -> None:
+        """Nothing from chunk `at` on is handed over."""
+        with self._arrived:
+            if at < self._end:
+                self._end, self.cause = at, cause
+            dropped = [self._staged.pop(index) for index in list(self._staged) if index >= self._end]
+            self._arrived.notify_all()
+        self.give_back(dropped)
+
+    def _read(self, part: range) -> None:
+        """In a reader thread: one call of the store's. Others look at what it brought, so that the next call begins at once."""
+        reader, keys = self._reader, self.keys[part.start : part.stop]
+        if part.start >= self._end:
+            return
+        asked = reader.now()
+        buffers = reader.ring.take(len(keys), BUFFER_SECONDS)
+        self._waited += reader.now() - asked
+        if not buffers or part.start >= self._end:
+            reader.ring.give(buffers)
+            self._stop(part.start, "timeout")
+            return
+        with self._arrived:
+            self._called[part.start] = reader.now()
+        got = self._bound.store.get([objects.name(key, self.epoch) for key in keys], reader.ring.places(buffers))
+        for index, buffer, nbytes in zip(part, buffers, got, strict=True):
+            if not reader.checks.submit(lambda i=index, b=buffer, n=nbytes: self._look_at(i, b, n)):  # type: ignore[misc]
+                reader.ring.give([buffer])
+                self._stop(index, "store")
+
+    def _look_at(self, index: int, buffer: Buffer, nbytes: int) -> None:
+        """In a checker thread: hand over one object of `nbytes` bytes, if it is what it should be."""
+        came, good = 0, index < self._end and self._is_right(index, buffer, nbytes)
+        with self._arrived:
+            if good and index < self._end:
+                payload = buffer.memory[HEADER_BYTES:]
+                self._staged[index] = Staged(self.keys[index], self.epoch, payload, self._bound.codec, buffer)
+                self._moved = self._reader.now()
+                self._came = came = self._came + 1
+                self._arrived.notify_all()
+        if not came:
+            self._reader.ring.give([buffer])
+        elif came == len(self.keys):
+            self._bound.index.measured(came * self._bound.format.chunk_bytes, self._moved - self._started - self._waited)
+
+    def _is_right(self, index: int, buffer: Buffer, nbytes: int) -> bool:
+        bound, key = self._bound, self.keys[index]
+        if nbytes <= 0:
+            if nbytes == 0:
+                bound.index.absent([key])
+            self._stop(index, "absent" if nbytes == 0 else "store")
+            return False
+        try:
+            bound.format.check(buffer.memory.numpy(), nbytes, key, self.epoch)
+        except BadObject as error:
+            if bound.stats.failed(f"offload_bad_{error.reason}") == 1:
+                log.error("an object of the store is not what it should be, and is removed: %s", error)
+            bound.store.forget([objects.name(key, self.epoch)])
+            bound.index.absent([key])
+            self._stop(index, "bad")
+            return False
+        return True
+
+
+def parts(count: int, most: int) -> list[range]:
+    """What each call reads of `count` chunks: `most` each; half as many the first, so that calls beside each other do not end at the same
+    time, and the last, which nothing hides the checking of."""
+    half, made, at = max(1, most // 2), list[range](), 0
+    while at < count:
+        left = count - at
+        size = min(left, half) if not made or left <= half else min(left - half, most)
+        made.append(range(at, at + size))
+        at += size
+    return made
