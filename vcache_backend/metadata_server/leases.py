@@ -45,9 +45,6 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def __contains__(self, lease: int) -> bool:
-        return lease in self._leases
-
     def full(self, client: int, more: int = 1) -> bool:
         """Whether the client has as many leases as it may have, or would have too many chunks with `more`."""
         leases = len(self._of_client.get(client, ()))

@@ -390,28 +390,8 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     mismatches: list[Mismatch] = []
 
 
-AnyRequest = (
-    Hello
-    | AddSegment
-    | Lend
-    | OpenSegment
-    | Unusable
-    | DropSegment
-    | ListSegments
-    | Reserve
-    | Commit
-    | Abort
-    | Lookup
-    | Acquire
-    | Renew
-    | Release
-    | Contains
-    | Touch
-    | Remove
-    | Clear
-    | Stats
-    | Report
-)
-AnyReply = (
-    Welcome | Error | Added | Lendable | Opened | Dropped | Segments | Reserved | Leased | Count | Verdict | Present | ServerStats
-)
+_OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
+_OfChunks = Reserve | Commit | Abort | Lookup | Acquire | Renew | Release | Contains | Touch | Remove | Clear
+AnyRequest = Hello | _OfSegments | _OfChunks | Stats | Report
+_OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Dropped
+AnyReply = Welcome | Error | _OfOneThing | Segments | Reserved | Leased | ServerStats
