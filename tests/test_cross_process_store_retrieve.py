@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from engine_cases import FLASH, MLA, PACKED, PACKED_HND, Arrangement, Sizes, across, report
+from engine_cases import FLASH, MLA, Arrangement, Sizes, across, report
 
 SIZES = Sizes(layers=4, heads=2, dim=64, blocks=96)
 COUNT, CHUNK_SIZE = 1024, 256
-ARRANGEMENTS = [FLASH, PACKED, PACKED_HND, MLA]
+ARRANGEMENTS = [FLASH, MLA]
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda a: a.name)

@@ -108,7 +108,7 @@ def test_what_is_stored_comes_back_into_other_blocks_and_touches_nothing_else(he
     assert get(pair.writer, pair.mine, tokens, seed=2) == 4 * CHUNK
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda a: a.name)
+@pytest.mark.parametrize("arrangement", [FLASH, PACKED, MLA, ARRANGEMENTS[1]], ids=lambda a: a.name)
 def test_tokens_scattered_over_half_blocks_come_back(here: Node, arrangement: Arrangement) -> None:
     """The per-token path in both directions: neither side's runs begin where a block does."""
     pair = Pair(here, arrangement)
@@ -121,14 +121,6 @@ def test_tokens_scattered_over_half_blocks_come_back(here: Node, arrangement: Ar
     mask = pair.reader.retrieve(tokens, None, pair.theirs.tensors, theirs)
     assert mask.all()
     assert pair.theirs.holds_only(tokens, theirs)
-
-
-def test_layers_may_come_by_name(pair: Pair) -> None:
-    tokens, slots = prompt(CHUNK), places(pair.mine.sizes, CHUNK)
-    pair.mine.fill(tokens, slots)
-    pair.writer.store(tokens, None, {f"model.layers.{i}": kv for i, kv in enumerate(pair.mine.tensors)}, slots)
-    assert pair.writer.flush(SECONDS)
-    assert get(pair.reader, pair.theirs, tokens) == CHUNK
 
 
 def test_a_layer_replaced_between_two_calls_is_the_one_that_is_read_and_written(pair: Pair) -> None:
@@ -160,6 +152,9 @@ def test_a_tail_shorter_than_a_chunk_is_not_stored(pair: Pair) -> None:
     assert get(pair.reader, pair.theirs, tokens) == 2 * CHUNK
     put(pair.writer, pair.mine, prompt(CHUNK - 1, 2))
     assert pair.reader.lookup(prompt(CHUNK - 1, 2)) == pair.reader.lookup([]) == 0
+    for kind in (tokens.tolist(), tokens.int(), tokens.numpy()):
+        mask = pair.reader.retrieve(kind, None, pair.theirs.tensors, places(SMALL, len(tokens), 1).numpy())
+        assert (mask.dtype, mask.shape, mask.device.type, int(mask.sum())) == (torch.bool, tokens.shape, "cpu", 2 * CHUNK)
     assert pair.reader.retrieve([], None, pair.theirs.tensors, []).shape == (0,)
 
 
@@ -171,12 +166,6 @@ def test_a_hit_ends_where_the_prompts_part(pair: Pair) -> None:
     assert pair.reader.lookup(prompt(3 * CHUNK, 3)) == 0
     assert get(pair.reader, pair.theirs, prompt(3 * CHUNK, 3)) == 0
     assert get(pair.reader, pair.theirs, torch.cat([prompt(1, 4), prompt(3 * CHUNK)])) == 0
-
-
-def test_the_same_tokens_behind_another_prefix_are_another_chunk(pair: Pair) -> None:
-    put(pair.writer, pair.mine, torch.cat([prompt(CHUNK, 1), prompt(CHUNK, 2)]))
-    assert pair.reader.lookup(prompt(CHUNK, 2)) == 0
-    assert pair.reader.lookup(torch.cat([prompt(CHUNK, 3), prompt(CHUNK, 2)])) == 0
 
 
 # ---- what the caller has already, and what has no place
@@ -194,16 +183,6 @@ def test_a_prefix_the_caller_has_is_never_written(here: Node, arrangement: Arran
         mask = pair.reader.retrieve(tokens, wanted, pair.theirs.tensors, slots)
         assert torch.equal(mask, wanted), known
         assert pair.theirs.holds_only(tokens[wanted], slots[wanted]), known
-
-
-def test_a_masked_prefix_need_not_be_in_the_pool_any_more(pair: Pair, here: Node) -> None:
-    tokens, slots = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK, 1)
-    put(pair.writer, pair.mine, tokens)
-    here.client().remove(pair.writer.keys(tokens)[:1])
-    assert pair.reader.lookup(tokens) == 0
-    wanted = torch.arange(len(tokens)) >= CHUNK
-    assert torch.equal(pair.reader.retrieve(tokens, wanted, pair.theirs.tensors, slots), wanted)
-    assert pair.theirs.holds_only(tokens[wanted], slots[wanted])
 
 
 def test_a_token_without_a_slot_is_not_wanted(pair: Pair) -> None:
@@ -252,41 +231,6 @@ def test_the_mask_of_a_store_skips_whole_chunks_only(pair: Pair) -> None:
     pair.writer.store(tokens, torch.zeros(len(tokens), dtype=torch.bool), pair.mine.tensors, slots)
     assert pair.writer.flush(SECONDS)
     assert pair.writer.contains(pair.writer.keys(tokens)[0]) == -1
-
-
-@pytest.mark.parametrize("kind", ["list", "tuple", "int64", "int32", "numpy", "uint32"])
-def test_tokens_may_be_a_list_an_array_or_a_tensor(pair: Pair, kind: str) -> None:
-    tokens = prompt(2 * CHUNK)
-    put(pair.writer, pair.mine, tokens)
-    array, plain = tokens.numpy(), tokens.tolist()
-    same = {
-        "list": plain,
-        "tuple": tuple(plain),
-        "int64": tokens,
-        "int32": tokens.int(),
-        "numpy": array,
-        "uint32": array.astype(np.uint32),
-    }[kind]
-    assert pair.reader.keys(same) == pair.reader.keys(tokens)
-    assert pair.reader.lookup(same) == 2 * CHUNK
-    assert pair.reader.retrieve(same, None, pair.theirs.tensors, places(SMALL, 2 * CHUNK)).all()
-
-
-@pytest.mark.parametrize("kind", ["tensor", "numpy", "int32", "list"])
-def test_a_slot_mapping_may_be_a_tensor_or_an_array(pair: Pair, kind: str) -> None:
-    tokens, slots = prompt(2 * CHUNK), places(pair.mine.sizes, 2 * CHUNK)
-    given = {"tensor": slots, "numpy": slots.numpy(), "int32": slots.int(), "list": slots.tolist()}[kind]
-    pair.mine.fill(tokens, slots)
-    pair.writer.store(tokens, None, pair.mine.tensors, given)
-    assert pair.writer.flush(SECONDS)
-    assert pair.reader.retrieve(tokens, None, pair.theirs.tensors, given).all()
-    assert pair.theirs.holds_only(tokens, slots)
-
-
-def test_the_answer_of_retrieve_is_a_boolean_tensor_on_the_cpu(pair: Pair) -> None:
-    for count in (0, 1, CHUNK, 2 * CHUNK + 1):
-        mask = pair.reader.retrieve(prompt(count), None, pair.theirs.tensors, places(pair.mine.sizes, count))
-        assert (mask.dtype, mask.shape, mask.device.type, bool(mask.any())) == (torch.bool, (count,), "cpu", False)
 
 
 # ---- whose chunks they are
@@ -339,29 +283,6 @@ def test_a_salt_keeps_tenants_apart(pair: Pair) -> None:
     assert get(pair.reader, pair.theirs, tokens, salt=b"bob") == 0
     assert get(pair.reader, pair.theirs, tokens, salt=b"alice") == 2 * CHUNK
     assert pair.reader.contains(pair.reader.keys(tokens, salt=b"alice")[0]) == 0
-
-
-OTHERS = [
-    {"dtype": "float16"},
-    {"revision": "main"},
-    {"block_size": 32},
-    {"rope": "yarn"},
-    {"tp_size": 2},
-    {"pp_rank": 1, "pp_size": 2},
-    {"extra": {"lora": "7"}},
-    {"model": "another"},
-]
-
-
-@pytest.mark.parametrize("changes", OTHERS, ids=lambda c: next(iter(c)))
-def test_instances_that_disagree_on_the_layout_never_share(here: Node, changes: dict[str, object]) -> None:
-    mine = Cache()
-    writer = here.engine("host:a", ROOMY, layout_of(mine))
-    other = here.engine("host:b", 0, layout_of(mine, **changes))
-    put(writer, mine, prompt(2 * CHUNK))
-    assert other.lookup(prompt(2 * CHUNK)) == 0
-    assert not set(other.keys(prompt(2 * CHUNK))) & set(writer.keys(prompt(2 * CHUNK)))
-    assert other.get_stats()["namespace"] != writer.get_stats()["namespace"]
 
 
 def test_why_two_instances_do_not_share_is_said_once_on_either_side(fresh: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -449,14 +370,6 @@ def test_the_pool_evicts_the_coldest(fresh: Node) -> None:
         assert get(pair.reader, pair.theirs, prompt(CHUNK, family)) == CHUNK
 
 
-def test_tails_are_evicted_before_what_they_hang_on(here: Node) -> None:
-    pair = Pair(here, chunks=4)
-    put(pair.writer, pair.mine, prompt(4 * CHUNK))
-    put(pair.writer, pair.mine, prompt(CHUNK, 2))
-    assert pair.reader.lookup(prompt(4 * CHUNK)) == 3 * CHUNK
-    assert get(pair.reader, pair.theirs, prompt(4 * CHUNK)) == 3 * CHUNK
-
-
 def test_a_prefix_the_caller_kept_stays_as_warm_as_what_it_loads(here: Node) -> None:
     pair = Pair(here, chunks=3)
     put(pair.writer, pair.mine, prompt(2 * CHUNK))
@@ -469,20 +382,6 @@ def test_a_prefix_the_caller_kept_stays_as_warm_as_what_it_loads(here: Node) -> 
     assert pair.reader.lookup(prompt(CHUNK, 2)) == 0
 
 
-def test_a_leased_chunk_is_never_evicted(here: Node, caplog: pytest.LogCaptureFixture) -> None:
-    pair = Pair(here, chunks=2)
-    put(pair.writer, pair.mine, prompt(2 * CHUNK))
-    with here.client() as client:
-        leased = client.acquire(pair.writer.keys(prompt(2 * CHUNK))[:1])
-        put(pair.writer, pair.mine, prompt(2 * CHUNK, 2))
-        assert [pair.reader.contains(key) for key in pair.reader.keys(prompt(2 * CHUNK))] == [0, -1]
-        assert get(pair.reader, pair.theirs, prompt(2 * CHUNK)) == CHUNK
-        assert client.release(leased.lease)
-    assert pair.writer.get_stats()["not_stored"]["full"] == 1
-    (line,) = said(caplog, "not stored")
-    assert "leased" in line
-
-
 def test_a_chunk_larger_than_a_segment_is_one_clear_line(here: Node, caplog: pytest.LogCaptureFixture) -> None:
     mine = Cache()
     engine = here.engine("host:a", mine.chunk_bytes - 4096, layout_of(mine))
@@ -493,16 +392,6 @@ def test_a_chunk_larger_than_a_segment_is_one_clear_line(here: Node, caplog: pyt
     assert f"needs {mine.chunk_bytes:,} B" in line
     assert f"set pool.segment_bytes >= {mine.chunk_bytes}" in line
     assert engine.get_stats()["not_stored"]["no_slot"] == 4
-
-
-def test_without_any_segment_one_line_says_what_to_do(here: Node, caplog: pytest.LogCaptureFixture) -> None:
-    mine = Cache()
-    engine = here.engine("host:a", 0, layout_of(mine))
-    for family in (1, 2):
-        put(engine, mine, prompt(CHUNK, family))
-    (line,) = said(caplog, "not stored")
-    assert "vcache segment add" in line
-    assert engine.lookup(prompt(CHUNK)) == 0
 
 
 # ---- statistics
@@ -616,24 +505,8 @@ def test_arguments_that_cannot_be_meant_are_errors_that_say_which(pair: Pair) ->
 
 def test_whatever_it_is_asked_an_engine_raises_nothing_but_value_error(here: Node, pair: Pair) -> None:
     tokens, slots, kv, e = prompt(CHUNK), places(SMALL, CHUNK), pair.mine.tensors, pair.writer
-    odd = [
-        None,
-        0,
-        -1,
-        1 << 70,
-        0.5,
-        float("nan"),
-        "x",
-        b"x",
-        (),
-        [],
-        [[1], [1, 2]],
-        {},
-        {"a": 1},
-        [None] * CHUNK,
-        object(),
-        Cache,
-    ]
+    odd: list[object] = [None, 0, -1, 1 << 70, 0.5, float("nan"), "x", b"x", (), [], [[1], [1, 2]], {}, {"a": 1}, object(), Cache]
+    odd += [[None] * CHUNK]
     odd += [torch.tensor(1), torch.empty(CHUNK, device="meta"), torch.ones(CHUNK).to_sparse(), np.array([object()] * CHUNK)]
     odd += [
         [torch.empty_like(layer, device="meta") for layer in kv],
@@ -760,7 +633,7 @@ def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
             eventually(lambda: len(keeper._session.pool.mapped()) == 2)
         before = _held()
         closed = []
-        for life in range(1, 15):
+        for life in range(1, 6):
             engine = live(life)
             assert all(now > was for now, was in zip(_held(), before, strict=True))
             engine.close()
@@ -806,11 +679,9 @@ def test_close_finishes_the_stores_under_way(here: Node) -> None:
 def test_what_a_closed_engine_is_asked_is_a_miss(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     put(pair.writer, pair.mine, prompt(CHUNK))
     pair.writer.close()
-    started = time.monotonic()
     assert pair.writer.lookup(prompt(CHUNK)) == 0
     assert get(pair.writer, pair.mine, prompt(CHUNK)) == 0
     pair.writer.store(prompt(CHUNK), None, pair.mine.tensors, places(pair.mine.sizes, CHUNK))
     assert pair.writer.contains(pair.writer.keys(prompt(CHUNK))[0]) == -1
     assert pair.writer.get_stats()["server"] is None
-    assert time.monotonic() - started < 1
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -7,12 +7,12 @@ import multiprocessing
 import os
 import random
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from engine_cases import (
@@ -35,7 +35,6 @@ from engine_cases import (
 )
 from processes import SECONDS, Child, eventually, make_memfd
 
-from vcache_backend.config import ClientConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server import messages as m
@@ -54,8 +53,6 @@ class NoCopier(HostCopier):
 
 
 ROOMY = 1 << 20
-SLACK = 1.0
-"""What a loaded machine may add to a deadline."""
 
 
 @pytest.fixture
@@ -105,52 +102,16 @@ def test_an_engine_without_a_server_misses_and_connects_by_itself_later(here: No
     assert get(reader, theirs, prompt(3 * CHUNK)) == 3 * CHUNK
 
 
-def test_a_wrong_socket_path_is_one_line_and_costs_next_to_nothing(here: Node, caplog: pytest.LogCaptureFixture) -> None:
-    mine = Cache()
-    here.path = here.path.parent / "elsewhere" / "vcache.sock"
-    engine = here.engine("host:a", ROOMY, layout_of(mine))
-    everything_is_a_miss(engine, mine)
-    (line,) = eventually(lambda: warned(caplog))
-    assert str(here.path) in line
-
-
-def test_a_dead_server_costs_a_call_under_50_microseconds(here: Node) -> None:
-    mine = Cache()
-    server = here.serve()
-    engine = here.engine("host:a", ROOMY, layout_of(mine))
-    put(engine, mine, prompt(2 * CHUNK))
-    server.kill()
-    eventually(lambda: not engine.get_stats()["connected"])
-    tokens = prompt(CHUNK)
-    key = engine.keys(tokens)[0]
-    calls: list[Callable[[], Any]] = [lambda: engine.contains(key), lambda: engine.lookup(tokens)]
-    for call in calls:
-        times = []
-        for _ in range(300):
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-        assert statistics.median(times) < 50e-6
-
-
-@pytest.mark.parametrize("call", ["lookup", "retrieve", "store", "contains", "get_stats"])
-def test_a_hung_server_delays_one_call_to_its_deadline_and_then_none(tmp_path: Path, call: str) -> None:
+def test_a_hung_server_delays_one_call_to_its_deadline_and_then_none(tmp_path: Path) -> None:
+    """Whichever call finds out; the others ask nobody until there is a connection again. An engine that starts meanwhile does start."""
     # No heartbeat notices before the call does.
-    patient = ClientConfig(
-        connect_seconds=0.5,
-        request_seconds=0.4,
-        control_seconds=0.8,
-        heartbeat_seconds=60,
-        retry_seconds=0.05,
-        retry_max_seconds=0.1,
-    )
+    patient = msgspec.structs.replace(SNAPPY, request_seconds=0.2, control_seconds=0.4, heartbeat_seconds=60)
     with node(tmp_path, patient) as here:
-        server = here.serve()
-        mine, theirs = Cache(), Cache()
+        server, mine, theirs = here.serve(), Cache(), Cache()
         engine = here.engine("host:a", ROOMY, layout_of(mine))
         tokens, slots = prompt(2 * CHUNK), places(SMALL, 2 * CHUNK)
         put(engine, mine, tokens)
-        key = engine.keys(tokens)[0]
+        key, client = engine.keys(tokens)[0], engine._session.client
         calls: dict[str, Callable[[], Any]] = {
             "lookup": lambda: engine.lookup(tokens),
             "retrieve": lambda: int(engine.retrieve(tokens, None, theirs.tensors, slots).sum()),
@@ -158,33 +119,22 @@ def test_a_hung_server_delays_one_call_to_its_deadline_and_then_none(tmp_path: P
             "contains": lambda: engine.contains(key),
             "get_stats": lambda: engine.get_stats()["server"],
         }
+        for call in calls.values():
+            eventually(lambda: engine.get_stats()["connected"])
+            lost = client.connections_lost
+            with server.stopped():
+                assert call() in (0, -1, None)
+                assert not client.connected
+                for again in calls.values():
+                    assert again() in (0, -1, None)
+                assert client.connections_lost == lost + 1
         with server.stopped():
-            started = time.monotonic()
-            assert calls[call]() in (0, -1, None)
-            deadline = patient.request_seconds
-            assert deadline * 0.9 < time.monotonic() - started < deadline + SLACK
-            started = time.monotonic()
-            for again in calls.values():
-                assert again() in (0, -1, None)
-            assert time.monotonic() - started < 0.2
-        eventually(lambda: engine.get_stats()["connected"])
-        assert engine.lookup(tokens) == 2 * CHUNK
-        assert get(engine, theirs, tokens) == 2 * CHUNK
+            another = here.engine("host:b", 0, layout_of(mine))
+            everything_is_a_miss(another, mine)
+        eventually(lambda: engine.get_stats()["connected"] and another.get_stats()["connected"])
+        assert get(another, theirs, tokens) == 2 * CHUNK
         put(engine, mine, prompt(2 * CHUNK, 3))
         assert get(engine, theirs, prompt(2 * CHUNK, 3)) == 2 * CHUNK
-
-
-def test_an_engine_that_starts_beside_a_hung_server_starts(here: Node) -> None:
-    server = here.serve()
-    mine = Cache()
-    with server.stopped():
-        started = time.monotonic()
-        engine = here.engine("host:a", ROOMY, layout_of(mine))
-        assert time.monotonic() - started < SNAPPY.connect_seconds + SLACK
-        everything_is_a_miss(engine, mine)
-    eventually(lambda: engine.get_stats()["connected"] and engine.get_stats()["server"]["segments"])
-    put(engine, mine, prompt(CHUNK))
-    assert engine.lookup(prompt(CHUNK)) == CHUNK
 
 
 def test_a_server_lost_while_an_engine_starts_is_no_error(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,24 +543,6 @@ def test_a_reader_whose_server_restarts_in_its_copy_counts_nothing(here: Node) -
     assert (good.tokens, good.wrong, good.clean) == (2 * CHUNK, 0, True)
 
 
-def test_a_pool_full_of_leased_chunks_stores_nothing_and_says_so_once(here: Node, caplog: pytest.LogCaptureFixture) -> None:
-    here.serve()
-    mine = Cache()
-    engine = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
-    put(engine, mine, prompt(2 * CHUNK))
-    client = here.client()
-    leased = client.acquire(engine.keys(prompt(2 * CHUNK)))
-    for family in (2, 3):
-        put(engine, mine, prompt(2 * CHUNK, family))
-    (line,) = warned(caplog, "not stored")
-    assert "full of chunks that are leased" in line
-    assert engine.get_stats()["not_stored"]["full"] == 4
-    assert get(engine, mine, prompt(2 * CHUNK)) == 2 * CHUNK
-    assert client.release(leased.lease)
-    put(engine, mine, prompt(2 * CHUNK, 2))
-    assert get(engine, mine, prompt(2 * CHUNK, 2)) == 2 * CHUNK
-
-
 # ---- segments and layouts
 
 
@@ -652,21 +584,6 @@ def test_kv_caches_that_are_not_what_the_layout_says_are_misses(
     assert "but the layout says 3 of part2.token16.head4.dim16 bfloat16" in stored
     assert stored.partition(":")[2] == retrieved.partition(":")[2]
     assert here.client().stats().leases == 0
-
-
-def test_kv_caches_of_no_known_layout_are_misses(here: Node, caplog: pytest.LogCaptureFixture) -> None:
-    here.serve()
-    mine = Cache()
-    engine = here.engine("host:a", ROOMY, layout_of(mine))
-    put(engine, mine, prompt(CHUNK))
-    slots = places(SMALL, CHUNK)
-    for odd in ([], [torch.zeros(3)], [torch.zeros(8, 16, 4, 16)[:, :, ::2]], mine.tensors[:1]):
-        assert not engine.retrieve(prompt(CHUNK), None, odd, slots).any()
-        engine.store(prompt(CHUNK, 2), None, odd, slots)
-    assert engine.flush(SECONDS)
-    assert engine.lookup(prompt(CHUNK, 2)) == 0
-    assert len(warned(caplog, "failed")) == 2
-    assert get(engine, mine, prompt(CHUNK)) == CHUNK
 
 
 def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(here: Node) -> None:
@@ -813,10 +730,10 @@ class Chaos:
 def test_no_wrong_byte_whatever_is_killed_or_hangs(here: Node) -> None:
     seed = random.randrange(1 << 30)
     chaos = Chaos(here, seed)
-    chaos.run(10)
+    chaos.run(4)
     print(f"\nseed {seed}: {chaos.outcomes}, {chaos.done}")
     assert chaos.outcomes.wrong == 0, seed
-    assert chaos.outcomes.retrieved > 10 * CHUNK, "hardly anything was retrieved: the test shows nothing"
+    assert chaos.outcomes.retrieved > 4 * CHUNK, "hardly anything was retrieved: the test shows nothing"
     survivor = here.worker("host:0", 5 * Cache().chunk_bytes)
     eventually(lambda: survivor.ask("stats")["connected"])
     for worker in chaos.workers:

@@ -29,7 +29,7 @@ from vcache_backend.vram_pool.segment import MappedSegment, OwnedSegment, create
 HOST = Device("host", "host")
 NBYTES = 1 << 20
 CHILD_SECONDS = 30
-CYCLES = 200
+CYCLES = 50
 
 # Children get the number of a connected Unix socket in argv[1]. The creator needs vcache, the others only Python.
 CREATOR = """
@@ -146,15 +146,6 @@ def test_a_segment_outlives_its_creator_while_a_plain_process_holds_the_fd() -> 
             assert int(mapped.tensor(0, NBYTES).count_nonzero()) == 5
     finally:
         os.close(fd)
-
-
-def test_a_mapping_needs_neither_its_creator_nor_the_fd_it_came_from() -> None:
-    owned = create(HOST, NBYTES)
-    mapped = map_segment(owned.info, owned.fd, HOST)
-    owned.close()
-    with mapped:
-        mapped.tensor(0, 1).fill_(7)
-        assert mapped.tensor(0, 2).tolist() == [7, 0]
 
 
 def test_a_mapped_segment_can_be_offered_again_from_its_own_fd(owned: OwnedSegment, mapped: MappedSegment) -> None:
@@ -326,14 +317,6 @@ def test_a_tensor_outlives_the_close_of_its_segment_and_the_mapping_goes_with_th
     assert (open_fds(), mappings()) == before
 
 
-def test_a_segment_that_nobody_closed_is_closed_by_its_destructor() -> None:
-    def forget() -> None:
-        owned = create(HOST, NBYTES)
-        map_segment(owned.info, owned.fd, HOST).tensor(0, 1).fill_(1)
-
-    assert left_behind(forget, cycles=20) == (0, 0)
-
-
 # ---- leaks
 
 
@@ -343,7 +326,7 @@ def one_life() -> MappedSegment:
         return mapped
 
 
-def test_200_lives_of_a_segment_leave_no_fd_and_no_mapping() -> None:
+def test_many_lives_of_a_segment_leave_no_fd_and_no_mapping() -> None:
     assert left_behind(one_life) == (0, 0)
 
 
@@ -365,14 +348,6 @@ def test_the_leak_test_notices_a_leaked_fd_and_a_leaked_mapping() -> None:
             os.close(fd)
 
 
-def test_failed_mappings_leave_no_fd_and_no_mapping() -> None:
-    def fail() -> None:
-        with create(HOST, 4096) as owned, pytest.raises(SegmentError):
-            map_segment(msgspec.structs.replace(owned.info, nbytes=8192), owned.fd, HOST)
-
-    assert left_behind(fail) == (0, 0)
-
-
 def test_segments_are_made_and_closed_from_many_threads() -> None:
     def lives() -> None:
         threads = [threading.Thread(target=one_life) for _ in range(8)]
@@ -381,7 +356,7 @@ def test_segments_are_made_and_closed_from_many_threads() -> None:
         for thread in threads:
             thread.join(CHILD_SECONDS)
 
-    assert left_behind(lives, cycles=10) == (0, 0)
+    assert left_behind(lives, cycles=4) == (0, 0)
 
 
 # ---- devices on a machine without a GPU
