@@ -393,10 +393,14 @@ def test_an_instance_killed_in_the_middle_of_loads_and_stores_leaves_the_pool_as
 # ---- exceptions of our own
 
 PLACES = [
-    *(f"{OURS}.scheduler:SchedulerSide.{name}" for name in ("matched", "allocated", "add_stores", "update", "finished")),
-    *(f"{OURS}.worker:WorkerSide.{name}" for name in ("store", "measured", "_fence", "_note")),
+    *(
+        f"{OURS}.scheduler:SchedulerSide.{name}"
+        for name in ("arrived", "matched", "allocated", "add_stores", "update", "finished")
+    ),
+    *(f"{OURS}.worker:WorkerSide.{name}" for name in ("store", "measured", "_note")),
+    *(f"{OURS}.stores:Stores.{name}" for name in ("fence", "start", "_over")),
     f"{OURS}.worker:Loading.__init__",
-    *(f"{OURS}.stats:Meter.{name}" for name in ("loaded", "failed", "take")),
+    *(f"{OURS}.stats:Meter.{name}" for name in ("loaded", "count", "take")),
     *(f"{LOAD}.{name}" for name in ("_launch", "_settle")),
     *(f"{SESSION}.{name}" for name in ("scatter", "verdict")),
     "vcache_backend.transfer.places:BlockPlaces.store_plan",
@@ -406,11 +410,11 @@ PLACES = [
 (`begin`, `invalid`)."""
 IN_STEP_PLACES = [
     f"{OURS}.scheduler:SchedulerSide.allocated",
-    *(f"{OURS}.worker:{name}" for name in ("WorkerSide.load_in_step", "WorkerSide._note", "Loading.__init__")),
+    *(f"{OURS}.worker:{name}" for name in ("WorkerSide.load_synchronously", "WorkerSide._note", "Loading.__init__")),
     f"{LOAD}._launch",
     *(f"{SESSION}.{name}" for name in ("scatter", "verdict")),
 ]
-ALWAYS = [f"{OURS}.scheduler:SchedulerSide.update", f"{OURS}.scheduler:SchedulerSide.add_stores", f"{OURS}.stats:Meter.failed"]
+ALWAYS = [f"{OURS}.scheduler:SchedulerSide.update", f"{OURS}.scheduler:SchedulerSide.add_stores", f"{OURS}.stats:Meter.count"]
 RAISED = [
     *((BETWEEN, place, 1) for place in PLACES),
     *((IN_STEP, place, 1) for place in IN_STEP_PLACES),

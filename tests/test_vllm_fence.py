@@ -2,72 +2,114 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_cases import SNAPPY, Cache, Copied, Node, UnfinishedCopier, layout_of, node
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
-from vcache_backend.integration.vllm.metadata import StepMetadata
-from vcache_backend.integration.vllm.worker import WorkerSide, _Gather
+from vcache_backend.integration.vllm.metadata import StepMetadata, StoreSpec
+from vcache_backend.integration.vllm.stats import Meter
+from vcache_backend.integration.vllm.stores import Stores
+from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
+from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.copier import Completion
+
+FIRST, SECOND = [3, 4], [7, 8]
 
 
-class Copy:
-    """A gather that ends when the test says so."""
-
-    seconds = 0.001
+class Copier(UnfinishedCopier):
+    """Each store ends when the test says so. fenced: the stores that were waited for, by number."""
 
     def __init__(self) -> None:
-        self.over = False
+        super().__init__()
+        self.copies: list[Copied] = []
+        self.ends: list[threading.Event] = []
+        self.fenced: list[int] = []
 
-    def done(self) -> bool:
-        return self.over
+    def gather(self, *arguments: Any, **more: Any) -> Copied:
+        self.finished = threading.Event()
+        self.ends.append(self.finished)
+        self.copies.append(super().gather(*arguments, **more))
+        return self.copies[-1]
 
-    def wait(self, timeout_s: float) -> bool:
-        return self.over
+    def fence(self, copy: Completion) -> None:
+        self.fenced.append([other is copy for other in self.copies].index(True))
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.set()
 
 
 class Worker:
-    """A worker with stores of these blocks under way, each a gather."""
+    """A worker's stores, on a real session. Blocks 3 and 4 are being read for one chunk, 7 and 8 for another."""
 
-    def __init__(self, *blocks: list[int]) -> None:
-        self.copies = [Copy() for _ in blocks]
-        self.fenced: list[int] = []
-        self.side = WorkerSide.__new__(WorkerSide)
-        self.side._gathers = [_Gather(copy, each, 64, 4096, 0.0) for copy, each in zip(self.copies, blocks, strict=True)]
-        self.side._meter = SimpleNamespace(stored=lambda *measured: None)  # type: ignore[assignment]
+    def __init__(self, here: Node) -> None:
+        self.copier, cache = Copier(), Cache()
+        session = Session(here.config("host", 1 << 20), layout_of(cache), copier=self.copier)
+        here.undo.callback(session.close)
+        here.undo.callback(self.copier.close)
+        self.stores = Stores(Meter())
+        self.stores.open(session, session.bind(cache.tensors), cache.sizes.block_size)
+        for number, blocks in enumerate((FIRST, SECOND)):
+            assert self.store(blocks, number) == set()
+        assert len(self.copier.ends) == 2
+
+    def store(self, blocks: list[int], number: int, *unfilled: int) -> set[str]:
+        key = ChunkKey(bytes([number]) * KEY_BYTES)
+        return self.stores.start([StoreSpec("r", [key], blocks, [], before=[1])], set(unfilled))
 
     def step(self, *fresh: list[int], **more: Any) -> list[int]:
         """The stores that a step waits for which gives away these blocks."""
-        fenced: list[int] = []
-        session = SimpleNamespace(fence=lambda copy: fenced.append(self.copies.index(copy)))
-        context: Any = SimpleNamespace(session=session)
-        self.side._fence(context, StepMetadata(fresh=list(fresh), **more))
-        return fenced
+        self.copier.fenced.clear()
+        self.stores.fence(StepMetadata(fresh=list(fresh), **more))
+        return self.copier.fenced
 
 
-def test_the_next_owner_of_a_block_waits_for_the_store_that_reads_it() -> None:
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    folder: Path = tmp_path_factory.mktemp("fence")
+    with node(folder, SNAPPY) as made:
+        made.serve()
+        yield made
+
+
+@pytest.fixture
+def worker(here: Node) -> Worker:
+    with here.client() as client:
+        client.clear()
+    return Worker(here)
+
+
+def test_the_next_owner_of_a_block_waits_for_the_store_that_reads_it(worker: Worker) -> None:
     """As after a preemption: the blocks of the request that had to go are somebody else's in the same step."""
-    worker = Worker([3, 4], [7, 8])
     assert worker.step([1, 2], [8]) == [1]
 
 
-def test_a_step_that_gives_away_other_blocks_waits_for_nothing() -> None:
-    worker = Worker([3, 4], [7, 8])
+def test_a_step_that_gives_away_other_blocks_waits_for_nothing(worker: Worker) -> None:
     assert worker.step([1, 2], [9]) == []
     assert worker.step() == []
 
 
-def test_a_store_is_waited_for_in_later_steps_too_until_it_is_over() -> None:
-    worker = Worker([3, 4])
+def test_a_store_is_waited_for_in_later_steps_too_until_it_is_over(worker: Worker) -> None:
     assert worker.step([9]) == []
     assert worker.step([4]) == [0]
     assert worker.step([3]) == [0]
-    worker.copies[0].over = True
+    worker.copier.ends[0].set()
     assert worker.step([3]) == []
 
 
-def test_a_step_of_which_nobody_knows_whom_it_gives_blocks_waits_for_all_stores() -> None:
-    worker = Worker([3, 4], [7, 8])
+def test_a_step_of_which_nobody_knows_whom_it_gives_blocks_waits_for_all_stores(worker: Worker) -> None:
     assert worker.step(opaque=True) == [0, 1]
+
+
+@pytest.mark.parametrize("unfilled", [1, 10])
+def test_what_was_computed_from_a_block_that_no_load_filled_is_not_stored(worker: Worker, unfilled: int) -> None:
+    """Its own, or one of a chunk before it."""
+    assert worker.store([10, 11], 2, unfilled) == {"r"}
+    assert worker.store([10, 11], 2, 12) == set()
+    assert len(worker.copier.ends) == 3

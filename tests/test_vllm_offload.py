@@ -445,8 +445,8 @@ PLACES = [
     f"{LOAD}.to_promote",
     *(f"vcache_backend.transfer.sources:OffloadSource.{name}" for name in ("prepare", "expects", "launch")),
     "vcache_backend.transfer.sources:_StagedPart.settle",
-    *(f"{OURS}.worker:WorkerSide.{name}" for name in ("_promote", "_gather", "_measure_below")),
-    f"{OURS}.offload:Below.continued",
+    *(f"{OURS}.stores:Stores.{name}" for name in ("promote", "_store", "measure")),
+    f"{OURS}.offload:OffloadLookup.extend",
 ]
 
 
@@ -536,9 +536,9 @@ def reported(served: object, config: OffloadConfig) -> list[tuple[bool, float | 
     """In a process with vLLM: what the scheduler makes of the two workers' reports, and of one worker's second."""
     halves, metadata = (import_module(f"{OURS}.{name}") for name in ("offload", "metadata"))
     link, told = metadata.Link, metadata.WorkerReport
-    with closing(halves.Below(config, 2, False)) as below:
+    with closing(halves.OffloadLookup(config, 2, False)) as below:
         eventually(lambda: below.usable)
-        below.hear(told(set(), links={0: link(True, 4e9)}).aggregate(told(set(), links={1: link(False, 1e9)})).links)
+        below.note(told(links={0: link(True, 4e9)}).aggregate(told(links={1: link(False, 1e9)})).links)
         first = below.usable, below.bandwidth
-        below.hear({1: link(True, 3e9)})
+        below.note({1: link(True, 3e9)})
         return [first, (below.usable, below.bandwidth)]

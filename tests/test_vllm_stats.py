@@ -6,6 +6,7 @@ import functools
 import pickle
 import sys
 import threading
+from collections import Counter as Multiset
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.lora.request import LoRARequest
@@ -27,8 +28,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vcache_backend.integration.vllm import events, stats
-from vcache_backend.integration.vllm.events import CommonEvents, Events, VCacheKVEvents
-from vcache_backend.integration.vllm.stats import MAX_KEPT, Meter, VCacheStats
+from vcache_backend.integration.vllm.events import Announcer
+from vcache_backend.integration.vllm.metadata import Change, WorkerReport
+from vcache_backend.integration.vllm.stats import Meter, VCacheStats
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.offload.write import DROPPED
+from vcache_backend.transfer.sources import CAUSES
 
 BLOCK = 16
 
@@ -48,17 +53,23 @@ def through_vllm(*workers: dict[str, Any]) -> KVConnectorOutput:
 
 
 def worker_meter(**arguments: Any) -> Meter:
+    """One that has loaded and stored."""
     meter = Meter(**arguments)
-    meter.loaded({"own": 256, "peer": 512}, {"own": 1_000_000, "peer": 2_000_000}, 0.001, 0.004)
-    meter.stored(1024, 4_000_000, 0.002, 0.003)
+    tokens = Multiset({"own": 256, "peer": 512})
+    load: Any = SimpleNamespace(tokens=tokens, token_bytes=4000, metadata_seconds=0.001, data_seconds=0.004)
+    meter.loaded(load)
+    meter.count("stored_tokens", 1024)
+    meter.count("stored_bytes", 4_000_000)
+    meter.timed("store_time_seconds", 0.002, 0.003)
     return meter
 
 
 def scheduler_meter() -> Meter:
     meter = Meter()
-    meter.looked_up(1000, 768, 0.0005)
-    meter.scheduler_time(0.0007)
-    meter.recomputed(256)
+    meter.count("lookup_asked_tokens", 1000)
+    meter.count("lookup_hit_tokens", 768)
+    meter.observe("lookup_seconds", 0.0005)
+    meter.count("recomputed_tokens", 256)
     return meter
 
 
@@ -71,10 +82,10 @@ def taken(meter: Meter) -> VCacheStats:
 def test_nothing_that_happened_is_nothing_to_send() -> None:
     meter = Meter()
     assert meter.take() is None
-    meter.recomputed(0)
-    meter.not_stored("full", 0)
+    meter.count("recomputed_tokens", 0)
+    meter.count("not_stored_chunks", 0, "full")
     assert meter.take() is None
-    meter.failed("server")
+    meter.count("failures", 1, "server")
     assert taken(meter).data == {"counters": {"failures": {"server": 1}}}
     assert meter.take() is None
 
@@ -86,13 +97,12 @@ def test_two_workers_and_the_scheduler_add_up() -> None:
     total = output.kv_connector_stats.aggregate(taken(scheduler_meter()))
     counters = total.data["counters"]
     assert counters["loaded_tokens"] == {"own": 256, "peer": 512}
-    assert counters["loaded_bytes"] == {"own": 2_000_000, "peer": 4_000_000}
+    assert counters["loaded_bytes"] == {"own": 2_048_000, "peer": 4_096_000}
     assert counters["stored_tokens"] == {"": 1024}
     assert counters["stored_bytes"] == {"": 8_000_000}
     assert counters["load_time_seconds"] == pytest.approx({"metadata": 0.002, "data": 0.008})
     assert counters["lookup_hit_tokens"] == {"": 768}
-    assert total.data["histograms"]["load_seconds"] == {"kept": pytest.approx([0.005, 0.005]), "more": [0, 0.0]}
-    assert total.data["histograms"]["scheduler_seconds"]["kept"] == [0.0007]
+    assert total.data["histograms"] == {"load_seconds": pytest.approx([0.005, 0.005]), "lookup_seconds": [0.0005]}
 
 
 def test_a_step_in_which_one_worker_did_nothing_keeps_the_others() -> None:
@@ -113,24 +123,12 @@ def test_the_data_passes_vllms_messages_unchanged() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(data), type=dict[str, Any]) == data
 
 
-def test_observations_beyond_the_bound_travel_as_number_and_sum() -> None:
-    meter = Meter()
-    for _ in range(MAX_KEPT + 44):
-        meter.scheduler_time(0.5)
-    one = taken(meter)
-    assert len(one.data["histograms"]["scheduler_seconds"]["kept"]) == MAX_KEPT
-    assert one.data["histograms"]["scheduler_seconds"]["more"] == [44, 22.0]
-    both = stats.build_stats(one.data).aggregate(one)
-    assert len(both.data["histograms"]["scheduler_seconds"]["kept"]) == MAX_KEPT
-    assert both.data["histograms"]["scheduler_seconds"]["more"] == [MAX_KEPT + 88, (MAX_KEPT + 88) / 2]
-
-
 def test_threads_lose_no_count() -> None:
     meter, seen, interval = Meter(), VCacheStats(), sys.getswitchinterval()
 
     def work() -> None:
         for _ in range(8000):
-            meter.stored(1, 2, 0.0, 0.0)
+            meter.count("stored_bytes", 2)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     # As often as it can: without the lock two runs in three lose counts.
@@ -145,17 +143,18 @@ def test_threads_lose_no_count() -> None:
     finally:
         sys.setswitchinterval(interval)
     seen.aggregate(meter.take() or VCacheStats())
-    assert seen.data["counters"] == {"stored_tokens": {"": 32000}, "stored_bytes": {"": 64000}}
+    assert seen.data["counters"] == {"stored_bytes": {"": 64000}}
 
 
 def test_an_unlisted_cause_is_counted_as_other() -> None:
     meter = Meter()
-    meter.failed("lease_lost")
-    meter.failed("job 17 went away")
-    meter.not_stored("full", 3)
-    meter.not_stored("a reason of its own", 2)
+    for name, causes in {"failures": ["lease_lost", "job 17 went away"], "not_stored_chunks": ["full", "a reason"]}.items():
+        for cause in causes:
+            meter.count(name, 1, cause)
     counters = taken(meter).data["counters"]
-    assert counters == {"failures": {"lease_lost": 1, "other": 1}, "not_stored_chunks": {"full": 3, "other": 2}}
+    assert counters == {"failures": {"lease_lost": 1, "other": 1}, "not_stored_chunks": {"full": 1, "other": 1}}
+    assert {*CAUSES.values(), "store"} <= set(stats.FAILURES)
+    assert set(DROPPED) <= set(stats.NOT_OFFLOADED)
 
 
 def test_vllms_log_line() -> None:
@@ -172,7 +171,7 @@ def test_vllms_log_line() -> None:
         logging.observe(data)
     logging.log(lambda template, *values: lines.append(template % values))
     assert lines == [
-        "KV Transfer metrics: Hit tokens=768, Loads=2, Loaded MB=6.0, Median load ms=5.0, Stored MB=8.0, Recomputed tokens=256, "
+        "KV Transfer metrics: Hit tokens=768, Loads=2, Loaded MB=6.1, Median load ms=5.0, Stored MB=8.0, Recomputed tokens=256, "
         "Failures=0"
     ]
     # vLLM has one `data` for all its loggers.
@@ -189,7 +188,7 @@ def metrics(registry: CollectorRegistry) -> stats.VCachePromMetrics:
     """As vLLM's `KVConnectorProm` makes them, for two engines, on a registry of the test's own."""
     types = {kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     config = SimpleNamespace(kv_transfer_config=None)
-    return stats.build_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    return stats.VCachePromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
 
 
 def exposed(registry: CollectorRegistry) -> dict[str, float]:
@@ -199,8 +198,8 @@ def exposed(registry: CollectorRegistry) -> dict[str, float]:
 
 def test_prometheus_shows_what_was_observed(metrics: stats.VCachePromMetrics, registry: CollectorRegistry) -> None:
     worker = worker_meter()
-    worker.failed("lease_lost")
-    worker.not_stored("full", 3)
+    worker.count("failures", 1, "lease_lost")
+    worker.count("not_stored_chunks", 3, "full")
     for meter in (worker, scheduler_meter(), worker_meter()):
         metrics.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(taken(meter).data)), engine_idx=1)
     shown, engine = exposed(registry), 'engine="1",model_name="m"'
@@ -210,7 +209,7 @@ def test_prometheus_shows_what_was_observed(metrics: stats.VCachePromMetrics, re
         f'vllm:vcache_loaded_tokens_total{{{engine},tier="own"}}': 512,
         f'vllm:vcache_loaded_tokens_total{{{engine},tier="peer"}}': 1024,
         f'vllm:vcache_loaded_tokens_total{{{engine},tier="host"}}': 0,
-        f'vllm:vcache_loaded_bytes_total{{{engine},tier="peer"}}': 4_000_000,
+        f'vllm:vcache_loaded_bytes_total{{{engine},tier="peer"}}': 4_096_000,
         f"vllm:vcache_stored_tokens_total{{{engine}}}": 2048,
         f"vllm:vcache_stored_bytes_total{{{engine}}}": 8_000_000,
         f'vllm:vcache_load_time_seconds_total{{{engine},part="data"}}': 0.008,
@@ -224,29 +223,16 @@ def test_prometheus_shows_what_was_observed(metrics: stats.VCachePromMetrics, re
         'vllm:vcache_load_seconds_bucket{engine="1",le="0.0025",model_name="m"}': 0,
         'vllm:vcache_load_seconds_bucket{engine="1",le="0.01",model_name="m"}': 2,
         f"vllm:vcache_lookup_seconds_count{{{engine}}}": 1,
-        f"vllm:vcache_scheduler_seconds_sum{{{engine}}}": 0.0007,
     }
     assert {name: shown.get(name) for name in expected} == pytest.approx(expected)
     assert shown['vllm:vcache_failures_total{cause="lease_lost",engine="0",model_name="m"}'] == 0
-
-
-def test_count_and_sum_of_a_histogram_are_exact_beyond_the_bound(
-    metrics: stats.VCachePromMetrics, registry: CollectorRegistry
-) -> None:
-    meter = Meter()
-    for _ in range(MAX_KEPT + 44):
-        meter.scheduler_time(0.5)
-    metrics.observe(taken(meter).data)
-    shown = exposed(registry)
-    assert shown['vllm:vcache_scheduler_seconds_count{engine="0",model_name="m"}'] == MAX_KEPT + 44
-    assert shown['vllm:vcache_scheduler_seconds_sum{engine="0",model_name="m"}'] == pytest.approx((MAX_KEPT + 44) / 2)
 
 
 def test_what_a_newer_worker_sends_is_passed_over(metrics: stats.VCachePromMetrics, registry: CollectorRegistry) -> None:
     before = exposed(registry)
     newer = {
         "counters": {"invented": {"": 1}, "stored_tokens": {"a label it had not": 4}, "failures": {"": 2}},
-        "histograms": {"invented_seconds": {"kept": [1.0], "more": [0, 0.0]}},
+        "histograms": {"invented_seconds": [1.0]},
         "gauges": {"invented": 3},
     }
     metrics.observe(newer)
@@ -290,7 +276,7 @@ LORA = {"lora_request": LoRARequest("french", 3, "/nowhere")}
 @pytest.mark.parametrize("first", [0, 4])
 def test_an_event_is_vllms_own_but_for_the_medium(arguments: dict[str, Any], first: int) -> None:
     request = make_request(8 * BLOCK + 5, **arguments)
-    ours = events.block_stored(events.stored_blocks(request, first * BLOCK, (first + 4) * BLOCK, BLOCK))
+    ours = events.block_stored(request, first * BLOCK, (first + 4) * BLOCK, BLOCK)
     theirs = vllms_own_event(request, first, first + 4)
     assert (ours.medium, ours.locality) == ("VCACHE", "LOCAL")
     same = {name: getattr(theirs, name) for name in theirs.__struct_fields__ if name not in ("medium", "locality")}
@@ -302,7 +288,7 @@ def test_an_event_is_vllms_own_but_for_the_medium(arguments: dict[str, Any], fir
 def test_hashes_have_the_form_that_vllm_publishes(monkeypatch: pytest.MonkeyPatch, numbers: str, kind: type) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", numbers)
     request = make_request(8 * BLOCK)
-    ours, theirs = events.block_stored(events.stored_blocks(request, 4 * BLOCK, 8 * BLOCK, BLOCK)), vllms_own_event(request, 4, 8)
+    ours, theirs = events.block_stored(request, 4 * BLOCK, 8 * BLOCK, BLOCK), vllms_own_event(request, 4, 8)
     assert [type(block) for block in [*ours.block_hashes, ours.parent_block_hash]] == [kind] * 5
     assert (ours.block_hashes, ours.parent_block_hash) == (theirs.block_hashes, theirs.parent_block_hash)
 
@@ -310,157 +296,100 @@ def test_hashes_have_the_form_that_vllm_publishes(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("start", "end"), [(0, 5 * BLOCK), (0, BLOCK + 1), (1, BLOCK)])
 def test_tokens_without_hashed_blocks_are_refused(start: int, end: int) -> None:
     with pytest.raises(ValueError, match=f"tokens {start} to {end} are not whole blocks of 16 tokens; the request has 4 such"):
-        events.stored_blocks(make_request(4 * BLOCK + 3), start, end, BLOCK)
+        events.block_stored(make_request(4 * BLOCK + 3), start, end, BLOCK)
 
 
-def chunks(count: int) -> list[events.StoredBlocks]:
-    request = make_request(count * 2 * BLOCK)
-    return [events.stored_blocks(request, at, at + 2 * BLOCK, BLOCK) for at in range(0, count * 2 * BLOCK, 2 * BLOCK)]
+class Ranks:
+    """A scheduler's announcer, and what ranks do to the pool. The chunks are those of one request."""
+
+    def __init__(self, ranks: int) -> None:
+        self.announcer, self._request = Announcer(ranks), make_request(8 * BLOCK)
+
+    def last(self, chunk: int) -> bytes | int:
+        """The chunk's last block as it is published."""
+        return self._event(chunk).block_hashes[-1]
+
+    def _event(self, chunk: int) -> BlockStored:
+        return events.block_stored(self._request, 2 * chunk * BLOCK, 2 * (chunk + 1) * BLOCK, BLOCK)
+
+    def order(self, chunk: int, removal: bool = False) -> None:
+        """A step stores the chunk, or loads it and takes it out."""
+        hashes = self._request.block_hashes[2 * chunk : 2 * (chunk + 1)]
+        self.announcer.expect(ChunkKey(bytes([chunk])), events.block_removed(hashes) if removal else self._event(chunk))
+
+    def step(self, *did: dict[int, list[int]]) -> list[tuple[str, bytes | int]]:
+        """What is published after a step in which workers stored these chunks, or removed those whose number is negated, by rank."""
+        reports = [
+            WorkerReport(
+                changes={
+                    rank: [Change(ChunkKey(bytes([abs(chunk)])), stored=chunk > 0) for chunk in chunks]
+                    for rank, chunks in of_worker.items()
+                }
+            )
+            for of_worker in did
+        ]
+        output = through_vllm(*({"kv_connector_worker_meta": report} for report in reports))
+        self.announcer.note(output.kv_connector_worker_meta.changes)
+        return [(type(event).__name__, event.block_hashes[-1]) for event in self.announcer.take()]
 
 
-def last(chunk: events.StoredBlocks) -> bytes | int:
-    """The last block of a chunk as it is published."""
-    return events.block_stored(chunk).block_hashes[-1]
-
-
-def said(common: CommonEvents) -> list[tuple[str, bytes | int]]:
-    return [(type(event).__name__, event.block_hashes[-1]) for event in common.take()]
-
-
-def step(common: CommonEvents, *workers: Events) -> None:
-    common.collect(through_vllm(*({"kv_cache_events": worker.take()} for worker in workers)).kv_cache_events)
-
-
-def test_where_events_are_off_nothing_is_kept() -> None:
-    worker, (chunk,) = Events(enabled=False), chunks(1)
-    worker.stored(chunk)
-    worker.removed(chunk.block_hashes)
-    assert worker.take() is None
-
-
-def test_a_chunk_is_announced_when_every_worker_has_stored_it() -> None:
-    first, second, common = Events(True), Events(True), CommonEvents(2)
-    one, two, three = chunks(3)
-    first.stored(one)
-    step(common, first, second)
-    assert said(common) == []
-    # In another step than the first worker's, together with chunks of which one is new to both.
-    second.stored(one)
-    second.stored(two)
-    first.stored(three)
-    second.stored(three)
-    step(common, first, second)
-    assert said(common) == [("BlockStored", last(one)), ("BlockStored", last(three))]
-    first.stored(two)
-    step(common, first, second)
-    assert said(common) == [("BlockStored", last(two))]
-    step(common, first, second)
-    assert said(common) == []
-
-
-def test_a_worker_counts_once_however_often_it_says_so() -> None:
-    first, second, common = Events(True), Events(True), CommonEvents(2)
-    (one,) = chunks(1)
-    first.stored(one)
-    first.stored(one)
-    step(common, first, second)
-    assert said(common) == []
+def test_a_chunk_is_announced_when_every_rank_has_stored_it() -> None:
+    """In another step than the first one's, together with chunks of which one is new to both; however often a rank says so."""
+    two = Ranks(2)
+    for chunk in (1, 2, 3):
+        two.order(chunk)
+    assert two.step({0: [1, 1]}, {}) == []
+    assert two.step({0: [3]}, {1: [1, 2, 3]}) == [("BlockStored", two.last(1)), ("BlockStored", two.last(3))]
+    assert two.step({0: [2]}, {}) == [("BlockStored", two.last(2))]
+    assert two.step({0: []}, {}) == []
 
 
 def test_a_chunk_is_gone_with_its_first_part_and_that_is_said_once() -> None:
-    first, second, common = Events(True), Events(True), CommonEvents(2)
-    (one,) = chunks(1)
-    name = last(one)
-    for round_ in range(2):
-        first.stored(one)
-        second.stored(one)
-        step(common, first, second)
-        assert said(common) == [("BlockStored", name)], round_
-        first.removed(one.block_hashes)
-        step(common, first, second)
-        assert said(common) == [("BlockRemoved", name)], round_
-        if round_ == 0:
-            second.removed(one.block_hashes)
-            step(common, first, second)
-            assert said(common) == []
-    # The second part was never removed: once the chunk is complete again, its removal is said again.
-    first.stored(one)
-    second.stored(one)
-    step(common, first, second)
-    second.removed(one.block_hashes)
-    step(common, first, second)
-    assert said(common) == [("BlockStored", name), ("BlockRemoved", name)]
+    two = Ranks(2)
+    for _ in range(2):
+        two.order(1)
+        assert two.step({0: [1]}, {1: [1]}) == [("BlockStored", two.last(1))]
+        two.order(1, removal=True)
+        assert two.step({0: [-1]}, {}) == [("BlockRemoved", two.last(1))]
+    assert two.step({1: [-1]}, {}) == []
+    two.order(1)
+    two.order(1, removal=True)
+    assert two.step({0: [1]}, {1: [1]}) == [("BlockStored", two.last(1))]
+    assert two.step({1: [-1]}, {}) == [("BlockRemoved", two.last(1))]
 
 
 def test_stored_removed_and_stored_again_ends_as_stored() -> None:
-    worker, common, (one,) = Events(True), CommonEvents(), chunks(1)
-    worker.stored(one)
-    worker.removed(one.block_hashes)
-    worker.stored(one)
-    step(common, worker)
-    assert [kind for kind, _ in said(common)] == ["BlockRemoved", "BlockStored"]
+    one = Ranks(1)
+    one.order(1)
+    one.order(1, removal=True)
+    assert [kind for kind, _ in one.step({0: [1, -1]})] == ["BlockStored", "BlockRemoved"]
+    one.order(1)
+    assert [kind for kind, _ in one.step({0: [1]})] == ["BlockStored"]
+
+
+def test_what_nobody_ordered_is_not_announced() -> None:
+    """Workers that hold the same shard store it once; and whoever was asked before a restart may say so late."""
+    assert Ranks(1).step({0: [1, -1]}) == []
 
 
 def test_chunks_that_never_become_complete_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_EVENTS", 2)
-    first, second, common = Events(True), Events(True), CommonEvents(2)
-    one, two, three = chunks(3)
-    for chunk in (one, two, three):
-        first.stored(chunk)
-        step(common, first, second)
-    for chunk in (three, two, one):
-        second.stored(chunk)
-        step(common, first, second)
-    # The first worker's `one` was dropped for its `three`.
-    assert said(common) == [("BlockStored", last(three)), ("BlockStored", last(two))]
-
-
-def test_a_worker_that_is_not_asked_keeps_a_bounded_number(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(events, "MAX_EVENTS", 2)
-    worker = Events(True)
-    for chunk in chunks(4):
-        worker.stored(chunk)
-    got = worker.take()
-    assert got is not None
-    assert len(got.get_all_events()) == 2
-    assert caplog.messages == ["KV events: more than 2 in one step; those beyond are not published"]
-
-
-def test_another_connectors_events_are_passed_over() -> None:
-    common = CommonEvents()
-    common.collect(None)
-    common.collect([AllBlocksCleared()])
-    assert common.take() == []
-    with pytest.raises(ValueError, match="workers is 0"):
-        CommonEvents(0)
-
-
-def test_the_container_keeps_what_all_of_a_steps_workers_said() -> None:
-    one, two = map(events.block_stored, chunks(2))
-    together = VCacheKVEvents([one, two])
-    together.merge(VCacheKVEvents([two]))
-    together.increment_workers()
-    assert together.get_number_of_workers() == 2
-    assert together.aggregate().get_all_events() == [two]
-    assert together.get_number_of_workers() == 1
-    together.clear_events()
-    assert together.get_all_events() == []
+    monkeypatch.setattr(events, "MOST_WAITING", 2)
+    two = Ranks(2)
+    for chunk in (1, 2, 3):
+        two.order(chunk)
+        two.step({0: [chunk]}, {})
+    # The first one was dropped for the third.
+    assert two.step({1: [3, 2, 1]}, {}) == [("BlockStored", two.last(3)), ("BlockStored", two.last(2))]
 
 
 def test_events_are_published_in_vllms_encoding() -> None:
-    (one,) = chunks(1)
-    batch = KVEventBatch(ts=1.0, events=[events.block_stored(one), events.block_removed(one.block_hashes)])
+    request = make_request(2 * BLOCK)
+    batch = KVEventBatch(
+        ts=1.0, events=[events.block_stored(request, 0, 2 * BLOCK, BLOCK), events.block_removed(request.block_hashes)]
+    )
     stored, removed = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events
     assert isinstance(stored, BlockStored)
     assert isinstance(removed, BlockRemoved)
     assert (stored.medium, removed.medium) == ("VCACHE", "VCACHE")
     assert stored.block_hashes == removed.block_hashes
-    assert stored.block_hashes[-1] == last(one)
     assert len(stored.token_ids) == stored.block_size * len(stored.block_hashes)
-
-
-def test_what_the_scheduler_tells_the_workers_can_be_pickled() -> None:
-    (one,) = chunks(1)
-    assert pickle.loads(pickle.dumps(one)) == one

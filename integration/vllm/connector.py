@@ -87,6 +87,15 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Nothing: MultiConnector hands on what one connector has, and not ours; our workers say what they hold in their first step."""
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.prefix_cache = gpu_block_pool
+
+    @_guarded(None)
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.arrived(request)
+
     @_guarded((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.matched(request, num_computed_tokens) if self._scheduler is not None else (0, False)
@@ -177,7 +186,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @_guarded(None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.load_in_step()
+            self._worker.load_synchronously()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: what a model run needs is there before it starts."""
@@ -205,7 +214,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_guarded(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.said() if self._worker is not None else None
+        return self._worker.report.take() if self._worker is not None else None
 
     # ---- in both
 
@@ -223,15 +232,12 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> Any:
-        return stats.build_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return stats.VCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @_guarded(())
     def take_events(self) -> Iterable[Any]:
-        return self._scheduler.events.take() if self._scheduler is not None else ()
-
-    @_guarded(None)
-    def get_kv_connector_kv_cache_events(self) -> Any:
-        return self._worker.events.take() if self._worker is not None else None
+        announcer = self._scheduler.announcer if self._scheduler is not None else None
+        return announcer.take() if announcer is not None else ()
 
     @_guarded(None)
     def shutdown(self) -> None:

@@ -4,44 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
 
-from .events import StoredBlocks
 from .model_spec import ShardSpec
 
 
-@dataclass(frozen=True)
-class Granted:
+class HeldLease(msgspec.Struct, frozen=True):
     """A lease of the scheduler's for the one worker there is. deadline: of time.monotonic, the same clock in all processes of a
     node; `seconds` after it was asked for."""
 
-    lease: int
+    id: int
     locations: list[Location]
     deadline: float
     seconds: float
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(msgspec.Struct, frozen=True):
     """How a worker reaches the offload tier. bandwidth: bytes of its shards a second that came lately; None before the first."""
 
     usable: bool = True
     bandwidth: float | None = None
 
 
-@dataclass(frozen=True)
-class Load:
+class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of one request to be filled from consecutive chunks of the pool.
 
     keys: of rank 0. blocks: vLLM's numbers, from the first block of the first chunk on. skip, stop: the blocks wanted are
     `blocks[skip:stop]`, what is before is in vLLM's own cache. wait_seconds: how long chunks that are not there yet may take to
-    come; 0: they are all there. consume: remove the chunks once they are loaded. said: vLLM's hashes of each chunk's blocks, where
-    routers are to be told of that. granted: the step that brings this needs them,
-    and the scheduler holds this lease on them. below: what the pool has not may lie in the offload tier it. promote: what comes from
-    there is to be stored in the pool again. prefix: the keys of all chunks before them, where there is a offload tier. lost: the
-    scheduler could not say more; nothing is to be loaded.
+    come; 0: they are all there. consume: remove the chunks once they are loaded. lease: of a synchronous load, whose step needs it:
+    the scheduler holds this one. offload: what the pool has not may lie in the offload tier. promote: what comes from there is to
+    be stored in the pool again. prefix: the keys of all chunks before them, where there is an offload tier. lost: the scheduler
+    could not say more; nothing is to be loaded.
     """
 
     request_id: str
@@ -51,28 +47,29 @@ class Load:
     stop: int
     wait_seconds: float = 0.0
     consume: bool = False
-    said: list[list[bytes]] = field(default_factory=list)
-    granted: Granted | None = None
-    below: bool = False
+    lease: HeldLease | None = None
+    offload: bool = False
     promote: bool = False
-    prefix: list[ChunkKey] = field(default_factory=list)
+    prefix: list[ChunkKey] = []
     lost: bool = False
 
+    @property
+    def wanted(self) -> list[int]:
+        """The blocks to be filled."""
+        return self.blocks[self.skip : self.stop]
 
-@dataclass(frozen=True)
-class Store:
+
+class StoreSpec(msgspec.Struct, frozen=True):
     """Consecutive chunks of a request that this step completes. keys: of rank 0. blocks: vLLM's numbers, those of all chunks in order.
 
-    prefix: the keys of all chunks before them. before: the blocks of those, in a step that also loads. said: what to tell routers of
-    each chunk, where anybody listens.
+    prefix: the keys of all chunks before them. before: the blocks of those, in a step that also loads.
     """
 
     request_id: str
     keys: list[ChunkKey]
     blocks: list[int]
     prefix: list[ChunkKey]
-    before: list[int] = field(default_factory=list)
-    said: list[StoredBlocks] = field(default_factory=list)
+    before: list[int] = []
 
 
 @dataclass
@@ -84,8 +81,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     a new owner. introduce: say what you hold.
     """
 
-    loads: list[Load] = field(default_factory=list)
-    stores: list[Store] = field(default_factory=list)
+    loads: list[LoadSpec] = field(default_factory=list)
+    stores: list[StoreSpec] = field(default_factory=list)
     fresh: list[list[int]] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     flush: bool = False
@@ -94,12 +91,18 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     introduce: bool = False
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(msgspec.Struct, frozen=True):
     """What a worker holds of a chunk, and whether it has what it takes to read the offload tier."""
 
     spec: ShardSpec
-    below: bool = False
+    offload: bool = False
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A chunk's part of one rank that entered the pool, or left it by this instance's doing. key: of rank 0."""
+
+    key: ChunkKey
+    stored: bool
 
 
 @dataclass
@@ -107,17 +110,28 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler, after a step. failed: requests whose loads did not hold, or that built on blocks of one whose did not.
     flushed: every store of the steps so far has its reservation, so that a reset ends it. segments: those this worker can read, where
     that changed, or nobody knew. links: how workers reach the offload tier, by their numbers, where that changed. shards: what they
-    hold, by (pipeline rank, tensor rank), where the step asked. Of vLLM's ways up this is the one that connectors beside ours share."""
+    hold, by (pipeline rank, tensor rank), where the step asked. changes: of the pool, by rank, in order, where somebody wants KV
+    events. Of vLLM's ways up this is the one that connectors beside ours share."""
 
-    failed: set[str]
+    failed: set[str] = field(default_factory=set)
     flushed: bool = False
     segments: frozenset[SegmentId] | None = None
     links: dict[int, Link] = field(default_factory=dict)
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
+    changes: dict[int, list[Change]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of several workers: a load that one of them lost is lost. What one can read is of interest only where there is one."""
         if not isinstance(other, WorkerReport):
             return self
-        links, shards = self.links | other.links, self.shards | other.shards
-        return WorkerReport(self.failed | other.failed, self.flushed or other.flushed, None, links, shards)
+        changes = {
+            rank: self.changes.get(rank, []) + other.changes.get(rank, []) for rank in self.changes.keys() | other.changes.keys()
+        }
+        return WorkerReport(
+            self.failed | other.failed,
+            self.flushed or other.flushed,
+            None,
+            self.links | other.links,
+            self.shards | other.shards,
+            changes,
+        )

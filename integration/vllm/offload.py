@@ -1,4 +1,4 @@
-"""The offload tier as the connector's two halves see it: look-ups in the scheduler, a worker's link to it."""
+"""The offload tier as the connector's scheduler half sees it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from vcache_backend.config import OffloadConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import EngineStats
 
 from .metadata import Link
@@ -20,14 +19,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.vcache")
 
-NOTICEABLE = 0.1
-"""A bandwidth that changed by a smaller share is not worth a word."""
 
+class OffloadLookup:
+    """What the offload tier has of a prompt, for the scheduler. Its one thread; nothing waits longer than `offload.lookup_seconds`.
 
-class Below:
-    """What the store has of a prompt, for the scheduler. Its one thread; nothing waits longer than `offload.lookup_seconds`.
-
-    A store that cannot be had, or that one of the workers cannot read now, has nothing.
+    A tier that cannot be had, or that one of the workers cannot read now, has nothing.
     """
 
     def __init__(self, config: OffloadConfig, ranks: int, on_gpu: bool) -> None:
@@ -51,17 +47,17 @@ class Below:
         """Bytes of KV a second that loads brought lately."""
         return self._tier.bandwidth if self._tier is not None else None
 
-    def continued(self, client: Client, keys: Sequence[ChunkKey], found: int) -> int:
+    def extend(self, client: Client, keys: Sequence[ChunkKey], found: int) -> int:
         """How many leading chunks can be loaded, given that the pool has the first `found` and not the next one."""
         if self._tier is None or found >= len(keys) or not self.usable:
             return found
         try:
             return self._tier.extend(client, keys, self._ranks, found)
         except VCacheError as error:
-            log.debug("look-up below: %s", error)
+            log.debug("look-up in the offload tier: %s", error)
             return found
 
-    def hear(self, links: Mapping[int, Link]) -> None:
+    def note(self, links: Mapping[int, Link]) -> None:
         """How workers reach the store now, by their numbers."""
         self._links |= links
         rates = [link.bandwidth for link in self._links.values() if link.bandwidth is not None]
@@ -74,14 +70,3 @@ class Below:
         if self._tier is not None:
             self._tier.close()
         self._tier = None
-
-
-def link(session: Session, last: Link) -> Link:
-    """How this worker reaches the store. The `last` one, if there is no noticeable change."""
-    now = session.offload_link()
-    if now is None:
-        return last
-    usable, rate = now
-    known = last.bandwidth
-    same = rate == known or (rate is not None and known is not None and abs(rate - known) < NOTICEABLE * known)
-    return last if same and usable == last.usable else Link(usable, rate)

@@ -1,7 +1,8 @@
 """The half of the connector in a worker of vLLM: it moves chunks between the pool and vLLM's KV cache.
 
-Loads run beside the model, on a stream of their own: the scheduler runs their request when they are over. Stores read what a step
-has computed, on another stream; only a step that gives such a block to somebody else waits for them, on the device.
+An asynchronous load runs on a stream of its own: the scheduler runs its request when it is over. A synchronous one comes before the
+model run of its step. Stores read what a step has computed, on another stream; only a step that gives such a block to somebody else
+waits for them, on the device.
 """
 
 from __future__ import annotations
@@ -11,98 +12,79 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.transfer import load as transfer
 from vcache_backend.transfer.keys import of_rank
-from vcache_backend.transfer.load_stats import LoadStats
-from vcache_backend.transfer.places import BlockPlaces, Places
+from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import FOREIGN, Lease, Session
-from vcache_backend.transfer.store import store as store_chunks
-from vcache_backend.vram_pool.copier import Completion, Mark
+from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .. import amx, memory_budget, round_trip
-from . import compat, model_spec, offload
-from .compat import refusal
-from .events import Events, StoredBlocks
-from .metadata import Link, Load, Shard, StepMetadata, Store, WorkerReport
+from . import compat, model_spec
+from .metadata import LoadSpec, Shard, StepMetadata
+from .report import Reporter
 from .stats import Meter
+from .stores import Stores
 
 log = logging.getLogger("vllm.vcache")
 
 IDLE_SECONDS = 0.002
 """How long a step without a model run waits for a load: as long as one may keep a request that arrives meanwhile waiting."""
-IN_STEP_SECONDS = 30.0
+COPY_SECONDS = 0.01
+"""How long it waits for one whose chunks are on their way: nothing is gained by another step before they are there."""
+SYNCHRONOUS_SECONDS = 30.0
 """How long a step waits for a load that it needs; a copy takes a thousandth of that."""
-MAX_TO_SAY = 4096
-"""Chunks whose store routers are to be told of; some of them are never stored."""
 CLOSE_SECONDS = 5.0
 
 
-class _Context(NamedTuple):
+class _Worker(NamedTuple):
     """What loads and stores share, once the KV caches are known."""
 
     session: Session
     kv: PagedKV
 
 
-class _Gather(NamedTuple):
-    """A store under way: which of vLLM's blocks it reads. seconds: what launching it took."""
-
-    copy: Completion
-    blocks: list[int]
-    tokens: int
-    nbytes: int
-    seconds: float
-
-
 class Loading(transfer.Load):
-    """The load of one request's blocks. invalid: those that are not filled, once it is over, vLLM's numbers."""
+    """The load of one request's blocks."""
 
-    def __init__(self, context: _Context, load: Load, mark: Mark | None, rank: int, block_size: int) -> None:
+    def __init__(self, worker: _Worker, spec: LoadSpec, mark: Mark | None, block_size: int) -> None:
         """mark: a point in the model's stream; who owned these blocks before has no work queued after it."""
-        session, granted = context.session, load.granted
-        keys, lease = of_rank(load.keys, rank), None
-        if granted is not None:
-            lease = Lease(granted.lease, keys, granted.locations, granted.deadline, granted.seconds, FOREIGN)
-        places = BlockPlaces(context.kv, session.chunk_size, load.blocks, block_size, load.skip, load.stop)
+        session, held, lease = worker.session, spec.lease, None
+        keys = of_rank(spec.keys, session.rank)
+        if held is not None:
+            lease = Lease(held.id, keys, held.locations, held.deadline, held.seconds, FOREIGN)
         super().__init__(
             session,
-            places,
+            BlockPlaces(worker.kv, session.chunk_size, spec.blocks, block_size, spec.skip, spec.stop),
             keys,
             lease=lease,
-            mark=None if granted is not None else mark,
-            wait_seconds=load.wait_seconds,
-            consume=load.consume,
-            offload=load.below and granted is None,
-            name=load.request_id,
+            mark=None if held is not None else mark,
+            wait_seconds=spec.wait_seconds,
+            consume=spec.consume,
+            offload=spec.offload,
+            name=spec.request_id,
         )
-        self.load, self.per_chunk = load, session.chunk_size // block_size
+        self.spec, self._per_chunk = spec, session.chunk_size // block_size
 
     @property
     def invalid(self) -> list[int]:
+        """Once it is over: the blocks that it should have filled and has not, vLLM's numbers."""
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
-        return self.load.blocks[max(self.loaded * self.per_chunk, self.load.skip) : self.load.stop]
+        return self.spec.blocks[max(self.loaded * self._per_chunk, self.spec.skip) : self.spec.stop]
 
     @property
     def failure(self) -> str:
         """The cause, as it is counted."""
-        return ("store" if self.load.below else "lease_lost") if self.cause == transfer.ABSENT else self.cause
-
-    def blocks_of(self, chunks: list[int]) -> list[int]:
-        each = self.per_chunk
-        return [block for chunk in chunks for block in self.load.blocks[chunk * each : (chunk + 1) * each]]
+        return ("store" if self.spec.offload else "lease_lost") if self.cause == transfer.ABSENT else self.cause
 
 
 class WorkerSide:
@@ -116,25 +98,17 @@ class WorkerSide:
             amx.permit()
         shards = 1 if self._model.use_mla else self._model.tp_size
         self._rank = pp_rank * shards + tp_rank % shards
-        self._number = pp_rank * self._model.tp_size + tp_rank
-        self._context: _Context | None = None
+        self._recomputes = compat.recomputes_in_step(vllm_config)
+        self._refused = compat.refusal(vllm_config, kv_cache_config, self._model, config.engine.chunk_size)
+        self._worker: _Worker | None = None
         self._meta = StepMetadata()
-        self._loads: list[Loading] = []
-        self._in_step: list[Loading] = []
-        self._lost: list[Load] = []
-        self._recomputes_in_step = compat.recomputes_in_step(vllm_config)
-        self._readable: frozenset[SegmentId] = frozenset()
-        self._link = Link()
-        self._gathers: list[_Gather] = []
-        self._not_stored: dict[str, int] = {}
-        self._counted_below: dict[str, int] = {}
-        self.events = Events(compat.publishes_events(vllm_config))
-        self._to_say: dict[ChunkKey, StoredBlocks] = {}
+        self._asynchronous: list[Loading] = []
+        self._synchronous: list[Loading] = []
+        self._lost: list[LoadSpec] = []
         self._invalid: set[int] = set()
-        self._failed: set[str] = set()
-        self._flushed = False
-        self._shard = Shard(model_spec.ShardSpec(pp_rank=pp_rank, tp_rank=tp_rank, problem="it was given no KV caches"))
-        self._refused = refusal(vllm_config, kv_cache_config, self._model, config.engine.chunk_size)
+        self._stores = Stores(meter)
+        number = pp_rank * self._model.tp_size + tp_rank
+        self.report = Reporter((pp_rank, tp_rank), number, self._rank, compat.publishes_events(vllm_config))
         self.unsafe = ""
         """Why the tokens of the step that just ran may be wrong, in a way vLLM would not mend."""
 
@@ -165,16 +139,15 @@ class WorkerSide:
         except BaseException:
             session.close()
             raise
-        session.on_stored.append(self._published)
-        self._context = _Context(session, kv)
-        self._readable = self._segments(session)
-        self._shard = Shard(shard, session.offload_link() is not None)
+        self._worker = _Worker(session, kv)
+        self._stores.open(session, kv, self._model.block_size)
+        self.report.open(session, Shard(shard, session.offload_link() is not None))
         where = session.device
         log.info("vcache: worker %d lends to and reads from %s, %s B a chunk", self._rank, where, f"{shard.chunk_bytes:,}")
 
     def refuse(self, reason: str) -> None:
         """Cache nothing, and let the scheduler know."""
-        self._shard = Shard(model_spec.ShardSpec(pp_rank=self._pp_rank, tp_rank=self._tp_rank, problem=reason))
+        self.report.refuse(reason)
         try:
             with Client(self._config.server.path, self._config.client, reconnect=False) as server:
                 server.report("error", f"vLLM's worker {self._rank} (pid {os.getpid()}) caches nothing: {reason}")
@@ -188,181 +161,102 @@ class WorkerSide:
         self._meta = meta
         # None of them must get lost, whatever happens here: vLLM waits for its end, or counts on its bytes.
         self._lost += meta.loads
-        context = self._context
-        if context is None:
+        self.report.introduce = meta.introduce
+        worker = self._worker
+        if worker is None:
             return
         # A step without a model run stores nothing, and older releases do not call `store` in it.
-        self._flushed |= meta.flush and meta.idle
-        self._fence(context, meta)
-        mark = context.session.mark() if meta.loads else None
-        for load in [load for load in meta.loads if not load.lost]:
-            loading = Loading(context, load, mark, self._rank, self._model.block_size)
-            (self._loads if load.granted is None else self._in_step).append(loading)
-            self._lost.remove(load)
-        for loading in self._loads:
-            if loading.load.request_id in meta.cancelled:
+        self.report.flushed |= meta.flush and meta.idle
+        self._stores.fence(meta)
+        mark = worker.session.mark() if meta.loads else None
+        for spec in [spec for spec in meta.loads if not spec.lost]:
+            loading = Loading(worker, spec, mark, self._model.block_size)
+            (self._asynchronous if spec.lease is None else self._synchronous).append(loading)
+            self._lost.remove(spec)
+        for loading in self._asynchronous:
+            if loading.spec.request_id in meta.cancelled:
                 loading.cancel()
 
-    def load_in_step(self) -> None:
+    def load_synchronously(self) -> None:
         """Fill the blocks that this step's model run needs: what is queued from now on comes after it."""
-        for loading in self._in_step:
+        for loading in self._synchronous:
             loading.advance()
 
     def store(self) -> None:
         """Copy out what the step's model run, all of it queued, completes."""
-        context, stores = self._context, self._meta.stores
-        if context is None:
+        if self._worker is None:
             return
-        for store in self._sound(stores):
-            keys, prefix = of_rank(store.keys, self._rank), of_rank(store.prefix, self._rank)
-            try:
-                if store.said:
-                    self._to_say = {} if len(self._to_say) > MAX_TO_SAY else self._to_say
-                    self._to_say |= dict(zip(keys, store.said, strict=True))
-                places = BlockPlaces(context.kv, context.session.chunk_size, store.blocks, self._model.block_size)
-                self._gather(context, places, keys, list(range(len(keys))), prefix, store.blocks)
-            except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
-                context.session.miss("store", error)
-                self._meter.failed("store")
-        if self._meta.flush:
-            # Nothing is waited for: whatever reservation there is by now, the scheduler's next reset makes it void.
-            self._flushed = True
+        self._settle_synchronous()
+        unfilled = self._invalid.union(*(spec.wanted for spec in self._lost))
+        self.report.failed |= self._stores.start(self._meta.stores, unfilled)
+        # Nothing is waited for: whatever reservation there is by now, the scheduler's next reset makes it void.
+        self.report.flushed |= self._meta.flush
 
     def finished(self) -> set[str]:
-        """Requests whose load is over, held or not. Launches what can be launched."""
+        """Requests whose asynchronous load is over, held or not. Launches what can be launched."""
         done = self._advance() | self._give_up()
-        until = time.monotonic() + IDLE_SECONDS
-        while self._meta.idle and self._loads and not done and time.monotonic() < until:
-            self._loads[0].wait(IDLE_SECONDS)
+        began = time.monotonic()
+        while self._meta.idle and self._asynchronous and not done:
+            first = self._asynchronous[0]
+            if time.monotonic() > began + (COPY_SECONDS if first.reached > first.loaded else IDLE_SECONDS):
+                break
+            first.wait(IDLE_SECONDS)
             done = self._advance()
         return done
 
     def invalid(self) -> set[int]:
-        """Blocks that a load should have filled and did not, since the last call. vLLM's numbers. Waits for the step's own loads."""
-        self._settle_step()
+        """Blocks that a load should have filled and did not, since the last call. vLLM's numbers. Waits for synchronous loads."""
+        self._settle_synchronous()
         found, self._invalid = self._invalid, set()
         return found
 
-    def said(self) -> WorkerReport | None:
-        """What the scheduler must know of this step."""
-        readable = self._segments(self._context.session) if self._context is not None else self._readable
-        introduce = self._meta.introduce
-        changed = introduce or readable != self._readable
-        link = offload.link(self._context.session, self._link) if self._context is not None else self._link
-        if not (self._failed or self._flushed or changed or link != self._link):
-            return None
-        links = {self._number: link} if link != self._link else {}
-        shards = {(self._pp_rank, self._tp_rank): self._shard} if introduce else {}
-        said = WorkerReport(self._failed, self._flushed, readable if changed else None, links, shards)
-        self._failed, self._flushed, self._readable, self._link = set(), False, readable, link
-        return said
-
     def measured(self) -> None:
-        """Tell the meter what was not stored, and what was written below, since the last call."""
-        if self._context is None:
-            return
-        self._measure_below(self._context.session)
-        counts = self._context.session.stats.not_stored()
-        if counts != self._not_stored:
-            for cause, count in counts.items():
-                self._meter.not_stored(cause, count - self._not_stored.get(cause, 0))
-            self._not_stored = counts
+        """Tell the meter what was not stored, and what was offloaded, since the last call."""
+        self._stores.measure()
 
     def close(self) -> None:
         """Let copies end, and leave the pool; the chunks stay there."""
-        if self._context is None:
+        worker, self._worker = self._worker, None
+        if worker is None:
             return
         deadline = time.monotonic() + CLOSE_SECONDS
-        while self._loads and time.monotonic() < deadline:
-            for loading in self._loads:
-                loading.cancel()
+        for loading in self._asynchronous:
+            loading.cancel()
+        while self._asynchronous and time.monotonic() < deadline:
             self._advance()
-        self._context.session.close()
-        self._context = None
+        worker.session.close()
 
     # ---- inside
 
-    def _sound(self, stores: list[Store]) -> list[Store]:
-        """Without those that were computed from a block which a load of this step has not filled, whosever: vLLM gives a request's blocks
-        to others before they are."""
-        self._settle_step()
-        unfilled = self._invalid.union(*(load.blocks[load.skip : load.stop] for load in self._lost))
-        if not unfilled:
-            return stores
-        spoiled = {store.request_id for store in stores if not unfilled.isdisjoint(store.before + store.blocks)}
-        self._failed |= spoiled
-        return [store for store in stores if store.request_id not in spoiled]
-
-    def _gather(
-        self,
-        context: _Context,
-        places: Places,
-        keys: list[ChunkKey],
-        chunks: list[int],
-        prefix: list[ChunkKey],
-        blocks: list[int],
-        fetched_in: int | None = None,
-    ) -> None:
-        """Store chunks out of `blocks`, vLLM's numbers, which get no new owner before they are read."""
-        started = perf_counter()
-        pending = store_chunks(context.session, places, keys, chunks, prefix, beside=True, fetched_in=fetched_in)
-        if pending is not None:
-            seconds = perf_counter() - started
-            self._gathers.append(_Gather(pending.completion, blocks, pending.tokens, pending.nbytes, seconds))
-
-    def _promote(self, context: _Context, loading: Loading) -> None:
-        """Store what a load has brought from the offload tier in the pool again."""
-        try:
-            chunks = loading.to_promote() if loading.load.promote and not loading.cause else []
-            blocks = loading.blocks_of(chunks)
-            if chunks and self._invalid.isdisjoint(blocks):
-                prefix = of_rank(loading.load.prefix, self._rank)
-                self._gather(context, loading.places, loading.keys, chunks, prefix, blocks, fetched_in=loading.epoch)
-        except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
-            context.session.miss("promote", error)
-            with suppress(Exception):  # a number too few
-                self._meter.failed("store")
-
-    def _measure_below(self, session: Session) -> None:
-        if session.offload_link() is None:
-            return
-        stats = session.stats
-        counts = stats.counted("offload_") | {"bytes": stats.counted("bytes_").get("offload_written", 0)}
-        if counts != self._counted_below:
-            more = {name: count - self._counted_below.get(name, 0) for name, count in counts.items()}
-            dropped = {name.removeprefix("dropped_"): count for name, count in more.items() if name.startswith("dropped_")}
-            self._meter.written_offloaded(more.get("written", 0), more["bytes"], dropped)
-            self._counted_below = counts
-
     def _advance(self) -> set[str]:
         over = set()
-        for loading in list(self._loads):
+        for loading in list(self._asynchronous):
             if loading.advance():
-                self._loads.remove(loading)
+                self._asynchronous.remove(loading)
                 try:
                     self._note(loading)
-                    if self._context is not None:
-                        self._promote(self._context, loading)
-                    over.add(loading.load.request_id)
+                    if loading.spec.promote and not loading.cause and self._worker is not None:
+                        self._stores.promote(loading, loading.spec, self._invalid)
+                    over.add(loading.spec.request_id)
                 except Exception:  # vLLM waits for the end of this one too
                     log.exception("vcache: a load's end could not be noted, so it counts as failed")
-                    self._lost.append(loading.load)
+                    self._lost.append(loading.spec)
         return over
 
     def _give_up(self) -> set[str]:
         """Loads that never began."""
         lost, self._lost = self._lost, []
-        for load in lost:
-            self._failed.add(load.request_id)
-            self._invalid |= set(load.blocks[load.skip : load.stop])
-            if load.granted is not None:
-                self._step_failed(load)
-        return {load.request_id for load in lost if load.granted is None}
+        for spec in lost:
+            self.report.failed.add(spec.request_id)
+            self._invalid |= set(spec.wanted)
+            if spec.lease is not None:
+                self._synchronous_failed(spec)
+        return {spec.request_id for spec in lost if spec.lease is None}
 
-    def _settle_step(self) -> None:
+    def _settle_synchronous(self) -> None:
         """Wait for the loads that the step which just ran needed. None is launched any more: the model has read the blocks."""
-        loads, self._in_step = self._in_step, []
-        deadline = time.monotonic() + IN_STEP_SECONDS
+        loads, self._synchronous = self._synchronous, []
+        deadline = time.monotonic() + SYNCHRONOUS_SECONDS
         for loading in loads:
             loading.hold()
             while not loading.advance():
@@ -372,72 +266,27 @@ class WorkerSide:
                 loading.wait(IDLE_SECONDS)
             self._note(loading)
             if loading.invalid:
-                self._step_failed(loading.load)
+                self._synchronous_failed(loading.spec)
 
-    def _step_failed(self, load: Load) -> None:
-        if not self._recomputes_in_step:
-            self.unsafe = f"a load of request {load.request_id} failed that its step had counted on"
-
-    def _published(self, keys: list[ChunkKey]) -> None:
-        """In the commit thread."""
-        for key in keys:
-            blocks = self._to_say.pop(key, None)
-            if blocks is not None:
-                self.events.stored(blocks)
-
-    def _segments(self, session: Session) -> frozenset[SegmentId]:
-        try:
-            return session.segments()
-        except Exception as error:  # noqa: BLE001 - the rest of what a step has to say must get through
-            session.miss("segments", error)
-            return self._readable
+    def _synchronous_failed(self, spec: LoadSpec) -> None:
+        if not self._recomputes:
+            self.unsafe = f"a load of request {spec.request_id} failed that its step had counted on"
 
     def _note(self, loading: Loading) -> None:
         """A load is over."""
-        invalid, load = loading.invalid, loading.load
+        invalid, name = loading.invalid, loading.spec.request_id
         if invalid:
-            self._failed.add(load.request_id)
+            self.report.failed.add(name)
             self._invalid |= set(invalid)
         with suppress(Exception):  # a number too few
-            tokens = len(invalid) * self._model.block_size
-            self._measure(loading.stats, always=not loading.cause)
-            for chunk in loading.consumed if load.said else []:
-                self.events.removed(load.said[chunk])
+            self.report.removed([loading.spec.keys[chunk] for chunk in loading.consumed])
+            if loading.stats.tokens.total() or not loading.cause:
+                self._meter.loaded(loading.stats)
             if loading.cause and loading.cause != transfer.CANCELLED:
-                log.warning("%d tokens of request %s are computed, not loaded: %s", tokens, load.request_id, loading.failure)
-                self._meter.failed(loading.failure)
-            if invalid:
-                self._meter.recomputed(tokens)
-
-    def _measure(self, stats: LoadStats, always: bool) -> None:
-        tokens = {tier: count for tier, count in stats.tokens.items() if count}
-        if tokens or always:
-            nbytes = {tier: count * stats.token_bytes for tier, count in tokens.items()}
-            self._meter.loaded(tokens, nbytes, stats.metadata_seconds, stats.data_seconds)
-
-    def _fence(self, context: _Context, meta: StepMetadata) -> None:
-        """Let this step's work come after the stores that still read a block which somebody gets now."""
-        if not self._gathers:
-            return
-        self._gathers = under_way = [gather for gather in self._gathers if not self._over(gather)]
-        if not under_way or not (meta.fresh or meta.opaque):
-            return
-        given = np.concatenate([np.array(blocks, dtype=np.int64) for blocks in meta.fresh or [[]]])
-        for gather in under_way:
-            if meta.opaque or np.isin(given, gather.blocks).any():
-                context.session.fence(gather.copy)
-
-    def _over(self, gather: _Gather) -> bool:
-        """Has the store read its blocks? One that failed reads nothing, and is not committed."""
-        try:
-            if not gather.copy.done():
-                return False
-        except VCacheError as error:
-            log.debug("a store failed: %s", error)
-            return True
-        with suppress(Exception):  # a number too few
-            self._meter.stored(gather.tokens, gather.nbytes, gather.seconds, gather.copy.seconds or 0.0)
-        return True
+                tokens = len(invalid) * self._model.block_size
+                log.warning("%d tokens of request %s are computed, not loaded: %s", tokens, name, loading.failure)
+                self._meter.count("failures", 1, loading.failure)
+                self._meter.count("recomputed_tokens", tokens)
 
 
 def _on_device_of(kv: PagedKV, config: Config) -> Config:

@@ -80,6 +80,10 @@ class Client(Channel):
         """`acquire` without waiting for the answer."""
         return self._send(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
 
+    def send_release(self, lease: int) -> None:
+        """`release` without waiting, whatever the answer is."""
+        self._send(m.Release(lease), m.Verdict)
+
     def renew(self, lease: int) -> bool:
         return self._call(m.Renew(lease), m.Verdict).held
 

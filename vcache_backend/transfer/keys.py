@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -166,14 +166,14 @@ class BlockHashKeys:
         """Of the chunks [first, stop); `adapter`: see `adapter_digest`. ConfigError for hashes too short to stand for a prefix, which
         those of a `prefix_caching_hash_algo` that is not cryptographic are."""
         each, prefix, suffix = self._each, self._prefix, self._suffix
-        made = [prefix + hashes[at][:HASH_BYTES] + suffix for at in range((first + 1) * each - 1, stop * each, each)]
+        made = [prefix + last[:HASH_BYTES] + suffix for last in hashes[(first + 1) * each - 1 : stop * each : each]]
         if made and len(made[-1]) != KEY_BYTES:
             raise ConfigError(
                 f"a block hash has {len(hashes[each - 1])} B, {HASH_BYTES} are needed: set --prefix-caching-hash-algo sha256"
             )
         if adapter:
             made = [prefix + blake2b(key, key=adapter, digest_size=HASH_BYTES).digest() + suffix for key in made]
-        return [ChunkKey(key) for key in made]
+        return cast(list[ChunkKey], made)
 
 
 def adapter_digest(lora_request: Any, content: str) -> bytes:

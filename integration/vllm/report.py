@@ -1,0 +1,93 @@
+"""What a worker tells the scheduler after a step, put together from all over the worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
+from vcache_backend.transfer.keys import of_rank
+from vcache_backend.transfer.session import Session
+
+from .metadata import Change, Link, Shard, WorkerReport
+from .model_spec import ShardSpec
+
+NOTICEABLE = 0.1
+"""A bandwidth that changed by a smaller share is not worth a word."""
+MOST_CHANGES = 4096
+
+
+class Reporter:
+    """In the worker's main thread. failed, flushed: see `WorkerReport`; both are sent once. introduce: the scheduler asks what this
+    worker holds."""
+
+    def __init__(self, place: tuple[int, int], number: int, rank: int, events: bool) -> None:
+        """place: pipeline and tensor rank. number: of all workers. rank: of this one's part of a chunk. events: whether somebody wants
+        to know what enters the pool and leaves it."""
+        self._place, self._number, self._rank, self._events = place, number, rank, events
+        self._session: Session | None = None
+        self.refuse("it was given no KV caches")
+        self.failed: set[str] = set()
+        self.flushed = self.introduce = False
+        self._segments: frozenset[SegmentId] = frozenset()
+        self._link = Link()
+        self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
+
+    def open(self, session: Session, shard: Shard) -> None:
+        """The worker has joined the pool, and holds this."""
+        self._session, self._shard = session, shard
+        self._segments = self._readable()
+        if self._events:
+            session.on_stored.append(self._stored)
+
+    def refuse(self, reason: str) -> None:
+        """The worker caches nothing."""
+        self._shard = Shard(ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=reason))
+
+    def removed(self, keys: Sequence[ChunkKey]) -> None:
+        """These have left the pool by this worker's doing. Keys of rank 0."""
+        if self._events:
+            self._changes += [Change(key, stored=False) for key in keys]
+
+    def take(self) -> WorkerReport | None:
+        """What there is to say since the last call; None if nothing is."""
+        segments, link, introduce = self._readable(), self._reached(), self.introduce
+        new_segments, new_link = introduce or segments != self._segments, link != self._link
+        if not (self.failed or self.flushed or self._changes or new_segments or new_link):
+            return None
+        changes = [self._changes.popleft() for _ in range(len(self._changes))]
+        report = WorkerReport(
+            self.failed,
+            self.flushed,
+            segments if new_segments else None,
+            {self._number: link} if new_link else {},
+            {self._place: self._shard} if introduce else {},
+            {self._rank: changes} if changes else {},
+        )
+        self.failed, self.flushed, self._segments, self._link = set(), False, segments, link
+        return report
+
+    # ---- inside
+
+    def _stored(self, keys: list[ChunkKey]) -> None:
+        """In the commit thread."""
+        self._changes += [Change(key, stored=True) for key in of_rank(keys, 0)]
+
+    def _readable(self) -> frozenset[SegmentId]:
+        if self._session is None:
+            return self._segments
+        try:
+            return self._session.segments()
+        except Exception as error:  # noqa: BLE001 - the rest of what a step has to say must get through
+            self._session.miss("segments", error)
+            return self._segments
+
+    def _reached(self) -> Link:
+        """How this worker reaches the offload tier: as last time, if there is no noticeable change."""
+        now = self._session.offload_link() if self._session is not None else None
+        if now is None:
+            return self._link
+        usable, rate = now
+        known = self._link.bandwidth
+        same = rate == known or (rate is not None and known is not None and abs(rate - known) < NOTICEABLE * known)
+        return self._link if same and usable == self._link.usable else Link(usable, rate)

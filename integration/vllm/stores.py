@@ -1,0 +1,140 @@
+"""A worker's stores: which are under way, and which of vLLM's blocks they still read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from time import perf_counter
+from typing import NamedTuple
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.keys import of_rank
+from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.places import BlockPlaces, Places
+from vcache_backend.transfer.session import Session
+from vcache_backend.transfer.store import store
+from vcache_backend.vram_pool.copier import Completion
+from vcache_backend.vram_pool.paged import PagedKV
+
+from .metadata import LoadSpec, StepMetadata, StoreSpec
+from .stats import Meter
+
+log = logging.getLogger("vllm.vcache")
+
+
+class _Gather(NamedTuple):
+    """A store under way, out of these blocks, vLLM's numbers. seconds: what launching it took."""
+
+    copy: Completion
+    blocks: frozenset[int]
+    tokens: int
+    nbytes: int
+    seconds: float
+
+
+class Stores:
+    """In the worker's main thread. Nothing here raises, but `fence`."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._session: Session | None = None
+        self._kv: PagedKV | None = None
+        self._block_size = 0
+        self._under_way: list[_Gather] = []
+        self._counted: dict[tuple[str, str], int] = {}
+
+    def open(self, session: Session, kv: PagedKV, block_size: int) -> None:
+        """The KV cache is known. block_size: tokens of vLLM's blocks, which may be several of the tensors'."""
+        self._session, self._kv, self._block_size = session, kv, block_size
+
+    def fence(self, meta: StepMetadata) -> None:
+        """Let this step's work come after the stores that still read a block which somebody gets now."""
+        if not self._under_way or self._session is None:
+            return
+        self._under_way = [gather for gather in self._under_way if not self._over(gather)]
+        for gather in self._under_way:
+            if meta.opaque or any(not gather.blocks.isdisjoint(blocks) for blocks in meta.fresh):
+                self._session.fence(gather.copy)
+
+    def start(self, stores: Sequence[StoreSpec], unfilled: AbstractSet[int]) -> set[str]:
+        """Store what the step's model run, all of it queued, completes; but nothing that was computed from an `unfilled` block, whosever:
+        vLLM gives a request's blocks to others before they are filled. The requests that did are the answer."""
+        spoiled = {spec.request_id for spec in stores if unfilled and not unfilled.isdisjoint(spec.before + spec.blocks)}
+        for spec in stores:
+            session, kv = self._session, self._kv
+            if spec.request_id in spoiled or session is None or kv is None:
+                continue
+            keys, prefix = of_rank(spec.keys, session.rank), of_rank(spec.prefix, session.rank)
+            places = BlockPlaces(kv, session.chunk_size, spec.blocks, self._block_size)
+            self._store(session, places, keys, range(len(keys)), prefix, spec.blocks)
+        return spoiled
+
+    def promote(self, load: Load, spec: LoadSpec, unfilled: AbstractSet[int]) -> None:
+        """Store what a load has brought from the offload tier in the pool again."""
+        chunks, session = load.to_promote(), self._session
+        if not chunks or session is None:
+            return
+        each = session.chunk_size // self._block_size
+        blocks = [block for chunk in chunks for block in spec.blocks[chunk * each : (chunk + 1) * each]]
+        if unfilled.isdisjoint(blocks):
+            prefix = of_rank(spec.prefix, session.rank)
+            self._store(session, load.places, load.keys, chunks, prefix, blocks, load.epoch)
+
+    def measure(self) -> None:
+        """Tell the meter what was not stored, and what was offloaded, since the last call."""
+        if self._session is None:
+            return
+        stats = self._session.stats
+        offload, written = stats.counted("offload_"), stats.counted("bytes_").get("offload_written", 0)
+        counts = {("not_stored_chunks", cause): count for cause, count in stats.not_stored().items()}
+        counts |= {
+            ("offload_dropped_chunks", name.removeprefix("dropped_")): count
+            for name, count in offload.items()
+            if name.startswith("dropped_")
+        }
+        counts |= {("offload_written_chunks", ""): offload.get("written", 0), ("offload_written_bytes", ""): written}
+        if counts != self._counted:
+            for (counter, label), count in counts.items():
+                self._meter.count(counter, count - self._counted.get((counter, label), 0), label)
+            self._counted = counts
+
+    # ---- inside
+
+    def _store(
+        self,
+        session: Session,
+        places: Places,
+        keys: list[ChunkKey],
+        chunks: Sequence[int],
+        prefix: list[ChunkKey],
+        blocks: list[int],
+        fetched_in: int | None = None,
+    ) -> None:
+        """Store chunks out of `blocks`, vLLM's numbers, which get no new owner before they are read."""
+        started = perf_counter()
+        try:
+            pending = store(session, places, keys, chunks, prefix, beside=True, fetched_in=fetched_in)
+        except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
+            session.miss("store" if fetched_in is None else "promote", error)
+            self._meter.count("failures", 1, "store")
+            return
+        if pending is not None:
+            seconds = perf_counter() - started
+            self._under_way.append(_Gather(pending.completion, frozenset(blocks), pending.tokens, pending.nbytes, seconds))
+
+    def _over(self, gather: _Gather) -> bool:
+        """Whether the store has read its blocks. One that failed reads nothing, and is not committed."""
+        try:
+            if not gather.copy.done():
+                return False
+        except VCacheError as error:
+            log.debug("a store failed: %s", error)
+            return True
+        with suppress(Exception):  # a number too few
+            self._meter.count("stored_tokens", gather.tokens)
+            self._meter.count("stored_bytes", gather.nbytes)
+            self._meter.timed("store_time_seconds", gather.seconds, gather.copy.seconds or 0.0)
+        return True

@@ -1,0 +1,359 @@
+"""The half of the connector in vLLM's scheduler, with vLLM's requests and a real metadata server: what is asked and when it counts,
+which chunks a step stores, and what a worker's report changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_cases import SNAPPY, Cache, Node, layout_of, node
+from processes import eventually
+from vllm_objects import BLOCK, vllm_config
+
+pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from vcache_backend.config import ConnectorConfig
+from vcache_backend.engine import VCacheEngine
+from vcache_backend.integration.vllm import lookups
+from vcache_backend.integration.vllm.metadata import Shard, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.model_spec import ShardSpec
+from vcache_backend.integration.vllm.scheduler import SchedulerSide
+from vcache_backend.integration.vllm.stats import Meter
+
+CHUNK, CHUNKS = 16, 5
+PROMPT = CHUNKS * CHUNK + 3
+NBYTES = 4096
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A server, and a segment that somebody has lent."""
+    folder: Path = tmp_path_factory.mktemp("scheduler")
+    with node(folder, SNAPPY) as made, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "0")
+        kv_cache_utils.init_none_hash(sha256)
+        made.serve()
+        made.undo.enter_context(VCacheEngine(made.config("host", 4 << 20), layout_of(Cache())))
+        yield made
+
+
+class Side:
+    """A scheduler's half whose one worker has said what it holds."""
+
+    def __init__(self, here: Node, undo: ExitStack, **connector: Any) -> None:
+        self.meter, self.client = Meter(), undo.enter_context(here.client())
+        config = here.config("host", chunk_size=CHUNK)
+        settings = ConnectorConfig(**{"min_hit_tokens": CHUNK} | connector)
+        config = type(config)(
+            server=config.server, client=config.client, pool=config.pool, engine=config.engine, connector=settings
+        )
+        one = {"parallel_config__tensor_parallel_size": 1, "parallel_config__pipeline_parallel_size": 1}
+        vllm = vllm_config(**one, kv_events_config=None, use_v2_model_runner=True)
+        vllm.cache_config.prefix_caching_hash_algo, vllm.cache_config.prefix_match_unit = "sha256", None
+        vllm.cache_config.enable_prefix_caching = True
+        vllm.scheduler_config = SimpleNamespace(async_scheduling=True)
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=8, dtype=torch.bfloat16)
+        caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        self.half = SchedulerSide(vllm, caches, config, True, True, self.meter)
+        undo.callback(self.half.close)
+        self.client.clear()
+        eventually(lambda: self.leases() == 0)
+        shard = Shard(ShardSpec(pp_rank=0, tp_rank=0, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK))
+        segments = frozenset(segment.id for segment in self.client.list_segments())
+        self.report(shards={(0, 0): shard}, segments=segments)
+        assert self.half.lookups.open()
+
+    def report(self, **said: Any) -> None:
+        self.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(**said)))
+
+    def keys(self, request: Request, count: int = CHUNKS) -> Any:
+        tracked = self.half._track(request)
+        assert self.half.lookups.name(tracked, count)
+        return tracked.keys[:count]
+
+    def put(self, request: Request, count: int = CHUNKS) -> None:
+        """The request's first chunks are in the pool."""
+        reserved = self.client.reserve(self.keys(request, count), NBYTES)
+        assert self.client.commit(reserved.reservation) == count
+
+    def matched(self, request: Request, local: int = 0) -> tuple[int | None, bool]:
+        return self.half.matched(request, local)
+
+    def asked(self) -> int:
+        """How many look-ups and leases the server was asked for."""
+        latency = self.client.stats().latency
+        return sum(latency[name].count for name in ("Lookup", "Acquire") if name in latency)
+
+    def leases(self) -> int:
+        return self.client.stats().leases
+
+    def step(self, *new: tuple[Request, int], cached: tuple[Request, int, int, list[int] | None] | None = None) -> StepMetadata:
+        """One step. new: requests that begin with so many tokens. cached: one that goes on, from where, with how many, in which new
+        blocks."""
+        running = [] if cached is None else [cached]
+        output = SimpleNamespace(
+            num_scheduled_tokens={request.request_id: count for request, count in new}
+            | {request.request_id: count for request, _, count, _ in running},
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=request.request_id, block_ids=(list(range(-(-count // BLOCK))),), num_computed_tokens=0)
+                for request, count in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[request.request_id for request, *_ in running],
+                num_computed_tokens=[computed for _, computed, _, _ in running],
+                new_block_ids=[None if blocks is None else (blocks,) for *_, blocks in running],
+                resumed_req_ids=set(),
+            ),
+        )
+        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+        meta = self.half.begin(output)
+        self.half.add_stores(output, meta)
+        return meta
+
+
+_made = iter(range(1_000_000))
+
+
+def new_request(tokens: int = PROMPT, **vcache: Any) -> Request:
+    number = next(_made)
+    return Request(
+        request_id=str(number),
+        prompt_token_ids=random.Random(number).choices(range(1000), k=tokens),
+        sampling_params=SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {"vcache": vcache}}),
+        pooling_params=None,
+        block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, sha256),
+    )
+
+
+def blocks_of(count: int) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(range(100, 100 + count)),))
+
+
+@pytest.fixture
+def make(here: Node) -> Iterator[Callable[..., Side]]:
+    with ExitStack() as undo:
+        yield lambda **connector: Side(here, undo, **connector)
+
+
+@pytest.fixture
+def side(make: Callable[..., Side]) -> Side:
+    return make()
+
+
+@pytest.fixture
+def asynchronous(make: Callable[..., Side]) -> Side:
+    return make(sync_below_tokens=0)
+
+
+# ---- when an answer counts
+
+ways = pytest.mark.parametrize(("sync", "ahead"), [(0, False), (0, True), (2048, False), (2048, True)], ids=str)
+
+
+@ways
+def test_an_answer_of_before_a_reset_is_no_answer_after_it(make: Callable[..., Side], sync: int, ahead: bool) -> None:
+    """Of a request that waits to be scheduled meanwhile: its chunks are those of other weights."""
+    side, request = make(sync_below_tokens=sync), new_request()
+    side.put(request)
+    if ahead:
+        side.half.arrived(request)
+    else:
+        assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, not sync)
+    assert side.half.reset()
+    assert side.half._track(request).answer is None
+    side.half._clearing = False
+    assert side.matched(request) == (0, False)
+    eventually(lambda: side.leases() == 0)
+
+
+@ways
+def test_what_was_sent_ahead_is_asked_once(make: Callable[..., Side], sync: int, ahead: bool) -> None:
+    side, request = make(sync_below_tokens=sync), new_request()
+    side.put(request)
+    before = side.asked()
+    if ahead:
+        side.half.arrived(request)
+    assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, not sync)
+    assert side.asked() == before + 1
+    assert side.leases() == (1 if sync else 0)
+    counters = side.meter.take()
+    assert counters is not None
+    assert counters.data["counters"] == {"lookup_asked_tokens": {"": 80}, "lookup_hit_tokens": {"": 80}}
+
+
+def test_what_was_sent_ahead_too_long_ago_is_asked_again(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may have stored it meanwhile; and the lease on what there was is given back."""
+    request = new_request()
+    side.put(request, 2)
+    side.half.arrived(request)
+    monkeypatch.setattr(lookups, "AHEAD_SECONDS", 0.0)
+    reserved = side.client.reserve(side.keys(request), NBYTES)
+    assert side.client.commit(reserved.reservation) == CHUNKS - 2
+    assert side.matched(request) == (CHUNKS * CHUNK, False)
+    eventually(lambda: side.leases() == 1)
+
+
+@pytest.mark.parametrize("end", ["finished", "joined"])
+def test_a_lease_nobody_reads_under_is_given_back(side: Side, end: str) -> None:
+    """The request is aborted before vLLM comes to it; or another one runs by then, which a synchronous load would hold up."""
+    request = new_request()
+    side.put(request)
+    side.half.arrived(request)
+    if end == "finished":
+        side.half.finished(request)
+    else:
+        side.step((new_request(), PROMPT))
+        assert side.matched(request) == (CHUNKS * CHUNK, True)
+    eventually(lambda: side.leases() == 0)
+
+
+def test_a_lease_that_begins_before_what_vllm_lacks_serves_from_there(side: Side) -> None:
+    request = new_request()
+    side.put(request)
+    side.half.arrived(request)
+    assert side.matched(request, 2 * CHUNK + BLOCK) == ((CHUNKS - 2) * CHUNK - BLOCK, False)
+    side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), (CHUNKS - 2) * CHUNK - BLOCK)
+    (load,) = side.step((request, PROMPT)).loads
+    assert load.lease is not None
+    assert [side.client.acquire([key]).locations[0] for key in load.keys] == load.lease.locations
+    assert load.keys == side.keys(request)[2:]
+    assert (load.skip, load.wanted) == (1, list(range(109, 120)))
+
+
+def test_a_chunk_missing_from_the_pool_that_vllm_has_itself_hides_nothing(asynchronous: Side) -> None:
+    request = new_request()
+    asynchronous.put(request)
+    asynchronous.client.remove(asynchronous.keys(request)[:1])
+    asynchronous.half.arrived(request)
+    assert asynchronous.matched(request, CHUNK) == ((CHUNKS - 1) * CHUNK, True)
+
+
+def test_what_vllms_own_cache_has_is_not_asked_for(asynchronous: Side) -> None:
+    request = new_request()
+    own: set[bytes] = set()
+    asynchronous.half.prefix_cache = SimpleNamespace(get_cached_block=lambda block, groups: block in own)
+    before = asynchronous.asked()
+    own |= set(request.block_hashes[: (CHUNKS - 1) * CHUNK // BLOCK + 1])
+    asynchronous.half.arrived(request)
+    assert asynchronous.asked() == before
+    own.remove(request.block_hashes[(CHUNKS - 1) * CHUNK // BLOCK])
+    asynchronous.half.arrived(request)
+    eventually(lambda: asynchronous.asked() == before + 1)
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda request: setattr(request, "skip_reading_prefix_cache", True),
+        lambda request: setattr(request.sampling_params, "prompt_logprobs", 1),
+    ],
+    ids=["skip", "logprobs"],
+)
+def test_a_request_that_must_compute_its_prompt_is_not_asked_for(side: Side, prepare: Callable[[Request], None]) -> None:
+    request, before = new_request(), side.asked()
+    prepare(request)
+    side.half.arrived(request)
+    assert side.matched(request) == (0, False)
+    assert side.asked() == before
+
+
+def test_an_announced_request_waits_for_all_of_it_and_asks_nothing(side: Side) -> None:
+    request, before = new_request(announced=True, wait_seconds=5), side.asked()
+    side.half.arrived(request)
+    assert side.matched(request) == (CHUNKS * CHUNK, True)
+    side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
+    (load,) = side.step().loads
+    assert (load.wait_seconds, load.lease, len(load.keys)) == (5.0, None, CHUNKS)
+    assert side.asked() == before
+
+
+def test_without_a_server_everything_is_a_miss(tmp_path: Path) -> None:
+    with node(tmp_path, SNAPPY) as made:
+        server = made.serve()
+        side, request = Side(made, made.undo), new_request()
+        server.kill()
+        side.half.arrived(request)
+        assert side.matched(request) == (0, False)
+        side.half.finished(request)
+
+
+# ---- what a step stores
+
+
+def stored(meta: StepMetadata) -> list[tuple[int, list[int], int]]:
+    """Of each store: how many chunks, in which blocks, after how many."""
+    return [(len(store.keys), store.blocks, len(store.prefix)) for store in meta.stores]
+
+
+def test_chunks_are_stored_by_the_step_that_completes_them(side: Side) -> None:
+    request = new_request()
+    side.matched(request)
+    assert stored(side.step((request, 2 * CHUNK - 1))) == [(1, [0, 1, 2, 3], 0)]
+    assert stored(side.step(cached=(request, 2 * CHUNK - 1, 1, None))) == [(1, [4, 5, 6, 7], 1)]
+    assert stored(side.step(cached=(request, 2 * CHUNK, CHUNK - 1, [20, 21, 22, 23]))) == []
+    more = list(range(24, 34))
+    meta = side.step(cached=(request, 3 * CHUNK - 1, PROMPT - 3 * CHUNK + 1, more))
+    assert stored(meta) == [(3, [20, 21, 22, 23, *more[:8]], 2)]
+    assert meta.fresh == [more]
+
+
+@pytest.mark.parametrize(("which", "count"), [("all", 1), ("prompt", 0)])
+def test_tokens_guessed_ahead_are_not_stored_and_answers_if_wanted(make: Callable[..., Side], which: str, count: int) -> None:
+    side, request = make(store=which), new_request(CHUNK + 1)
+    side.matched(request)
+    assert len(side.step((request, CHUNK + 1)).stores) == 1
+    assert side.step(cached=(request, CHUNK + 1, CHUNK, [20, 21, 22, 23])).stores == []
+    request.append_output_token_ids([5] * (CHUNK - 1))
+    assert len(side.step(cached=(request, 2 * CHUNK, 1, None)).stores) == count
+
+
+@pytest.mark.parametrize("vcache", [{"store": False}, {"misspelt": 1}], ids=str)
+def test_a_request_that_wants_nothing_stored_stores_nothing(side: Side, vcache: dict[str, Any]) -> None:
+    request = new_request(**vcache)
+    side.matched(request)
+    assert side.step((request, PROMPT)).stores == []
+
+
+def test_what_was_loaded_is_not_stored_again_unless_the_load_failed(asynchronous: Side) -> None:
+    request, side = new_request(), asynchronous
+    side.put(request)
+    assert side.matched(request) == (CHUNKS * CHUNK, True)
+    side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
+    assert len(side.step().loads) == 1
+    assert side.step((request, PROMPT)).stores == []
+    side.report(failed={request.request_id})
+    assert side.matched(request) == (0, False), "it does not look again"
+    assert stored(side.step((request, PROMPT))) == [(CHUNKS, list(range(CHUNKS * CHUNK // BLOCK)), 0)]
+
+
+def test_a_request_that_ends_while_it_loads_is_cancelled(asynchronous: Side) -> None:
+    request, side = new_request(), asynchronous
+    side.put(request)
+    side.matched(request)
+    side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
+    side.step()
+    side.half.finished(request)
+    assert side.step().cancelled == {request.request_id}
+    assert side.step().cancelled == set()
+
+
+def test_after_an_exception_nobodys_blocks_are_known(side: Side) -> None:
+    request = new_request()
+    side.matched(request)
+    with pytest.raises(TypeError):
+        side.step((new_request(), PROMPT), cached=(request, 0, 1, 7))  # type: ignore[arg-type]
+    meta = side.step(cached=(request, PROMPT, CHUNK, None))
+    assert meta.stores == []
