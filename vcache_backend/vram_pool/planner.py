@@ -73,15 +73,11 @@ class CopyPlan:
     token_index: Int64s
     nbytes: int
 
-    def covered(self, total: int, slots: Bools | None = None) -> Bools:
-        """Shape (total,): which tokens of a slot mapping of `total` tokens this plan moves; with `slots`, only those of the
-        slots that are True there (the others' leases were lost, say)."""
-        blocks, tokens = self.block_index, self.token_index
-        if slots is not None:
-            blocks, tokens = blocks[slots[self.blocks[:, 0]]], tokens[slots[self.tokens[:, 0]]]
+    def covered(self, total: int) -> Bools:
+        """Shape (total,): which tokens of a slot mapping of `total` tokens this plan moves."""
         mask = np.zeros(total, dtype=np.bool_)
-        mask[(blocks[:, None] + np.arange(self.block_size)).reshape(-1)] = True
-        mask[tokens] = True
+        mask[(self.block_index[:, None] + np.arange(self.block_size)).reshape(-1)] = True
+        mask[self.token_index] = True
         return mask
 
     def complete(self, slots: int) -> Bools:
