@@ -88,3 +88,30 @@ def test_whole_blocks_are_filled_behind_a_mark(
     load = Load(session, BlockPlaces(kv, CHUNK, ids, kv.block_size), keys, mark=session.mark())
     assert load.run(SECONDS) == len(keys)
     assert cache.holds_only(tokens, here)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_one_byte_a_number_comes_back_nearly_and_what_is_no_number_is_not_written(
+    nodes: list[Node], depot: Depot, model: str, device: str, codec: str
+) -> None:
+    cache, tokens = cache_on(device), prompt(LENGTH)
+    one, two = (engine(at, depot, model, cache=cache, device=device, codec=codec) for at in nodes)
+    assert one.get_stats()["namespace"] != engine(nodes[0], depot, model, cache=cache, device=device).get_stats()["namespace"]
+    slots = places(cache.sizes, LENGTH)
+    for tensor in cache.tensors:
+        tensor.normal_()
+    there = [rows.view(cache.arrangement.dtype).float() for rows in cache._at(slots)]
+    one.store(tokens, None, cache.tensors, slots)
+    assert one.flush(SECONDS, through=True)
+    cache.poison()
+    assert bool(two.retrieve(tokens, None, cache.tensors, slots).all())
+    for rows, before in zip(cache._at(slots), there, strict=True):
+        back = rows.view(cache.arrangement.dtype).float()
+        assert 0 < (back - before).abs().max() < 0.05 * before.abs().max()
+    for tensor in cache.tensors:
+        tensor.fill_(float("nan"))
+    one.store(prompt(LENGTH, 2), None, cache.tensors, slots)
+    assert one.flush(SECONDS, through=True)
+    assert one.get_stats()["offload"]["dropped"]["codec"] == 5
+    assert two.lookup(prompt(LENGTH, 2)) == 0

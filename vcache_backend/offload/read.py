@@ -158,8 +158,8 @@ class Fetch:
     # ---- inside
 
     def _look_at_clock(self) -> None:
-        """End what waits too long. That is a failure of the store where its call has taken as long; waiting for a thread or for buffers,
-        behind other loads, is not."""
+        """End what waits too long. That is a failure of the store where its call has taken most of that time; waiting for a thread or for
+        buffers, behind other loads, is not."""
         reader, now = self._reader, self._reader.now()
         if self._given >= self._end or now - self._moved < reader.seconds:
             return
@@ -169,7 +169,7 @@ class Fetch:
                 return
             name = objects.name(self.keys[self._given], self.epoch)
             (called,) = (self._called.get(part.start, now) for part in self._parts if self._given in part)
-        if now - called >= reader.seconds:
+        if now - called > reader.seconds / 2:
             self._bound.stats.count(offload_late=1)
             self._bound.store.failed("get", f"nothing came in {reader.seconds:g} s", lambda: reader.try_again(name))
         self._stop(self._given, "timeout")
