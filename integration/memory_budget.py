@@ -1,4 +1,4 @@
-"""Is there room on this GPU for a segment beside vLLM?"""
+"""Whether this GPU has room for a segment beside vLLM."""
 
 from __future__ import annotations
 

@@ -120,11 +120,6 @@ class Load:
         """Leading chunks that are in place or on their way."""
         return self._parts[-1].first + self._parts[-1].count if self._parts else self.loaded
 
-    @property
-    def under_way(self) -> list[CopyPlan]:
-        """Copies that are launched and not over."""
-        return [part.plan for part in self._parts]
-
     def hold(self, cause: str = ABSENT) -> None:
         """Launch nothing more: what is not on its way by now is not wanted."""
         if not self._over and self.reached < self._end:

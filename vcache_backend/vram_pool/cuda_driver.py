@@ -45,7 +45,7 @@ def load() -> Driver:
         return Driver(bindings)
     except SegmentError:
         raise
-    except Exception as error:  # the door to a foreign loader: without libcuda it raises types of its own
+    except Exception as error:  # a foreign loader: without libcuda it raises types of its own
         raise SegmentError(f"the NVIDIA driver cannot be used: {error}; install it, or set pool.device: host") from error
 
 

@@ -47,7 +47,7 @@ class Pool:
         """
         self.device = device
         self._client = client
-        self._segment_bytes, self._unfit = int(segment_bytes), over_budget
+        self._segment_bytes, self._over_budget = int(segment_bytes), over_budget
         self._mapped: dict[SegmentId, MappedSegment] = {}
         self._unreadable: set[SegmentId] = set()
         self._contributed = 0
@@ -154,7 +154,7 @@ class Pool:
         return True
 
     def _make(self, nbytes: int) -> MappedSegment:
-        reason = self._unfit(self._segment_bytes, nbytes)
+        reason = self._over_budget(self._segment_bytes, nbytes)
         if reason is not None:
             raise SegmentError(reason)
         with segments.create(self.device, nbytes) as owned:
