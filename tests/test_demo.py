@@ -151,15 +151,15 @@ def test_what_one_worker_stores_the_other_retrieves_and_a_changed_byte_is_found(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "sigkill"])
 def test_a_demo_that_is_ended_leaves_no_process(how: signal.Signals, tmp_path: Path) -> None:
     with start_demo(tmp_path) as child:
         # A server, two workers, and what multiprocessing runs beside them.
-        eventually(lambda: len(children_of(child.pid)) == 4)
+        eventually(lambda: len(children_of(child.pid)) == 4, 60)
         started = children_of(child.pid)
         child.signal(how)
-        status, said = child.wait()
+        status, said = child.wait(60)
     assert status == (130 if how is signal.SIGINT else -signal.SIGKILL), said
     assert how is signal.SIGKILL or "Traceback" not in said
     eventually(lambda: not any(path.exists() for path in started), 60)

@@ -78,9 +78,9 @@ def play(config: Config, devices: list[str]) -> Summary:
     with workers(config, devices, shape, PROMPTS * CHUNKS * size * shape.token_bytes) as both:
         for prompt in range(PROMPTS):
             writer, reader = both[prompt % 2], both[1 - prompt % 2]
-            problems += writer.ask("store", prompt).problems
+            writer.ask("store", prompt)
             done = reader.ask("retrieve", prompt)
-            problems += [f"prompt {prompt}, {reader.name}: {what}" for what in (*done.faults, *done.problems)]
+            problems += [f"prompt {prompt}, {reader.name}: {fault}" for fault in done.faults]
             chunks, seconds = chunks + done.chunks, seconds + done.seconds
             wrong += sum(fault.nbytes for fault in done.faults)
         both[0].ask("damage", 0)

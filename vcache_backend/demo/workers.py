@@ -54,7 +54,6 @@ class Done(msgspec.Struct, frozen=True):
     chunks: int = 0
     seconds: float = 0.0
     faults: list[Fault] = []
-    problems: list[str] = []
 
 
 @contextmanager
@@ -88,15 +87,20 @@ def workers(config: Config, devices: list[str], shape: Shape, segment_bytes: int
 
 @contextmanager
 def _process(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
-    """A process that does not hear Ctrl-C: that ends the demo, and the demo ends it."""
+    """A process that does not hear Ctrl-C: that ends the demo, and the demo ends it. One during the start waits until that is over."""
     process = _spawn.Process(target=target, args=arguments, daemon=True)
     resource_tracker.ensure_running()  # it would unblock the signal
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    came = list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child inherits this
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        signal.signal(signal.SIGINT, before)
     try:
+        if came:
+            raise KeyboardInterrupt
         yield process
     finally:
         process.terminate()
@@ -190,9 +194,10 @@ class _Cache:
         """Compute the prompt's KV, as a model would, and store it."""
         self.kv.prefill(places, digests)
         self.engine.store(tokens, None, self.kv.kvcaches, self.kv.slots(places, len(tokens)))
-        problems = [] if self.engine.flush(SECONDS / 2) else ["a store was not committed"]
+        if not self.engine.flush(SECONDS / 2):
+            raise DemoError("a store was not committed")
         self.kv.forget(places)
-        return Done(problems=problems + self._failures())
+        return Done()
 
     def retrieve(self, tokens: torch.Tensor, digests: torch.Tensor, places: torch.Tensor) -> Done:
         """Look the prompt up, retrieve it into poisoned blocks, and check every byte of the whole cache."""
@@ -202,12 +207,12 @@ class _Cache:
         mask = self.engine.retrieve(tokens, None, self.kv.kvcaches, slots)
         self._synchronize()
         seconds, came = time.perf_counter() - started, int(mask.sum())
-        problems = [] if came == found else [f"lookup promised {found} tokens, retrieve brought {came}"]
-        if not mask[:came].all() or came % self.chunk_size:
-            problems.append(f"the {came} tokens that came are no leading run of whole chunks")
+        failures = self.engine.get_stats()["failures"]
+        if came != found or not mask[:came].all() or failures:
+            raise DemoError(f"lookup promised {found} tokens, retrieve brought {came}; failures: {failures or 'none'}")
         faults = self.kv.faults(places, digests, came // self.kv.shape.block_size)
         self.kv.forget(places)
-        return Done(came // self.chunk_size, seconds, faults, problems + self._failures())
+        return Done(came // self.chunk_size, seconds, faults)
 
     def damage(self, tokens: torch.Tensor, digests: torch.Tensor, places: torch.Tensor) -> Done:
         """Invert one byte amid the prompt's first chunk where it lies in the pool, as a process that is no worker could."""
@@ -219,10 +224,6 @@ class _Cache:
                 mapped.tensor(leased.locations[0].offset + leased.locations[0].length // 2, 1).bitwise_not_()
             client.release(leased.lease)
         return Done()
-
-    def _failures(self) -> list[str]:
-        """What the engine has turned into misses."""
-        return [f"the engine counted {count:,} × {cause}" for cause, count in self.engine.get_stats()["failures"].items()]
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
