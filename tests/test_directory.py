@@ -93,24 +93,6 @@ def test_a_chunk_is_invisible_until_its_commit(directory: Directory) -> None:
     assert directory.acquire(READER, [A, B]).locations == reserved.slots
 
 
-def test_a_chunk_that_is_there_or_on_its_way_gets_no_slot(directory: Directory) -> None:
-    put(directory, A)
-    first = directory.reserve(WRITER, [B], KIB)
-    second = directory.reserve(READER, [A, B, C], KIB)
-    assert second.slots[:2] == [Refusal.EXISTS, Refusal.BUSY]
-    assert isinstance(second.slots[2], Location)
-    assert directory.commit(WRITER, first.reservation, []) == directory.commit(READER, second.reservation, []) == 1
-
-
-def test_a_reservation_makes_room_with_others_than_the_chunks_it_names(clock: FakeClock) -> None:
-    directory = make(clock)
-    lend(directory, chunks=2)
-    put(directory, A)
-    put(directory, B)
-    assert directory.reserve(WRITER, [A, C], KIB).slots[0] == Refusal.EXISTS
-    assert there(directory, A, B) == [A]
-
-
 def test_commit_makes_the_prefix_as_recent_as_its_continuation(directory: Directory) -> None:
     put(directory, A)
     put(directory, D)
@@ -128,49 +110,6 @@ def test_the_tail_of_a_store_is_evicted_before_its_head(directory: Directory) ->
 
 
 # ---- reservations that go wrong
-
-
-def test_an_expired_reservation_is_void_and_its_slot_quarantined(directory: Directory, clock: FakeClock) -> None:
-    reserved = directory.reserve(WRITER, [A], KIB)
-    clock.advance(30.1)
-    directory.tick()
-    assert directory.reservations.counts() == (0, 1)
-    assert used(directory) == KIB
-    assert directory.quarantined_processes() == {WRITER.process}
-    again = directory.reserve(READER, [A], KIB)
-    assert places(again) != places(reserved)
-
-
-def test_a_late_commit_after_another_writer_s_does_not_touch_that_one_s_chunk(directory: Directory, clock: FakeClock) -> None:
-    late = directory.reserve(WRITER, [A], KIB)
-    clock.advance(30.1)
-    directory.tick()
-    put(directory, A, client=READER)
-    where = directory.acquire(OTHER, [A]).locations
-    assert directory.commit(WRITER, late.reservation, []) == 0
-    assert directory.acquire(OTHER, [A]).locations == where
-    assert used(directory) == KIB
-
-
-def test_a_lost_connection_voids_reservations_but_frees_no_slot(directory: Directory) -> None:
-    directory.reserve(WRITER, [A, B, C, D], KIB)
-    directory.disconnect(WRITER)
-    refused = directory.reserve(READER, [A], KIB)
-    assert refused.slots == [Refusal.FULL]
-    assert "full of chunks that are leased, reserved or beside" in refused.reason
-    directory.process_gone(WRITER.process)
-    assert len(places(directory.reserve(READER, [A, B, C, D], KIB))) == 4
-
-
-def test_a_process_that_is_gone_frees_only_what_it_can_no_longer_commit(directory: Directory) -> None:
-    mine = directory.reserve(WRITER, [A], KIB)
-    theirs = directory.reserve(READER, [B], KIB)
-    directory.disconnect(READER)
-    directory.process_gone(WRITER.process)
-    assert directory.commit(WRITER, mine.reservation, []) == 1
-    assert directory.quarantined_processes() == {READER.process}
-    directory.process_gone(ProcessId(READER.process.pid, READER.process.started + 1))
-    assert directory.abort(READER, theirs.reservation) == 1
 
 
 def test_no_time_ends_a_quarantine(directory: Directory, clock: FakeClock) -> None:
@@ -207,56 +146,6 @@ def test_a_leased_chunk_is_never_evicted(directory: Directory) -> None:
     assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
     assert directory.release(leased.lease)
     assert isinstance(directory.reserve(WRITER, [E], KIB).slots[0], Location)
-
-
-def test_whoever_knows_a_lease_renews_it_and_releases_it_for_all(directory: Directory, clock: FakeClock) -> None:
-    """A worker reads under the lease that its scheduler got."""
-    put(directory, A, B, C, D)
-    leased = directory.acquire(READER, [A, B, C, D])
-    clock.advance(9)
-    assert directory.renew(leased.lease) is True
-    clock.advance(9)
-    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
-    assert directory.release(leased.lease) is True
-    assert directory.release(leased.lease) is directory.renew(leased.lease) is False
-    assert len(places(directory.reserve(WRITER, [E], KIB))) == 1
-
-
-def test_a_lease_outlives_its_lost_connection_by_what_is_left_of_its_grace(directory: Directory, clock: FakeClock) -> None:
-    put(directory, A, B)
-    put(directory, C, D)
-    early = directory.acquire(READER, [A, B])
-    clock.advance(GRACE_SECONDS / 2)
-    late = directory.acquire(READER, [C, D])
-    directory.disconnect(READER)
-    directory.remove([A, B, C, D])
-    clock.advance(GRACE_SECONDS / 2 - 0.001)
-    directory.tick()
-    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
-    clock.advance(0.001)
-    directory.tick()
-    first = directory.reserve(WRITER, [A, B, C], KIB)
-    assert places(first) == places(early)
-    assert first.slots[2] == Refusal.FULL
-    clock.advance(GRACE_SECONDS / 2)
-    directory.tick()
-    assert places(directory.reserve(WRITER, [C, D], KIB)) == places(late)
-
-
-def test_a_lease_whose_holder_is_gone_may_be_renewed_while_it_holds_and_ends_in_its_time(
-    directory: Directory, clock: FakeClock
-) -> None:
-    put(directory, A, B, C, D)
-    leased = directory.acquire(READER, [A, B, C, D])
-    directory.disconnect(READER)
-    assert directory.renew(leased.lease) is True
-    clock.advance(9.999)
-    directory.tick()
-    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
-    clock.advance(0.001)
-    directory.tick()
-    assert len(directory.leases) == 0
-    assert len(places(directory.reserve(WRITER, [E], KIB))) == 1
 
 
 def test_acquiring_makes_the_first_chunk_most_recent(directory: Directory) -> None:
@@ -324,20 +213,6 @@ def test_what_is_being_written_during_a_clear_is_never_seen(directory: Directory
 # ---- placement
 
 
-def test_a_chunk_goes_to_the_writer_s_own_device_first(clock: FakeClock) -> None:
-    directory = make(clock)
-    lend(directory, "big", 64, "gpu-1")
-    lend(directory, "own", 2, "gpu-0")
-    assert [segment for segment, _ in places(directory.reserve(WRITER, [A, B, C], KIB))] == ["own", "own", "big"]
-
-
-def test_then_to_the_peer_with_the_most_room(clock: FakeClock) -> None:
-    directory = make(clock)
-    lend(directory, "small", 3, "gpu-1")
-    lend(directory, "large", 8, "gpu-2")
-    assert {segment for segment, _ in places(directory.reserve(WRITER, [A, B, C], KIB))} == {"large"}
-
-
 def test_then_the_least_recently_used_chunk_of_the_node_makes_room(clock: FakeClock) -> None:
     directory = make(clock)
     lend(directory, "own", 1, "gpu-0")
@@ -374,24 +249,6 @@ def test_a_larger_chunk_evicts_a_contiguous_run(directory: Directory) -> None:
     directory.touch([A])
     assert places(put(directory, E, nbytes=2 * KIB)) == [("s0", 2 * KIB)]
     assert there(directory, A, B, C, D, E) == [A, B, E]
-
-
-@pytest.mark.parametrize("keep", ["leased", "reserved"])
-def test_a_run_never_includes_what_must_stay(directory: Directory, keep: str) -> None:
-    if keep == "reserved":
-        put(directory, A)
-        directory.reserve(READER, [B], KIB)
-        put(directory, C)
-        put(directory, D)
-    else:
-        put(directory, A)
-        put(directory, B)
-        put(directory, C)
-        put(directory, D)
-        directory.acquire(READER, [B])
-    assert places(put(directory, E, nbytes=2 * KIB)) == [("s0", 2 * KIB)]
-    assert directory.reserve(WRITER, [chunk_key(9)], 4 * KIB).slots == [Refusal.FULL]
-    assert there(directory, A, C, D, E) == [A, E]
 
 
 def test_a_large_chunk_finds_room_though_the_coldest_small_ones_end_the_segment(clock: FakeClock) -> None:
@@ -659,31 +516,7 @@ def test_only_a_forced_removal_takes_what_is_leased(directory: Directory, clock:
     assert directory.remove([A, B], force=False) == 1
 
 
-def test_a_chunk_removed_under_a_lease_frees_its_slot_when_the_lease_ends(directory: Directory) -> None:
-    put(directory, A)
-    leased = directory.acquire(READER, [A])
-    assert directory.remove([A]) == 1
-    assert there(directory, A) == []
-    assert used(directory) == KIB
-    assert places(put(directory, A)) != places(leased)
-    assert directory.release(leased.lease) is True
-    assert used(directory) == KIB
-    assert there(directory, A) == [A]
-
-
 # ---- bounds
-
-
-def test_at_most_max_chunks_are_held(clock: FakeClock) -> None:
-    directory = make(clock, max_chunks=3)
-    lend(directory, chunks=16)
-    for number in range(10):
-        put(directory, chunk_key(number))
-        assert len(directory) <= 3
-    assert there(directory, *map(chunk_key, range(10))) == [chunk_key(n) for n in (7, 8, 9)]
-    reserved = directory.reserve(WRITER, [A, B, C, D], KIB)
-    assert len(places(reserved)) == 3
-    assert reserved.slots[3] == Refusal.FULL
 
 
 # ---- segments
@@ -824,6 +657,25 @@ def test_absent_segments_are_told_of_without_a_look_at_their_chunks(clock: FakeC
     assert len(calls) < 100
 
 
+def test_a_segment_of_many_chunks_comes_back_in_several_turns(clock: FakeClock) -> None:
+    """What is not found yet gives way to what is stored anew."""
+    directory = make(clock)
+    keys = filled(directory, MANY)
+    directory.records += directory.snapshot()
+    again, tasks = restarted(directory, clock), []
+    lend(again, "s1", device="gpu-1")
+    info = SegmentInfo(SegmentId("s0"), "gpu-0", "cuda", MANY * KIB)
+    assert work_of(again, lambda: tasks.append(again.add_segment(info))) <= A_TURN
+    assert 0 < len(again) < MANY // 2
+    late = keys[0] if not there(again, keys[0]) else keys[-1]
+    new = put(again, late, client=READER)
+    while not tasks[0].done:
+        assert work_of(again, lambda: again.go_on(backlog.AT_ONCE)) <= A_TURN
+    assert (tasks[0].count, len(again)) == (MANY - 1, MANY)
+    assert again.acquire(READER, [late]).locations == new.slots
+    assert used(again) == (MANY - 1) * KIB
+
+
 @pytest.mark.parametrize("how", ["given up after a restart", "dropped"])
 def test_memory_that_leaves_the_pool_is_left_to_whoever_may_still_write_there(
     directory: Directory, clock: FakeClock, how: str
@@ -845,38 +697,3 @@ def test_memory_that_leaves_the_pool_is_left_to_whoever_may_still_write_there(
     told.check()
     assert set(told.segments) == {"s1"}
     assert set(told.held) == {other.reservation}
-
-
-def test_a_chunk_stored_anew_is_not_replaced_by_its_copy_of_before_the_restart(directory: Directory, clock: FakeClock) -> None:
-    put(directory, A)
-    again = restarted(directory, clock)
-    lend(again, "s1", device="gpu-1")
-    new = put(again, A, client=READER)
-    assert again.add_segment(S0).count == 0
-    assert again.acquire(READER, [A]).locations == new.slots
-    assert used(again) == 0
-
-
-@pytest.mark.parametrize("how", ["remove", "clear"])
-def test_a_chunk_removed_while_its_segment_is_absent_does_not_come_back(directory: Directory, clock: FakeClock, how: str) -> None:
-    put(directory, A, B)
-    again = restarted(directory, clock)
-    _ = again.remove([A]) if how == "remove" else again.clear(b"namespac")
-    again.add_segment(S0)
-    assert there(again, A, B) == ([B] if how == "remove" else [])
-
-
-@pytest.mark.parametrize("slices", range(6))
-def test_a_segment_offered_while_a_snapshot_is_taken_is_in_it(directory: Directory, clock: FakeClock, slices: int) -> None:
-    put(directory, A, B)
-    again = restarted(directory, clock)
-    state, snapshot = JournalState(), again.snapshot()
-    for _, record in zip(range(slices), snapshot):  # noqa: B905
-        state.apply(record)
-    again.records.clear()
-    again.add_segment(S0)
-    put(again, C)
-    for record in (*again.records, *snapshot):
-        state.apply(record)
-    assert set(state.chunks) == {A, B, C}
-    assert set(state.segments) == {"s0"}
