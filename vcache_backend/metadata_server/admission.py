@@ -15,7 +15,6 @@ from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.processes import Watch
 from vcache_backend.metadata_server.service import Service
-from vcache_backend.metadata_server.succession import Predecessor
 from vcache_backend.metadata_server.witness import Witness
 
 log = logging.getLogger(__name__)
@@ -83,15 +82,7 @@ class Admission:
             self._listens = True
             self._epoll.register(self._listener, select.EPOLLIN)
 
-    def greet(
-        self,
-        connection: Connection,
-        request: m.AnyRequest,
-        service: Service,
-        watch: Watch,
-        predecessor: Predecessor,
-        witness: Witness,
-    ) -> None:
+    def greet(self, connection: Connection, request: m.AnyRequest, service: Service, watch: Watch, witness: Witness) -> None:
         """The first request of a connection: a hello, with its pidfd and the witness that the client holds, or a ProtocolError."""
         if not isinstance(request, m.Hello):
             raise ProtocolError(f"the first frame is {type(request).__name__}, not hello")
@@ -101,7 +92,7 @@ class Admission:
         process = processes.identity(connection.pid, request.token)
         watch.joined(process, _take_pidfd(connection))
         for fd in connection.fds:
-            predecessor.hear(fd)
+            service.predecessor.hear(fd)
         wire.close_fds(connection.fds)
         connection.fds.clear()
         connection.client = Peer(connection.number, process, request.device, request.medium)

@@ -89,8 +89,8 @@ class Server:
         self._directory.restore(state)
         self._legacy = Legacy(path, config.journal, epoch, self._directory)
         undo.callback(self._legacy.close)
-        self._predecessor = Predecessor(self._directory, state, epoch)
-        self._service = Service(self._directory, epoch, self._predecessor, self._admission.max_segments)
+        predecessor = Predecessor(self._directory, state, epoch)
+        self._service = Service(self._directory, epoch, predecessor, self._admission.max_segments)
         undo.callback(self._service.close)
         if state.segments:
             log.info("journal: %d chunks in %d segments wait to be offered again", len(state.chunks), len(state.segments))
@@ -244,7 +244,7 @@ class Server:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a frame is no MessagePack message: {error}") from error
         if connection.client is None:
-            self._admission.greet(connection, request, self._service, self._watch, self._predecessor, self._legacy.witness)
+            self._admission.greet(connection, request, self._service, self._watch, self._legacy.witness)
             return
         if isinstance(request, FOLLOWED):
             self._spin_until = time.monotonic() + self._spin_seconds

@@ -36,7 +36,7 @@ class Service:
         """`predecessor`: of the server that the directory was restored from."""
         self.max_segments = max_segments
         self.directory = directory
-        self._predecessor = predecessor
+        self.predecessor = predecessor
         self.epoch = epoch
         self.layouts = Layouts()
         self.latency: dict[str, Histogram] = {}
@@ -126,7 +126,7 @@ class Service:
             raise Refuse(f"segment {request.id} is {was}, not {request.nbytes:,} B of {request.medium} on {request.device}")
         if known and known.state != "absent":
             return m.Added(0)
-        if request.again and not (known and self._predecessor.proven):
+        if request.again and not (known and self.predecessor.proven):
             return self._decline(request.id, known is not None)
         if known and not request.again:
             raise Refuse(f"segment {request.id} is known from before a restart: offer it again, or make one with another id")
