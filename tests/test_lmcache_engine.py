@@ -24,7 +24,6 @@ from engine_cases import (
     WrongCopier,
 )
 from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache, tokens
-from processes import eventually
 
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
 
@@ -184,20 +183,6 @@ def test_a_tail_shorter_than_a_chunk_is_not_stored(served: Pool, unfull: bool) -
     assert said(reader.retrieve(prompt)) == all_of(2 * CHUNK)
 
 
-def store_hashes(inside: Inside, prompt: list[int]) -> bool:
-    slots = inside.prefill(prompt)
-    hashes = [key.chunk_hash for key in inside.keys(prompt)]
-    inside.engine.store(hashes=hashes, offsets=[CHUNK] * len(hashes), kvcaches=inside.cache.tensors, slot_mapping=slots.tolist())
-    inside.cache.poison()
-    return inside.flush()
-
-
-def test_a_store_by_hashes_is_one_by_tokens(pair: Pair) -> None:
-    _, writer, reader = pair
-    assert writer.do(store_hashes, chunks(3))
-    assert said(reader.retrieve(chunks(3))) == all_of(3 * CHUNK)
-
-
 def test_kv_caches_may_be_shown_with_the_first_store_or_retrieval(served: Pool) -> None:
     writer, reader = (served.engine(process={"bind": False}) for _ in range(2))
     writer.store(chunks(2))
@@ -333,15 +318,6 @@ def test_an_abandoned_load_ahead_leaves_no_lease(served: Pool) -> None:
     assert served.settled()
 
 
-def test_a_lease_that_ended_before_the_load_is_taken_again(pool: Pool) -> None:
-    pool.node.serve(lease_seconds=0.4)
-    writer, reader = pool.engine(), loading_ahead(pool)
-    writer.store(chunks(3))
-    assert reader.do("ask", chunks(3), "r") == 3 * CHUNK
-    assert pool.settled()
-    assert said(reader.retrieve(chunks(3))) == all_of(3 * CHUNK)
-
-
 def test_chunks_evicted_before_the_load_are_not_retrieved(pool: Pool) -> None:
     pool.node.serve(lease_seconds=0.4)
     writer, reader = pool.engine(lent=4), loading_ahead(pool, lent=0)
@@ -372,22 +348,6 @@ def test_a_chunk_counts_when_both_ranks_have_stored_their_part(served: Pool) -> 
     second.store(chunks(2))
     assert first.do("ask", chunks(3), "r") == 2 * CHUNK
     assert served.leases() == 2
-    for rank in (first, second):
-        assert said(rank.retrieve(chunks(2))) == all_of(2 * CHUNK)
-    assert served.settled()
-
-
-def find_one_chunk_less(inside: Inside) -> None:
-    contains = inside.worker.contains
-    inside.worker.contains = lambda keys, pin: contains(keys[:-1], pin)
-
-
-def test_ranks_that_find_unequal_prefixes_retrieve_the_shorter_one(served: Pool) -> None:
-    first, second = ranks(served)
-    for rank in (first, second):
-        rank.store(chunks(3))
-    second.do(find_one_chunk_less)
-    assert first.do("ask", chunks(3), "r") == 2 * CHUNK
     for rank in (first, second):
         assert said(rank.retrieve(chunks(2))) == all_of(2 * CHUNK)
     assert served.settled()
@@ -584,25 +544,6 @@ def test_what_another_allocator_made_is_refused_and_said(pair: Pair) -> None:
     assert engine.do("stats")["failures"] == {"not_stored: another allocator's": 2}
 
 
-def get_later(inside: Inside, prompt: list[int]) -> list[bytes | None]:
-    answers = []
-    for key in inside.keys(prompt):
-        task = inside.manager.get_non_blocking(key, location="vcache")
-        obj = task.result(timeout=0) if task is not None else None
-        answers.append(obj.byte_array if obj is not None else None)
-        if obj is not None:
-            obj.ref_count_down()
-    return answers
-
-
-def test_one_chunk_may_be_asked_for_without_waiting(pair: Pair) -> None:
-    served, engine, _ = pair
-    engine.store(chunks(1))
-    there, missing = engine.do(get_later, chunks(2))
-    assert (there, missing) == (engine.do(read_and_drop, chunks(1))[0], None)
-    assert served.settled()
-
-
 # ---- LMCache's host tier beside us
 
 HOST_TIER: dict[str, Any] = {"local_cpu": True, "max_local_cpu_size": 0.01}
@@ -655,20 +596,6 @@ def test_a_host_tier_made_again_is_guarded_too(served: Pool) -> None:
     assert reader.do(allocators)[0]
     # The writer, the reader, and the test: the backend before is closed.
     assert served.stats().clients == 3
-
-
-def on_disk(inside: Inside) -> int:
-    return len(inside.manager.storage_backends["LocalDiskBackend"].dict)
-
-
-def test_a_disk_tier_beside_the_pool_keeps_copies_and_serves_them(served: Pool, tmp_path: Path) -> None:
-    disk = {"local_disk": str(tmp_path / "disk"), "max_local_disk_size": 0.01, "max_local_cpu_size": 0.01}
-    engine = served.engine(**disk)
-    engine.store(chunks(3))
-    eventually(lambda: engine.do(on_disk) == 3)
-    engine.do(forget_pool)
-    eventually(lambda: engine.lookup(chunks(3), "r") == 3 * CHUNK)
-    assert said(engine.retrieve(chunks(3), cached=CHUNK + 3)) == all_of(2 * CHUNK, CHUNK)
 
 
 # ---- who shares with whom

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,45 +94,6 @@ def test_a_server_killed_and_started_again_has_the_chunks_still(served: Pool) ->
     assert served.settled()
 
 
-def kill_server_after_get(inside: Inside, pid: int) -> None:
-    get = inside.worker.get
-
-    def get_and_kill(keys: Any) -> Any:
-        import os
-
-        objs = get(keys)
-        os.kill(pid, signal.SIGKILL)
-        time.sleep(GRACE_SECONDS)
-        return objs
-
-    inside.worker.get = get_and_kill
-
-
-def test_a_server_killed_under_a_load_leaves_no_token_marked(served: Pool) -> None:
-    engine = served.engine(client=SNAPPY)
-    engine.store(chunks(3))
-    engine.do(kill_server_after_get, served.node.server.pid)
-    found = engine.retrieve(chunks(3))
-    # The bytes may have come; nobody can say that they are right.
-    assert found.tokens == 0
-
-
-@pytest.mark.parametrize("call", ["lookup", "retrieve", "store"])
-def test_a_server_that_hangs_is_waited_for_within_a_deadline(served: Pool, call: str) -> None:
-    engine = served.engine(client=SNAPPY)
-    engine.store(chunks(2))
-    with served.node.server.stopped():
-        if call == "lookup":
-            assert engine.lookup(chunks(2), "r") == 0
-        elif call == "store":
-            engine.store(chunks(2, family=2))
-        else:
-            assert nothing(engine.retrieve(chunks(2)))
-        assert engine.do("healthy")
-    eventually(lambda: engine.lookup(chunks(2)) == 2 * CHUNK)
-    assert all_of(engine.retrieve(chunks(2)), 2 * CHUNK)
-
-
 def every_method(inside: Inside, keys: list[Any], objs: list[Any]) -> dict[str, Any]:
     """What each method that LMCache calls answers, and that it does: nothing may be raised."""
     there = inside.backend
@@ -207,18 +167,21 @@ def every_method_for(inside: Inside, prompt: list[int]) -> dict[str, Any]:
     return every_method(inside, keys, objs)
 
 
-@pytest.mark.parametrize("how", ["hangs", "is gone", "never was"])
+@pytest.mark.parametrize("how", ["hangs", "is gone"])
 def test_no_method_raises_or_waits_for_ever_when_the_server_does_not_answer(pool: Pool, how: str) -> None:
-    if how != "never was":
-        pool.node.serve()
+    pool.node.serve()
     engine = pool.engine(client=SNAPPY)
     engine.store(chunks(2))
     if how == "is gone":
         pool.node.server.kill()
-    elif how == "hangs":
-        pool.node.server.signal(signal.SIGSTOP)
+    else:
+        pool.node.server.stop()
     assert engine.do(every_method_for, chunks(2)) == SILENCE
     assert engine.do("healthy")
+    if how == "hangs":
+        pool.node.server.cont()
+        eventually(lambda: engine.lookup(chunks(2)) == 2 * CHUNK)
+        assert all_of(engine.retrieve(chunks(2)), 2 * CHUNK)
 
 
 def every_method_for_garbage(inside: Inside) -> list[dict[str, Any]]:
@@ -285,20 +248,12 @@ def outlive_the_lease(inside: Inside) -> None:
     inside.worker.session.copier = copier
 
 
-def trust_every_lease(inside: Inside) -> None:
-    outlive_the_lease(inside)
-    verdict = inside.worker.session.verdict
-    inside.worker.session.verdict = lambda lease: verdict(lease) or True
-
-
-@pytest.mark.parametrize("trusting", [False, True])
-def test_tokens_read_under_a_lease_that_ended_are_not_marked(pool: Pool, trusting: bool) -> None:
+def test_tokens_read_under_a_lease_that_ended_are_not_marked(pool: Pool) -> None:
     pool.node.serve(lease_seconds=0.4)
     engine = pool.engine()
     engine.store(chunks(3))
-    engine.do(trust_every_lease if trusting else outlive_the_lease)
-    # With the planted bug the mask says yes where nobody knows.
-    assert engine.retrieve(chunks(3)).tokens == (3 * CHUNK if trusting else 0)
+    engine.do(outlive_the_lease)
+    assert engine.retrieve(chunks(3)).tokens == 0
     assert pool.settled()
 
 
@@ -397,15 +352,6 @@ def test_a_chunk_that_changed_in_the_pool_is_a_miss_where_there_are_checksums(po
     assert reader.do(settle) == []
 
 
-def test_engines_with_checksums_and_without_do_not_share(served: Pool) -> None:
-    with_them, without = served.engine(extra={"vcache.engine.checksum": True}), served.engine()
-    with_them.store(chunks(2))
-    assert without.lookup(chunks(2)) == 0
-    without.store(chunks(2))
-    assert all_of(with_them.retrieve(chunks(2)), 2 * CHUNK)
-    assert all_of(without.retrieve(chunks(2)), 2 * CHUNK)
-
-
 def test_chunks_removed_after_the_look_up_are_there_for_its_request_and_for_no_other(served: Pool) -> None:
     engine, other = served.engine(), served.engine()
     engine.store(chunks(4))
@@ -420,15 +366,6 @@ def test_chunks_removed_after_the_look_up_are_there_for_its_request_and_for_no_o
 
 def remove(inside: Inside, prompt: list[int], chunk: int) -> None:
     inside.backend.batched_remove(inside.keys(prompt)[chunk:])
-
-
-def test_a_pool_that_is_full_keeps_what_it_has_room_for(served: Pool) -> None:
-    engine, other = served.engine(lent=2), served.engine(lent=0)
-    engine.store(chunks(3))
-    there = other.lookup(chunks(3))
-    assert there <= 2 * CHUNK
-    assert all_of(other.retrieve(chunks(3)), there)
-    assert served.settled()
 
 
 # ---- stepping aside
@@ -446,24 +383,12 @@ def a_changed_lmcache() -> None:
     LMCacheEngine.retrieve = lambda self, tokens, *rest, **more: retrieve(self, tokens, *rest, **more)
 
 
-def blend_without_a_tokenizer() -> None:
-    """LMCache splits prompts at separators, for which it would fetch the model's tokenizer."""
-    from lmcache.v1.cache_engine import LMCacheEngineBuilder
-    from lmcache.v1.token_database import ChunkedTokenDatabase
-
-    LMCacheEngineBuilder._Create_token_database = staticmethod(ChunkedTokenDatabase)
-
-
 UNKNOWN = Arrangement("unknown", "block token", dtype=torch.bfloat16)
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "layerwise": ({"use_layerwise": True}, "use_layerwise: false"),
-    "blending": ({"enable_blending": True, "process": {"before": blend_without_a_tokenizer}}, "enable_blending: false"),
-    "left out of retrieval": ({"retrieve_locations": ["LocalCPUBackend"]}, "retrieve_locations"),
     "an old version": ({"process": {"before": an_old_lmcache}}, "LMCache 0.4.7"),
     "a changed version": ({"process": {"before": a_changed_lmcache}}, "retrieve with mask"),
     "a wrong setting": ({"extra": {"vcache.pool.segment_byte": 5}}, "vcache.pool.segment_bytes"),
-    "no block size": ({"extra": {"vcache.block_size": 0}}, "vcache.block_size"),
-    "another block size": ({"extra": {"vcache.block_size": 12}}, "12"),
     "an unknown layout": ({"arrangement": UNKNOWN}, "layout"),
     "chunks of other sizes beside a host tier": (
         {"process": {"layers_told": SMALL.layers - 1}, "max_local_cpu_size": 0.01},
@@ -487,18 +412,14 @@ def test_where_it_must_not_work_it_says_so_once_and_caches_nothing(served: Pool,
     assert nothing(engine.retrieve(chunks(2)))
     assert (served.stats().chunks, served.leases()) == (0, 0)
     assert engine.do("logged", STEPPED_ASIDE) == lines
+    # The server is told, where the settings name one.
+    assert case in ("a wrong setting", "an old version") or says in str(served.stats().reports)
 
 
 def test_a_load_ahead_where_it_stepped_aside_finds_nothing(served: Pool) -> None:
     engine = served.engine(enable_async_loading=True, process={"before": an_old_lmcache, "service": "aside"})
     assert not engine.do("healthy")
     assert engine.do("ask", chunks(2), "r") == 0
-
-
-def test_the_server_is_told_who_stepped_aside_and_why(served: Pool) -> None:
-    served.engine(use_layerwise=True)
-    (report,) = served.stats().reports
-    assert "use_layerwise: false" in str(report)
 
 
 def test_a_backend_that_stepped_aside_answers_every_method(served: Pool) -> None:
@@ -531,45 +452,4 @@ def test_one_wrong_byte_in_the_round_trip_at_start_and_nothing_is_cached(served:
     (line,) = engine.do("logged", STEPPED_ASIDE)
     assert "gathered wrongly" in line
     assert not engine.do("healthy")
-    assert served.settled()
-
-
-def test_instances_with_different_hash_seeds_do_not_share(served: Pool) -> None:
-    first, second = served.engine(), served.engine(process={"seed": "1"})
-    first.store(chunks(2))
-    found = second.lookup(chunks(2))
-    # Without vLLM LMCache roots its hashes in nothing, and the seeds do not count.
-    assert found == (2 * CHUNK if first.do(root) == second.do(root) else 0)
-
-
-def root(inside: Inside) -> int:
-    return int(inside.engine.token_database._get_init_hash())
-
-
-# ---- other processes
-
-
-def test_a_writer_killed_in_the_middle_of_a_store_is_not_believed(served: Pool) -> None:
-    writer, reader = served.engine(process={"plant": stop_half_way}), served.engine()
-    writer.tell("store", chunks(3))
-    eventually(lambda: served.stats().reservations)
-    writer.kill()
-    assert served.settled()
-    assert reader.lookup(chunks(3)) == 0
-    assert nothing(reader.retrieve(chunks(3)))
-
-
-def stop_half_way(inside: Inside) -> None:
-    import threading
-
-    inside.worker.session.copier = PausingCopier(threading.Event().wait)  # type: ignore[arg-type]
-    inside.worker.session.copier.armed = True
-
-
-def test_a_reader_killed_with_a_lease_leaves_none(served: Pool) -> None:
-    writer, reader = served.engine(), served.engine()
-    writer.store(chunks(2))
-    assert reader.lookup(chunks(2), "r") == 2 * CHUNK
-    assert served.leases() == 1
-    reader.kill()
     assert served.settled()

@@ -7,8 +7,6 @@ from hashlib import blake2b
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from vcache_backend.integration.lmcache.scope import TAG_NAME, scoped
 from vcache_backend.metadata_server.messages import KEY_BYTES
@@ -94,16 +92,6 @@ def test_namespaces_and_ranks_share_nothing() -> None:
 def test_no_key_is_one_of_our_own_token_hashes() -> None:
     own = TokenHasher(HERE, 4).keys(list(range(8)), b"")
     assert not set(own) & set(make(*(Key(n) for n in range(-8, 8))))
-
-
-keys = st.builds(
-    Key, st.integers(), st.none() | st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4) | st.integers())).map(tuple)
-)
-
-
-@given(st.lists(keys, max_size=8))
-def test_what_stands_beside_a_key_makes_no_difference(batch: list[Key]) -> None:
-    assert make(*batch) == [make(key)[0] for key in batch]
 
 
 def test_a_key_without_our_tag_is_not_scoped() -> None:
