@@ -89,7 +89,7 @@ def fill_table(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) ->
     """Write the kernel's table. `addresses`: (slots,) int64, of the plan's slots. Returns their alignment in bytes, up to 16."""
     planes, blocks = len(kv.planes), len(kv.planes) + len(plan.blocks)
     table[:planes, :2] = kv.planes
-    table[:planes, 2] = _plane_offsets(kv, plan.chunk_size)
+    table[:planes, 2] = _plane_offsets(planes, kv.parts, plan.chunk_size // kv.block_size, kv.page_bytes)
     table[planes:blocks, 0] = addresses[plan.blocks[:, 0]] + plan.blocks[:, 1]
     table[planes:blocks, 1] = plan.blocks[:, 2]
     table[planes:blocks, 2] = 0
@@ -98,10 +98,10 @@ def fill_table(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) ->
     return alignment(int(np.bitwise_or.reduce(addresses, initial=0)))
 
 
-def _plane_offsets(kv: PagedKV, chunk_size: int) -> Int64s:
-    blocks = chunk_size // kv.block_size
-    layer, part = np.divmod(np.arange(len(kv.planes), dtype=np.int64), kv.parts)
-    offsets: Int64s = (layer * blocks * kv.parts + part) * kv.page_bytes
+@lru_cache
+def _plane_offsets(planes: int, parts: int, blocks: int, page_bytes: int) -> Int64s:
+    layer, part = np.divmod(np.arange(planes, dtype=np.int64), parts)
+    offsets: Int64s = (layer * blocks * parts + part) * page_bytes
     return offsets
 
 
