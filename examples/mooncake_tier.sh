@@ -149,8 +149,13 @@ ready: master $master${metrics:+ (metrics: http://$host:$metrics/metrics/summary
     vcache serve --config FILE
 READY
 
-# Both are meant to run for ever. A signal ends the wait, and its trap the rest.
-wait -n || true
-for pid in "${pids[@]}"; do
-    kill -0 "$pid" 2>/dev/null || { [ "$pid" = "${pids[-1]}" ] && fail provider "ended"; fail master "ended"; }
+# Both are meant to run for ever. A signal ends the wait, and its trap the rest. (`wait -n` does not see who ended before it.)
+while :; do
+    for pid in "${pids[@]}"; do
+        kill -0 "$pid" 2>/dev/null && continue
+        if [ "$pid" = "${pids[-1]}" ]; then fail provider "ended"; fi
+        fail master "ended"
+    done
+    sleep 0.5 &
+    wait $! || true
 done
