@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from . import codecs, copies, engine, journal_mutations, metadata, mooncake, turns
-from .mooncake_depot import missing
+from . import copies, engine, journal_mutations, metadata, mooncake, turns
+from .mooncake_store import missing
 from .results import Report, Row
 
 SUBJECTS: dict[str, Callable[[], list[Row]]] = {
@@ -19,7 +19,6 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "turns": turns.run,
     "copies": copies.run,
     "engine": engine.run,
-    "codecs": codecs.run,
     "journal": journal_mutations.run,
     "mooncake": mooncake.run,
 }

@@ -17,7 +17,8 @@ import torch
 from vcache_backend.config import OffloadConfig
 
 from . import trace
-from .mooncake_site import BLOCK_SIZE, GIB, KV, SECONDS, Site, Size, threads
+from .kv import BLOCK_SIZE, GIB, KV, Size, threads
+from .mooncake_store import Site
 from .results import Row, load, row
 
 CHUNK = trace.BLOCK_TOKENS
@@ -73,7 +74,7 @@ class Replay:
         for rows in self._rows():
             rows[:, slots] = tokens[None, :, None]
         engine.store(tokens, got.logical_not(), self._kv.tensors, slots)
-        engine.flush(SECONDS, through)
+        engine.flush(60.0, through)
 
     def causes(self) -> dict[str, Any]:
         """Where the chunks were that ended a hit too early, and what both engines say went wrong."""

@@ -16,25 +16,41 @@ by `--out` and measures nothing.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import gc
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from .results import Clock, Report
-from .serving.measure import Bench, run_all
-from .serving.sizes import SIZES, Sizes
-from .serving.systems import SYSTEMS
-from .serving.workloads import WORKLOADS
+from .results import Clock, Report, write
+from .serving.client import Job, Run
+from .serving.servers import START_SECONDS, Servers
+from .serving.summary import compared, figures, raw_rows
+from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
+from .serving.workloads import WORKLOADS, Ceilings, Plan, Tokens, ceilings, describe, warm_up
 from .vllm.scale import GIB
 from .vllm.weights import write_model
 from .vllm_ttft import common_options, end_in_time, names_of
 
-ORDER = ("alone", "offload", "mp", "vcache")
-"""With two pairs of GPUs the first two run beside each other, and then the others: those that use host memory apart."""
+WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 120.0, 20.0
+"""When the warm-up and a workload are cut: what is not answered by then is an error. With less left than the last, none is begun."""
+SETTLES = 0.5
+"""Seconds after a warm-up round: what it left is stored in the background."""
+PLANNED = tuple(name for name in Plan.__struct_fields__ if name not in ("vocabulary", "block", "warm"))
+
+
+class Workload(NamedTuple):
+    """requests: server, body, at."""
+
+    requests: list[tuple[int, bytes, float | None]]
+    what: str
+    ceilings: Ceilings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,50 +62,94 @@ def main(arguments: Sequence[str] | None = None) -> int:
         serving(options.out, options.plot)
         return 0
     end_in_time(options.seconds)
+    sizes, clock, report = _sizes(options), Clock(options.seconds), Report(options.out, options.commit)
+    workloads = {name: _workload(name, sizes.plan) for name in options.workloads}
+    gc.collect()
+    gc.freeze()
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-serving-logs-"))
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = _sizes(options)
-    systems = [name for name in options.systems if not _left_out(name, sizes)]
-    bench = Bench(
-        sizes=sizes,
-        model=write_model(folder / "model", sizes.scale),
-        folder=folder,
-        cache=options.cache,
-        more=dict(setting.removeprefix("vcache.").split("=", 1) for setting in options.set),
-        workloads=options.workloads,
-        report=Report(options.out, options.commit),
-        clock=Clock(options.seconds),
-    )
     print(f"logs in {folder}", flush=True)
-    size = 2 if options.pairs else len(options.gpus)
-    failed = run_all(bench, systems, [options.gpus[start : start + size] for start in range(0, len(options.gpus), size)])
+    model, failed = write_model(options.cache / f"model_{sizes.scale.name}", sizes.scale), []
+    more = dict(setting.removeprefix("vcache.").split("=", 1) for setting in options.set)
+    for system in options.systems:
+        if why := SYSTEMS[system].gpu_only if sizes.scale.cpu else "":
+            print(f"{system} is left out: {why}", flush=True)
+            continue
+        try:
+            clock.check(LEAST_SECONDS)
+            with Servers(system, sizes, options.gpus, model, folder, options.cache, more) as servers:
+                _measure(system, servers, sizes, workloads, clock, report, folder)
+        except Exception as error:  # noqa: BLE001 - the other systems' rows count
+            failed.append(system)
+            print(f"{system}: FAILED: {type(error).__name__}: {error}", flush=True)
     signal.alarm(0)
-    print(bench.report.table())
-    print(f"{bench.clock.spent:.0f} s{'; failed: ' + ', '.join(failed) if failed else ''}", flush=True)
-    return int(bool(failed) or bench.report.missed)
+    print(report.table())
+    print(f"{clock.spent:.0f} s{'; failed: ' + ', '.join(failed) if failed else ''}", flush=True)
+    return int(bool(failed) or report.missed)
 
 
-def _left_out(name: str, sizes: Sizes) -> bool:
-    why = SYSTEMS[name].gpu_only if sizes.scale.cpu else ""
-    if why:
-        print(f"{name} is left out: {why}", flush=True)
-    return bool(why)
+def _workload(name: str, plan: Plan) -> Workload:
+    requests = WORKLOADS[name](plan)
+    made = [(each.server, _body(each.tokens, plan), each.at) for each in requests]
+    return Workload(made, describe(name, plan, requests), ceilings(requests, plan.block))
+
+
+def _body(tokens: Tokens, plan: Plan) -> bytes:
+    asked = {"model": MODEL, "prompt": tokens.tolist(), "max_tokens": plan.output, "temperature": 0, "ignore_eos": True}
+    return msgspec.json.encode(asked | {"stream": True, "stream_options": {"include_usage": True}})
+
+
+def _measure(
+    system: str, servers: Servers, sizes: Sizes, workloads: dict[str, Workload], clock: Clock, report: Report, folder: Path
+) -> None:
+    """Raises ChildFailed for servers that do not start or end, OutOfTime; rows of workloads before that stay."""
+
+    def say(text: str) -> None:
+        print(f"{clock.spent:4.0f} s  {system:8} {text}", flush=True)
+
+    took = servers.wait(min(START_SECONDS, clock.left))
+    say(f"two servers up after {took:.0f} s, {memory(system, sizes)}")
+    for error in _warm(servers.ports, sizes.plan)[:3]:
+        say(f"warm-up: {error}")
+    for name, work in workloads.items():
+        clock.check(LEAST_SECONDS)
+        before = servers.counters()
+        run = Run([Job(servers.ports[server], body, at) for server, body, at in work.requests])
+        asyncio.run(run.go(sizes.plan.concurrency, min(LOAD_SECONDS, clock.left)))
+        write(folder / f"answers_{system}_{name}.json", {"answers": msgspec.to_builtins(run.answers)})
+        for error in sorted({answer.error for answer in run.answers if answer.error})[:3]:
+            say(f"{name}: {error}")
+        after, known = servers.counters(), work.ceilings
+        found = figures(run.answers, before, after)
+        say(
+            f"{name}: {found.throughput:.2f} requests/s in {found.duration:.1f} s, {found.errors} errors, hit rate "
+            f"{found.hit_rate:.3f} (ceiling {known.shared:.3f}, one a server {known.single:.3f}, {known.unique:,} tokens in all), "
+            f"{after['preemptions'] - before['preemptions']:.0f} preemptions"
+        )
+        report.add(raw_rows(system, name, found, known, work.what, memory(system, sizes)))
+        report.add(compared(report.rows, name))
+
+
+def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
+    """Prompts of the warm-up to one server, then to the other, twice: misses, and hits of what the other one stored. The errors."""
+    prompts, errors = warm_up(plan), []
+    for turn in range(4):
+        half = prompts[turn // 2 :: 2]
+        run = Run([Job(ports[(index + turn) % len(ports)], _body(tokens, plan)) for index, tokens in enumerate(half)])
+        asyncio.run(run.go(len(half), WARM_SECONDS / 4))
+        errors += [answer.error for answer in run.answers if answer.error]
+        time.sleep(SETTLES)
+    return errors
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:
     """The scale's, with what was asked for otherwise."""
     sizes = SIZES[options.scale]
-    asked = {
-        field: getattr(options, field) for field in sizes.plan.__struct_fields__ if getattr(options, field, None) is not None
-    }
-    plan = msgspec.structs.replace(sizes.plan, **asked)
-    over = {
-        "kv_bytes": None if options.kv_gib is None else int(options.kv_gib * GIB),
-        "pool_bytes": None if options.pool_gib is None else int(options.pool_gib * GIB),
-        "host_gib": options.host_gib,
-        "seqs": options.seqs,
-    }
-    return msgspec.structs.replace(sizes, plan=plan, **{key: value for key, value in over.items() if value is not None})
+    plan = {name: value for name in PLANNED if (value := getattr(options, name)) is not None}
+    over = {name: getattr(options, name) for name in ("host_gib", "seqs")}
+    over |= {f"{name}_bytes": gib and int(gib * GIB) for name, gib in (("kv", options.kv_gib), ("pool", options.pool_gib))}
+    over = {name: value for name, value in over.items() if value is not None}
+    return msgspec.structs.replace(sizes, plan=msgspec.structs.replace(sizes.plan, **plan), **over)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -97,39 +157,27 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="vllm_serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     common_options(parser, 540.0)
-    parser.add_argument(
-        "--systems", type=names_of(ORDER), default=list(ORDER), help=f"with commas between them, of {', '.join(ORDER)}"
-    )
+    parser.add_argument("--systems", type=names_of(SYSTEMS), default=list(SYSTEMS), help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--workloads", type=names_of(WORKLOADS), default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--scale", choices=SIZES, default="full")
-    parser.add_argument("--gpus", type=_ordinals, help="default: 0,1; with --pairs: 0,1,2,3")
-    parser.add_argument("--pairs", action="store_true", help="a system on each pair of --gpus at the same time")
+    parser.add_argument("--gpus", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1], help="default: 0,1")
     memory = parser.add_argument_group("memory; default: the scale's")
     memory.add_argument("--kv-gib", type=float, help="vLLM's KV cache of an instance beside a pool")
     memory.add_argument("--pool-gib", type=float, help="lent to the pool by an instance; without a pool it is KV cache")
     memory.add_argument("--host-gib", type=float, help="host memory of the systems that use it, for both instances together")
     memory.add_argument("--seqs", type=int, help="requests that an instance runs at a time")
-    load = parser.add_argument_group("workloads, lengths in tokens; default: the scale's")
-    for name in ("seed", "output", "prefixes", "prefix", "suffix", "repeats", "concurrency", "longest"):
-        load.add_argument(f"--{name}", type=int)
-    load.add_argument("--trace", help="Mooncake's conversation trace, JSON lines")
-    load.add_argument("--trace-block", type=int, help="tokens that 512 of the trace become")
-    load.add_argument("--trace-tokens", type=int, help="prompt tokens in all")
-    load.add_argument("--trace-turns", type=int, help="only conversations of at least so many requests")
-    load.add_argument("--trace-seconds", type=float, help="what the arrivals are squeezed into")
+    load = parser.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
+    for name in PLANNED:
+        kind = type(getattr(SIZES["full"].plan, name))
+        load.add_argument(f"--{name.replace('_', '-')}", type=kind)
     options = parser.parse_args(arguments)
     if options.plot and not options.out:
         parser.error("--plot draws the file given by --out")
-    options.gpus = options.gpus or ([0, 1, 2, 3] if options.pairs else [0, 1])
-    if len(options.gpus) % 2 or (len(options.gpus) != 2 and not options.pairs):
-        parser.error(f"two servers take two GPUs, and --gpus names {len(options.gpus)}; for more pairs of them say --pairs")
+    if len(options.gpus) != 2:
+        parser.error(f"two servers take two GPUs, and --gpus names {len(options.gpus)}")
     if not options.plot and "trace" in options.workloads and not options.trace:
         parser.error("the workload `trace` needs --trace FILE")
     return options
-
-
-def _ordinals(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from mooncake_cases import needs_mooncake
 
 from benchmarks import __main__ as bench
 from benchmarks import mooncake, mooncake_trace, trace
-from benchmarks.mooncake_site import Size
+from benchmarks.kv import Size
 
 TINY = Size(layers=2, heads=2, dim=16, chunks=4)
 
@@ -15,12 +15,12 @@ TINY = Size(layers=2, heads=2, dim=16, chunks=4)
 @needs_mooncake
 def test_every_row_comes_out_beside_the_librarys() -> None:
     rows = [
-        mooncake.get_row("mooncake_get_512MiB", TINY, 2, promote=True),
-        mooncake.put_row("mooncake_put_512MiB", TINY, 2),
+        mooncake.get_row("mooncake_get_512MiB", TINY, promote=True, runs=2),
+        mooncake.put_row("mooncake_put_512MiB", TINY, runs=2),
         *mooncake.lookup_rows(20, TINY),
         *mooncake.step_rows(2, TINY, side=16),
     ]
-    assert [row.runs for row in rows] == [2, 2, 20, 20, 2, 2, 2]
+    assert [row.runs for row in rows] == [2, 2, 20, 20, 2, 2]
     assert all(row.value > 0 < row.reference for row in rows)
     for row in rows[:2]:
         assert row.ratio == pytest.approx(row.value / row.reference)

@@ -21,11 +21,11 @@ from benchmarks import plot
 from benchmarks.results import Report, Row, percentile, row
 from benchmarks.serving.client import Answer, Job, Run
 from benchmarks.serving.servers import counter
-from benchmarks.serving.sizes import FULL, TINY, Plan, Sizes
 from benchmarks.serving.summary import compared, figures, raw_rows
-from benchmarks.serving.systems import SYSTEMS, memory, serve_arguments
+from benchmarks.serving.systems import FULL, SYSTEMS, TINY, Sizes, memory, serve_arguments
 from benchmarks.serving.workloads import (
     Ceilings,
+    Plan,
     Request,
     ceilings,
     conversations,
@@ -308,7 +308,7 @@ def test_every_system_has_the_same_vram_and_only_ours_lends_some_of_it() -> None
     ("arguments", "said"),
     [
         (["--systems", "alone,faster"], "no faster"),
-        (["--gpus", "0,1,2,3", "--workloads", "prefix"], "--pairs"),
+        (["--gpus", "0", "--workloads", "prefix"], "two GPUs"),
         (["--workloads", "trace"], "--trace FILE"),
         (["--plot", "x.svg"], "--out"),
     ],

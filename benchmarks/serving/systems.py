@@ -1,4 +1,4 @@
-"""The systems compared: what each is started with, as its users would, at the same VRAM a GPU."""
+"""The systems compared: what each is started with, as its users would, at the same VRAM a GPU; on two GPUs, and tiny on the CPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,61 @@ from typing import Any
 
 import msgspec
 
-from ..vllm.scale import GIB
+from ..vllm import scale as scales
+from ..vllm.scale import GIB, MIB, Scale
 from ..vllm.settings import mp_connector, our_connector
-from .load import MODEL
-from .sizes import Sizes
+from .workloads import Plan
 
+MODEL = "model"
 UTILISATION = 0.15
 """vLLM takes the KV cache it is given; of this it only wants to see so much of the GPU free."""
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance beside a pool; pool_bytes: what
+    it lends to the pool. Without a pool an instance has the sum of both. host_gib: host memory of the two instances together,
+    where a system uses any. seqs: requests that an instance runs at a time."""
+
+    scale: Scale
+    kv_bytes: int
+    pool_bytes: int
+    host_gib: float
+    seqs: int
+    plan: Plan
+
+
+FULL = Sizes(
+    scale=scales.FULL,
+    kv_bytes=12 * GIB,
+    pool_bytes=48 * GIB,
+    host_gib=96,
+    seqs=64,
+    plan=Plan(vocabulary=scales.FULL.vocabulary, block=scales.FULL.block),
+)
+TINY = Sizes(
+    scale=scales.TINY,
+    kv_bytes=4 * MIB,
+    pool_bytes=12 * MIB,
+    host_gib=0.25,
+    seqs=8,
+    plan=Plan(
+        vocabulary=scales.TINY.vocabulary,
+        block=scales.TINY.block,
+        longest=1024,
+        output=4,
+        prefixes=17,
+        prefix=512,
+        suffix=32,
+        repeats=3,
+        concurrency=4,
+        warm=2,
+        trace_block=32,
+        trace_tokens=15_000,
+        trace_turns=1,
+        trace_seconds=3.0,
+    ),
+)
+SIZES = {"full": FULL, "tiny": TINY}
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,14 +12,40 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .sizes import Plan
-
 Tokens = npt.NDArray[np.uint32]
 TRACED = 512
 """Tokens that one of the trace's hash ids stands for."""
 SERVERS = 2
 FIRST = 3
 """Token ids below are the model's own."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked. Lengths in tokens.
+
+    prefixes, prefix, suffix, repeats: as `vllm bench serve --dataset-name prefix_repetition` has them; repeats: prompts a prefix.
+    concurrency: requests in flight, over both servers. warm: prompts of the warm-up, which stay in the caches. trace: its file.
+    trace_block: tokens that a block of 512 of the trace becomes; trace_tokens: prompt tokens in all; trace_turns: only
+    conversations of at least so many requests; trace_seconds: what the arrivals are squeezed into.
+    longest: where a prompt is cut. output: tokens of every answer. block: of vLLM's KV cache.
+    """
+
+    vocabulary: int
+    block: int
+    seed: int = 1
+    longest: int = 32768
+    output: int = 32
+    prefixes: int = 72
+    prefix: int = 8192
+    suffix: int = 256
+    repeats: int = 6
+    concurrency: int = 16
+    warm: int = 8
+    trace: str = ""
+    trace_block: int = 256
+    trace_tokens: int = 2_000_000
+    trace_turns: int = 2
+    trace_seconds: float = 14.0
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..mooncake_depot import missing
+from ..mooncake_store import missing
 from ..results import Report, Row, load, none, row
 from .chaos import Found, Soak
 from .mishaps import KINDS
@@ -161,15 +161,7 @@ def table(result: Result) -> str:
     if result.control is not None:
         lines.append(("control: wrong", result.control.wrong, f"of {result.control.verified:,}, where all is trusted"))
     said = [f"{name:<31}{count:>15,}  {what}".rstrip() for name, count, what in lines]
-    for found in result.found[:SHOWN]:
-        wrong = found.wrong
-        said += [
-            f"wrong at {found.at:g} s, pid {wrong.pid}: key {wrong.key}",
-            f"  segment {wrong.segment} offset {wrong.offset} generation {wrong.generation}",
-            f"  layer {wrong.layer} {wrong.part}, token {wrong.token}, byte {wrong.byte}; {wrong.nbytes:,} bytes differ",
-            f"  {wrong.whose}",
-            f"  leased {wrong.leased:g} s before; before that: {', '.join(found.before)}",
-        ]
+    said += [f"wrong at {each.at:g} s, after {', '.join(each.before)}: {each.wrong}" for each in result.found[:SHOWN]]
     said.append(f"seed {result.seed}; the disk was {result.disk}")
     return "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="    ") for line in said)
 

@@ -18,11 +18,11 @@ import msgspec
 
 from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, OffloadConfig, PoolConfig, ServerConfig
 
-from ..mooncake_depot import Depot
+from ..mooncake_store import Depot
 from .mishaps import LONGEST_STOP, Mishaps, NodeMishaps
 from .node import Node
 from .store import FLAGS, STORE_BYTES, TIMES, StoreMishaps
-from .worker import CHUNK_BYTES, CHUNK_TOKENS, Outcomes, Served, Settings, Wrong, run
+from .worker import CHUNK_BYTES, CHUNK_TOKENS, Outcomes, Served, Settings, run
 
 SECONDS = 60.0
 POOL_CHUNKS = 10
@@ -49,7 +49,7 @@ class Found(msgspec.Struct, frozen=True):
     """A wrong byte and what had happened before it, newest last."""
 
     at: float
-    wrong: Wrong
+    wrong: str
     before: list[str]
 
 

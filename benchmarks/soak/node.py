@@ -30,12 +30,7 @@ from vcache_backend.metadata_server.__main__ import main
 sys.exit(main())
 """
 """The server's own `main`, with a wall clock that is so many ns ahead."""
-TIMES: dict[str, Any] = {
-    "lease_seconds": 0.6,
-    "reservation_seconds": 0.5,
-    "recover_seconds": 2.0,
-    "spin_seconds": 0.0,
-}
+TIMES: dict[str, Any] = {"lease_seconds": 0.6, "reservation_seconds": 0.5, "recover_seconds": 2.0, "spin_seconds": 0.0}
 """Short, so that those who are stopped for a second or two overrun them."""
 
 

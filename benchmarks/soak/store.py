@@ -14,11 +14,11 @@ from vcache_backend.config import ByteSize
 from vcache_backend.offload import objects
 from vcache_backend.transfer.keys import TokenHasher
 
-from ..mooncake_depot import Depot, Part
+from ..mooncake_store import Depot, Part
 from ..processes import Child, ChildFailed, module
 from .mishaps import Mishaps
 from .node import Node
-from .worker import CHUNK_BYTES, CHUNK_TOKENS, MOST_CHUNKS, layout, prompt, some_family
+from .worker import CHUNK_BYTES, CHUNK_TOKENS, MOST_CHUNKS, namespace, prompt, some_family
 
 STORE_BYTES = (16 << 20, 16 << 20)
 """Of each of two providers, of which four fifths are filled: not enough for what is stored."""
@@ -56,7 +56,7 @@ class StoreMishaps(Mishaps):
 
     def __init__(self, node: Node, depot: Depot, pids: Callable[[], list[int]], seed: str, only: Sequence[str] = ()) -> None:
         super().__init__(node, pids, seed)
-        self._depot, self._hasher = depot, TokenHasher(layout().namespace(), CHUNK_TOKENS)
+        self._depot, self._hasher = depot, TokenHasher(namespace(), CHUNK_TOKENS)
         self._vandal: Child | None = None
         self._folder = TemporaryDirectory(prefix="vcache-soak-vandal-")
         dice = self._dice

@@ -26,9 +26,9 @@ from vcache_backend.config import Config
 from vcache_backend.demo.cache import Fault, PagedCache
 from vcache_backend.demo.content import Shape, block_digests, content, poison
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, SegmentId
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey
 from vcache_backend.offload import objects
-from vcache_backend.transfer.layout import Layout
+from vcache_backend.transfer.layout import Namespace
 from vcache_backend.transfer.session import Lease
 from vcache_backend.vram_pool import reference
 from vcache_backend.vram_pool.copier import Finished, HostCopier
@@ -36,6 +36,7 @@ from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
+from ..kv import layout
 from ..processes import die_with_parent
 
 SHAPE = Shape(layers=2, kv_heads=2, head_dim=16)
@@ -67,24 +68,6 @@ class Settings(msgspec.Struct, frozen=True):
     trusting: bool = False
 
 
-class Wrong(msgspec.Struct, frozen=True):
-    """A token that `retrieve` said is in place, and whose bytes are another's: the first such byte of one retrieve, and what is known
-    of it. `byte`: of the token's K or V in that layer. `whose`: what the bytes are. `leased`: seconds since the lease was asked for."""
-
-    pid: int
-    key: str
-    segment: str
-    offset: int
-    generation: int
-    layer: int
-    part: str
-    token: int
-    byte: int
-    nbytes: int
-    whose: str
-    leased: float
-
-
 class Outcomes(msgspec.Struct):
     """Counts. retrieves: calls of `retrieve`; verified: those that brought something, all of which was compared; refused: those whose
     lease did not hold; stopped: copies in which a worker stopped itself, when it was awake again; below: chunks that came out of the
@@ -109,10 +92,10 @@ class Outcomes(msgspec.Struct):
 
 
 class Served(msgspec.Struct):
-    """What a worker answers."""
+    """What a worker answers. wrong: of each retrieve with a wrong byte, what is known of the first."""
 
     outcomes: Outcomes
-    wrong: list[Wrong]
+    wrong: list[str]
 
 
 class StoppingCopier(HostCopier):
@@ -142,7 +125,7 @@ class Worker:
         self._cache = PagedCache(SHAPE, BLOCKS, torch.device("cpu"), settings.number % POISONS)
         self._families = settings.families
         self._copier = StoppingCopier(self._dice, settings.stops)
-        self._engine = VCacheEngine(settings.config, layout(), copier=self._copier)
+        self._engine = VCacheEngine(settings.config, layout("soak", self._cache.kvcaches, CHUNK_TOKENS), copier=self._copier)
         self._engine.register(self._cache.kvcaches)
         self._leases: list[Lease] = []
         self._refused = 0
@@ -211,7 +194,7 @@ class Worker:
         served.outcomes.add(Outcomes(retrieves=1, verified=bool(got), tokens=got, nbytes=got * SHAPE.token_bytes))
         if faults:
             served.outcomes.add(Outcomes(wrong=1, wrong_bytes=sum(fault.nbytes for fault in faults)))
-            served.wrong.append(self._describe(tokens, faults[0], places, digests))
+            served.wrong.append(self._describe(faults[0], engine.keys(tokens)))
         if not (got or engine._session.connected):
             # Whoever starts the server again needs the core.
             time.sleep(OFFLINE_SECONDS)
@@ -221,70 +204,28 @@ class Worker:
         if dice.random() < REMOVED:
             engine._session.committer.remove(engine.keys(tokens))
 
-    def _describe(self, tokens: np.ndarray, fault: Fault, places: torch.Tensor, digests: torch.Tensor) -> Wrong:
-        """The first wrong byte, before anything is written over it."""
-        row = max(fault.token, 0) // SHAPE.block_size
+    def _describe(self, fault: Fault, keys: Sequence[ChunkKey]) -> str:
+        """The first fault, before anything is written over it."""
+        token = max(fault.token, 0)
+        told = [f"process {os.getpid()}: {fault.kind} at token {token} in layer {fault.layer}, {fault.nbytes:,} bytes differ"]
+        key = keys[token // CHUNK_TOKENS]
+        for lease in self._leases:
+            if key in lease.keys and fault.kind == "wrong":
+                place, since = lease.locations[lease.keys.index(key)], time.monotonic() - (lease.deadline - lease.seconds)
+                told.append(f"key {bytes(key).hex()} in {place}, leased {since:.3f} s before")
         words = self._cache.kvcaches[fault.layer].view(2, BLOCKS, -1).view(torch.int64)[:, fault.block]
-        if fault.kind == "wrong":
-            want = content(digests[row : row + 1], fault.layer, SHAPE.row_words)[:, 0]
-        else:
-            want = torch.full_like(words, self._cache._poison)
-        differs = words.contiguous().view(torch.uint8) != want.contiguous().view(torch.uint8)
-        part, byte = (int(i) for i in differs.nonzero()[0])
-        token_bytes = differs.shape[1] // SHAPE.block_size
-        chunk = row * SHAPE.block_size // CHUNK_TOKENS
-        found = [(key, place, lease) for lease in self._leases for key, place in zip(lease.keys, lease.locations, strict=True)]
-        nothing = b"", Location(SegmentId(""), -1, 0, 0), Lease(0, [], [], 0.0, 0.0, 0)
-        key, place, lease = found[chunk] if fault.kind == "wrong" and chunk < len(found) else nothing
-        return Wrong(
-            os.getpid(),
-            bytes(key).hex(),
-            place.segment,
-            place.offset,
-            place.generation,
-            fault.layer,
-            "KV"[part],
-            row * SHAPE.block_size + byte // token_bytes if fault.token >= 0 else -1,
-            byte % token_bytes,
-            fault.nbytes,
-            f"{fault.kind}: {self._whose(words, fault.layer)}",
-            round(time.monotonic() - (lease.deadline - lease.seconds), 3),
-        )
-
-    def _whose(self, words: torch.Tensor, layer: int) -> str:
-        """What a block's words in one layer are."""
         families = range(1, self._families + 1)
-        blocks = [(family, block) for family in families for block in range(BLOCKS_A_PROMPT)]
-        known = content(torch.cat([_digests(family) for family in families]), layer, SHAPE.row_words)
+        known = content(torch.cat([_digests(family) for family in families]), fault.layer, SHAPE.row_words)
         same = (known == words[:, None]).sum(dim=(0, 2))
-        best, total = int(same.argmax()), words.numel()
-        said = []
-        if int(same[best]):
-            family, block = blocks[best]
-            said.append(
-                f"{int(same[best])} of {total} words are family {family}'s block {block} (token {block * SHAPE.block_size})"
-            )
-        for number in range(POISONS):
-            count = int((words == poison(number)).sum())
-            said += [f"{count} are the poison of worker {number}"] if count else []
-        zeros = int((words == 0).sum())
-        said += [f"{zeros} are zero"] if zeros else []
-        return "; ".join(said) or f"nobody's, {words.flatten()[0]:#x}..."
+        family, block = divmod(int(same.argmax()), BLOCKS_A_PROMPT)
+        told.append(f"{int(same.max())} of {words.numel()} words are family {family + 1}'s block {block}")
+        told += [f"{count} the poison of worker {n}" for n in range(POISONS) if (count := int((words == poison(n)).sum()))]
+        return "; ".join([*told, f"{int((words == 0).sum())} zero"])
 
 
-def layout() -> Layout:
-    """Of every worker, and of whoever wants to know their keys."""
-    cache = PagedCache(SHAPE, BLOCKS, torch.device("cpu"), 0)
-    return Layout(
-        model="soak",
-        dtype="bfloat16",
-        layers=SHAPE.layers,
-        kv_heads=SHAPE.kv_heads,
-        head_dim=SHAPE.head_dim,
-        block_size=SHAPE.block_size,
-        kv_layout=PagedKV.describe(cache.kvcaches, SHAPE.block_size).name,
-        chunk_size=CHUNK_TOKENS,
-    )
+def namespace() -> Namespace:
+    """Of every worker's keys."""
+    return layout("soak", PagedCache(SHAPE, 1, torch.device("cpu"), 0).kvcaches, CHUNK_TOKENS).namespace()
 
 
 def prompt(family: int, chunks: int) -> np.ndarray:

@@ -174,12 +174,7 @@ class Serving:
         self._count += 1
         name = str(self._count)
         sampling = SamplingParams(
-            temperature=0,
-            max_tokens=count,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=logprobs,
-            extra_args=extra,
+            temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=logprobs, extra_args=extra
         )
         started = time.perf_counter()
         self._engine.add_request(name, {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}, sampling)

@@ -60,8 +60,7 @@ def failures(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
                 break
             _trial(fleet, pair, prompts, length, how, counts)
         print(
-            f"  {how}: {sum(counts.good)} of {len(counts.good)}, others {sum(counts.others)} of {len(counts.others)}",
-            flush=True,
+            f"  {how}: {sum(counts.good)} of {len(counts.good)}, others {sum(counts.others)} of {len(counts.others)}", flush=True
         )
     return _rows(fleet, trials)
 

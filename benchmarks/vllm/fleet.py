@@ -23,7 +23,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ServerStats
 
-from ..mooncake_depot import Depot
+from ..mooncake_store import Depot
 from ..processes import HOST, PATIENT, Child, ChildFailed, MetadataServer, Program, free_ports, module
 from .instances import INSTANCES, KINDS, Spec
 from .scale import Scale

@@ -70,12 +70,7 @@ KINDS = {
         model={"vocab_size": 64},
         over=True,
         arguments={
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_min": 1,
-                "prompt_lookup_max": 2,
-            }
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
         },
     ),
     # What comes out of a request does not depend on which others share its steps: who runs beside a failure can be compared.

@@ -1,6 +1,6 @@
-"""A Mooncake store for a benchmark: a master and providers of host memory, in processes of their own on 127.0.0.1.
+"""A Mooncake store: a master and providers of host memory, in processes of their own on 127.0.0.1; nodes and engines on it.
 
-Their binaries come with the package.
+The programs come with the package.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -18,9 +19,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig
+from vcache_backend.config import ByteSize, Config, EngineConfig, MooncakeConfig, OffloadConfig, PoolConfig, ServerConfig
+from vcache_backend.engine import VCacheEngine
 
-from .processes import HOST, START_SECONDS, Program, free_ports
+from .kv import KV
+from .processes import HOST, PATIENT, START_SECONDS, Child, Program, free_ports, metadata_server, module
 
 PROVIDER_SECONDS = 0.3
 """How long a provider takes to have lent its memory once it listens, and more."""
@@ -91,6 +94,58 @@ class Depot:
         mooncake = MooncakeConfig(master=self.address, hostname=HOST, local_buffer_bytes=ByteSize(0))
         values: dict[str, Any] = {"policy": "write_through", "min_bandwidth": ByteSize(0), "mooncake": mooncake}
         return OffloadConfig(**(values | more))
+
+
+class Site:
+    """A store, nodes with a metadata server each, engines on them. Everything ends with the context."""
+
+    def __init__(self, *providers: int, **flags: Any) -> None:
+        """providers: bytes that each one lends. flags: the master's own."""
+        with ExitStack() as undo:
+            self.folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-bench-")))
+            self.depot = undo.enter_context(Depot(self.folder, providers, **flags))
+            self._undo = undo.pop_all()
+
+    def __enter__(self) -> Site:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def node(self) -> Path:
+        """A metadata server's socket."""
+        return self._undo.enter_context(metadata_server())
+
+    def raw(self, nbytes: int) -> Child:
+        """Mooncake's own client, with so much memory for objects."""
+        command = module("benchmarks.mooncake_raw", self.depot.address, str(nbytes))
+        child = self._undo.enter_context(Child("raw client", command, self.folder / "raw.log"))
+        child.answer(START_SECONDS)
+        return child
+
+    def engine(self, node: Path, kv: KV, pool_bytes: int, offload: OffloadConfig | None) -> VCacheEngine:
+        """With an open offload tier, or none."""
+        config = Config(
+            server=ServerConfig(socket=str(node)),
+            client=PATIENT,
+            pool=PoolConfig(device=kv.device, segment_bytes=ByteSize(pool_bytes)),
+            engine=EngineConfig(chunk_size=kv.size.chunk_tokens),
+            offload=offload or OffloadConfig(),
+        )
+        made = self._undo.enter_context(VCacheEngine(config, kv.layout))
+        made.register(kv.tensors)
+        if offload is not None:
+            until(lambda: made.get_stats()["offload"]["usable"])
+        return made
+
+
+def until(what: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Wait for it. Raises RuntimeError after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not so within {seconds:g} s")
+        time.sleep(0.01)
 
 
 def listens(port: int) -> bool:

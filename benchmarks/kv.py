@@ -1,0 +1,102 @@
+"""A paged KV cache to move, as an engine sees it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from vcache_backend.transfer.layout import Layout
+from vcache_backend.vram_pool.paged import PagedKV
+
+BLOCK_SIZE = 16
+GIB = 1 << 30
+
+
+class Size(NamedTuple):
+    """A KV cache and how much of it moves. The default: Llama-3.1-8B's, whose chunks are 32 MiB; 512 MiB."""
+
+    layers: int = 32
+    heads: int = 8
+    dim: int = 128
+    chunks: int = 16
+    chunk_tokens: int = 256
+
+    @property
+    def tokens(self) -> int:
+        return self.chunks * self.chunk_tokens
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.chunk_tokens * self.layers * 2 * self.heads * self.dim * 2
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunks * self.chunk_bytes
+
+
+def layout(model: str, caches: list[torch.Tensor], chunk_tokens: int) -> Layout:
+    """Of layers of shape (2, blocks, tokens a block, heads, dim)."""
+    block_size, heads, dim = caches[0].shape[2:]
+    return Layout(
+        model=model,
+        dtype="bfloat16",
+        layers=len(caches),
+        kv_heads=heads,
+        head_dim=dim,
+        block_size=block_size,
+        kv_layout=PagedKV.describe(caches, block_size).name,
+        chunk_size=chunk_tokens,
+    )
+
+
+class KV:
+    """Holds `size` in blocks that lie anywhere, with contents told by their place. device: host, cuda:0 and so on."""
+
+    def __init__(self, size: Size, seed: int = 0, device: str = "host") -> None:
+        self.size, self.device, dice = size, device, torch.Generator().manual_seed(seed)
+        self._blocks = torch.randperm(size.tokens // BLOCK_SIZE, generator=dice)
+        shape = (2, len(self._blocks), BLOCK_SIZE, size.heads, size.dim)
+        where = device if device.startswith("cuda") else "cpu"
+        self.tensors = [torch.randint(0, 255, shape, generator=dice).to(where, torch.bfloat16) for _ in range(size.layers)]
+        self.slots = (self._blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).reshape(-1)
+        self.layout = layout("benchmark", self.tensors, size.chunk_tokens)
+
+    def poison(self) -> None:
+        for tensor in self.tensors:
+            tensor.fill_(float("nan"))
+
+    def holds(self, other: KV) -> bool:
+        """Whether every token here is what it is there."""
+        return all(
+            torch.equal(mine[:, self._blocks].cpu(), its[:, other._blocks].cpu())
+            for mine, its in zip(self.tensors, other.tensors, strict=True)
+        )
+
+
+_prompts = itertools.count(1)
+
+
+def prompt(tokens: int) -> torch.Tensor:
+    """One that nobody has seen."""
+    return torch.arange(tokens) + next(_prompts) * 10_000_000
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Its seconds."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch's, for a while. More than there are idle cores make a copy many times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
