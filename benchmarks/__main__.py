@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from . import copies, engine, journal_mutations, metadata, mooncake, turns
+from . import codecs, copies, engine, journal_mutations, metadata, mooncake, turns
 from .mooncake_store import missing
 from .results import Report, Row
 
@@ -19,6 +19,7 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "turns": turns.run,
     "copies": copies.run,
     "engine": engine.run,
+    "codecs": codecs.run,
     "journal": journal_mutations.run,
     "mooncake": mooncake.run,
 }

@@ -8,6 +8,7 @@ which the server no longer knows, or that somebody may still be writing to. A co
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import tempfile
@@ -20,7 +21,6 @@ from unittest.mock import patch
 
 from vcache_backend.metadata_server import journal as journals
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import succession
 from vcache_backend.metadata_server.allocator import padded
 from vcache_backend.metadata_server.directory import Directory, Limits
 from vcache_backend.metadata_server.journal import Journal
@@ -128,84 +128,64 @@ class Written(Protocol):
     older: list[bytes]
 
 
-def _flip(here: Written, other: Written) -> bytes:
-    data = bytearray(here.data)
-    for _ in range(here.random.choice((1, 1, 1, 2, 8))):
-        data[here.random.randrange(len(data))] ^= 1 << here.random.randrange(8)
-    return bytes(data)
+Mutation = Callable[[Written, Written], bytes]
 
 
-def _set(here: Written, other: Written) -> bytes:
-    data = bytearray(here.data)
-    data[here.random.randrange(len(data))] = here.random.choice((0, 1, 0x7F, 0xC1, 0xFF))
-    return bytes(data)
-
-
-def _cut(here: Written, other: Written) -> bytes:
-    return here.data[: here.random.randrange(len(here.data))]
-
-
-def _cut_at_a_boundary(here: Written, other: Written) -> bytes:
-    return here.data[: here.random.choice(here.frames)[0]]
-
-
-def _cut_and_go_on(here: Written, other: Written) -> bytes:
-    return _cut(here, other) + here.random.randbytes(here.random.randrange(200))
-
-
-def _rearranged(change: Callable[[Written, list[bytes]], None]) -> Callable[[Written, Written], bytes]:
+def _bytes(change: Callable[[random.Random, bytearray], None]) -> Mutation:
     def mutate(here: Written, other: Written) -> bytes:
-        frames = [here.data[start:end] for start, end in here.frames]
-        change(here, frames)
-        return b"".join(frames)
+        data = bytearray(here.data)
+        change(here.random, data)
+        return bytes(data)
 
     return mutate
 
 
-def _duplicate(here: Written, frames: list[bytes]) -> None:
-    frames.insert(here.random.randrange(1, len(frames) + 1), here.random.choice(frames))
+def _records(change: Callable[[random.Random, list[bytes]], None]) -> Mutation:
+    def mutate(here: Written, other: Written) -> bytes:
+        records = [here.data[start:end] for start, end in here.frames]
+        change(here.random, records)
+        return b"".join(records)
+
+    return mutate
 
 
-def _swap(here: Written, frames: list[bytes]) -> None:
-    one, two = here.random.randrange(len(frames)), here.random.randrange(len(frames))
-    frames[one], frames[two] = frames[two], frames[one]
+def _flip(dice: random.Random, data: bytearray) -> None:
+    for _ in range(dice.choice((1, 1, 1, 2, 8))):
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
 
 
-def _remove(here: Written, frames: list[bytes]) -> None:
-    del frames[here.random.randrange(len(frames))]
+def _set(dice: random.Random, data: bytearray) -> None:
+    data[dice.randrange(len(data))] = dice.choice((0, 1, 0x7F, 0xC1, 0xFF))
 
 
-def _zero(here: Written, other: Written) -> bytes:
+def _cut(dice: random.Random, data: bytearray) -> None:
+    del data[dice.randrange(len(data)) :]
+
+
+def _go_on(dice: random.Random, data: bytearray) -> None:
+    _cut(dice, data)
+    data += dice.randbytes(dice.randrange(200))
+
+
+def _zero(dice: random.Random, data: bytearray) -> None:
     """A page, or a part of one, that never reached the disk."""
-    data = bytearray(here.data)
-    start, size = here.random.randrange(len(data)), here.random.choice((64, 512, 4096))
-    end = min(start + size, len(data))
-    data[start:end] = bytes(end - start)
-    return bytes(data)
+    start, size = dice.randrange(len(data)), dice.choice((64, 512, 4096))
+    data[start : start + size] = bytes(len(data[start : start + size]))
 
 
-def _insert_zeros(here: Written, other: Written) -> bytes:
+def _zeros_put_in(here: Written, other: Written) -> bytes:
     at = here.random.choice([here.random.randrange(len(here.data)), here.random.choice(here.frames)[0]])
     return here.data[:at] + bytes(here.random.choice((16, 512, 4096))) + here.data[at:]
 
 
-def _copy_within(here: Written, other: Written) -> bytes:
-    data = bytearray(here.data)
-    start, to, size = here.random.randrange(len(data)), here.random.randrange(len(data)), here.random.randrange(1, 400)
+def _copy_within(dice: random.Random, data: bytearray) -> None:
+    start, to, size = dice.randrange(len(data)), dice.randrange(len(data)), dice.randrange(1, 400)
     data[to : to + size] = data[start : start + size]
-    return bytes(data)
 
 
-def _concatenate(here: Written, other: Written) -> bytes:
-    return here.random.choice((here.data, *here.older)) + here.random.choice((here.data, other.data, *here.older))
-
-
-def _older(here: Written, other: Written) -> bytes:
-    return here.random.choice(here.older)
-
-
-def _of_another_life(here: Written, other: Written) -> bytes:
-    return here.random.choice((other.data, *other.older))
+def _swap(dice: random.Random, records: list[bytes]) -> None:
+    one, two = dice.randrange(len(records)), dice.randrange(len(records))
+    records[one], records[two] = records[two], records[one]
 
 
 def _another_header(here: Written, other: Written) -> bytes:
@@ -213,27 +193,27 @@ def _another_header(here: Written, other: Written) -> bytes:
     return here.random.choice((here.data[:size] + other.data[size:], other.data[:size] + here.data[size:]))
 
 
-def _nothing(here: Written, other: Written) -> bytes:
-    return here.data
+def _two_files(here: Written, other: Written) -> bytes:
+    return here.random.choice((here.data, *here.older)) + here.random.choice((here.data, other.data, *here.older))
 
 
-KINDS: dict[str, Callable[[Written, Written], bytes]] = {
-    "bits flipped": _flip,
-    "a byte set": _set,
-    "cut": _cut,
-    "cut between records": _cut_at_a_boundary,
-    "cut, then garbage": _cut_and_go_on,
-    "a record twice": _rearranged(_duplicate),
-    "records swapped": _rearranged(_swap),
-    "a record missing": _rearranged(_remove),
-    "zeroed": _zero,
-    "zeros put in": _insert_zeros,
-    "bytes copied over others": _copy_within,
-    "two files in one": _concatenate,
-    "an older copy": _older,
-    "of another life": _of_another_life,
+KINDS: dict[str, Mutation] = {
+    "bits flipped": _bytes(_flip),
+    "a byte set": _bytes(_set),
+    "cut": _bytes(_cut),
+    "cut between records": lambda here, other: here.data[: here.random.choice(here.frames)[0]],
+    "cut, then garbage": _bytes(_go_on),
+    "a record twice": _records(lambda dice, all_: all_.insert(dice.randrange(1, len(all_) + 1), dice.choice(all_))),
+    "records swapped": _records(_swap),
+    "a record missing": _records(lambda dice, all_: all_.remove(dice.choice(all_))),
+    "zeroed": _bytes(_zero),
+    "zeros put in": _zeros_put_in,
+    "bytes copied over others": _bytes(_copy_within),
+    "two files in one": _two_files,
+    "an older copy": lambda here, other: here.random.choice(here.older),
+    "of another life": lambda here, other: here.random.choice((other.data, *other.older)),
     "another's header": _another_header,
-    "untouched": _nothing,
+    "untouched": lambda here, other: here.data,
 }
 
 
@@ -293,6 +273,13 @@ def _memory() -> Iterator[dict[m.SegmentId, int]]:
         yield fds
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 class Counts:
     """`warm`: how many of them brought chunks back, by kind."""
 
@@ -304,8 +291,7 @@ class Counts:
 def campaign(mutations: int, seed: int = 1, believe: bool = False) -> Counts:
     """So many mutations, the same ones for the same seed."""
     counts, kinds = Counts(), list(KINDS.items())
-    quiet = patch.object(succession.log, "disabled", True)
-    with tempfile.TemporaryDirectory() as name, _memory() as fds, patch.object(journals, "COMPACT_BYTES", 3000), quiet:
+    with tempfile.TemporaryDirectory() as name, _memory() as fds, patch.object(journals, "COMPACT_BYTES", 3000), _quiet():
         folder, round_ = Path(name), 0
         while counts.mutations < mutations:
             here, other = (History(folder, seed * 1_000_003 + 2 * round_ + half) for half in (0, 1))

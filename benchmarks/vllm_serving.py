@@ -9,8 +9,7 @@ one address), so many at a time; `trace`, conversations of Mooncake's trace at t
 warmed up with prompts nobody asks again, and are ended after the last workload.
 
 Rows are written after every workload of every system. Comparisons need ours and the other's rows of the same workload in the file,
-which may be of two runs. `--scale tiny` runs the same on the CPU, for the sake of the script. `--plot PICTURE` draws the file given
-by `--out` and measures nothing.
+which may be of two runs. `--scale tiny` runs the same on the CPU, for the sake of the script.
 """
 
 from __future__ import annotations
@@ -56,11 +55,6 @@ class Workload(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
-    if options.plot:
-        from .plot import serving
-
-        serving(options.out, options.plot)
-        return 0
     end_in_time(options.seconds)
     sizes, clock, report = _sizes(options), Clock(options.seconds), Report(options.out, options.commit)
     workloads = {name: _workload(name, sizes.plan) for name in options.workloads}
@@ -171,11 +165,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         kind = type(getattr(SIZES["full"].plan, name))
         load.add_argument(f"--{name.replace('_', '-')}", type=kind)
     options = parser.parse_args(arguments)
-    if options.plot and not options.out:
-        parser.error("--plot draws the file given by --out")
     if len(options.gpus) != 2:
         parser.error(f"two servers take two GPUs, and --gpus names {len(options.gpus)}")
-    if not options.plot and "trace" in options.workloads and not options.trace:
+    if "trace" in options.workloads and not options.trace:
         parser.error("the workload `trace` needs --trace FILE")
     return options
 

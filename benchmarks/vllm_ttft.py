@@ -5,7 +5,7 @@
 `--integration`: through LMCache and the plugin, or through our own connector. Needs vLLM, and LMCache for its own and for comparisons;
 the model has the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded. Each part writes its rows as soon as it has
 them; a part that fails does not cost the others theirs; at the deadline what runs is ended.
-`--scale tiny` runs the same on the CPU, for the sake of the script. `--plot PICTURE` draws the file given by `--out` and measures nothing.
+`--scale tiny` runs the same on the CPU, for the sake of the script.
 """
 
 from __future__ import annotations
@@ -115,11 +115,6 @@ APART = (("pd",), ("eager",), ("tp2",), ("failures",), ("below",), ("fp8", "mla"
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a part had no rows."""
     options = _options(arguments)
-    if options.plot:
-        from .plot import first_token
-
-        first_token(options.out, options.plot)
-        return 0
     end_in_time(options.seconds)
     scale = SCALES[options.scale]
     if options.pool_gib and not scale.cpu:
@@ -200,7 +195,6 @@ def common_options(parser: argparse.ArgumentParser, seconds: float) -> None:
     parser.add_argument(
         "--cache", type=Path, default=Path("/tmp/vcache-vllm-cache"), help="vLLM's compiled code and the models, for the next run"
     )
-    parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw --out into a .svg or .png")
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -220,8 +214,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--without-mp", action="store_true", help="leave LMCache's MP server out of `ttft`")
     parser.add_argument("--isolated", action="store_true", help="each instance sees the GPU it computes on and no other")
     options = parser.parse_args(arguments)
-    if options.plot and not options.out:
-        parser.error("--plot draws the file given by --out")
     if options.with_lmcache and options.integration == "lmcache":
         parser.error("--with-lmcache compares our own connector with LMCache: add --integration vllm")
     strange = [name for name in options.only or () if options.integration not in PARTS[name].of]

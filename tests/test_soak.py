@@ -15,7 +15,7 @@ def test_no_byte_is_wrong_whatever_happens_and_one_would_be_seen(store: bool) ->
     assert result.ok, soak.table(result)
     assert result.outcomes.verified >= 200
     assert bool(result.outcomes.below) == store
-    assert sum(result.counts.values()) > 3
+    assert result.counts
     assert result.control is not None
     assert result.control.wrong_bytes > 0
     assert all(len(line) <= 80 for line in soak.table(result).splitlines())

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from vllm_cases import known_models
 
-from benchmarks import plot
-from benchmarks.results import Report, Row, percentile, row
+from benchmarks.results import Row, percentile
 from benchmarks.serving.client import Answer, Job, Run
 from benchmarks.serving.servers import counter
 from benchmarks.serving.summary import compared, figures, raw_rows
@@ -310,25 +309,12 @@ def test_every_system_has_the_same_vram_and_only_ours_lends_some_of_it() -> None
         (["--systems", "alone,faster"], "no faster"),
         (["--gpus", "0", "--workloads", "prefix"], "two GPUs"),
         (["--workloads", "trace"], "--trace FILE"),
-        (["--plot", "x.svg"], "--out"),
     ],
 )
 def test_what_cannot_be_run_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
     assert said in capsys.readouterr().err
-
-
-def test_the_plot_shows_every_system_of_the_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    result, picture = tmp_path / "result.json", tmp_path / "serving.svg"
-    Report(result, "").add(list(rows_of({"alone": "w", "vcache": "w"}).values()))
-    assert main(["--out", str(result), "--plot", str(picture), "--workloads", "prefix"]) == 0
-    assert picture.stat().st_size > 5000
-    empty = tmp_path / "empty.json"
-    Report(empty, "").add([row("a", "ms", 1.0, 1.0, what="")])
-    with pytest.raises(ValueError, match="run the benchmark first"):
-        plot.serving(empty, picture)
 
 
 NEEDED = ("vllm", "safetensors", "uvloop", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards")

@@ -67,26 +67,24 @@ SIZES = {"full": FULL, "tiny": TINY}
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
-    """label: for people. colour: in the plot. lends: VRAM of each GPU goes to the pool. host: it takes host memory. gpu_only: why it
+    """label: for people. lends: VRAM of each GPU goes to the pool. host: it takes host memory. gpu_only: why it
     does not run on the CPU."""
 
     label: str
-    colour: str
     lends: bool = False
     host: bool = False
     gpu_only: str = ""
 
 
 SYSTEMS = {
-    "alone": System(label="vLLM alone", colour="#8a8a8a"),
+    "alone": System(label="vLLM alone"),
     "offload": System(
         label="vLLM, native CPU offload",
-        colour="#3a8f4d",
         host=True,
         gpu_only="vLLM's native CPU offload runs on CUDA and XPU devices only",
     ),
-    "mp": System(label="LMCache MP server, host memory", colour="#c1762b", host=True),
-    "vcache": System(label="vcache", colour="#1f6fb4", lends=True),
+    "mp": System(label="LMCache MP server, host memory", host=True),
+    "vcache": System(label="vcache", lends=True),
 }
 
 
