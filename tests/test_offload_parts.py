@@ -150,11 +150,11 @@ def test_a_store_that_is_down_is_not_asked(store: Store) -> None:
 
 def test_what_was_found_in_another_epoch_is_forgotten(store: Store) -> None:
     index = Index(OffloadConfig(), store, on_gpu=False)
-    index.written([key(1)])
+    index.known([key(1)])
     index.note_epoch(0)
-    assert key(1) in index.known
+    assert key(1) in index.recent
     index.note_epoch(7)
-    assert key(1) not in index.known
+    assert key(1) not in index.recent
 
 
 def test_slow_links_are_tried_now_and_then(store: Store) -> None:

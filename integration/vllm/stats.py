@@ -23,7 +23,7 @@ FAILURES = (
     *("store", "store_absent", "store_bad", "store_late", OTHER),
 )
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", OTHER)
-NOT_OFFLOADED = ("backlog", "down", "gone", "full", "too_large", "failed", "codec", OTHER)
+NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed", "codec", OTHER)
 TIERS = ("own", "peer", "host", "store")
 """Where a loaded chunk lay: this worker's GPU, another GPU of the node, host memory, the offload tier."""
 

@@ -21,29 +21,34 @@ MEASURED_BYTES = 1 << 20
 class Index:
     """What is known about the tier's chunks, and look-ups of what is not. Any thread.
 
-    known: chunks that were written or read lately, not to be written again. bandwidth: bytes of KV a second that came lately, over all
-    loads; None before the first. epoch: of the namespace, as the server last said.
+    recent: chunks that were written or read lately, not to be written again. bandwidth: bytes of KV a second that came lately, over all
+    loads; None before the first; may be set by who has others load. epoch: of the namespace, as the server last said.
     """
 
     def __init__(self, config: OffloadConfig, store: Store, on_gpu: bool) -> None:
         """on_gpu: where the KV caches are."""
         self._config, self._store, self._least = config, store, config.least_bandwidth(on_gpu)
         self._absent = Recent[ChunkKey](config.negative_seconds, MOST_REMEMBERED, time.monotonic)
-        self.known = Recent[ChunkKey](KNOWN_SECONDS, MOST_REMEMBERED, time.monotonic)
+        self.recent = Recent[ChunkKey](KNOWN_SECONDS, MOST_REMEMBERED, time.monotonic)
         self.bandwidth: float | None = None
         self.epoch = 0
         self._next_try = 0.0
 
+    @property
+    def usable(self) -> bool:
+        """Whether look-ups reach the store now. Costs nothing to ask."""
+        return self._store.usable
+
     def note_epoch(self, epoch: int) -> None:
-        """The namespace is in this epoch. What was found out in another is forgotten."""
+        """The server said that the namespace is in this epoch. What was found out in another is forgotten."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._absent.clear()
-            self.known.clear()
+            self.recent.clear()
 
     def may_have(self, key: ChunkKey) -> bool:
         """Whether it is worth asking: the store is usable, and this was not found to be absent a short while ago."""
-        return self._store.usable and key not in self._absent
+        return self.usable and key not in self._absent
 
     def measured(self, nbytes: int, seconds: float) -> None:
         """A load of so many bytes took so long."""
@@ -62,18 +67,20 @@ class Index:
         return False
 
     def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:
-        """How many leading chunks are there, as far as can be told in time. epoch: the server's answer to who asked it just now."""
+        """How many leading chunks are there, as far as can be told within `lookup_seconds`. epoch: the server's answer to who asked it
+        just now."""
         self.note_epoch(epoch)
         asked = self._absent.first(keys)
         found = self._store.lookup([objects.name(key, epoch) for key in keys[:asked]])
         if found is not None and found < asked:
             self.absent(keys[found : found + 1])
             # Of those behind it nobody said anything.
-            self.known.discard(keys[found:asked])
+            self.recent.discard(keys[found:asked])
         return found or 0
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
-        """See `OffloadTier.extend`."""
+        """How many leading chunks can be loaded by all `ranks` ranks (keys of rank 0), given that the pool has the first `found` and not
+        the next one. Those after it may lie here or there. Raises VCacheError if the pool does not answer."""
         rest = keys[found:]
         if not rest or not self.may_have(rest[0]) or self.too_slow():
             return found
@@ -87,9 +94,9 @@ class Index:
     def absent(self, keys: Sequence[ChunkKey]) -> None:
         """These are not there."""
         self._absent.add(keys)
-        self.known.discard(keys)
+        self.recent.discard(keys)
 
-    def written(self, keys: Sequence[ChunkKey]) -> None:
-        """These are, from now on."""
+    def known(self, keys: Sequence[ChunkKey]) -> None:
+        """These are, since they were written or read just now."""
         self._absent.discard(keys)
-        self.known.add(keys)
+        self.recent.add(keys)

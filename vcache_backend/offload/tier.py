@@ -30,8 +30,8 @@ CLOSE_SECONDS = 3.0
 Views = Callable[[Sequence[Location]], list[SlotView]]
 
 
-class OffloadTier:
-    """What one process reads from and writes to the offload tier; nobody outside looks behind it.
+class OffloadTier(Index):
+    """What one process looks up in, reads from and writes to the offload tier; nobody outside looks behind it.
 
     Look-ups in any thread; `bind` and `fetch` in the worker's thread; `offer` in any. Nothing waits for the store but threads of the
     tier's own, whoever waits for a `Fetch`, and look-ups, for `lookup_seconds`. Nothing raises for what the store does.
@@ -39,11 +39,10 @@ class OffloadTier:
 
     def __init__(self, config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> None:
         """Looks up only, until `bind`. on_gpu: where the KV caches are. Starts to reach the store, in the background."""
+        super().__init__(config, Store(config, stats), on_gpu)
         self._settings, self._stats = config, stats
-        self._store = Store(config, stats)
-        self._index = Index(config, self._store, on_gpu)
         # What came back may be another master, which knows no object.
-        self._store.on_back = self._index.known.clear
+        self._store.on_back = self.recent.clear
         self._bound: Bound | None = None
         self._reader: Reader | None = None
         self._writer: Writer | None = None
@@ -75,58 +74,20 @@ class OffloadTier:
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"no {count * size:,} B of host memory for offload.staging_bytes: {error}") from error
         writing, reading = self._rings
-        self._bound = Bound(self._store, self._index, self._stats, form, codec)
+        self._bound = Bound(self._store, self, self._stats, form, codec)
         self._reader = Reader(self._bound, reading, settings)
         client = Client(config.server.path, config.client, device.name, device.medium)
         self._writer = Writer(self._bound, writing, settings, client, views, device.ordinal)
         log.info("offload tier: %s; %d buffers of %s B, %s", settings, count, f"{size:,}", "pinned" if pinned else "host")
 
-    # ---- look-ups
-
-    @property
-    def usable(self) -> bool:
-        """Whether look-ups reach the store now. Costs nothing to ask."""
-        return self._store.usable
-
-    @property
-    def bandwidth(self) -> float | None:
-        """Bytes of KV a second that came lately; None before the first load. To be set by who has others load."""
-        return self._index.bandwidth
-
-    @bandwidth.setter
-    def bandwidth(self, value: float | None) -> None:
-        self._index.bandwidth = value
-
-    def note_epoch(self, epoch: int) -> None:
-        """The server said that the namespace is in this epoch. What was found out in another is forgotten."""
-        self._index.note_epoch(epoch)
-
-    def may_have(self, key: ChunkKey) -> bool:
-        """Whether it is worth asking: the store is usable, and this was not found to be absent a short while ago."""
-        return self._index.may_have(key)
-
-    def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:
-        """How many leading chunks are there, as far as can be told within `lookup_seconds`. epoch: the server's answer to who asked it
-        just now."""
-        return self._index.lookup(keys, epoch)
-
-    def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
-        """How many leading chunks can be loaded by all `ranks` ranks (keys of rank 0), given that the pool has the first `found` and not
-        the next one. Those after it may lie here or there. Raises VCacheError if the pool does not answer."""
-        return self._index.extend(client, keys, ranks, found)
-
     # ---- reads and writes
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch | None:
         """Begin to read these, as they were stored in `epoch`; None where nothing can come."""
-        self._index.note_epoch(epoch)
+        self.note_epoch(epoch)
         if self._reader is None or not keys or not self.may_have(keys[0]):
             return None
         return self._reader.fetch(keys, epoch)
-
-    def known(self, keys: Sequence[ChunkKey]) -> None:
-        """These were read from the store just now: it has them."""
-        self._index.written(keys)
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """These are in the pool from now on. Never blocks."""
@@ -135,8 +96,8 @@ class OffloadTier:
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
         """Remove these from the store, soon."""
-        self._index.absent(keys)
-        self._store.forget([objects.name(key, self._index.epoch) for key in keys])
+        self.absent(keys)
+        self._store.forget([objects.name(key, self.epoch) for key in keys])
 
     # ---- the rest
 

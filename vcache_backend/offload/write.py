@@ -91,7 +91,7 @@ class Writer:
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """These are in the pool: write them, soon. Never blocks: what is too much is dropped, and counted."""
-        fresh = [key for key in keys if key not in self._bound.index.known]
+        fresh = [key for key in keys if key not in self._bound.index.recent]
         with self._changed:
             room = max(self._most - len(self._waiting), 0)
             self._waiting += fresh[:room]
@@ -249,7 +249,7 @@ class Writer:
             stored = [key for key, outcome in zip(batch.keys, put, strict=True) if outcome == STORED]
             bound.stats.count(offload_written=len(stored), bytes_offload_written=len(stored) * bound.format.object_bytes)
             if batch.epoch == index.epoch:
-                index.written(stored)
+                index.known(stored)
             self._dropped("failed", put.count(FAILED))
             full = [number for number, outcome in enumerate(put) if outcome == FULL]
             if not full or attempt == FULL_RETRIES or self._stopping:
