@@ -418,7 +418,7 @@ def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: De
             assert not damaged.differs(computed)
             assert reader is step or damaged.cached < 4 * length
         for instance in (step, ahead):
-            assert "look-ups do not count what is below" not in instance.log
+            assert "look-ups do not count what is in the offload tier" not in instance.log
 
 
 def keep_below(instance: vllm_cases.Instance, tokens: list[int], store: Depot, seen: set[str]) -> tuple[Any, set[str]]:

@@ -20,7 +20,7 @@ from vcache_backend.transfer.arguments import as_slots
 from .memory import DeferredObj, Form, NoAllocator
 from .patches import StepAside
 from .startup import Starter
-from .worker import PoolWorker
+from .worker import PoolWorker, Slots
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         """See `PoolWorker.note`. more: LMCache's `kvcaches`, `slot_mapping`, ..."""
         worker = self.bind(more["kvcaches"])
         if worker is not None:
-            worker.note(objs, starts, as_slots(more["slot_mapping"], len(more["slot_mapping"]), 0))
+            worker.note(objs, starts, _slots(more)[0])
 
     def load(self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]) -> int | None:
         """See `PoolWorker.load`. A failure is one of all tokens from the first on."""
@@ -99,8 +99,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             worker = self.bind(more["kvcaches"])
             if worker is None or not objs:
                 return starts[0] if objs else None
-            slots = as_slots(more["slot_mapping"], len(more["slot_mapping"]), 0)
-            return worker.load(objs, starts, slots, int(more.get("vllm_cached_tokens") or 0))
+            return worker.load(objs, starts, *_slots(more))
         except Exception as error:  # noqa: BLE001 as above
             self.note_failure("load", error)
             return starts[0] if starts else 0
@@ -109,10 +108,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def load_found(self, keys: list[CacheEngineKey], first: int, more: dict[str, Any]) -> int:
         """See `PoolWorker.retrieve`."""
         worker = self.bind(more["kvcaches"])
-        if worker is None:
-            return 0
-        slots = as_slots(more["slot_mapping"], len(more["slot_mapping"]), 0)
-        return worker.retrieve(keys, first, slots, int(more.get("vllm_cached_tokens") or 0))
+        return worker.retrieve(keys, first, *_slots(more)) if worker is not None else 0
 
     @answers(set)
     def settle(self, block_size: int) -> set[int]:
@@ -286,3 +282,9 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def _step_aside(self, error: Exception) -> None:
         self.reason = str(error) or type(error).__name__
         self._starter.say_stepped_aside(self.reason, None if isinstance(error, StepAside | VCacheError) else error)
+
+
+def _slots(more: dict[str, Any]) -> tuple[Slots, int]:
+    """Of LMCache's arguments: where each token has its place, and how many leading ones are not to be written."""
+    mapping = more["slot_mapping"]
+    return as_slots(mapping, len(mapping), 0), int(more.get("vllm_cached_tokens") or 0)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NOT_COUNTED = (
-    "look-ups do not count what only the offload tier has: vLLM would compute wrongly if it did not come (vLLM issue #49250). "
+    "look-ups do not count what is in the offload tier: vLLM would compute wrongly if it did not come (vLLM issue #49250). "
     "Set enable_async_loading: true in LMCache's configuration"
 )
 
