@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from processes import SECONDS, Child, eventually
+from processes import SECONDS, Child
 
 from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig
 from vcache_backend.offload.client import OffloadProcess
@@ -95,11 +94,10 @@ class Process:
 
     def stop(self) -> None:
         """From now on it hangs."""
-        self.child.signal(signal.SIGSTOP)
-        eventually(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        self.child.stop()
 
     def cont(self) -> None:
-        self.child.signal(signal.SIGCONT)
+        self.child.cont()
 
     def ready(self, what: Callable[[], Any]) -> None:
         """Wait until `what` is true; fails, with what the process said, if it ends or takes too long."""

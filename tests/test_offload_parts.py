@@ -85,13 +85,13 @@ def test_what_is_recent_ends_with_time_and_by_number() -> None:
 
 
 def test_a_call_that_hangs_or_fails_holds_up_no_other_and_ends_no_close() -> None:
-    workers, go_on, ran = Workers("test", 2, 2), threading.Event(), list[int]()
+    workers, go_on, ran = Workers("test", 2, 3), threading.Event(), list[int]()
     assert workers.submit(go_on.wait)
     assert workers.submit(lambda: 1 // 0)
     assert workers.submit(lambda: ran.append(threading.get_ident()))
     eventually(lambda: ran)
     assert ran != [threading.get_ident()]
-    assert [workers.submit(go_on.wait) for _ in range(4)][-1] is False
+    assert [workers.submit(go_on.wait) for _ in range(6)][-1] is False
     assert not workers.close(0.05)
     go_on.set()
     assert workers.close(SECONDS)

@@ -279,7 +279,7 @@ def test_a_hung_master_opens_the_breaker_and_all_is_well_when_it_goes_on(own_dep
 def test_a_put_that_was_late_is_not_stored_because_a_second_one_is_said_to_be(tmp_path: Path, ring: Ring) -> None:
     """The master reads the first put's request when it goes on, and holds its place; to further ones it says 0, and stores nothing. Nor
     does it help to start the process anew."""
-    with Depot(tmp_path, put_start_discard_timeout_sec=2) as depot:
+    with Depot(tmp_path, put_start_discard_timeout_sec=1) as depot:
         store = opened(depot.offload(mooncake={"rpc_seconds": 0.5}, **QUICK), ring)
         buffers, names = ring.take(2, 0), new_names(2)
         depot.master.stop()
@@ -300,7 +300,7 @@ def test_a_put_that_was_late_is_not_stored_because_a_second_one_is_said_to_be(tm
 
 def test_what_a_killed_provider_had_is_a_miss(tmp_path: Path) -> None:
     """The master says for `client_ttl` that it is there."""
-    with Depot(tmp_path, (32 * MIB, 32 * MIB), client_ttl=3) as depot, Raw(depot.config(rpc_seconds=0.5), 8 * MIB) as raw:
+    with Depot(tmp_path, (32 * MIB, 32 * MIB), client_ttl=2) as depot, Raw(depot.config(rpc_seconds=0.5), 8 * MIB) as raw:
         names, data = new_names(16), secrets.token_bytes(MIB // 4)
         assert raw.put(names, [data] * 16) == [STORED] * 16
         depot.providers[0].kill()
