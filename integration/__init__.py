@@ -1,1 +1,1 @@
-"""The doors to other systems: LMCache's storage plugin and vLLM's connector. Installed as `vcache_backend.integration`."""
+"""The integrations: LMCache's storage plugin and vLLM's connector. Installed as `vcache_backend.integration`."""

@@ -119,8 +119,7 @@ UNCHANGED: dict[str, Any] = {
     "dynamic_kv_scales": True,
     "sleep_mode": True,
     "gpu_memory_utilization": 0.5,
-    "use_v2_runner": True,
-    "async_scheduling": True,
+    "recomputes": True,
 }
 
 
@@ -170,7 +169,7 @@ def test_a_worker_alone_gets_a_layout_of_its_own_kv_caches() -> None:
     last = shard(pp_rank=1, kv_caches=dict(list(caches().items())[:2]))
     found = model_spec.layout(MODEL, [last], CHUNK, ROOT)
     assert (found.layers, found.kv_layout, found.block_size, found.chunk_size) == (2, last.kv_layout, BLOCK, CHUNK)
-    assert found.extra["door"] == "vllm"
+    assert found.extra["integration"] == "vllm"
     with pytest.raises(LayoutError, match="no worker"):
         model_spec.layout(MODEL, [], CHUNK, ROOT)
 

@@ -106,8 +106,7 @@ def discover(metadata: Any, settings: Settings) -> Instance:
         device_type="",
         block_size=settings.block_size,
         hash_algorithm="",
-        use_v2_runner=False,
-        async_scheduling=False,
+        recomputes=True,
     )
     return Instance(model=model, rank=metadata.worker_id % ranks, ranks=ranks)
 
@@ -152,7 +151,7 @@ def _under_vllm(metadata: Any, settings: Settings, group: Any, adapter: Any) -> 
         kv_groups=max(1, len(getattr(kv_config, "kv_cache_groups", ()))),
         num_blocks=getattr(kv_config, "num_blocks", 0),
         load_failure_policy=str(getattr(vllm.kv_transfer_config, "kv_load_failure_policy", "")),
-        recomputes=not (getattr(vllm, "use_v2_model_runner", True) or model.async_scheduling),
+        recomputes=model.recomputes,
         kvcaches=getattr(adapter, "kv_caches", None) or None,
         adapter=adapter,
         vllm_config=vllm,

@@ -1,4 +1,4 @@
-"""What lies at a LoRA adapter's path, for both doors: chunks outlive an adapter that is trained again into the same folder."""
+"""What lies at a LoRA adapter's path, for both integrations: chunks outlive an adapter that is trained again into the same folder."""
 
 from __future__ import annotations
 

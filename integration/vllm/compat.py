@@ -33,32 +33,22 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def hit_sources(pool_in_host: bool, pooled: int, below: int) -> dict[Any, int]:
+def hit_sources(pool_in_host: bool, pooled: int, offloaded: int) -> dict[Any, int]:
     """Tokens by where they lie, in vLLM's words (from 0.32 on, which asks for it); the offload tier may be anywhere."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     pool = CacheHitSource.HOST if pool_in_host else CacheHitSource.P2P
-    counted = {pool: pooled, CacheHitSource.EXTERNAL_UNSPECIFIED: below}
+    counted = {pool: pooled, CacheHitSource.EXTERNAL_UNSPECIFIED: offloaded}
     return {source: tokens for source, tokens in counted.items() if tokens}
 
 
 def publishes_events(vllm_config: Any) -> bool:
-    """Does anybody want to know which blocks are where?"""
+    """Whether anybody wants to know which blocks are where."""
     return bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
 
 
-def recomputes_in_step(vllm_config: Any) -> bool:
-    """Does vLLM recompute rightly after a load failed that its step had counted on?
-
-    Its second model runner does not take the failed tokens back, and asynchronous scheduling has the next step under way
-    already: both give wrong tokens, silently (vLLM issue #49250).
-    """
-    second = bool(getattr(vllm_config, "use_v2_model_runner", True))
-    return not second and not vllm_config.scheduler_config.async_scheduling
-
-
 def throttles_prefills(vllm_config: Any) -> bool:
-    """Does vLLM hold requests back that have more than one token to compute, so that its data-parallel engines compute prompts in the
+    """Whether vLLM holds requests back that have more than one token to compute, so that its data-parallel engines compute prompts in the
     same steps? Only those of a mixture of experts run in step; the others are told that they are alone."""
     interval = getattr(vllm_config.scheduler_config, "prefill_schedule_interval", 1)
     return interval > 1 and vllm_config.parallel_config.data_parallel_size > 1 and bool(vllm_config.model_config.is_moe)

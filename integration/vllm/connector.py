@@ -79,7 +79,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Does somebody wait for what this instance computes? Otherwise a chunk that is not stored is a miss later, nothing worse."""
+        """Whether somebody waits for what this instance computes. Otherwise a chunk that is not stored is a miss later, nothing worse."""
         return bool(self._kv_transfer_config.kv_role == "kv_producer")
 
     # ---- in the scheduler

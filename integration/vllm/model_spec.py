@@ -1,4 +1,4 @@
-"""What vLLM's configuration and KV tensors say about a serving instance, for both doors, and the layout that follows for vLLM's own.
+"""What vLLM's configuration and KV tensors say about a serving instance, for both integrations, and the layout that follows.
 
 vLLM and LMCache are never imported here: whoever calls has loaded what there is.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from torch import Tensor
@@ -50,8 +50,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     device_type: str
     block_size: int
     hash_algorithm: str
-    use_v2_runner: bool
-    async_scheduling: bool
+    recomputes: bool
     extra: dict[str, str] = {}
 
 
@@ -109,8 +108,7 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
         device_type=device_type,
         block_size=cache.block_size,
         hash_algorithm=text(getattr(cache, "prefix_caching_hash_algo", "")),
-        use_v2_runner=bool(getattr(vllm_config, "use_v2_model_runner", False)),
-        async_scheduling=bool(getattr(getattr(vllm_config, "scheduler_config", None), "async_scheduling", False)),
+        recomputes=_recomputes(vllm_config),
         extra=extra(vllm_config),
     )
 
@@ -174,7 +172,7 @@ def layout(model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int, hash_
     ordered = sorted(shards, key=lambda shard: (shard.pp_rank, shard.tp_rank))
     first = ordered[0]
     found = model.extra | {
-        "door": "vllm",
+        "integration": "vllm",
         "hash_root": blake2b(hash_root, digest_size=16, person=b"vcache-model-1").hexdigest(),
         "shards": digest([msgspec.structs.asdict(shard) | {"problem": ""} for shard in ordered]),
         "model_layers": str(model.layers),
@@ -207,15 +205,6 @@ def layout(model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int, hash_
 # ---- what must be right
 
 
-class _Instance(Protocol):
-    @property
-    def context_parallel(self) -> int: ...
-    @property
-    def dynamic_kv_scales(self) -> bool: ...
-    @property
-    def prompt_embeds(self) -> bool: ...
-
-
 def refusal(model: ModelSpec, chunk_size: int, groups: int, hash_seed: str | None) -> str | None:
     """The first reason why nothing may be cached, in one line with what to change; None if there is none.
 
@@ -231,8 +220,8 @@ def _reasons(model: ModelSpec, chunk_size: int, groups: int, hash_seed: str | No
     yield chunk_misfit(chunk_size, model.block_size, "engine.chunk_size")
 
 
-def misfits(instance: _Instance, groups: int) -> Iterator[str]:
-    """Why nothing of this instance may be cached through either door, each with what to change."""
+def misfits(instance: ModelSpec, groups: int) -> Iterator[str]:
+    """Why nothing of this instance may be cached by either integration, each with what to change."""
     if instance.context_parallel > 1:
         yield "context parallelism deals the tokens of a block out to several workers: set both context parallel sizes to 1"
     if groups > 1:
@@ -310,6 +299,16 @@ def layer_names(kv_caches: Mapping[str, Any] | None) -> str:
 def plain(dtype: object) -> str:
     """A torch dtype, or the name of one, without `torch.`."""
     return str(dtype).removeprefix("torch.")
+
+
+def _recomputes(vllm_config: Any) -> bool:
+    """Whether vLLM computes tokens rightly whose load failed in the step that had counted on it.
+
+    Its second model runner does not take the failed tokens back, and asynchronous scheduling has the next step under way already: both
+    give wrong tokens, silently (vLLM issue #49250).
+    """
+    second = bool(getattr(vllm_config, "use_v2_model_runner", True))
+    return not second and not getattr(getattr(vllm_config, "scheduler_config", None), "async_scheduling", False)
 
 
 def _cache_dtype(name: object, model_dtype: object) -> str:

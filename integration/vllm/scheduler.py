@@ -33,7 +33,7 @@ class SchedulerSide:
         self._block = model.block_size
         self._pool_in_host = config.pool.device == "host" or (config.pool.device == "auto" and model.device_type == "cpu")
         self._per_chunk = self._size // self._block
-        self._recomputes = compat.recomputes_in_step(vllm_config)
+        self._recomputes = model.recomputes
         sure = self._recomputes or not config.engine.checksum
         self._sync_below = config.connector.sync_below_tokens if model.pp_size * model.tp_size == 1 and sure else 0
         self._throttled = compat.throttles_prefills(vllm_config)

@@ -98,7 +98,6 @@ class WorkerSide:
             amx.permit()
         shards = 1 if self._model.use_mla else self._model.tp_size
         self._rank = pp_rank * shards + tp_rank % shards
-        self._recomputes = compat.recomputes_in_step(vllm_config)
         self._refused = compat.refusal(vllm_config, kv_cache_config, self._model, config.engine.chunk_size)
         self._worker: _Worker | None = None
         self._meta = StepMetadata()
@@ -269,7 +268,7 @@ class WorkerSide:
                 self._synchronous_failed(loading.spec)
 
     def _synchronous_failed(self, spec: LoadSpec) -> None:
-        if not self._recomputes:
+        if not self._model.recomputes:
             self.unsafe = f"a load of request {spec.request_id} failed that its step had counted on"
 
     def _note(self, loading: Loading) -> None:
