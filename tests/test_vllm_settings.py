@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_objects import LAYERS, caches, vllm_config
 
 from vcache_backend import config
-from vcache_backend.config import EngineConfig
 from vcache_backend.errors import ConfigError
-from vcache_backend.integration.vllm import adapters, model_spec, request_params, settings
+from vcache_backend.integration.vllm import adapters, request_params, settings
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES, ChunkKey
 from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest, of_rank
 from vcache_backend.transfer.layout import Namespace
@@ -172,23 +170,7 @@ def test_hashes_too_short_to_stand_for_a_prefix_are_refused(size: int) -> None:
         BlockHashKeys(NAMESPACE, 2).keys([bytes(size)] * 4, 0, 2)
 
 
-# ---- another number of workers
-
-
-def namespace(tp_size: int, pp_size: int) -> Namespace:
-    """Of an instance each of whose workers holds the same bytes."""
-    made = vllm_config(parallel_config__tensor_parallel_size=tp_size, parallel_config__pipeline_parallel_size=pp_size)
-    kv_caches = caches()
-    kv = model_spec.describe(made, kv_caches, 0, 8, EngineConfig())
-    shards = [model_spec.read_shard(made, kv_caches, kv, 8, pp, tp) for pp in range(pp_size) for tp in range(tp_size)]
-    return model_spec.layout(model_spec.read_model(made), shards, 8, b"root").namespace()
-
-
-def test_instances_of_other_sizes_never_share() -> None:
-    sizes = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)]
-    assert len(LAYERS) == 3
-    assert len({namespace(*size) for size in sizes}) == len(sizes)
-    assert namespace(2, 2) == namespace(2, 2)
+# ---- adapters
 
 
 def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:

@@ -110,19 +110,6 @@ def test_a_step_in_which_one_worker_did_nothing_keeps_the_others() -> None:
     assert output.kv_connector_stats.data["counters"]["stored_bytes"] == {"": 4_000_000}
 
 
-def test_what_is_added_in_stays_as_it_is() -> None:
-    other = taken(worker_meter())
-    before = pickle.dumps(other.data)
-    total = VCacheStats().aggregate(other)
-    total.aggregate(taken(worker_meter()))
-    assert pickle.dumps(other.data) == before
-
-
-def test_the_data_passes_vllms_messages_unchanged() -> None:
-    data = taken(worker_meter()).aggregate(taken(scheduler_meter())).data
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(data), type=dict[str, Any]) == data
-
-
 def test_threads_lose_no_count() -> None:
     meter, seen, interval = Meter(), VCacheStats(), sys.getswitchinterval()
 
