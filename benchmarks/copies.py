@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vcache_backend.vram_pool import kernels, segment
+from vcache_backend.vram_pool import segment
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.cuda_copier import CudaCopier
 from vcache_backend.vram_pool.devices import Device, resolve
@@ -46,14 +46,6 @@ class Case(NamedTuple):
     def gather(self, copier: CudaCopier) -> Completion:
         return copier.gather(self.kv, self.copy, self.slots)
 
-    def launcher(self) -> Callable[[], None]:
-        """The bare kernel out of the segment, its table uploaded now."""
-        host = np.empty((kernels.table_rows(self.kv, self.copy), 3), dtype=np.int64)
-        addresses = np.array([slot.address for slot in self.slots], dtype=np.int64)
-        aligned = kernels.fill_table(self.kv, self.copy, addresses, host)
-        table, tuning = torch.from_numpy(host).to(self.flat.device), kernels.tuning_for(local=False)
-        return lambda: kernels.launch(self.kv, self.copy, table, to_slot=False, tuning=tuning, aligned=aligned)
-
     def pull(self) -> None:
         """The copy engine: the same number of bytes out of the segment, contiguous."""
         self.flat.copy_(self.mapped.tensor(0, self.copy.nbytes), non_blocking=True)
@@ -64,14 +56,10 @@ class Case(NamedTuple):
 
 
 def case(owner: Device, reader: Device, nbytes: int) -> Case:
-    """A case in a new segment of `owner`."""
+    """Slots in a new segment of `owner`, one a chunk; on `reader` layers of (2, blocks, 16, 8, 128) bf16: pages of 32 KiB for K and for
+    V, blocks in random order."""
     with segment.create(owner, nbytes) as owned:
-        return case_in(segment.map_segment(owned.info, owned.fd, reader), nbytes)
-
-
-def case_in(mapped: MappedSegment, nbytes: int) -> Case:
-    """Layers of (2, blocks, 16, 8, 128) bf16: pages of 32 KiB for K and for V, blocks in random order, one slot a chunk."""
-    reader = mapped.reader
+        mapped = segment.map_segment(owned.info, owned.fd, reader)
     torch.cuda.set_device(reader.ordinal)
     layers = 1 if nbytes < 32 * MIB else 16
     chunk_bytes = layers * (CHUNK // BLOCK_SIZE) * 2 * PAGE_BYTES
