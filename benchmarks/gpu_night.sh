@@ -32,16 +32,16 @@ vllm() {
   local integration=$1 seconds=$(($2 - SECONDS + began)) parts=$3; shift 3
   echo "== $integration: $parts, $seconds s"
   "$python" -m benchmarks.vllm_ttft --integration "$integration" --only "$parts" --seconds "$seconds" --out "$out/$integration.json" \
-    --logs "$logs/$integration" --commit "${COMMIT:-}" --without-mp ${TINY:+--scale tiny --rounds 1} "$@" > >(tee "$out/$call.$integration.txt") 2>&1
+    --logs "$logs/$integration" --commit "${COMMIT:-}" ${TINY:+--scale tiny --rounds 1} "$@" > >(tee "$out/$call.$integration.txt") 2>&1
 }
 
 case $call in
   pool)
     "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/pool.json" --commit "${COMMIT:-}"
-    timeout $((500 - SECONDS + began)) "$python" -m pytest -q -m gpu -p no:cacheprovider tests 2>&1 | tee "$out/gpu-tests.txt" | tail -15
+    timeout $((500 - SECONDS + began)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider tests 2>&1 | tee "$out/gpu-tests.txt" | tail -15
     ;;
   speed)
-    vllm vllm 520 scheduler,ttft,agreeing,tpot,pd --rounds 9 --isolated --with-lmcache
+    vllm vllm 520 scheduler,ttft,agreeing,tpot,pd --rounds 9 --isolated --with-lmcache --without-mp
     ;;
   equal)
     vllm vllm 520 agreeing,sensitive,flipped,equal,restart --pool-gib 8 --isolated &
