@@ -68,9 +68,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What vLLM finds out about a model, in seconds, it keeps for all instances of these tests, and for no others."""
-    # With pytest-xdist each worker has a folder of its own in that of the run.
-    base = tmp_path_factory.getbasetemp()
-    os.environ["VLLM_CACHE_ROOT"] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "vllm_cache")
+    root = tmp_path_factory.getbasetemp()
+    # With pytest-xdist, of all its processes.
+    shared = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    os.environ["VLLM_CACHE_ROOT"] = str(shared / "vllm_cache")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -144,6 +144,18 @@ def test_an_unlisted_cause_is_counted_as_other() -> None:
     assert set(DROPPED) <= set(stats.NOT_OFFLOADED)
 
 
+def test_what_is_written_to_the_offload_tier_is_counted_by_cause() -> None:
+    meter = Meter()
+    meter.written_offloaded(3, 3 * 4096, {"full": 2, "a reason of its own": 1, "down": 0})
+    meter.failed("store_late")
+    assert taken(meter).data["counters"] == {
+        "offload_written_chunks": {"": 3},
+        "offload_written_bytes": {"": 3 * 4096},
+        "offload_dropped_chunks": {"full": 2, "other": 1},
+        "failures": {"store_late": 1},
+    }
+
+
 def test_vllms_log_line() -> None:
     class Connector:
         build_kv_connector_stats = staticmethod(stats.build_stats)
