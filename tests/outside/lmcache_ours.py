@@ -201,7 +201,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             return engine
         config = LMCacheEngineConfig.from_defaults(chunk_size=metadata.kv_shape[2])
         database = ChunkedTokenDatabase(config, metadata)
-        engine = SimpleNamespace(gpu_connector=None, storage_manager=None, token_database=database, lookup_unpin=None, lookup_pins={})
+        engine = SimpleNamespace(
+            gpu_connector=None, storage_manager=None, token_database=database, lookup_unpin=None, lookup_pins={}
+        )
         engine.async_loading = engine.save_only_first_rank = engine.remove_after_retrieve = False
         engine.retrieve, engine.mark_init_failed = lambda tokens, mask=None, **kwargs: None, lambda reason: None
         engine.stats_monitor = SimpleNamespace(on_retrieve_request=None, on_retrieve_finished=None)
