@@ -23,12 +23,11 @@ from vcache_backend.metadata_server import journal as journals
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.allocator import padded
 from vcache_backend.metadata_server.directory import Directory, Limits
-from vcache_backend.metadata_server.journal import Journal
+from vcache_backend.metadata_server.journal import Journal, Witness
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import JournalState, ProcessId
 from vcache_backend.metadata_server.service import Service
 from vcache_backend.metadata_server.succession import Predecessor
-from vcache_backend.metadata_server.witness import Witness
 from vcache_backend.vram_pool import host_segment
 
 from .results import Row, none, row

@@ -11,7 +11,6 @@ import pytest
 from model import FakeClock, chunk_key
 
 from vcache_backend.metadata_server import backlog
-from vcache_backend.metadata_server.claims import CLAIM_SECONDS, ROUNDING_BYTES
 from vcache_backend.metadata_server.directory import Directory, Limits
 from vcache_backend.metadata_server.messages import (
     GRACE_SECONDS,
@@ -27,6 +26,7 @@ from vcache_backend.metadata_server.messages import (
 )
 from vcache_backend.metadata_server.placement import MAX_SEARCH, Peer
 from vcache_backend.metadata_server.records import Gone, JournalState, Live, ProcessId, Record, SegmentAdded
+from vcache_backend.metadata_server.reservations import CLAIM_SECONDS, ROUNDING_BYTES
 from vcache_backend.metadata_server.snapshot import SLICE
 
 KIB = 1 << 10

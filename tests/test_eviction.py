@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model import chunk_key
 
-from vcache_backend.metadata_server.eviction import LRU
+from vcache_backend.metadata_server.chunks import LRU
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
 from vcache_backend.metadata_server.placement import Entry
 

@@ -17,9 +17,9 @@ from vcache_backend.config import from_dict
 from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.layouts import MAX_REPORTS, Reports
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.reports import MAX_REPORTS, Reports
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
 

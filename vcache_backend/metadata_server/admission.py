@@ -12,10 +12,10 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.connection import Connection
 from vcache_backend.metadata_server.endpoint import Endpoint
+from vcache_backend.metadata_server.journal import Witness
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.processes import Watch
 from vcache_backend.metadata_server.service import Service
-from vcache_backend.metadata_server.witness import Witness
 
 log = logging.getLogger(__name__)
 

@@ -1,20 +1,44 @@
-"""One client's connection, as the server has it."""
+"""One client's connection, as the server has it; whose request is answered next, so that no client waits for another one's; and the
+fds that leave with answers."""
 
 from __future__ import annotations
 
+import fcntl
+import heapq
+import os
 import select
 import socket
+import stat
 import time
 from collections import deque
+from typing import Protocol
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.backlog import Waiting
-from vcache_backend.metadata_server.descriptors import Holder
 from vcache_backend.metadata_server.placement import Peer
 
+_RESIZES = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_READ_ONLY = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, which Python 3.11 does not name
 MAX_UNREAD_BYTES = 1 << 16
 """A client that leaves more than this unread is not answered, nor read from, until it has read."""
+
+
+class Holder(Protocol):
+    """What keeps an open file for others."""
+
+    fd: int
+
+
+class Descriptor:
+    """An open file that is closed when nobody needs it any more: neither the table it is in, nor an answer that is yet to be sent."""
+
+    def __init__(self, fd: int) -> None:
+        """`fd` is this object's from now on."""
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
 
 
 class Connection:
@@ -87,3 +111,80 @@ class Connection:
         self.fds.clear()
         self.closed = True
         self.sock.close()
+
+
+class Turns:
+    """Connections with a whole request, the one that was given least work lately first (start-time fair queueing).
+
+    A connection is charged for what its requests cost. One that was quiet starts level with those being served: it waits for one
+    request of another's, however many they sent.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Connection]] = []
+        self._now = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def enter(self, connection: Connection) -> None:
+        """It may be served, once, if it has a whole request, room for the answer, and no answer to wait for."""
+        if connection.queued or not connection.ready:
+            return
+        connection.queued = True
+        connection.charged = max(connection.charged, self._now)
+        heapq.heappush(self._heap, (connection.charged, connection.number, connection))
+
+    def next(self) -> Connection | None:
+        """Whose request comes now."""
+        while self._heap:
+            self._now, _, connection = heapq.heappop(self._heap)
+            connection.queued = False
+            if not connection.closed:
+                return connection
+        return None
+
+
+class Longest:
+    """The longest turn of the loop since the server's start: microseconds on the wall clock, and of the processor."""
+
+    def __init__(self) -> None:
+        self._wall = self._cpu = 0.0
+        self._began = self._began_cpu = 0.0
+
+    def begin(self) -> None:
+        """The loop has something to do."""
+        self._began, self._began_cpu = time.perf_counter(), time.thread_time()
+
+    def end(self) -> None:
+        """It waits again."""
+        self._wall = max(self._wall, time.perf_counter() - self._began)
+        self._cpu = max(self._cpu, time.thread_time() - self._began_cpu)
+
+    def told(self) -> dict[str, int]:
+        """As counters."""
+        return {"longest_turn_us": round(self._wall * 1e6), "longest_turn_cpu_us": round(self._cpu * 1e6)}
+
+
+def unmappable(request: m.AddSegment, fd: int) -> str:
+    """Why workers could not map `fd` as this segment, or would die of it; empty if nothing here speaks against it.
+
+    Whether GPU memory is what it is said to be, only its driver knows: a worker that cannot map it says so (`Unusable`).
+    """
+    status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
+    if flags & os.O_ACCMODE != os.O_RDWR or flags & os.O_PATH:
+        return "the fd is not open for reading and writing, as workers need it"
+    if request.medium == "cuda":
+        # The driver exports memory as an open file of its own device, /dev/nvidiactl.
+        return "" if stat.S_ISCHR(status.st_mode) else "the fd is a file, a memfd or a socket, no memory of a GPU"
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        return f"the fd is no memfd ({error.strerror})"
+    if seals & _RESIZES != _RESIZES:
+        return f"the memfd is not sealed against shrinking, growing and other seals (it has {seals:#x}, needs {_RESIZES:#x})"
+    if seals & _READ_ONLY:
+        return f"the memfd is sealed against writing (seals {seals:#x})"
+    if status.st_size < request.nbytes:
+        return f"the memfd has {status.st_size:,} B, fewer than the {request.nbytes:,} B announced"
+    return ""

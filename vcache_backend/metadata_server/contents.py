@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from vcache_backend.metadata_server.backlog import Steps
-from vcache_backend.metadata_server.chunks import Chunks, Spaces
-from vcache_backend.metadata_server.eviction import LRU
+from vcache_backend.metadata_server.chunks import LRU, Chunks, Spaces
 from vcache_backend.metadata_server.messages import ChunkKey, Location
 from vcache_backend.metadata_server.placement import MAX_SEARCH, Entry, Peer, Placement, Segment
 from vcache_backend.metadata_server.records import Gone, Record

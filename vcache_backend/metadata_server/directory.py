@@ -14,9 +14,7 @@ import msgspec
 
 from vcache_backend.metadata_server import snapshot
 from vcache_backend.metadata_server.backlog import Backlog, Steps, Task
-from vcache_backend.metadata_server.claims import Claims
 from vcache_backend.metadata_server.contents import Contents
-from vcache_backend.metadata_server.epochs import Epochs
 from vcache_backend.metadata_server.leases import Leases
 from vcache_backend.metadata_server.messages import (
     GRACE_SECONDS,
@@ -44,7 +42,7 @@ from vcache_backend.metadata_server.records import (
     SegmentAdded,
     SegmentGone,
 )
-from vcache_backend.metadata_server.reservations import MAX_RESERVATIONS_PER_CLIENT, Reservations
+from vcache_backend.metadata_server.reservations import MAX_RESERVATIONS_PER_CLIENT, Claims, Reservations
 
 MAX_AVOIDED = 1024
 """With more, a client's list of segments that it cannot use is rid of those that are not there."""
@@ -81,7 +79,7 @@ class Directory:
         self.leases = Leases(limits.lease_seconds, self.contents.held, self.contents.unheld)
         self.reservations = Reservations(limits.reservation_seconds)
         self.backlog = Backlog()
-        self.epochs = Epochs()
+        self.epochs = snapshot.Epochs()
         self._claims = Claims()
         self._reserves_from = 0.0
 

@@ -6,11 +6,13 @@ Compaction copies the live state into a new file a slice at a time while records
 The file: a header (`_HEADER`: magic, format, epoch, the writer's pid and start time; then their CRC-32), and frames. A frame is a
 record's length, a CRC-32, the frame's number and the record as MessagePack. Numbers grow through a server's life, compactions
 included; each CRC covers its frame and everything before it. What a file cannot tell, that it was cut between two frames or is an
-older copy of itself, the server's witness tells (see `witness`).
+older copy of itself, the server's `Witness` tells.
 """
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import stat
 import struct
@@ -33,6 +35,10 @@ _FRAME = struct.Struct("<IIQ")
 HEADER_BYTES = _HEADER.size + _CRC.size
 FRAME_BYTES = _FRAME.size
 """Of each frame, before its record."""
+NEVER = (1 << 64) - 1
+"""The count of a server whose journal proves nothing: it keeps none, it could not go on with it, or a successor has taken over."""
+_CELLS = struct.Struct("=QQ")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Damaged(Exception):
@@ -202,3 +208,39 @@ class _File:
         while view:
             view = view[os.write(self._fd, view) :]
         self.size += len(data)
+
+
+class Witness:
+    """How far a server's journal had come, in memory that outlives the server and that no damage to its file can reach: a memfd with
+    two numbers, its epoch and the number of the last journal frame that an answer may rest on.
+
+    Every client holds the witness of the server it is connected to and hands it to the next one. So a restarted server knows whether
+    the journal it found is the whole last word of its predecessor, or was cut, given up, or put back from a copy."""
+
+    def __init__(self, epoch: int) -> None:
+        """`fd` is to be handed to clients; it stays this object's."""
+        self.fd = os.memfd_create("vcache-witness", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, mmap.PAGESIZE)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+        self._cells = memoryview(mmap.mmap(self.fd, mmap.PAGESIZE)).cast("Q")
+        self._cells[0], self._cells[1] = epoch, NEVER
+
+    def reached(self, frame: int) -> None:
+        """The journal holds everything up to `frame`. One aligned 8-byte store: a killed server leaves the old number or the new."""
+        self._cells[1] = frame
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def read_witness(fd: int) -> tuple[int, int]:
+    """(epoch, frame) of a witness that a client brought. OSError, struct.error if it is none."""
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise OSError("it can shrink")
+    epoch, frame = _CELLS.unpack(os.pread(fd, _CELLS.size, 0))
+    return epoch, frame
+
+
+def end_witness(fd: int) -> None:
+    """Its memory belongs to this server's life now, and a copy of the journal, put back later, cannot be proven with it again."""
+    os.pwrite(fd, NEVER.to_bytes(8, "little"), 8)

@@ -1,6 +1,8 @@
-"""Who of the connected instances does not share with whom, and why. Pure."""
+"""What a person should know about connected instances: who does not share with whom, and why, and what they report. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.placement import Peer
@@ -12,6 +14,7 @@ MAX_COMPARED = 16
 MAX_MISMATCHES = 64
 MAX_INSTANCES = 16
 """Most namespaces that the statistics name and compare, most fields in which they differ, and instances with one value of a field."""
+MAX_REPORTS = 64
 MAX_SHOWN_CHARS = 64
 MAX_LINE_CHARS = 600
 """Of a name or value, and of a line."""
@@ -109,3 +112,24 @@ def _line(layout: dict[str, str], who: Peer, other: dict[str, str], fields: list
 
 def _who(client: Peer) -> str:
     return f"pid {client.process.pid} on {client.device}" if client.process.pid else f"another pid namespace, {client.device}"
+
+
+class Reports:
+    """The newest reports, at most `MAX_REPORTS`. One text of one connection is kept once, with the time it was last said."""
+
+    def __init__(self, wall_clock: Callable[[], float]) -> None:
+        self._now = wall_clock
+        self._kept: dict[tuple[int, str], m.Reported] = {}
+
+    def add(self, client: Peer, level: m.Level, text: str) -> m.Reported | None:
+        """Keep what `client` says, as one printable line; None if it is among those kept already."""
+        line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+        known = self._kept.pop((client.id, line), None)
+        reported = m.Reported(self._now(), level, client.process.pid, client.device, line)
+        self._kept[client.id, line] = reported
+        if len(self._kept) > MAX_REPORTS:
+            del self._kept[next(iter(self._kept))]
+        return reported if known is None else None
+
+    def newest_last(self) -> list[m.Reported]:
+        return list(self._kept.values())

@@ -274,7 +274,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """`epoch` is another one at every server start; the server's witness comes along as an fd (see `witness`). `mismatches`: a line
+    """`epoch` is another one at every server start; the server's witness comes along as an fd (see `journal.Witness`). `mismatches`: a line
     for each instance of the model that cannot share, and why."""
 
     version: int

@@ -69,7 +69,7 @@ class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
 
 
 class EpochTable(msgspec.Struct, frozen=True, array_like=True, tag="E"):
-    """The epochs of all namespaces, see epochs.py; b"": of every one that is not among them."""
+    """The epochs of all namespaces, see `snapshot.Epochs`; b"": of every one that is not among them."""
 
     epochs: dict[bytes, int]
 

@@ -24,12 +24,11 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes, succession, wire
 from vcache_backend.metadata_server.admission import Admission
 from vcache_backend.metadata_server.backlog import Waiting
-from vcache_backend.metadata_server.connection import Connection
+from vcache_backend.metadata_server.connection import Connection, Turns
 from vcache_backend.metadata_server.directory import Directory, Limits
 from vcache_backend.metadata_server.endpoint import Endpoint, beside
 from vcache_backend.metadata_server.service import Service
 from vcache_backend.metadata_server.succession import Legacy, Predecessor
-from vcache_backend.metadata_server.turns import Turns
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,11 @@ import msgspec
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.backlog import Waiting
-from vcache_backend.metadata_server.descriptors import Descriptor, unfit
+from vcache_backend.metadata_server.connection import Descriptor, Longest, unmappable
 from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.layouts import Layouts
+from vcache_backend.metadata_server.layouts import Layouts, Reports
 from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.reports import Reports
 from vcache_backend.metadata_server.succession import Predecessor
-from vcache_backend.metadata_server.turns import Longest
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +128,7 @@ class Service:
             return self._decline(request.id, known is not None)
         if known and not request.again:
             raise Refuse(f"segment {request.id} is known from before a restart: offer it again, or make one with another id")
-        if reason := unfit(request, fds[0]):
+        if reason := unmappable(request, fds[0]):
             raise Refuse(f"segment {request.id}: {reason}")
         if len(self.fds) >= self.max_segments:
             raise Refuse(f"segment {request.id}: {len(self.fds)} segments are there, more would leave no descriptors for clients")

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from vcache_backend.errors import ConfigError, raising_as
 from vcache_backend.metadata_server import journal as journals
-from vcache_backend.metadata_server import processes, witness
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.journal import Journal
+from vcache_backend.metadata_server.journal import NEVER, Journal, Witness
 from vcache_backend.metadata_server.records import JournalState
-from vcache_backend.metadata_server.witness import NEVER, Witness
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class Predecessor:
         """A client brings the witness of the server that it knew before. The first one that proves the journal is ended; one of this
         server's own epoch, as those of clients that come back have, says nothing."""
         try:
-            epoch, frame = witness.read(fd)
+            epoch, frame = journals.read_witness(fd)
         except (OSError, struct.error) as error:
             log.warning("a client brought a witness that is none: %s", error)
             return
@@ -70,7 +69,7 @@ class Predecessor:
         if self.proven or epoch != self._epoch:
             return
         if frame <= self._frame:
-            witness.end(fd)
+            journals.end_witness(fd)
             self.proven = True
             return
         self._resets_forgotten()

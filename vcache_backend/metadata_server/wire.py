@@ -92,14 +92,6 @@ class FrameReader:
         """Bytes of a frame whose end has yet to come."""
         return 0 if self.ready else len(self._buffer) - self._at
 
-    def feed(self, data: bytes | memoryview) -> list[bytes]:
-        """The frames that `data` completes. ProtocolError as `take` raises it."""
-        self.push(data)
-        frames = []
-        while (frame := self.take()) is not None:
-            frames.append(frame)
-        return frames
-
     def _look(self) -> None:
         have = len(self._buffer) - self._at - HEADER_BYTES
         if have < 0:
