@@ -49,8 +49,8 @@ case $call in
     wait
     ;;
   kinds)
-    vllm vllm 280 failures,eager,tp2 --pool-gib 8 --isolated &
-    vllm lmcache 280 failures,eager,tp2 --pool-gib 8 &
+    vllm vllm 350 failures,eager,tp2 --pool-gib 8 --isolated &
+    vllm lmcache 350 failures,eager,tp2 --pool-gib 8 &
     wait
     vllm vllm 520 fp8,mla,ngram --pool-gib 8 --isolated
     ;;
