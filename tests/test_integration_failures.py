@@ -100,6 +100,8 @@ def fleet(here: Node) -> Fleet:
 
 @pytest.fixture(params=[BETWEEN, IN_STEP, pytest.param(LMCACHE, marks=pytest.mark.skipif(bool(missing()), reason="no LMCache"))])
 def reader(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[Instance]:
+    # So that nothing is evicted, whatever these tests have stored by now.
+    fleet.here.empty()
     yield fleet(request.param)
     fleet.check(request.param)
 
