@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -33,6 +34,25 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _NO_GPU = re.compile(r"needs \d+ GPUs?, here are")
+
+
+@pytest.fixture
+def stage_(tmp_path: Path) -> Iterator[Any]:
+    """A `processes.Stage` of its own, without a server yet."""
+    from processes import stage
+
+    with stage(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def memfd() -> Iterator[int]:
+    """Memory for a segment of four chunks of 1 KiB."""
+    from processes import make_memfd
+
+    fd = make_memfd(4096)
+    yield fd
+    os.close(fd)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,14 +11,6 @@ from vcache_backend.metadata_server.allocator import ALIGNMENT, Extents, padded
 KIB = 1 << 10
 
 
-def holes(extents: Extents) -> int:
-    """How many slots of the smallest size fit: fills a copy of nothing, so only for extents no longer needed."""
-    count = 0
-    while extents.take(ALIGNMENT) is not None:
-        count += 1
-    return count
-
-
 def test_slots_are_padded_to_the_alignment_of_cuda_allocations() -> None:
     assert [padded(n) for n in (1, 255, 256, 257, 512)] == [256, 256, 256, 512, 512]
 
@@ -51,19 +43,6 @@ def test_at_one_size_only_a_tail_smaller_than_a_chunk_is_lost(segment: int, nbyt
     assert [extents.take(size) for _ in range(count)] == [at * size for at in range(count)]
     if count < 3000:
         assert extents.free < size
-
-
-@given(st.data())
-def test_churn_at_one_size_never_fragments(data: st.DataObject) -> None:
-    size = padded(data.draw(st.integers(1, 3000)))
-    count = data.draw(st.integers(1, 40))
-    extents = Extents(count * size)
-    held = [extents.take(size) for _ in range(count)]
-    for at in data.draw(st.lists(st.integers(0, count - 1), unique=True)):
-        extents.give(held[at], size)
-    while extents.free:
-        assert extents.take(size) is not None
-    assert extents.take(size) is None
 
 
 @given(

@@ -79,18 +79,7 @@ def directory(clock: FakeClock) -> Directory:
     return directory
 
 
-# ---- two-phase store
-
-
-def test_a_chunk_is_invisible_until_its_commit(directory: Directory) -> None:
-    reserved = directory.reserve(WRITER, [A, B], KIB)
-    assert reserved.seconds == 30.0
-    assert there(directory, A, B) == []
-    assert directory.lookup([A, B]) == 0
-    assert directory.acquire(READER, [A]) == Leased(0, 0.0, [])
-    assert directory.commit(WRITER, reserved.reservation, []) == 2
-    assert directory.lookup([A, B]) == 2
-    assert directory.acquire(READER, [A, B]).locations == reserved.slots
+# ---- the order of eviction
 
 
 def test_commit_makes_the_prefix_as_recent_as_its_continuation(directory: Directory) -> None:
@@ -103,26 +92,7 @@ def test_commit_makes_the_prefix_as_recent_as_its_continuation(directory: Direct
     assert there(directory, A, B, C, D, E) == [A, B, C, E]
 
 
-def test_the_tail_of_a_store_is_evicted_before_its_head(directory: Directory) -> None:
-    put(directory, A, B, C, D)
-    put(directory, E)
-    assert there(directory, A, B, C, D, E) == [A, B, C, E]
-
-
 # ---- reservations that go wrong
-
-
-def test_no_time_ends_a_quarantine(directory: Directory, clock: FakeClock) -> None:
-    """A stopped writer goes on where it was, however late."""
-    reserved = directory.reserve(WRITER, [A], KIB)
-    directory.disconnect(WRITER)
-    clock.advance(1e9)
-    directory.tick()
-    assert used(directory) == KIB
-    assert directory.reservations.writers() == {WRITER.process.pid: 1}
-    assert directory.abort(Peer(99, WRITER.process, WRITER.device, WRITER.medium), reserved.reservation) == 1
-    assert used(directory) == 0
-    assert directory.reservations.counts() == (0, 0)
 
 
 def test_reservations_of_one_client_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,22 +108,6 @@ def test_reservations_of_one_client_are_bounded(directory: Directory, monkeypatc
 
 
 # ---- leases
-
-
-def test_a_leased_chunk_is_never_evicted(directory: Directory) -> None:
-    put(directory, A, B, C, D)
-    leased = directory.acquire(READER, [A, B, C, D])
-    assert directory.reserve(WRITER, [E], KIB).slots == [Refusal.FULL]
-    assert directory.release(leased.lease)
-    assert isinstance(directory.reserve(WRITER, [E], KIB).slots[0], Location)
-
-
-def test_acquiring_makes_the_first_chunk_most_recent(directory: Directory) -> None:
-    for key in (A, B, C, D):
-        put(directory, key)
-    directory.release(directory.acquire(READER, [A, B]).lease)
-    order = [entry.key for piece in directory.contents.order.pieces(3) for entry in piece]
-    assert order == [C, D, B, A]
 
 
 def test_a_lease_shorter_than_the_grace_gets_no_longer_by_losing_its_connection(clock: FakeClock) -> None:
@@ -188,26 +142,6 @@ def test_a_prefix_counts_only_when_every_rank_has_it(directory: Directory) -> No
     assert directory.lookup(ranks[0], ranks=2) == 1
     put(directory, ranks[1][1])
     assert directory.lookup(ranks[0], ranks=2) == 2
-
-
-def test_clear_forgets_one_namespace_and_no_other(directory: Directory) -> None:
-    foreign = chunk_key(0, namespace=b"another!")
-    put(directory, A, B, foreign)
-    assert directory.clear(b"namespac").count == 2
-    assert there(directory, A, B, foreign) == [foreign]
-    assert directory.clear(b"").count == 1
-    assert used(directory) == 0
-
-
-def test_what_is_being_written_during_a_clear_is_never_seen(directory: Directory) -> None:
-    """It may be of before a reset. Its slot comes back when its writer says that it is done."""
-    foreign = chunk_key(0, namespace=b"another!")
-    early, other = (directory.reserve(WRITER, [key], KIB).reservation for key in (A, foreign))
-    directory.clear(b"namespac")
-    put(directory, A)
-    assert (directory.commit(WRITER, early, []), directory.commit(WRITER, other, [])) == (0, 1)
-    assert there(directory, A, foreign) == [A, foreign]
-    assert used(directory) == 2 * KIB
 
 
 # ---- placement
@@ -516,26 +450,7 @@ def test_only_a_forced_removal_takes_what_is_leased(directory: Directory, clock:
     assert directory.remove([A, B], force=False) == 1
 
 
-# ---- bounds
-
-
 # ---- segments
-
-
-def test_a_segment_is_dropped_only_after_its_last_lease_and_reservation(directory: Directory) -> None:
-    put(directory, A)
-    leased = directory.acquire(READER, [A])
-    reserved = directory.reserve(WRITER, [B], KIB)
-    assert directory.drop_segment(SegmentId("s0")).count == 1
-    assert directory.segment_infos()[0].state == "draining"
-    assert directory.reserve(WRITER, [C], KIB).slots == [Refusal.NO_SEGMENT]
-    assert directory.release(leased.lease) is True
-    directory.tick()
-    assert directory.segment_infos()[0].state == "draining"
-    assert directory.commit(WRITER, reserved.reservation, []) == 0
-    assert there(directory, B) == []
-    directory.tick()
-    assert directory.segment_infos() == []
 
 
 def test_of_several_who_start_at_once_one_makes_the_memory(directory: Directory, clock: FakeClock) -> None:
@@ -594,16 +509,6 @@ def restarted(directory: Directory, clock: FakeClock, after: float = GRACE_SECON
 
 
 S0 = SegmentInfo(SegmentId("s0"), "gpu-0", "cuda", 4 * KIB)
-
-
-def test_a_restart_brings_chunks_back_when_their_segment_is_offered_again(directory: Directory, clock: FakeClock) -> None:
-    reserved = put(directory, A, B)
-    again = restarted(directory, clock)
-    assert again.lookup([A, B]) == 0
-    assert again.absent_segments() == ["s0"]
-    assert again.segment_infos()[0].state == "absent"
-    assert again.add_segment(S0).count == 2
-    assert again.acquire(READER, [A, B]).locations == reserved.slots
 
 
 def test_a_restart_keeps_the_order(directory: Directory, clock: FakeClock) -> None:

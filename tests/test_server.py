@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,7 +25,6 @@ from vcache_backend.metadata_server import server as servers
 from vcache_backend.metadata_server.backlog import Waiting
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.directory import Directory, Limits
-from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.messages import MAX_REQUEST_BYTES
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.processes import spin
@@ -73,13 +71,6 @@ def alone(tmp_path: Path) -> Iterator[Stage]:
 @pytest.fixture
 def raw(stage_: Stage) -> Raw:
     return stage_.raw()
-
-
-@pytest.fixture
-def memfd() -> Iterator[int]:
-    fd = make_memfd(4 * KIB)
-    yield fd
-    os.close(fd)
 
 
 @pytest.fixture
@@ -448,34 +439,6 @@ def test_a_signal_ends_it_cleanly_and_removes_the_socket(alone: Stage, number: s
     assert not alone.path.exists()
 
 
-def test_a_journal_that_cannot_be_written_is_one_line_not_a_traceback(alone: Stage) -> None:
-    beside(alone.path, ".journal").mkdir(parents=True)
-    server = alone.undo.enter_context(Child([*_python_server(), "--socket", str(alone.path)]))
-    status, said = server.wait()
-    assert status == 1
-    assert f"server.journal: cannot use {beside(alone.path, '.journal')}" in said
-    assert "Traceback" not in said
-
-
-def test_a_second_server_on_the_same_socket_says_so_and_leaves_the_first_alone(stage_: Stage, worker: Raw) -> None:
-    second = stage_.undo.enter_context(Child([*_python_server(), "--socket", str(stage_.path)]))
-    status, said = second.wait()
-    assert status == 1
-    assert f"another server already serves {stage_.path}" in said
-    assert "Traceback" not in said
-    assert ask(worker, "lookup", [A], 1) == ["count", 0]
-    assert len(ask(stage_.raw(), "list_segments")[1]) == 1
-
-
-@pytest.mark.parametrize("where", ["/proc/nowhere/vcache.sock", "/dev/null/vcache.sock", "/tmp/" + "x" * 120 + ".sock"])
-def test_a_socket_path_that_cannot_be_used_is_said_in_one_line(alone: Stage, where: str) -> None:
-    server = alone.undo.enter_context(Child([*_python_server(), "--socket", where]))
-    status, said = server.wait()
-    assert status == 1
-    assert "server.socket" in said
-    assert "Traceback" not in said
-
-
 def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(alone: Stage) -> None:
     alone.server(max_clients=2)
     first, _ = alone.raw(), alone.raw()
@@ -489,10 +452,6 @@ def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(alone: St
     assert third.closed()
     first.close()
     eventually(lambda: ask(alone.raw(hello=False), "hello", m.PROTOCOL_VERSION, "host", "host", {})[0] == "welcome")
-
-
-def _python_server() -> list[str]:
-    return [sys.executable, "-m", "vcache_backend.metadata_server"]
 
 
 @pytest.mark.parametrize(("cores", "default"), [(1, 0.0), (2, 0.005), (16, 1.0)])

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from model import chunk_key
-from processes import PATIENT, QUICK, Child, Stage, eventually, info, make_memfd, read_at, running, stage, write_at
+from processes import PATIENT, QUICK, Child, Stage, eventually, info, make_memfd, read_at, running, write_at
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ConfigError, ServerTimeout, ServerUnavailable
@@ -53,17 +53,19 @@ os._exit(0)
 ACQUIRE_AND_WAIT = WRITER + 'print("leased", len(client.acquire(keys).locations)); time.sleep(60)'
 
 
-@pytest.fixture
-def stage_(tmp_path: Path) -> Iterator[Stage]:
-    with stage(tmp_path) as made:
-        yield made
+def pool(stage_: Stage, memfd: int, **config: Any) -> Client:
+    """A client of a new server, with a segment of four chunks that nobody offers again."""
+    stage_.server(**config)
+    client = stage_.client()
+    client.add_segment(info("s0", 4 * KIB), memfd)
+    return client
 
 
-@pytest.fixture
-def memfd() -> Iterator[int]:
-    fd = make_memfd(4 * KIB)
-    yield fd
-    os.close(fd)
+def offering(stage_: Stage, memfd: int) -> Client:
+    """One that is quick to notice what becomes of its server, and then offers its segment again."""
+    client = stage_.client(QUICK)
+    client.offer(info("s0", 4 * KIB), memfd)
+    return client
 
 
 def put(client: Client, fd: int, *keys: m.ChunkKey) -> list[m.Location]:
@@ -95,9 +97,11 @@ def test_a_killed_server_is_noticed_at_once(stage_: Stage) -> None:
     server = stage_.server()
     client = stage_.client(QUICK)
     assert client.lookup([A]) == 0
+    before = len(os.listdir("/proc/self/fd"))
     server.kill()
     with pytest.raises(ServerUnavailable):
         client.lookup([A])
+    assert len(os.listdir("/proc/self/fd")) < before
 
 
 def test_a_restarted_server_has_the_contents_back(stage_: Stage, memfd: int) -> None:
@@ -176,8 +180,7 @@ def restart_with(stage_: Stage, client: Client, server: Child, **config: Any) ->
 def test_memory_that_no_journal_knows_is_never_handed_out_again(stage_: Stage, memfd: int) -> None:
     """Somebody may be stopped between his reservation and his copy, and no journal tells who and where."""
     server = stage_.server(journal=False)
-    client = stage_.client(QUICK)
-    client.offer(info("s0", 4 * KIB), memfd)
+    client = offering(stage_, memfd)
     stage_.script(RESERVE_AND_WAIT).expect("reserved")
     restart_with(stage_, client, server, journal=False)
     eventually(lambda: client.list_segments() == [] and not client._offers)
@@ -200,8 +203,7 @@ def test_a_journal_that_is_not_the_last_word_costs_the_contents_and_nothing_else
 ) -> None:
     """When the older copy was made, C was where E is now."""
     server, journal = stage_.server(), beside(stage_.path, ".journal")
-    client = stage_.client(QUICK)
-    client.offer(info("s0", 4 * KIB), memfd)
+    client = offering(stage_, memfd)
     put(client, memfd, A, B, C, D)
     old = journal.read_bytes()
     client.remove([C])
@@ -225,8 +227,7 @@ def test_a_server_that_can_neither_write_nor_remove_its_journal_goes_on_and_the_
     stage_: Stage, memfd: int
 ) -> None:
     server, journal = stage_.server(), beside(stage_.path, ".journal")
-    client = stage_.client(QUICK)
-    client.offer(info("s0", 4 * KIB), memfd)
+    client = offering(stage_, memfd)
     put(client, memfd, A, B, C, D)
     stale = journal.rename(beside(journal, ".stale"))
     journal.mkdir()
@@ -265,8 +266,7 @@ def test_segments_nobody_offers_again_are_given_up(stage_: Stage, memfd: int) ->
 
 def test_slots_being_written_at_the_crash_are_not_given_to_others(stage_: Stage, memfd: int) -> None:
     server = stage_.server()
-    client = stage_.client(QUICK)
-    client.offer(info("s0", 4 * KIB), memfd)
+    client = offering(stage_, memfd)
     writer = stage_.script(RESERVE_AND_WAIT)
     writer.expect("reserved")
     server.kill()
@@ -310,22 +310,21 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ones_ask_nobody(stage_: Stage
 
 
 def test_a_writer_killed_between_reserve_and_commit_gives_its_slots_back(stage_: Stage, memfd: int) -> None:
-    stage_.server()
-    client = stage_.client()
-    client.add_segment(info("s0", 4 * KIB), memfd)
-    writer = stage_.script(RESERVE_AND_WAIT)
-    writer.expect("reserved")
-    assert not has_room(client)
-    writer.signal(signal.SIGKILL)  # not reaped: a zombie writes nothing
-    eventually(lambda: has_room(client))
+    client = pool(stage_, memfd)
+    before = len(stage_.servers[0].fds())
+    for _ in range(2):
+        writer = stage_.script(RESERVE_AND_WAIT)
+        writer.expect("reserved")
+        assert not has_room(client)
+        writer.signal(signal.SIGKILL)  # not reaped: a zombie writes nothing
+        eventually(lambda: has_room(client))
     assert client.lookup([A]) == 0
     assert client.stats().quarantined == 0
+    eventually(lambda: len(stage_.servers[0].fds()) <= before)
 
 
 def test_a_writer_that_only_hangs_up_keeps_its_slots_until_it_is_gone(stage_: Stage, memfd: int) -> None:
-    stage_.server()
-    client = stage_.client()
-    client.add_segment(info("s0", 4 * KIB), memfd)
+    client = pool(stage_, memfd)
     writer = stage_.script(RESERVE_AND_HANG_UP)
     writer.expect("hung up")
     eventually(lambda: client.stats().quarantined == 1)
@@ -338,9 +337,7 @@ def test_a_writer_that_only_hangs_up_keeps_its_slots_until_it_is_gone(stage_: St
 
 def test_a_writer_that_is_stopped_keeps_its_slots_past_its_reservation(stage_: Stage, memfd: int) -> None:
     """A stopped process has not stopped its GPU's copies: only its word or its end give the slots back."""
-    stage_.server(reservation_seconds=0.2)
-    client = stage_.client()
-    client.add_segment(info("s0", 4 * KIB), memfd)
+    client = pool(stage_, memfd, reservation_seconds=0.2)
     writer = stage_.script(RESERVE_AND_WAIT)
     writer.expect("reserved")
     writer.signal(signal.SIGSTOP)
@@ -353,9 +350,7 @@ def test_a_writer_that_is_stopped_keeps_its_slots_past_its_reservation(stage_: S
 
 def test_a_dead_writer_s_slots_come_back_though_its_child_keeps_the_connection_open(stage_: Stage, memfd: int) -> None:
     """The connection ends only with the orphan that inherited it, so expiry voids the reservation; the writer is long gone by then."""
-    stage_.server(reservation_seconds=0.5)
-    client = stage_.client()
-    client.add_segment(info("s0", 4 * KIB), memfd)
+    client = pool(stage_, memfd, reservation_seconds=0.5)
     writer = stage_.script(RESERVE_AND_LEAVE_A_CHILD)
     orphan = int(writer.expect("orphan").split()[1])
     try:
@@ -395,8 +390,7 @@ def test_between_pid_namespaces_a_writer_s_slots_come_back_when_it_is_gone_and_n
 def test_a_server_that_starts_again_in_another_pid_namespace_takes_nobody_for_gone(stage_: Stage, memfd: int) -> None:
     """The journal has the writer's pid of before, which here is nobody's, or somebody else's."""
     server = stage_.server()
-    client = stage_.client(QUICK)
-    client.offer(info("s0", 4 * KIB), memfd)
+    client = offering(stage_, memfd)
     writer = stage_.script(RESERVE_AND_WAIT)
     writer.expect("reserved")
     before = client.epoch
@@ -446,9 +440,7 @@ def test_without_descriptors_new_clients_wait_and_cost_nothing(stage_: Stage) ->
 
 
 def test_a_killed_reader_s_lease_ends_after_its_grace(stage_: Stage, memfd: int) -> None:
-    stage_.server(lease_seconds=60)
-    client = stage_.client()
-    client.add_segment(info("s0", 4 * KIB), memfd)
+    client = pool(stage_, memfd, lease_seconds=60)
     put(client, memfd, A, B, C, D)
     reader = stage_.script(ACQUIRE_AND_WAIT)
     reader.expect("leased 4")
@@ -458,36 +450,6 @@ def test_a_killed_reader_s_lease_ends_after_its_grace(stage_: Stage, memfd: int)
     reader.kill()
     eventually(lambda: client.stats().leases == 0, 2)
     assert isinstance(client.reserve([E], KIB).slots[0], m.Location)
-
-
-# ---- nothing is left
-
-
-def test_the_death_of_a_server_leaves_no_fd_and_no_memory_behind(stage_: Stage) -> None:
-    server = stage_.server()
-    client = stage_.client(QUICK)
-    fd = make_memfd(4 * KIB)
-    client.add_segment(info("s0", 4 * KIB), fd)
-    before = len(os.listdir("/proc/self/fd"))
-    server.kill()
-    with pytest.raises(ServerUnavailable):
-        client.lookup([A])
-    assert len(os.listdir("/proc/self/fd")) < before
-    os.close(fd)
-    assert not Path(f"/proc/{server.pid}").exists()
-
-
-def test_a_server_lets_go_of_dead_processes(stage_: Stage, memfd: int) -> None:
-    server = stage_.server()
-    client = stage_.client()
-    client.add_segment(info("s0", 4 * KIB), memfd)
-    before = len(server.fds())
-    for _ in range(2):
-        writer = stage_.script(RESERVE_AND_WAIT)
-        writer.expect("reserved")
-        writer.kill()
-        eventually(lambda: has_room(client))
-    eventually(lambda: len(server.fds()) <= before)
 
 
 def test_memory_outlives_the_worker_that_made_it(stage_: Stage) -> None:

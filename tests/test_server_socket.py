@@ -7,7 +7,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,12 +22,6 @@ NOBODY = 65534
 OURS = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
 
 
-@pytest.fixture
-def stage_(tmp_path: Path) -> Iterator[Stage]:
-    with stage(tmp_path) as made:
-        yield made
-
-
 def refused(path: Path) -> str:
     """What a server says that does not start there."""
     with Child([sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(path)]) as server:
@@ -40,17 +34,15 @@ def refused(path: Path) -> str:
 # ---- two servers
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_second_server_leaves_a_living_one_s_socket_alone_even_without_its_lock(stage_: Stage, stopped: bool) -> None:
+@pytest.mark.parametrize("lock", ["held", "gone", "gone, the server stopped"])
+def test_a_second_server_leaves_a_living_one_s_socket_alone_even_without_its_lock(stage_: Stage, lock: str) -> None:
     server = stage_.server()
-    beside(stage_.path, ".lock").unlink()
-    if stopped:
-        with server.stopped():
-            said = refused(stage_.path)
-    else:
-        said = refused(stage_.path)
-    assert "another server already serves" in said
-    assert stage_.raw().ask("list_segments") == ["segments", []]
+    client = stage_.raw()
+    if lock != "held":
+        beside(stage_.path, ".lock").unlink()
+    with server.stopped() if "stopped" in lock else nullcontext():
+        assert f"another server already serves {stage_.path}" in refused(stage_.path)
+    assert client.ask("list_segments") == stage_.raw().ask("list_segments") == ["segments", []]
 
 
 def test_a_server_whose_path_leads_to_another_one_answers_nothing_more(stage_: Stage) -> None:
@@ -95,6 +87,17 @@ def test_what_cleaners_of_tmp_would_find_old_is_touched(tmp_path: Path, monkeypa
 
 
 # ---- names
+
+
+@pytest.mark.parametrize("where", ["/proc/nowhere/vcache.sock", "/dev/null/vcache.sock", "/tmp/" + "x" * 120 + ".sock"])
+def test_a_socket_path_that_cannot_be_used_is_said(where: str) -> None:
+    assert "server.socket" in refused(Path(where))
+
+
+def test_a_journal_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    journal = beside(tmp_path / "vcache.sock", ".journal")
+    journal.mkdir()
+    assert f"server.journal: cannot use {journal}" in refused(tmp_path / "vcache.sock")
 
 
 def test_a_file_that_is_no_socket_is_not_deleted(tmp_path: Path) -> None:
