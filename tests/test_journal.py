@@ -10,46 +10,34 @@ from model import FakeClock, chunk_key
 
 from benchmarks import journal_mutations
 from vcache_backend.metadata_server import journal
+from vcache_backend.metadata_server import records as r
 from vcache_backend.metadata_server.directory import Directory, Limits
 from vcache_backend.metadata_server.journal import Damaged, Journal
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId, SegmentInfo
 from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.records import (
-    Counted,
-    Gone,
-    Held,
-    JournalState,
-    Live,
-    ProcessId,
-    Published,
-    Record,
-    Returned,
-    SegmentAdded,
-    SegmentGone,
-)
 
 KIB = 1 << 10
 S0 = SegmentId("s0")
-WRITER = ProcessId(11, 5)
+WRITER = r.ProcessId(11, 5)
 EPOCH = 77
 A, B, C = (chunk_key(n) for n in range(3))
 PLACE = [Location(S0, at * KIB, KIB, 100 + at) for at in range(8)]
-HISTORY: list[Record] = [
-    SegmentAdded(S0, "gpu-0", "cuda", 8 * KIB),
-    Held(1, WRITER, [A, B], PLACE[:2]),
-    Published(1),
-    Held(2, WRITER, [C], [PLACE[2]]),
+HISTORY: list[r.Record] = [
+    r.SegmentAdded(S0, "gpu-0", "cuda", 8 * KIB),
+    r.Held(1, WRITER, [A, B], PLACE[:2]),
+    r.Published(1),
+    r.Held(2, WRITER, [C], [PLACE[2]]),
 ]
 
 
-def write(path: Path, records: list[Record]) -> None:
+def write(path: Path, records: list[r.Record]) -> None:
     file = Journal(path, EPOCH, WRITER)
     file.start(iter(records))
     file.close()
 
 
-def state_of(records: list[Record]) -> JournalState:
-    state = JournalState(EPOCH, len(records))
+def state_of(records: list[r.Record]) -> r.JournalState:
+    state = r.JournalState(EPOCH, len(records))
     for record in records:
         state.apply(record)
     return state
@@ -61,7 +49,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_no_file_is_an_empty_state(path: Path) -> None:
-    assert journal.read(path) == JournalState()
+    assert journal.read(path) == r.JournalState()
 
 
 def test_what_was_written_is_read_back(path: Path) -> None:
@@ -99,16 +87,16 @@ def test_a_file_with_a_flipped_bit_is_damaged_or_ends_earlier(path: Path, bit: i
 @pytest.mark.parametrize(
     "records",
     [
-        [Live([A], [Location(S0, 0, KIB, 1)])],
-        [HISTORY[0], Held(1, WRITER, [A, B], [PLACE[0], PLACE[0]])],
-        [HISTORY[0], Live([A], [Location(S0, 8 * KIB, KIB, 1)])],
-        [HISTORY[0], Live([A], [Location(S0, 0, 0, 1)])],
-        [HISTORY[0], Live([ChunkKey(b"short")], [PLACE[0]])],
-        [HISTORY[0], Live([A, B], [PLACE[0]])],
+        [r.Live([A], [Location(S0, 0, KIB, 1)])],
+        [HISTORY[0], r.Held(1, WRITER, [A, B], [PLACE[0], PLACE[0]])],
+        [HISTORY[0], r.Live([A], [Location(S0, 8 * KIB, KIB, 1)])],
+        [HISTORY[0], r.Live([A], [Location(S0, 0, 0, 1)])],
+        [HISTORY[0], r.Live([ChunkKey(b"short")], [PLACE[0]])],
+        [HISTORY[0], r.Live([A, B], [PLACE[0]])],
     ],
     ids=["no segment", "one slot twice", "outside", "no bytes", "no key", "uneven"],
 )
-def test_records_that_cannot_all_be_true_are_damage(path: Path, records: list[Record]) -> None:
+def test_records_that_cannot_all_be_true_are_damage(path: Path, records: list[r.Record]) -> None:
     write(path, records)
     with pytest.raises(Damaged):
         journal.read(path)
@@ -170,20 +158,20 @@ def test_an_abandoned_journal_leaves_nothing_to_be_misled_by(path: Path) -> None
 
 
 def test_no_generation_in_use_or_used_before_is_above_the_newest(path: Path) -> None:
-    assert JournalState().generation == 0
+    assert r.JournalState().generation == 0
     assert state_of(HISTORY).generation == 102
-    gone: list[Record] = [Held(3, WRITER, [C], [Location(S0, 3 * KIB, KIB, 900)]), Returned(3)]
+    gone: list[r.Record] = [r.Held(3, WRITER, [C], [Location(S0, 3 * KIB, KIB, 900)]), r.Returned(3)]
     assert state_of([*HISTORY, *gone]).generation == 900
-    assert state_of([Counted(7000), *HISTORY]).generation == 7000
+    assert state_of([r.Counted(7000), *HISTORY]).generation == 7000
 
 
 def test_records_of_unknown_reservations_and_chunks_change_nothing() -> None:
-    records: list[Record] = [Published(5), Returned(6), Gone([A]), SegmentGone(S0)]
-    assert state_of(records) == JournalState(EPOCH, len(records))
+    records: list[r.Record] = [r.Published(5), r.Returned(6), r.Gone([A]), r.SegmentGone(S0)]
+    assert state_of(records) == r.JournalState(EPOCH, len(records))
 
 
 def test_a_segment_that_is_gone_takes_its_chunks_along() -> None:
-    state = state_of([*HISTORY, Live([C], [Location(SegmentId("s1"), 0, KIB, 9)]), SegmentGone(S0)])
+    state = state_of([*HISTORY, r.Live([C], [Location(SegmentId("s1"), 0, KIB, 9)]), r.SegmentGone(S0)])
     assert list(state.chunks) == [C]
     assert state.segments == {}
 

@@ -56,9 +56,9 @@ def stage_(shared: Stage) -> Iterator[Stage]:
     with stage(shared.path.parent) as made:
         yield made
     with Raw(shared.path) as raw:
-        for segment in ask(raw, "list_segments")[1]:
-            ask(raw, "drop_segment", segment[0])
-        eventually(lambda: ask(raw, "list_segments") == ["segments", []])
+        for segment in raw.ask("list_segments")[1]:
+            raw.ask("drop_segment", segment[0])
+        eventually(lambda: raw.ask("list_segments") == ["segments", []])
 
 
 @pytest.fixture
@@ -80,20 +80,14 @@ def worker(raw: Raw, memfd: int) -> Raw:
     return raw
 
 
-def ask(raw: Raw, *message: Any) -> list[Any]:
-    reply = raw.ask(*message)
-    assert reply is not None
-    return reply
-
-
 def hello(stage: Stage, layout: dict[str, str], device: str = "host") -> list[Any]:
     """What a new connection of an instance is answered."""
-    return ask(stage.raw(hello=False), "hello", m.PROTOCOL_VERSION, device, "host", layout)
+    return stage.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, device, "host", layout)
 
 
 def put(raw: Raw, *keys: bytes) -> list[Any]:
-    _, reservation, _, slots, *_ = ask(raw, "reserve", list(keys), KIB)
-    assert ask(raw, "commit", reservation, []) == ["count", len(keys)]
+    _, reservation, _, slots, *_ = raw.ask("reserve", list(keys), KIB)
+    assert raw.ask("commit", reservation, []) == ["count", len(keys)]
     return slots
 
 
@@ -105,50 +99,50 @@ def test_every_request_and_its_answer(stage_: Stage, worker: Raw, server: Child,
     name, version, epoch, *times, mismatches = worker.welcome
     assert (name, version, times, mismatches) == ("welcome", m.PROTOCOL_VERSION, [10.0, 30.0], [])
     assert isinstance(epoch, int)
-    assert (ask(worker, "hello", m.PROTOCOL_VERSION, "host", "host", {})[::2]) == ["error", False]
+    assert (worker.ask("hello", m.PROTOCOL_VERSION, "host", "host", {})[::2]) == ["error", False]
     segment = ["s0", "host", "host", 4096, 0, 0, 0, 0, 4096, 0, "live"]
-    assert ask(worker, "list_segments") == ["segments", [segment]]
-    assert ask(worker, "open_segment", "s0") == ["opened", segment]
+    assert worker.ask("list_segments") == ["segments", [segment]]
+    assert worker.ask("open_segment", "s0") == ["opened", segment]
     assert os.fstat(worker.fds[-1]).st_ino == os.fstat(memfd).st_ino
-    assert ask(worker, "lend", 5 * KIB) == ["lendable", ask(worker, "lend", 5 * KIB)[1] - 1, KIB]
-    name, reservation, seconds, slots, reason, _ = ask(worker, "reserve", [A, B], KIB)
+    assert worker.ask("lend", 5 * KIB) == ["lendable", worker.ask("lend", 5 * KIB)[1] - 1, KIB]
+    name, reservation, seconds, slots, reason, _ = worker.ask("reserve", [A, B], KIB)
     assert (name, seconds, reason, [slot[:3] for slot in slots]) == ("reserved", 30.0, "", [["s0", 0, KIB], ["s0", KIB, KIB]])
-    assert ask(worker, "commit", reservation, []) == ["count", 2]
-    assert ask(worker, "abort", ask(worker, "reserve", [C], KIB)[1]) == ["count", 1]
-    assert ask(worker, "reserve", [A, C], 5 * KIB)[3] == [m.Refusal.EXISTS, m.Refusal.TOO_LARGE]
-    assert ask(worker, "lookup", [A, B, C], 1) == ["count", 2]
-    assert ask(worker, "contains", [A, D]) == ["present", [True, False], 0]
-    name, lease, seconds, locations, _ = ask(worker, "acquire", [A, B, C])
+    assert worker.ask("commit", reservation, []) == ["count", 2]
+    assert worker.ask("abort", worker.ask("reserve", [C], KIB)[1]) == ["count", 1]
+    assert worker.ask("reserve", [A, C], 5 * KIB)[3] == [m.Refusal.EXISTS, m.Refusal.TOO_LARGE]
+    assert worker.ask("lookup", [A, B, C], 1) == ["count", 2]
+    assert worker.ask("contains", [A, D]) == ["present", [True, False], 0]
+    name, lease, seconds, locations, _ = worker.ask("acquire", [A, B, C])
     assert (name, seconds, locations) == ("leased", 10.0, slots)
-    assert ask(stage_.raw(), "renew", lease) == ask(stage_.raw(), "release", lease) == ["verdict", True]
-    assert ask(worker, "renew", lease) == ask(worker, "release", lease) == ["verdict", False]
-    assert ask(worker, "acquire", [C]) == ["leased", 0, 0.0, [], 0]
-    assert ask(worker, "touch", [A, D]) == ask(worker, "remove", [A, D]) == ["count", 1]
-    assert [ask(worker, "clear", space) for space in (b"another!", b"namespac", b"")] == [
+    assert stage_.raw().ask("renew", lease) == stage_.raw().ask("release", lease) == ["verdict", True]
+    assert worker.ask("renew", lease) == worker.ask("release", lease) == ["verdict", False]
+    assert worker.ask("acquire", [C]) == ["leased", 0, 0.0, [], 0]
+    assert worker.ask("touch", [A, D]) == worker.ask("remove", [A, D]) == ["count", 1]
+    assert [worker.ask("clear", space) for space in (b"another!", b"namespac", b"")] == [
         ["count", 0],
         ["count", 1],
         ["count", 0],
     ]
-    assert ask(worker, "report", "info", "all is well") == ["count", 1]
-    assert ask(worker, "drop_segment", "s0") == ["dropped", 0, True]
+    assert worker.ask("report", "info", "all is well") == ["count", 1]
+    assert worker.ask("drop_segment", "s0") == ["dropped", 0, True]
     assert not any("vcache-test" in name for name in server.fds())
-    assert [ask(worker, what, "s0")[0] for what in ("drop_segment", "open_segment")] == ["error", "error"]
+    assert [worker.ask(what, "s0")[0] for what in ("drop_segment", "open_segment")] == ["error", "error"]
 
 
 def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(worker: Raw) -> None:
     other = b"another!" + A[8:]
 
     def epochs() -> list[int]:
-        return [ask(worker, "contains", [key])[2] for key in (A, other)]
+        return [worker.ask("contains", [key])[2] for key in (A, other)]
 
     before = epochs()
-    assert ask(worker, "clear", b"namespac", True) == ["count", 0]
+    assert worker.ask("clear", b"namespac", True) == ["count", 0]
     first, theirs = epochs()
     assert (first > before[0], theirs) == (True, before[1])
     # It comes with room and with leases, too.
     put(worker, A)
-    assert [ask(worker, "reserve", [A], KIB)[-1], ask(worker, "acquire", [A])[-1]] == [first, first]
-    ask(worker, "clear", b"", True)
+    assert [worker.ask("reserve", [A], KIB)[-1], worker.ask("acquire", [A])[-1]] == [first, first]
+    worker.ask("clear", b"", True)
     assert first < epochs()[0] == epochs()[1]
 
 
@@ -185,12 +179,12 @@ def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(
 
 def test_stats_count_what_happened(worker: Raw) -> None:
     def stats() -> m.ServerStats:
-        return msgspec.convert(ask(worker, "stats"), m.ServerStats)
+        return msgspec.convert(worker.ask("stats"), m.ServerStats)
 
     before = stats()
     put(worker, A, B)
-    ask(worker, "lookup", [A, B, C], 1)
-    ask(worker, "acquire", [A])
+    worker.ask("lookup", [A, B, C], 1)
+    worker.ask("acquire", [A])
     after = stats()
     assert (after.epoch, after.clients, after.chunks, after.leases, after.reservations) == (worker.welcome[2], 1, 2, 1, 0)
     counted = {
@@ -209,7 +203,7 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
     """The one that joins says it in its own log; the statistics say it as long as both are there."""
     layout = {"model": "llama", "extra.hash_probe": "17", "namespace": "aa", "pp_rank": "0"}
     one = stage_.raw(hello=False)
-    assert ask(one, "hello", m.PROTOCOL_VERSION, "host", "host", layout)[5] == []
+    assert one.ask("hello", m.PROTOCOL_VERSION, "host", "host", layout)[5] == []
     other = Client(stage_.path, PATIENT, layout=layout | {"extra.hash_probe": "-4", "namespace": "bb"}, reconnect=False)
     here = f"pid {os.getpid()} on host"
     (line,) = [record.getMessage() for record in caplog.records]
@@ -217,8 +211,8 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
     assert "extra.hash_probe: '-4' here, '17' there" in line
     assert "same PYTHONHASHSEED" in line
     assert hello(stage_, {"model": "qwen", "namespace": "cc"})[5] == []
-    next_stage = ask(
-        stage_.raw(hello=False), "hello", m.PROTOCOL_VERSION, "host", "host", layout | {"pp_rank": "1", "namespace": "dd"}
+    next_stage = stage_.raw(hello=False).ask(
+        "hello", m.PROTOCOL_VERSION, "host", "host", layout | {"pp_rank": "1", "namespace": "dd"}
     )
     assert ["'17' here, '-4' there" in line for line in next_stage[5]] == [True], "the stages of one instance are no mismatch"
     (mismatch,) = other.stats().mismatches
@@ -233,7 +227,7 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
 def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> None:
     """Without a model, with names for a terminal, or as large as a frame: its own hello may be refused, every other one is not."""
     nameless = stage_.raw(hello=False)
-    assert ask(nameless, "hello", m.PROTOCOL_VERSION, "host", "host", {"namespace": "aa"})[0] == "welcome"
+    assert nameless.ask("hello", m.PROTOCOL_VERSION, "host", "host", {"namespace": "aa"})[0] == "welcome"
     assert hello(stage_, {})[0] == "welcome"
     victim = {"model": "llama", "namespace": "aa"}
     for layout in (
@@ -242,7 +236,7 @@ def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> No
         dict.fromkeys(map(str, range(65)), "x"),
     ):
         assert "hello of protocol" in hello(stage_, layout)[1]
-    assert ask(stage_.raw(hello=False), "hello", m.PROTOCOL_VERSION, "\x1b]0;owned\x07", "host", {})[0] == "error"
+    assert stage_.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "\x1b]0;owned\x07", "host", {})[0] == "error"
     for number in range(40):
         long = dict.fromkeys("abcdef", f"{number}" * 300)
         hello(stage_, {**victim, "namespace": str(number), **long})
@@ -276,7 +270,7 @@ def test_who_is_refused_and_does_not_read_is_let_go_of_all_the_same(stage_: Stag
             other.send("stats")
         other.send_bytes(b"\xff" * 8)
     eventually(lambda: server.descriptors() == before)
-    assert ask(raw, "list_segments") == ["segments", []]
+    assert raw.ask("list_segments") == ["segments", []]
 
 
 def test_unfinished_frames_take_a_bounded_amount_of_memory_and_time(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,9 +280,9 @@ def test_unfinished_frames_take_a_bounded_amount_of_memory_and_time(alone: Stage
         raw, halves = alone.raw(), [alone.raw() for _ in range(10)]
         for half in halves:
             half.send_bytes((100_000).to_bytes(4, "little") + bytes(90_000))
-        eventually(lambda: ask(raw, "stats")[3] <= 4)
+        eventually(lambda: raw.ask("stats")[3] <= 4)
         assert all(half.closed() for half in halves)
-        assert ask(raw, "stats")[3] == 1
+        assert raw.ask("stats")[3] == 1
 
 
 # ---- one client's requests and the others'
@@ -310,9 +304,9 @@ def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: C
     """A client that reads nothing is not read from; its requests wait, nobody else does, and all are answered once it reads."""
 
     def answered() -> int:
-        return ask(worker, "stats")[9]["Contains"][0]
+        return worker.ask("stats")[9]["Contains"][0]
 
-    ask(worker, "contains", [A])
+    worker.ask("contains", [A])
     before, greedy = answered(), stage_.raw()
     sent = unread(greedy, "contains", [A] * 500)
     made = eventually(lambda: (first := answered()) == answered() and first) - before
@@ -321,18 +315,18 @@ def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: C
 
 
 def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: Raw) -> None:
-    reply = ask(worker, "lookup", [A] * 8192, 4096)
+    reply = worker.ask("lookup", [A] * 8192, 4096)
     assert reply == ["error", "lookup: 8,192 keys of 4,096 ranks; at most 16,384 keys times ranks at once", False]
-    assert ask(worker, "lookup", [A] * 8192, 2) == ["count", 0]
+    assert worker.ask("lookup", [A] * 8192, 2) == ["count", 0]
 
 
 @pytest.mark.parametrize("namespace", [b"\x01", b"namespa"])
 def test_only_a_whole_namespace_is_cleared(worker: Raw, namespace: bytes) -> None:
     put(worker, A)
-    reply = ask(worker, "clear", namespace)
+    reply = worker.ask("clear", namespace)
     assert (reply[0], reply[2]) == ("error", False)
     assert f"is {len(namespace)} bytes; a namespace is 8 bytes" in reply[1]
-    assert ask(worker, "lookup", [A], 1) == ["count", 1]
+    assert worker.ask("lookup", [A], 1) == ["count", 1]
 
 
 def test_who_clears_much_is_answered_when_all_is_gone_and_others_meanwhile(stage_: Stage, server: Child) -> None:
@@ -346,7 +340,7 @@ def test_who_clears_much_is_answered_when_all_is_gone_and_others_meanwhile(stage
         put(worker, *keys[at : at + 1000])
     worker.send("clear", b"")
     worker.send("list_segments")
-    eventually(lambda: ask(other, "lookup", [A], 1) == ["count", 0])
+    eventually(lambda: other.ask("lookup", [A], 1) == ["count", 0])
     assert worker.receive() == ["count", count]
     assert worker.receive()[1][0][4:6] == [0, 0]
 
@@ -372,7 +366,6 @@ def test_a_host_segment_must_be_what_every_worker_can_map(raw: Raw, tmp_path: Pa
     try:
         for fd, why in refused.items():
             reply = raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(fd,))
-            assert reply is not None
             assert reply[0] == "error"
             assert why in reply[1]
         assert not any("vcache-test" in name for name in server.fds())
@@ -386,7 +379,6 @@ def test_what_is_surely_no_memory_of_a_gpu_is_refused_as_such(raw: Raw, memfd: i
     try:
         for fd in (memfd, file, pipe, raw.socket.fileno()):
             reply = raw.ask("add_segment", "s0", "GPU-1", "cuda", 2 << 20, fds=(fd,))
-            assert reply is not None
             assert reply[0] == "error"
     finally:
         for fd in (file, pipe, other_end):
@@ -400,13 +392,13 @@ def test_who_cannot_use_a_segment_gets_no_slot_there_and_everybody_else_does(sta
     finally:
         os.close(large)
     far = stage_.raw(hello=False)
-    assert ask(far, "hello", m.PROTOCOL_VERSION, "host:far", "host", {})[0] == "welcome"
+    assert far.ask("hello", m.PROTOCOL_VERSION, "host:far", "host", {})[0] == "welcome"
     put(far, *(chunk_key(n) for n in range(50, 60)))
-    assert ask(worker, "unusable", "s1") == ["count", 1]
+    assert worker.ask("unusable", "s1") == ["count", 1]
     for start in (0, 10, 20):
         slots = put(worker, *(chunk_key(n) for n in range(start, start + 4)))
         assert {slot[0] for slot in slots} == {"s0"}, "it evicts where it can store"
-    too_large = ask(worker, "reserve", [A], 5 * KIB)
+    too_large = worker.ask("reserve", [A], 5 * KIB)
     assert too_large[3] == [m.Refusal.TOO_LARGE]
     assert put(far, E)[0][0] == "s1"
 
@@ -447,11 +439,11 @@ def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(alone: St
     gone = select.poll()
     gone.register(third.socket, select.POLLRDHUP)
     assert gone.poll(1000 * SECONDS)
-    reply = ask(third, "hello", m.PROTOCOL_VERSION, "host", "host", {})
+    reply = third.ask("hello", m.PROTOCOL_VERSION, "host", "host", {})
     assert "raise server.max_clients" in reply[1]
     assert third.closed()
     first.close()
-    eventually(lambda: ask(alone.raw(hello=False), "hello", m.PROTOCOL_VERSION, "host", "host", {})[0] == "welcome")
+    eventually(lambda: alone.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "host", "host", {})[0] == "welcome")
 
 
 @pytest.mark.parametrize(("cores", "default"), [(1, 0.0), (2, 0.005), (16, 1.0)])

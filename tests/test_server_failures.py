@@ -68,6 +68,13 @@ def offering(stage_: Stage, memfd: int) -> Client:
     return client
 
 
+def reserving(stage_: Stage) -> Child:
+    """A process that has reserved the four slots, and goes on as if it wrote."""
+    writer = stage_.script(RESERVE_AND_WAIT)
+    writer.expect("reserved")
+    return writer
+
+
 def put(client: Client, fd: int, *keys: m.ChunkKey) -> list[m.Location]:
     """Store chunks whose bytes are their keys."""
     reserved = client.reserve(list(keys), KIB)
@@ -181,7 +188,7 @@ def test_memory_that_no_journal_knows_is_never_handed_out_again(stage_: Stage, m
     """Somebody may be stopped between his reservation and his copy, and no journal tells who and where."""
     server = stage_.server(journal=False)
     client = offering(stage_, memfd)
-    stage_.script(RESERVE_AND_WAIT).expect("reserved")
+    reserving(stage_)
     restart_with(stage_, client, server, journal=False)
     eventually(lambda: client.list_segments() == [] and not client._offers)
     assert client.reserve([E], KIB).slots == [m.Refusal.NO_SEGMENT]
@@ -267,8 +274,7 @@ def test_segments_nobody_offers_again_are_given_up(stage_: Stage, memfd: int) ->
 def test_slots_being_written_at_the_crash_are_not_given_to_others(stage_: Stage, memfd: int) -> None:
     server = stage_.server()
     client = offering(stage_, memfd)
-    writer = stage_.script(RESERVE_AND_WAIT)
-    writer.expect("reserved")
+    writer = reserving(stage_)
     server.kill()
     eventually(lambda: not client.connected)
     stage_.server()
@@ -313,8 +319,7 @@ def test_a_writer_killed_between_reserve_and_commit_gives_its_slots_back(stage_:
     client = pool(stage_, memfd)
     before = len(stage_.servers[0].fds())
     for _ in range(2):
-        writer = stage_.script(RESERVE_AND_WAIT)
-        writer.expect("reserved")
+        writer = reserving(stage_)
         assert not has_room(client)
         writer.signal(signal.SIGKILL)  # not reaped: a zombie writes nothing
         eventually(lambda: has_room(client))
@@ -338,8 +343,7 @@ def test_a_writer_that_only_hangs_up_keeps_its_slots_until_it_is_gone(stage_: St
 def test_a_writer_that_is_stopped_keeps_its_slots_past_its_reservation(stage_: Stage, memfd: int) -> None:
     """A stopped process has not stopped its GPU's copies: only its word or its end give the slots back."""
     client = pool(stage_, memfd, reservation_seconds=0.2)
-    writer = stage_.script(RESERVE_AND_WAIT)
-    writer.expect("reserved")
+    writer = reserving(stage_)
     writer.signal(signal.SIGSTOP)
     eventually(lambda: client.stats().quarantined == 1)
     assert client.stats().quarantined_slots == {writer.pid: 4}
@@ -391,8 +395,7 @@ def test_a_server_that_starts_again_in_another_pid_namespace_takes_nobody_for_go
     """The journal has the writer's pid of before, which here is nobody's, or somebody else's."""
     server = stage_.server()
     client = offering(stage_, memfd)
-    writer = stage_.script(RESERVE_AND_WAIT)
-    writer.expect("reserved")
+    reserving(stage_)
     before = client.epoch
     server.kill()
     command = [*IN_A_PID_NAMESPACE, sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(stage_.path)]

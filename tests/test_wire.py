@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from model import chunk_key
-from processes import Child, Raw, Stage, eventually, make_memfd, stage
+from processes import Child, Raw, Stage, eventually, stage
 
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
@@ -242,7 +241,6 @@ def test_a_server_answers_hostile_bytes_with_an_error_or_a_closed_door(
 def test_an_enormous_length_is_answered_and_the_door_closed(raw: Raw, bystander: Raw) -> None:
     raw.send_bytes(b"\xff\xff\xff\x7f" + b"x" * 100)
     reply = raw.receive()
-    assert reply is not None
     assert reply[0] == "error"
     assert reply[2] is True
     assert "the limit is 262,144 B" in reply[1]
@@ -250,61 +248,43 @@ def test_an_enormous_length_is_answered_and_the_door_closed(raw: Raw, bystander:
     assert undisturbed(bystander)
 
 
-def test_another_protocol_version_gets_a_clear_error(stage_: Stage, server: Child) -> None:
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [
+        (["hello", 999, "host", "host", {}], "the client speaks protocol 999, this server 3; install the same vcache-backend"),
+        (["hello", 4, {"everything": "changed"}], "no hello of protocol 3"),
+        (["stats"], "not hello"),
+    ],
+    ids=["another version", "a later version of another shape", "none"],
+)
+def test_nothing_is_served_before_the_right_hello(stage_: Stage, server: Child, first: list[Any], why: str) -> None:
     with Raw(stage_.path, hello=False) as guest:
-        reply = guest.ask("hello", 999, "host", "host", {})
-        assert reply is not None
+        reply = guest.ask(*first)
         assert reply[0] == "error"
-        assert "the client speaks protocol 999, this server 3; install the same vcache-backend" in reply[1]
+        assert why in reply[1]
         assert guest.closed()
 
 
-def test_a_later_version_s_hello_of_another_shape_gets_a_clear_error(stage_: Stage, server: Child) -> None:
-    with Raw(stage_.path, hello=False) as guest:
-        reply = guest.ask("hello", 4, {"everything": "changed"})
-        assert reply is not None
-        assert "no hello of protocol 3" in reply[1]
-        assert guest.closed()
+def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: int) -> None:
+    with Raw(stage_.path) as guest:
+        for _ in range(20):
+            guest.send("lookup", [A], 1, fds=(memfd, memfd))
+            assert guest.receive() == ["count", 0]
+        reply = guest.ask("add_segment", "two", "host", "host", 4096, fds=(memfd, memfd))
+        assert "2 fds came along" in reply[1]
+        assert not [name for name in server.fds() if "vcache-test" in name]
+        guest.send_bytes(b"\x50\0\0\0half a frame", (memfd,))
+        eventually(lambda: [name for name in server.fds() if "vcache-test" in name])
+    eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
 
 
-def test_nothing_is_served_before_the_hello(stage_: Stage, server: Child) -> None:
-    with Raw(stage_.path, hello=False) as guest:
-        reply = guest.ask("stats")
-        assert reply is not None
-        assert reply[0] == "error"
-        assert "not hello" in reply[1]
-        assert guest.closed()
-
-
-def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, bystander: Raw) -> None:
-    memfd = make_memfd(4096)
-    try:
-        with Raw(stage_.path) as guest:
-            for _ in range(20):
-                guest.send("lookup", [A], 1, fds=(memfd, memfd))
-                assert guest.receive() == ["count", 0]
-            reply = guest.ask("add_segment", "two", "host", "host", 4096, fds=(memfd, memfd))
-            assert reply is not None
-            assert "2 fds came along" in reply[1]
-            assert not [name for name in server.fds() if "vcache-test" in name]
-            guest.send_bytes(b"\x50\0\0\0half a frame", (memfd,))
-            eventually(lambda: [name for name in server.fds() if "vcache-test" in name])
-        eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
-    finally:
-        os.close(memfd)
-
-
-def test_fds_do_not_pile_up_behind_an_unfinished_frame(raw: Raw, server: Child) -> None:
-    memfd = make_memfd(4096)
-    try:
-        raw.send_bytes((1 << 20).to_bytes(4, "little"))
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            for _ in range(10_000):
-                raw.send_bytes(b"x", (memfd, memfd))
-        assert raw.closed()
-        eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
-    finally:
-        os.close(memfd)
+def test_fds_do_not_pile_up_behind_an_unfinished_frame(raw: Raw, server: Child, memfd: int) -> None:
+    raw.send_bytes((1 << 20).to_bytes(4, "little"))
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        for _ in range(10_000):
+            raw.send_bytes(b"x", (memfd, memfd))
+    assert raw.closed()
+    eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
 
 
 def test_requests_sent_in_one_breath_are_answered_in_order(raw: Raw) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import count
 
 from vcache_backend.metadata_server.backlog import Steps
 from vcache_backend.metadata_server.chunks import LRU, Chunks, Spaces
@@ -29,20 +28,11 @@ class Contents:
     def __init__(self) -> None:
         self.live, self.resting = Chunks(), Chunks()
         self.order = LRU()
-        self.placement = Placement(lambda: next(self._generations))
+        self.placement = Placement()
         self.records: list[Record] = []
         self.counters: Counter[str] = Counter()
         self.work = 0
         self._cleared: list[Spaces] = []
-        self._generations = count(1)
-
-    def start_after(self, generation: int) -> None:
-        """Generations up to this one may have been used."""
-        self._generations = count(1 + generation)
-
-    def next_generation(self) -> int:
-        """One that no slot has had, nor will have."""
-        return next(self._generations)
 
     def there(self, keys: list[ChunkKey]) -> list[Entry]:
         """The chunks that are found."""

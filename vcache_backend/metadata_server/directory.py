@@ -12,43 +12,19 @@ from itertools import count, takewhile
 
 import msgspec
 
-from vcache_backend.metadata_server import snapshot
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import records, snapshot
 from vcache_backend.metadata_server.backlog import Backlog, Steps, Task
 from vcache_backend.metadata_server.contents import Contents
 from vcache_backend.metadata_server.leases import Leases
-from vcache_backend.metadata_server.messages import (
-    GRACE_SECONDS,
-    MAX_SLOTS,
-    RANK_BYTES,
-    ChunkKey,
-    Leased,
-    Lendable,
-    Location,
-    Medium,
-    Refusal,
-    Reserved,
-    SegmentId,
-    SegmentInfo,
-)
 from vcache_backend.metadata_server.placement import MAX_SEARCH, Entry, Peer, Segment
-from vcache_backend.metadata_server.records import (
-    EpochTable,
-    Held,
-    JournalState,
-    ProcessId,
-    Published,
-    Record,
-    Returned,
-    SegmentAdded,
-    SegmentGone,
-)
 from vcache_backend.metadata_server.reservations import MAX_RESERVATIONS_PER_CLIENT, Claims, Reservations
 
 MAX_AVOIDED = 1024
 """With more, a client's list of segments that it cannot use is rid of those that are not there."""
 
 
-_ENOUGH = f"one request reserves at most {MAX_SLOTS:,} slots; reserve the others with another one"
+_ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -94,7 +70,7 @@ class Directory:
 
     # ---- reading
 
-    def lookup(self, keys: list[ChunkKey], ranks: int = 1) -> int:
+    def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
         """How many leading chunks all ranks have. At most `MAX_LOOKED_UP` keys times ranks."""
         live = self.contents.live
         beside = live.beside(keys)
@@ -102,8 +78,8 @@ class Directory:
             found = sum(1 for _ in takewhile(beside.__contains__, keys))
             found += sum(1 for _ in takewhile(live.__contains__, keys[found:]))  # where keys are of several namespaces
         else:
-            suffixes = [rank.to_bytes(RANK_BYTES, "big") for rank in range(ranks)]
-            stems = (key[:-RANK_BYTES] for key in keys)
+            suffixes = [rank.to_bytes(m.RANK_BYTES, "big") for rank in range(ranks)]
+            stems = (key[: -m.RANK_BYTES] for key in keys)
             there = (all(stem + suffix in beside or stem + suffix in live for suffix in suffixes) for stem in stems)
             found = sum(takewhile(bool, there))
         self.contents.work += (found + 1) * ranks // 4
@@ -111,13 +87,13 @@ class Directory:
         self.counters["lookup_hits"] += found
         return found
 
-    def contains(self, keys: list[ChunkKey]) -> list[bool]:
+    def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         """For each key whether its chunk is there."""
         beside, everywhere = self.contents.live.beside(keys), self.contents.live
         self.contents.work += len(keys) // 4
         return [key in beside or key in everywhere for key in keys]
 
-    def acquire(self, client: Peer, keys: list[ChunkKey]) -> Leased:
+    def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
         """Lease the leading run. It becomes recent, its first chunk most."""
         beside, everywhere = self.contents.live.beside(keys), self.contents.live
         entries: list[Entry] = []
@@ -132,10 +108,10 @@ class Directory:
         self.counters["acquire_chunks"] += len(keys)
         self.counters["acquire_hits"] += len(entries)
         if not entries:
-            return Leased(0, 0.0, [])
+            return m.Leased(0, 0.0, [])
         lease = next(self._ids)
         self.leases.grant(lease, client.id, list(dict.fromkeys(entries)), self._now())
-        return Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
+        return m.Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
 
     def renew(self, lease: int) -> bool:
         """Full time again for a lease that still holds, whoever asks."""
@@ -145,7 +121,7 @@ class Directory:
         """End a lease, whoever asks; whether it held until now."""
         return self.leases.release(lease, self._now())
 
-    def touch(self, keys: list[ChunkKey]) -> int:
+    def touch(self, keys: list[m.ChunkKey]) -> int:
         """Make chunks recent, the first one most; how many are there."""
         there = self.contents.there(keys)
         self.contents.touch(there)
@@ -153,29 +129,29 @@ class Directory:
 
     # ---- writing
 
-    def reserve(self, client: Peer, keys: list[ChunkKey], nbytes: int) -> Reserved:
+    def reserve(self, client: Peer, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
         """One slot of `nbytes` a key: own device, peers with room, evict. A key that is there or on its way gets none, and neither does
         one after `MAX_SLOTS` others."""
         if reason := self._not_now(client):
-            return Reserved(0, 0.0, [int(Refusal.FULL)] * len(keys), reason)
+            return m.Reserved(0, 0.0, [int(m.Refusal.FULL)] * len(keys), reason)
         reservation = next(self._ids)
         live, pending = self.contents.live, self.reservations.pending
         refusal, reason = self._refusal(client, nbytes)
         self.touch(keys)  # those that are there are in use: they must not make room for the others
-        wanted = min(MAX_SLOTS, sum(key not in live and not pending(key) for key in set(keys)))
+        wanted = min(m.MAX_SLOTS, sum(key not in live and not pending(key) for key in set(keys)))
         allowed = self._limits.max_chunks - len(live) - self.reservations.pending_count()
         room = self.contents.room(nbytes, client, wanted, allowed)
-        slots: list[Location | int] = []
+        slots: list[m.Location | int] = []
         entries: list[Entry] = []
         for key in keys:
             if key in live or pending(key):
-                slots.append(int(Refusal.EXISTS if key in live else Refusal.BUSY))
+                slots.append(int(m.Refusal.EXISTS if key in live else m.Refusal.BUSY))
                 continue
-            enough = len(entries) == MAX_SLOTS
+            enough = len(entries) == m.MAX_SLOTS
             location = None if refusal is not None or enough else next(room, None)
             if location is None:
                 if refusal is None:
-                    refusal, reason = Refusal.FULL, _ENOUGH if enough else _full(nbytes, client.medium)
+                    refusal, reason = m.Refusal.FULL, _ENOUGH if enough else _full(nbytes, client.medium)
                 slots.append(int(refusal))
                 self.counters[f"refused_{refusal.name.lower()}"] += 1
                 continue
@@ -184,21 +160,21 @@ class Directory:
             self.reservations.announce(key, reservation)
             slots.append(location)
         if not entries:
-            return Reserved(0, 0.0, slots, reason)
+            return m.Reserved(0, 0.0, slots, reason)
         self.reservations.open(reservation, client.id, client.process, entries, self._now())
-        self.records.append(Held(reservation, client.process, [e.key for e in entries], [e.location for e in entries]))
+        self.records.append(records.Held(reservation, client.process, [e.key for e in entries], [e.location for e in entries]))
         self.contents.work += 2 * len(entries)
         self.counters["reserved"] += len(entries)
-        return Reserved(reservation, self._limits.reservation_seconds, slots, reason)
+        return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason)
 
-    def commit(self, client: Peer, reservation: int, prefix: list[ChunkKey]) -> int:
+    def commit(self, client: Peer, reservation: int, prefix: list[m.ChunkKey]) -> int:
         """Publish a reservation of this client; how many chunks are visible. Void: 0, and its slots are free: its writer is done."""
         open_ = self.reservations.get(reservation)
         if open_ is None or open_.client != client.id or self._now() > open_.deadline:
             self.abort(client, reservation)
             return 0
         self.reservations.close(reservation)
-        self.records.append(Published(reservation))
+        self.records.append(records.Published(reservation))
         visible = self.contents.publish(open_.entries)
         self.counters["committed"] += len(open_.entries)
         self.touch(prefix)
@@ -211,7 +187,7 @@ class Directory:
             return 0
         return self._give_back(reservation)
 
-    def remove(self, keys: list[ChunkKey], force: bool = True) -> int:
+    def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
         """Forget chunks; the slot of a leased one is freed when its last lease ends. How many were there.
 
         Without `force` those that are leased, and those whose segment is not back yet, stay.
@@ -238,7 +214,7 @@ class Directory:
     def raise_epoch(self, namespace: bytes) -> None:
         """Nothing is found again that was offloaded of a namespace so far, or of all with b""."""
         self.epochs.advance(namespace)
-        self.records.append(EpochTable(self.epochs.all()))
+        self.records.append(records.EpochTable(self.epochs.all()))
 
     # ---- clients and time
 
@@ -248,13 +224,13 @@ class Directory:
         self._claims.drop_client(client.id)
         self.reservations.void(self.reservations.of_client(client.id))
 
-    def process_gone(self, process: ProcessId) -> None:
+    def process_gone(self, process: records.ProcessId) -> None:
         """The process is really gone, so nothing of it writes any more: its void reservations' slots are free, soon."""
         self._begin(self._free_slots_of(process))
 
-    def quarantined_processes(self) -> set[ProcessId]:
+    def quarantined_processes(self) -> set[records.ProcessId]:
         """Processes whose death the directory waits for."""
-        return set(self.reservations.processes())
+        return self.reservations.processes()
 
     def tick(self) -> None:
         """Whatever time brings: leases and reservations end, segments that were dropped go."""
@@ -278,28 +254,28 @@ class Directory:
 
     # ---- segments
 
-    def lend(self, client: Peer, nbytes: int) -> Lendable:
+    def lend(self, client: Peer, nbytes: int) -> m.Lendable:
         """What is missing of `nbytes` on the client's device and nobody else is about to make: the client may, soon."""
         there = sum(segment.nbytes for segment in self.segments.values() if segment.device == client.device)
         claim = next(self._ids)
         lendable = self._claims.grant(claim, client.id, client.device, nbytes - there, self._now())
-        return Lendable(claim if lendable else 0, lendable)
+        return m.Lendable(claim if lendable else 0, lendable)
 
     def redeem(self, client: Peer, claim: int, device: str, nbytes: int) -> bool:
         """A segment made under a claim of this client has come, which ends the claim; False if it is too late or too large."""
         return self._claims.redeem(claim, client.id, device, nbytes, self._now())
 
-    def add_segment(self, info: SegmentInfo) -> Task:
+    def add_segment(self, info: m.SegmentInfo) -> Task:
         """A segment is usable from now on. The task's `count`: how many chunks it brings back from before a restart."""
         segment = self.segments.get(info.id)
         if segment is None:
             segment = self.segments[info.id] = Segment(info)
-            self.records.append(SegmentAdded(info.id, info.device, info.medium, info.nbytes))
+            self.records.append(records.SegmentAdded(info.id, info.device, info.medium, info.nbytes))
         elif segment.state == "absent":
             segment.state = "live"
         return self._begin(self.contents.bring_back(segment, self.reservations.pending))
 
-    def drop_segment(self, id_: SegmentId) -> Task:
+    def drop_segment(self, id_: m.SegmentId) -> Task:
         """Evict the segment's chunks and take no new ones. Its `count`: chunks evicted. When the task is done and nobody reads or
         writes there any more, the segment is gone; else some `tick` later.
 
@@ -308,42 +284,42 @@ class Directory:
         segment.state = "draining"
         return self._begin(self._empty(segment))
 
-    def avoid(self, client: Peer, id_: SegmentId) -> int:
+    def avoid(self, client: Peer, id_: m.SegmentId) -> int:
         """No slot there for this client, which cannot map the segment, should it come back, too; how many it avoids."""
         if len(client.avoids) >= MAX_AVOIDED:
             client.avoids.intersection_update(self.segments)
         client.avoids.add(id_)
         return len(client.avoids)
 
-    def absent_segments(self) -> list[SegmentId]:
+    def absent_segments(self) -> list[m.SegmentId]:
         """Segments of before a restart whose fd nobody has offered yet."""
         return [segment.id for segment in self.contents.placement.in_state("absent")]
 
-    def forget_absent(self, ids: Iterable[SegmentId]) -> int:
+    def forget_absent(self, ids: Iterable[m.SegmentId]) -> int:
         """Stop waiting for these; how many chunks are lost. Their memory must not be used again: somebody may still write there."""
         lost = 0
         for id_ in ids:
             segment = self.segments.pop(id_)
             lost += sum(self.contents.resting.drop(entry) for entry in segment.returning)
             self.reservations.let_go([entry for entry in segment.occupants.values() if entry.reservation])
-            self.records.append(SegmentGone(id_))
+            self.records.append(records.SegmentGone(id_))
         return lost
 
-    def segment_infos(self) -> list[SegmentInfo]:
+    def segment_infos(self) -> list[m.SegmentInfo]:
         """Every segment, live, draining and absent, with its occupancy."""
         self.contents.work += len(self.segments)
         return [segment.info() for segment in self.segments.values()]
 
     # ---- journal
 
-    def restore(self, state: JournalState) -> None:
+    def restore(self, state: records.JournalState) -> None:
         """Take over what an earlier server knew. Segments are absent until offered again; reservations are void."""
         snapshot.restore(state, self.contents, self.reservations, self.epochs)
         if state.segments:
             # Who got a lease from the earlier server may count on it.
-            self._reserves_from = self._now() + GRACE_SECONDS
+            self._reserves_from = self._now() + m.GRACE_SECONDS
 
-    def snapshot(self) -> Iterator[Record]:
+    def snapshot(self) -> Iterator[records.Record]:
         """The whole state as records, a slice at a time. Requests may change the state in between if they are recorded too."""
         return snapshot.snapshot(self.contents, self.reservations, self.epochs)
 
@@ -360,15 +336,15 @@ class Directory:
             return f"{MAX_RESERVATIONS_PER_CLIENT} reservations of this client are open; commit or abort some"
         return "the server has just started again; try later" if self._now() < self._reserves_from else ""
 
-    def _refusal(self, client: Peer, nbytes: int) -> tuple[Refusal | None, str]:
+    def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Why no chunk of this size can ever have a slot now, if so."""
         largest = self.contents.placement.largest_segment(client)
         if not largest:
             advice = "start a worker with pool.segment_bytes > 0 or `vcache segment add`"
-            return Refusal.NO_SEGMENT, f"no {client.medium} segment is registered; {advice}"
+            return m.Refusal.NO_SEGMENT, f"no {client.medium} segment is registered; {advice}"
         if nbytes > largest:
             have = f"the largest {client.medium} segment has {largest:,} B"
-            return Refusal.TOO_LARGE, f"a chunk needs {nbytes:,} B but {have}; set pool.segment_bytes >= {nbytes}"
+            return m.Refusal.TOO_LARGE, f"a chunk needs {nbytes:,} B but {have}; set pool.segment_bytes >= {nbytes}"
         return None, ""
 
     def _empty(self, segment: Segment) -> Steps:
@@ -384,9 +360,9 @@ class Directory:
         if not waited_for and self.segments.get(segment.id) is segment:
             self.reservations.let_go(list(staying))
             del self.segments[segment.id]
-            self.records.append(SegmentGone(segment.id))
+            self.records.append(records.SegmentGone(segment.id))
 
-    def _free_slots_of(self, process: ProcessId) -> Steps:
+    def _free_slots_of(self, process: records.ProcessId) -> Steps:
         freed = 0
         while ids := self.reservations.of_writer(process):
             for id_ in ids:
@@ -401,11 +377,11 @@ class Directory:
         reservation = self.reservations.close(id_)
         for entry in reservation.entries:
             self.contents.placement.free(entry)
-        self.records.append(Returned(id_))
+        self.records.append(records.Returned(id_))
         self.counters["aborted"] += len(reservation.entries)
         return len(reservation.entries)
 
 
-def _full(nbytes: int, medium: Medium) -> str:
+def _full(nbytes: int, medium: m.Medium) -> str:
     taken = f"every {medium} segment is full of chunks that are leased, reserved or beside such"
     return f"no slot of {nbytes:,} B: {taken}, or more than {MAX_SEARCH:,} of them would have to go at once"

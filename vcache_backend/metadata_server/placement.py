@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Iterator
+from itertools import count, islice
 
 import msgspec
 
@@ -127,11 +127,11 @@ class Segment:
 
 
 class Placement:
-    """All segments. `next_generation` numbers every use of a slot, across the server's lives."""
+    """All segments. `generations` numbers every use of a slot, across the server's lives."""
 
-    def __init__(self, next_generation: Callable[[], int]) -> None:
+    def __init__(self) -> None:
         self.segments: dict[SegmentId, Segment] = {}
-        self._next_generation = next_generation
+        self.generations = count(1)
 
     def take(self, nbytes: int, peer: Peer, most: int) -> list[Location]:
         """Free slots for a peer, at most `most`: on its device first, then on the one with the most room. Empty if there is no hole that
@@ -151,12 +151,12 @@ class Placement:
             offset = best.extents.take(size)
             if offset is None:
                 break
-            locations.append(self._location(best, offset, nbytes))
+            locations.append(Location(best.id, offset, nbytes, next(self.generations)))
         return locations
 
     def reuse(self, entry: Entry, nbytes: int) -> Location:
         """The slot of an evicted chunk for one of the same padded size, to be occupied at once: no detour through the holes."""
-        return Location(entry.location.segment, entry.location.offset, nbytes, self._next_generation())
+        return Location(entry.location.segment, entry.location.offset, nbytes, next(self.generations))
 
     def occupy(self, entry: Entry) -> None:
         """Record who has the slot."""
@@ -211,6 +211,3 @@ class Placement:
         for segment in self.segments.values():
             if segment.medium == peer.medium and segment.state == "live" and segment.id not in peer.avoids:
                 yield segment
-
-    def _location(self, segment: Segment, offset: int, nbytes: int) -> Location:
-        return Location(segment.id, offset, nbytes, self._next_generation())

@@ -7,7 +7,7 @@ What a hostile client can make many of is never gone through as a whole: a clien
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import takewhile
 
 import msgspec
@@ -127,9 +127,9 @@ class Reservations:
             if not self._void[id_].entries:
                 self._leave(id_)
 
-    def processes(self) -> Iterator[ProcessId]:
+    def processes(self) -> set[ProcessId]:
         """Those whose slots wait in quarantine."""
-        return iter(self._of_writer)
+        return set(self._of_writer)
 
     def writers(self) -> Counter[int]:
         """Quarantined slots by the pid of their writer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from itertools import count
 
 from vcache_backend.metadata_server.contents import Contents
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, SegmentId, SegmentInfo
@@ -21,7 +22,7 @@ _RANDOM_BITS = 40
 
 def restore(state: JournalState, contents: Contents, reservations: Reservations, epochs: Epochs) -> None:
     """Take over what an earlier server knew. Its segments are absent, their chunks rest in them, reservations are void."""
-    contents.start_after(state.generation)
+    contents.placement.generations = count(1 + state.generation)
     epochs.restore(state.epochs)
     lying: dict[SegmentId, list[Entry]] = {id_: [] for id_ in state.segments}
     for key, location in state.chunks.items():
@@ -43,7 +44,7 @@ def restore(state: JournalState, contents: Contents, reservations: Reservations,
 def snapshot(contents: Contents, reservations: Reservations, epochs: Epochs) -> Iterator[Record]:
     """The whole state, a slice at a time. Requests may change it in between if they are recorded too."""
     live, at = contents.live, contents.placement.segments
-    newest = contents.next_generation()
+    newest = next(contents.placement.generations)
     yield EpochTable(epochs.all())
     segments, written = list(at.values()), reservations.items()
     resting = [entry for segment in segments for entry in reversed(segment.returning)]
