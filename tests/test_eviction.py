@@ -48,13 +48,6 @@ def test_a_removed_chunk_is_in_no_order_and_cannot_be_touched() -> None:
     assert order.coldest() == [B]
 
 
-def test_a_medium_has_an_order_of_its_own() -> None:
-    order = Order(A, B)
-    order.lru.add(Entry(C, Location(SegmentId("s1"), 0, 1, 2)), "host")
-    assert order.coldest() == [A, B]
-    assert [entry.key for entry in order.lru.coldest("host")] == [C]
-
-
 def test_pieces_come_to_an_end_though_chunks_are_touched_all_the_time() -> None:
     """Each piece looks at a bounded number of chunks, and each chunk is told once."""
     keys = [chunk_key(n) for n in range(40)]

@@ -157,23 +157,9 @@ def test_an_abandoned_journal_leaves_nothing_to_be_misled_by(path: Path) -> None
     assert list(path.parent.iterdir()) == []
 
 
-def test_no_generation_in_use_or_used_before_is_above_the_newest(path: Path) -> None:
-    assert r.JournalState().generation == 0
-    assert state_of(HISTORY).generation == 102
-    gone: list[r.Record] = [r.Held(3, WRITER, [C], [Location(S0, 3 * KIB, KIB, 900)]), r.Returned(3)]
-    assert state_of([*HISTORY, *gone]).generation == 900
-    assert state_of([r.Counted(7000), *HISTORY]).generation == 7000
-
-
 def test_records_of_unknown_reservations_and_chunks_change_nothing() -> None:
     records: list[r.Record] = [r.Published(5), r.Returned(6), r.Gone([A]), r.SegmentGone(S0)]
     assert state_of(records) == r.JournalState(EPOCH, len(records))
-
-
-def test_a_segment_that_is_gone_takes_its_chunks_along() -> None:
-    state = state_of([*HISTORY, r.Live([C], [Location(SegmentId("s1"), 0, KIB, 9)]), r.SegmentGone(S0)])
-    assert list(state.chunks) == [C]
-    assert state.segments == {}
 
 
 CLIENT = Peer(1, WRITER, "gpu-0", "cuda")

@@ -19,7 +19,7 @@ import pytest
 from model import chunk_key
 from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memfd, running, stage
 
-from vcache_backend.metadata_server import backlog
+from vcache_backend.metadata_server import backlog, wire
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import server as servers
 from vcache_backend.metadata_server.backlog import Waiting
@@ -363,34 +363,27 @@ def test_a_host_segment_must_be_what_every_worker_can_map(raw: Raw, tmp_path: Pa
         to_read: "not open for reading and writing",
         sealed: "sealed against writing",
     }
-    try:
-        for fd, why in refused.items():
-            reply = raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(fd,))
-            assert reply[0] == "error"
-            assert why in reply[1]
-        assert not any("vcache-test" in name for name in server.fds())
-    finally:
-        for fd in refused:
-            os.close(fd)
+    for fd, why in refused.items():
+        reply = raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(fd,))
+        os.close(fd)
+        assert reply[0] == "error"
+        assert why in reply[1]
+    assert not any("vcache-test" in name for name in server.fds())
 
 
 def test_what_is_surely_no_memory_of_a_gpu_is_refused_as_such(raw: Raw, memfd: int, tmp_path: Path) -> None:
     file, (pipe, other_end) = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT), os.pipe()
-    try:
-        for fd in (memfd, file, pipe, raw.socket.fileno()):
-            reply = raw.ask("add_segment", "s0", "GPU-1", "cuda", 2 << 20, fds=(fd,))
-            assert reply[0] == "error"
-    finally:
-        for fd in (file, pipe, other_end):
-            os.close(fd)
+    replies = [
+        raw.ask("add_segment", "s0", "GPU-1", "cuda", 2 << 20, fds=(fd,)) for fd in (memfd, file, pipe, raw.socket.fileno())
+    ]
+    wire.close_fds([file, pipe, other_end])
+    assert [reply[0] for reply in replies] == ["error"] * 4
 
 
 def test_who_cannot_use_a_segment_gets_no_slot_there_and_everybody_else_does(stage_: Stage, worker: Raw) -> None:
     large = make_memfd(16 * KIB)
-    try:
-        assert worker.ask("add_segment", "s1", "host:far", "host", 16 * KIB, fds=(large,)) == ["added", 0, True]
-    finally:
-        os.close(large)
+    stage_.undo.callback(os.close, large)
+    assert worker.ask("add_segment", "s1", "host:far", "host", 16 * KIB, fds=(large,)) == ["added", 0, True]
     far = stage_.raw(hello=False)
     assert far.ask("hello", m.PROTOCOL_VERSION, "host:far", "host", {})[0] == "welcome"
     put(far, *(chunk_key(n) for n in range(50, 60)))
