@@ -275,7 +275,7 @@ def test_the_slots_of_a_process_that_is_gone_come_back_in_several_turns(clock: F
     full = used(directory)
     directory.disconnect(WRITER)
     assert directory.reservations.counts() == (0, 8)
-    assert directory.reservations.pending_count() == 0
+    assert directory.reservations.slots == 0
     assert work_of(directory, lambda: directory.process_gone(WRITER.process)) <= A_TURN
     assert full // 2 < used(directory) < full
     turns(directory)

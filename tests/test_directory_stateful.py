@@ -617,9 +617,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert len(self.directory.leases) == len(self.model.leases)
         void = sum(write.client is None for write in self.model.writes.values())
         assert self.directory.reservations.counts() == (len(self.model.writes) - void, void)
-        assert self.directory.quarantined_processes() == {w.process for w in self.model.writes.values() if w.client is None}
+        assert self.directory.reservations.processes() == {w.process for w in self.model.writes.values() if w.client is None}
         live, open_ = len(self.directory), sum(slot.state == "open" for slot in self.model.slots)
-        assert open_ == self.directory.reservations.pending_count()
+        assert open_ == self.directory.reservations.slots
         assert live + open_ <= LIMITS.max_chunks or self.restarted
 
 

@@ -139,7 +139,7 @@ class Directory:
         refusal, reason = self._refusal(client, nbytes)
         self.touch(keys)  # those that are there are in use: they must not make room for the others
         wanted = min(m.MAX_SLOTS, sum(key not in live and not pending(key) for key in set(keys)))
-        allowed = self._limits.max_chunks - len(live) - self.reservations.pending_count()
+        allowed = self._limits.max_chunks - len(live) - self.reservations.slots
         room = self.contents.room(nbytes, client, wanted, allowed)
         slots: list[m.Location | int] = []
         entries: list[Entry] = []
@@ -156,7 +156,7 @@ class Directory:
                 self.counters[f"refused_{refusal.name.lower()}"] += 1
                 continue
             entries.append(Entry(key, location, reservation))
-            self.contents.placement.occupy(entries[-1])
+            self.segments[location.segment].occupy(entries[-1])
             self.reservations.announce(key, reservation)
             slots.append(location)
         if not entries:
@@ -227,10 +227,6 @@ class Directory:
     def process_gone(self, process: records.ProcessId) -> None:
         """The process is really gone, so nothing of it writes any more: its void reservations' slots are free, soon."""
         self._begin(self._free_slots_of(process))
-
-    def quarantined_processes(self) -> set[records.ProcessId]:
-        """Processes whose death the directory waits for."""
-        return self.reservations.processes()
 
     def tick(self) -> None:
         """Whatever time brings: leases and reservations end, segments that were dropped go."""

@@ -96,6 +96,7 @@ class Segment:
         return self._ending.get(entry.end) is entry
 
     def occupy(self, entry: Entry) -> None:
+        """Record who has the slot."""
         self.occupants[entry.location.offset] = self._ending[entry.end] = entry
         self.reserved += entry.reservation != 0
 
@@ -157,10 +158,6 @@ class Placement:
     def reuse(self, entry: Entry, nbytes: int) -> Location:
         """The slot of an evicted chunk for one of the same padded size, to be occupied at once: no detour through the holes."""
         return Location(entry.location.segment, entry.location.offset, nbytes, next(self.generations))
-
-    def occupy(self, entry: Entry) -> None:
-        """Record who has the slot."""
-        self.segments[entry.location.segment].occupy(entry)
 
     def has(self, entry: Entry) -> bool:
         """Whether this very entry still has its slot."""

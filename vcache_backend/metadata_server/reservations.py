@@ -47,16 +47,13 @@ class Reservations:
         """The void ones of each process."""
         self._pending: dict[ChunkKey, int] = {}
         """The last reservation of a key; it may be void by now."""
-        self._slots = 0
+        self.slots = 0
+        """Of open reservations."""
 
     def pending(self, key: ChunkKey) -> bool:
         """Whether somebody is writing this chunk who may still commit it."""
         id_ = self._pending.get(key)
         return id_ is not None and id_ not in self._void
-
-    def pending_count(self) -> int:
-        """Slots of open reservations."""
-        return self._slots
 
     def full(self, client: int) -> bool:
         """Whether the client has as many reservations as it may have."""
@@ -92,7 +89,7 @@ class Reservations:
         namespaces = frozenset(entry.key[:NAMESPACE_BYTES] for entry in entries)
         self._open[id_] = Reservation(client, process, now + self.seconds, entries, namespaces)
         self._of_client.setdefault(client, {})[id_] = None
-        self._slots += len(entries)
+        self.slots += len(entries)
 
     def restore(self, id_: int, process: ProcessId, entries: list[Entry]) -> None:
         """A reservation of an earlier server: void from the start."""
@@ -128,7 +125,7 @@ class Reservations:
                 self._leave(id_)
 
     def processes(self) -> set[ProcessId]:
-        """Those whose slots wait in quarantine."""
+        """Those whose end is waited for, since their slots are in quarantine."""
         return set(self._of_writer)
 
     def writers(self) -> Counter[int]:
@@ -150,7 +147,7 @@ class Reservations:
         del of_client[id_]
         if not of_client:
             del self._of_client[reservation.client]
-        self._slots -= len(reservation.entries)
+        self.slots -= len(reservation.entries)
         return reservation
 
     def _quarantine(self, id_: int, reservation: Reservation) -> None:

@@ -94,7 +94,7 @@ class Server:
         if state.segments:
             log.info("journal: %d chunks in %d segments wait to be offered again", len(state.chunks), len(state.segments))
         if not self._endpoint.same_pids:
-            self._watch.cannot_see(self._directory.quarantined_processes())
+            self._watch.cannot_see(self._directory.reservations.processes())
         self._recover_until = time.monotonic() + config.recover_seconds
 
     def run(self) -> None:
@@ -334,7 +334,7 @@ class Server:
 
     def _watch_quarantined(self) -> None:
         """Watch every process whose death would free slots; act at once for those that are gone already."""
-        for process in self._watch.wait_for(self._directory.quarantined_processes()):
+        for process in self._watch.wait_for(self._directory.reservations.processes()):
             self._directory.process_gone(process)
 
 
