@@ -361,16 +361,6 @@ def test_room_for_one_large_chunk_is_not_made_of_any_number_of_small_ones(clock:
     assert len(directory) == MANY
 
 
-def test_one_request_reserves_a_bounded_number_of_slots(clock: FakeClock) -> None:
-    directory = make(clock)
-    lend(directory, chunks=MANY)
-    keys = [chunk_key(n) for n in range(m.MAX_SLOTS + 5)]
-    reserved = directory.reserve(WRITER, keys, KIB)
-    assert len(places(reserved)) == m.MAX_SLOTS
-    assert reserved.slots[m.MAX_SLOTS :] == [m.Refusal.FULL] * 5
-    assert f"at most {m.MAX_SLOTS:,} slots" in reserved.reason
-
-
 def test_a_snapshot_is_made_of_bounded_pieces(clock: FakeClock) -> None:
     directory = make(clock)
     keys = filled(directory, MANY)

@@ -6,7 +6,6 @@ import fcntl
 import os
 import select
 import signal
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +18,7 @@ import pytest
 from model import chunk_key
 from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memfd, running, stage
 
-from vcache_backend.metadata_server import backlog, wire
+from vcache_backend.metadata_server import backlog, processes, wire
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import server as servers
 from vcache_backend.metadata_server.backlog import Waiting
@@ -27,7 +26,6 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.directory import Directory, Limits
 from vcache_backend.metadata_server.messages import MAX_REQUEST_BYTES
 from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.processes import spin
 from vcache_backend.metadata_server.records import JournalState, ProcessId
 from vcache_backend.metadata_server.service import Service
 from vcache_backend.metadata_server.succession import Predecessor
@@ -246,21 +244,6 @@ def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> No
     assert len(str(said)) < 8_000
 
 
-def test_a_client_s_process_may_have_any_name(stage_: Stage, server: Child) -> None:
-    """A process name is bytes, cut at 15: half a character, brackets, newlines."""
-    child = stage_.script(
-        """
-import os, sys, time
-from pathlib import Path
-from vcache_backend.metadata_server.client import Client
-Path("/proc/self/comm").write_bytes(b"\\xe6\\xa8) R 1\\n(\\xff")
-with Client(Path(sys.argv[1]), __import__("processes").PATIENT, reconnect=False) as client:
-    print("segments", client.list_segments())
-"""
-    )
-    child.expect("segments []")
-
-
 def test_who_is_refused_and_does_not_read_is_let_go_of_all_the_same(stage_: Stage, server: Child) -> None:
     raw = stage_.raw()
     before = server.descriptors()
@@ -399,19 +382,6 @@ def test_who_cannot_use_a_segment_gets_no_slot_there_and_everybody_else_does(sta
 # ---- the process
 
 
-def test_the_socket_and_its_folder_are_the_owner_s_alone(alone: Stage, tmp_path: Path) -> None:
-    alone.path = tmp_path / "folder" / "vcache.sock"
-    alone.server()
-    assert stat.S_IMODE(alone.path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(alone.path.parent.stat().st_mode) == 0o700
-    assert {
-        p.suffix: stat.S_IMODE(p.stat().st_mode) for p in alone.path.parent.iterdir() if p.suffix in (".lock", ".journal")
-    } == {
-        ".lock": 0o600,
-        ".journal": 0o600,
-    }
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_cleanly_and_removes_the_socket(alone: Stage, number: signal.Signals) -> None:
     server = alone.server()
@@ -439,9 +409,20 @@ def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(alone: St
     eventually(lambda: alone.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "host", "host", {})[0] == "welcome")
 
 
+def test_a_process_may_have_any_name() -> None:
+    """Its name is bytes, cut at 15: half a character, brackets, newlines."""
+    name, began = Path("/proc/self/comm"), processes.started(os.getpid())
+    before = name.read_bytes()
+    name.write_bytes(b"\xe6\xa8) R 1\n(\xff")
+    try:
+        assert processes.started(os.getpid()) == began > 0
+    finally:
+        name.write_bytes(before.rstrip(b"\n"))
+
+
 @pytest.mark.parametrize(("cores", "default"), [(1, 0.0), (2, 0.005), (16, 1.0)])
 def test_how_long_it_spins_goes_by_the_cores_unless_it_is_said(
     monkeypatch: pytest.MonkeyPatch, cores: int, default: float
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert (spin(None), spin(0.3), spin(0.0)) == (default, 0.3 if cores > 1 else 0.0, 0.0)
+    assert tuple(map(processes.spin, (None, 0.3, 0.0))) == (default, 0.3 if cores > 1 else 0.0, 0.0)

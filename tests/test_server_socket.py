@@ -64,13 +64,6 @@ def test_a_server_whose_path_leads_to_another_one_answers_nothing_more(stage_: S
     assert stage_.raw().ask("list_segments") == ["segments", []]
 
 
-def test_the_socket_a_killed_server_left_is_taken_over(stage_: Stage) -> None:
-    stage_.server().kill()
-    assert stage_.path.exists()
-    stage_.server()
-    assert stage_.raw().welcome
-
-
 def test_what_cleaners_of_tmp_would_find_old_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "vcache.sock"
     with Endpoint(path) as endpoint:
@@ -110,16 +103,19 @@ def test_a_file_that_is_no_socket_is_not_deleted(tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
-def test_every_name_of_a_socket_has_files_of_its_own(tmp_path: Path) -> None:
+def test_every_name_of_a_socket_has_files_of_its_own_for_its_user_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
     names = ("pool.gpu0", "pool.gpu1", "pool", "x.journal")
-    servers = [start_server(tmp_path / name) for name in names]
+    servers = [start_server(folder / name) for name in names]
     try:
         for name in names:
-            with Raw(tmp_path / name) as raw:
+            with Raw(folder / name) as raw:
                 assert raw.ask("list_segments") == ["segments", []]
-        assert {file.name for file in tmp_path.iterdir() if file.is_file()} == {
+        assert {file.name for file in folder.iterdir() if file.is_file()} == {
             f"{name}{suffix}" for name in names for suffix in (".lock", ".journal")
         }
+        assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     finally:
         for server in servers:
             server.close()

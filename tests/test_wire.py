@@ -106,12 +106,6 @@ def test_every_request_survives_the_wire(request_: m.AnyRequest) -> None:
     assert wire.request_decoder.decode(body) == request_
 
 
-def test_a_request_is_a_plain_array_that_starts_with_its_name() -> None:
-    assert msgpack.unpackb(FRAMES[8][4:]) == ["lookup", [A], 2]
-    assert msgpack.unpackb(FRAMES[5][4:]) == ["reserve", [A], 1024]
-    assert FRAMES[8][:4] == (len(FRAMES[8]) - 4).to_bytes(4, "little")
-
-
 def test_what_has_a_default_may_be_left_out() -> None:
     assert wire.request_decoder.decode(msgpack.packb(["lookup", [A]])) == m.Lookup([A], 1)
     assert wire.request_decoder.decode(msgpack.packb(["commit", 3])) == m.Commit(3, [])
