@@ -58,7 +58,9 @@ class Codec:
         for numbers, scales, codes in self._pieces(chunk, payload):
             largest = numbers.abs().amax(1).float()
             finite &= largest.isfinite().all()
-            scales.copy_(_rounded_up((largest / self._largest).clamp_min_(LEAST_SCALE)))
+            # By a tensor: a GPU multiplies by the reciprocal of a number, which is another quotient than a CPU's.
+            share = largest / torch.full((), self._largest, device=chunk.device)
+            scales.copy_(_rounded_up(share.clamp_min_(LEAST_SCALE)))
             scaled = numbers / scales.float()[:, None]
             codes.copy_(scaled if self._code.is_floating_point else scaled.round_())
         if not bool(finite):
