@@ -201,6 +201,15 @@ def test_answers_to_what_was_sent_ahead_are_each_ones_own(stage_: Stage, scripte
     assert client.send_lookup([A] * (m.MAX_LOOKED_UP // 2 + 1), 2) is None
 
 
+def test_answers_that_nobody_reads_yet_hold_up_neither_the_server_nor_the_client(stage_: Stage) -> None:
+    """As when thousands of requests arrive before vLLM's next step: the answers are more than a socket holds."""
+    stage_.server()
+    client = stage_.client(PATIENT)
+    sent = [client.send_lookup([A] * 100) for _ in range(5000)]
+    assert [question.answer().count for question in sent if question is not None] == [0] * 5000
+    assert not client.connections_lost
+
+
 @pytest.mark.parametrize("reply", [None, ["verdict", True], ["error", "no", False], b"\xff\xff\xff\x7f"], ids=repr)
 def test_what_was_sent_ahead_and_is_answered_late_or_wrongly_is_an_error_of_ours(
     stage_: Stage, scripted: Callable[..., ScriptedServer], reply: Any

@@ -91,17 +91,26 @@ class ServerLink:
         self._socket.close()
 
     def send(self, data: bytes, deadline: float, fds: Sequence[int] = ()) -> None:
-        """Send one framed request, whose reply is to be `read`."""
+        """Send one framed request, whose reply is to be `read`. Takes in answers meanwhile: a server whose answers nobody reads reads
+        nothing either."""
         rest = memoryview(data)
-        while rest:
-            try:
-                sent = socket.send_fds(self._socket, [rest], fds) if fds else self._socket.send(rest)
-            except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
-            except (BrokenPipeError, ConnectionResetError):
-                return  # it closed the connection; the last it said may be there to be read, and says why
-            else:
-                rest, fds = rest[sent:], ()
+        # If it closed the connection, the last it said may be there to be read, and says why.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            while rest:
+                try:
+                    sent = socket.send_fds(self._socket, [rest], fds) if fds else self._socket.send(rest)
+                except BlockingIOError:
+                    if self._wait(select.POLLIN | select.POLLOUT, deadline) & select.POLLIN and not self._take_in():
+                        return
+                else:
+                    rest, fds = rest[sent:], ()
+
+    def _take_in(self) -> bool:
+        """Read some of what is there; False at the end."""
+        piece, came = self._receiver.receive(self._socket)
+        wire.close_fds(came)
+        self._reader.push(piece)
+        return bool(piece)
 
     def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
         """One read; looks for it without sleeping at first, since the answer mostly is there sooner than a sleeper wakes."""
@@ -115,9 +124,12 @@ class ServerLink:
                 else:
                     self._wait(select.POLLIN, deadline)
 
-    def _wait(self, event: int, deadline: float) -> None:
+    def _wait(self, events: int, deadline: float) -> int:
+        """Which of these the socket is ready for."""
         poll = select.poll()
-        poll.register(self._socket, event)
+        poll.register(self._socket, events)
         left = deadline - time.perf_counter()
-        if left <= 0 or not poll.poll(left * 1000):
+        ready = poll.poll(left * 1000) if left > 0 else []
+        if not ready:
             raise TimeoutError
+        return ready[0][1]
