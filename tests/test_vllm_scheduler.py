@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 
 from vcache_backend.config import ConnectorConfig
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.integration.vllm import lookups
+from vcache_backend.integration.vllm import lookups, scheduler
 from vcache_backend.integration.vllm.metadata import Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model_spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import SchedulerSide
@@ -218,6 +218,25 @@ def test_a_lease_nobody_reads_under_is_given_back(side: Side, end: str) -> None:
         side.step((new_request(), PROMPT))
         assert side.matched(request) == (CHUNKS * CHUNK, True)
     eventually(lambda: side.leases() == 0)
+
+
+def test_of_many_that_arrive_at_once_no_more_are_leased_than_a_step_may_wait_for(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may wait long: their chunks would be kept from eviction meanwhile."""
+    monkeypatch.setattr(scheduler, "MOST_SYNCHRONOUS", 2 * CHUNKS * CHUNK)
+    requests, before = [new_request() for _ in range(5)], side.asked()
+    for request in requests:
+        side.put(request)
+        side.half.arrived(request)
+    eventually(lambda: side.asked() == before + len(requests))
+    assert side.leases() == 2
+    side.step()
+    for request in requests:
+        side.half.finished(request)
+    eventually(lambda: side.leases() == 0)
+    side.half.arrived(requests[0])
+    eventually(lambda: side.leases() == 1)
 
 
 def test_a_lease_that_begins_before_what_vllm_lacks_serves_from_there(side: Side) -> None:

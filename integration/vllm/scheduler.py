@@ -45,7 +45,7 @@ class SchedulerSide:
         """vLLM's `BlockPool`, once it is known."""
         self._requests: dict[str, Tracked] = {}
         self._running: set[str] = set()
-        self._promised = 0
+        self._promised = self._leased_ahead = 0
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
         self._clearing = self._flush = False
@@ -62,7 +62,9 @@ class SchedulerSide:
         if lacking < 0 or tracked.params.announced or not self._may_load(tracked) or self._has(request, lacking):
             return
         if self.lookups.name(tracked, whole):
-            self.lookups.send(tracked, whole, self._fits_step(tracked, tokens))
+            lease = self._fits_step(tracked, tokens) and self._leased_ahead + tokens <= MOST_SYNCHRONOUS
+            self._leased_ahead += tokens if lease else 0
+            self.lookups.send(tracked, whole, lease)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """How many tokens after the first `local`, which vLLM has itself, the pool has; and whether they come between steps. None: ask
@@ -138,6 +140,7 @@ class SchedulerSide:
             self._cancelled = set()
         self._flush = False
         self._running, self._promised = set(output.num_scheduled_tokens), 0
+        self._leased_ahead = 0
         return meta
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
