@@ -22,6 +22,7 @@ from engine_cases import (
     Arrangement,
     Cache,
     WrongCopier,
+    places,
 )
 from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache, tokens
 
@@ -465,6 +466,31 @@ def test_reading_the_bytes_of_a_chunk_costs_no_other_retrieve(pair: Pair) -> Non
     assert first == second == writer.do(read_and_drop, chunks(2))[0]
     assert served.settled()
     assert said(reader.retrieve(chunks(3, family=2))) == all_of(3 * CHUNK)
+
+
+def load_every_other(inside: Inside, prompt: list[int]) -> bool:
+    """Chunks 0 and 2 of one lease into their places, and nothing else: are all bytes of the KV cache as they must be?"""
+    worker, size = inside.worker, inside.setup.chunk_size
+    slots = places(inside.setup.sizes, len(prompt), 1)
+    objs = worker.get(inside.keys(prompt))
+    inside.cache.poison()
+    failed = worker.load([objs[0], objs[2]], [0, 2 * size], slots.numpy(), 0)
+    for obj in objs:
+        obj.ref_count_down()
+    expected = Cache(inside.setup.arrangement, inside.setup.sizes)
+    for start in (0, 2 * size):
+        there = slice(start, start + size)
+        expected.fill(inside.shard(prompt)[there], slots[there])
+    return failed is None and all(
+        torch.equal(mine, its) for mine, its in zip(inside.cache._memory, expected._memory, strict=True)
+    )
+
+
+def test_some_of_the_chunks_of_one_lease_are_loaded_each_from_its_own_slot(pair: Pair) -> None:
+    served, writer, reader = pair
+    writer.store(chunks(3))
+    assert reader.do(load_every_other, chunks(3))
+    assert served.settled()
 
 
 def end_leases_under_broadcasts(inside: Inside) -> None:

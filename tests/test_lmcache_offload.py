@@ -193,6 +193,34 @@ def test_what_left_the_pool_after_the_look_up_is_retrieved_from_below(tmp_path: 
         assert hits(made) == (0, 4)
 
 
+def test_requests_that_begin_alike_each_get_their_own_chunks_from_below(pools: list[Pool], depot: Depot, model: str) -> None:
+    """Both look-ups leased the same chunks, which the pool has; what follows differs, and is below only."""
+    prompts = [chunks(4), chunks(2) + chunks(2, family=2)]
+    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model)
+    for prompt in prompts:
+        through(writer, prompt)
+    reader.store(chunks(2))
+    assert [reader.lookup(prompt, f"r{i}") for i, prompt in enumerate(prompts)] == [4 * CHUNK, 4 * CHUNK]
+    for i in (1, 0):
+        assert said(reader.retrieve(prompts[i], request=f"r{i}")) == (0, 4 * CHUNK, True)
+    assert pools[1].settled()
+
+
+def drop_uncounted(inside: Inside, prompt: list[int]) -> tuple[int, int]:
+    """Bytes held while memory objects are there, and after they are gone without a word."""
+    objs = inside.worker.get(inside.keys(prompt))
+    before = held(inside)
+    del objs
+    return before, held(inside)
+
+
+def test_memory_of_objects_that_nobody_counted_down_comes_back(pools: list[Pool], depot: Depot, model: str) -> None:
+    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model)
+    through(writer, chunks(2))
+    before, after = reader.do(drop_uncounted, chunks(2))
+    assert before > after == 0
+
+
 def test_ranks_hit_what_all_of_them_have(pools: list[Pool], depot: Depot, model: str) -> None:
     writers, readers = ([engine(pool, depot, model, process={"rank": rank, "ranks": 2}) for rank in range(2)] for pool in pools)
     through(writers[0], chunks(4))

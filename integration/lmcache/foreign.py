@@ -53,8 +53,8 @@ class Foreign:
                 there = memory.take(form.nbytes)
                 if there is None:
                     break
-                staged[0].write_to(there)
                 obj = FetchedObj(form, staged[0].key, staged[0].epoch, there, memory.give)
+                staged[0].write_to(there)
             finally:
                 fetch.give_back(staged)
             taken.append(obj)

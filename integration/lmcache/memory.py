@@ -210,7 +210,7 @@ class LeasedObj(ChunkObj):
         self, form: Form, shared: SharedLease, lease: Lease, index: int, copy_out: Callable[[LeasedObj], torch.Tensor]
     ) -> None:
         super().__init__(form)
-        self.shared, self.index, self.key, self.location = shared, index, lease.keys[index], lease.locations[index]
+        self.shared, self.key, self.location = shared, lease.keys[index], lease.locations[index]
         self._copy_out = copy_out
 
     def bytes(self) -> torch.Tensor:
@@ -232,7 +232,8 @@ class HostMemory:
         self.most, self.held = most, 0
         self._spare = spare
         self._kept: list[torch.Tensor] = []
-        self._lock = threading.Lock()
+        # An object may end in the middle of anything, also of what is done here.
+        self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         """1-D uint8, contents undefined, until it is given back; None if too much is held, or there is no memory."""
@@ -273,6 +274,10 @@ class FetchedObj(ChunkObj):
         memory, self.memory = self.memory, None
         if memory is not None:
             self._give(memory)
+
+    def __del__(self) -> None:
+        # Whoever forgot to count it down: LMCache where a call of it failed.
+        self.dropped()
 
 
 class NoAllocator(MemoryAllocatorInterface):  # type: ignore[misc]

@@ -18,7 +18,7 @@ from lmcache.v1.memory_management import MemoryObj
 
 from vcache_backend.config import OffloadConfig
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey, Location
 from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.keys import TaggedHashKeys, of_rank
 from vcache_backend.transfer.load import SLICE_SECONDS, Load
@@ -130,8 +130,11 @@ class PoolWorker:
         pin = self._pins.take(keys[0], lambda pin: self._covered(pin, keys, first))
         if pin is None and not self._mine(keys):
             return 0
-        names = pin.names[:count] if pin is not None and len(pin.names) >= count else self._names.keys(keys)
-        lease = self._part(pin.lease, first, count) if pin is not None and pin.lease is not None else None
+        # The look-up may be another request's, which begins alike; the last key stands for all before it.
+        looked_up = pin is not None and len(pin.names) >= count and pin.names[count - 1] == self._names.keys(keys[-1:])[0]
+        names = pin.names[:count] if pin is not None and looked_up else self._names.keys(keys)
+        held = pin.lease if pin is not None else None
+        lease = self._part(held, held.keys[first:count], held.locations[first:count]) if held is not None else None
         places = SlotPlaces(self.paged(), size, slots, range(first * size, count * size, size), skip, whole=True)
         return self._bring(places, names[first:], range(first * size, count * size, size), skip, lease)
 
@@ -189,7 +192,7 @@ class PoolWorker:
             begins = [start for _, start in part]
             places = SlotPlaces(kv, size, slots, begins, skip, whole=True)
             if isinstance(origin, SharedLease):
-                lease = self._part(origin.take(), its[0].index, its[-1].index + 1)
+                lease = self._part(origin.take(), [obj.key for obj in its], [obj.location for obj in its])
                 loaded = self._bring(places, [obj.key for obj in its], begins, skip, lease)
             else:
                 loaded = self.foreign.load(places, its)
@@ -200,11 +203,11 @@ class PoolWorker:
                 failed.append(begins[loaded])
         return min(failed, default=None)
 
-    def _part(self, lease: Lease | None, first: int, stop: int) -> Lease | None:
-        """Chunks `first` to `stop` of a lease, with time for a copy; None if it is over."""
+    def _part(self, lease: Lease | None, keys: list[ChunkKey], locations: list[Location]) -> Lease | None:
+        """A lease on these of its chunks, with time for a copy; None if it is over."""
         if lease is None or not (self.session.good_for_a_copy(lease) or self.session.renew(lease)):
             return None
-        return msgspec.structs.replace(lease, keys=lease.keys[first:stop], locations=lease.locations[first:stop])
+        return msgspec.structs.replace(lease, keys=keys, locations=locations)
 
     def _bring(self, places: SlotPlaces, names: list[ChunkKey], starts: Sequence[int], skip: int, lease: Lease | None) -> int:
         """Load these chunks: how many leading ones are valid, or will be if the worker `settles`."""
