@@ -403,6 +403,14 @@ def test_the_first_rank_broadcasts_mla_chunks_as_lmcache_lays_them_out(served: P
     assert served.settled()
 
 
+def test_more_chunks_are_broadcast_than_are_loaded_at_once(served: Pool) -> None:
+    """All were cloned under one lease, which is ended behind the last of them."""
+    first, _ = ranks(served, MLA, extra={"save_only_first_rank": True})
+    first.store(chunks(10))
+    assert said(first.retrieve(chunks(10))) == all_of(10 * CHUNK)
+    assert served.settled()
+
+
 # ---- other KV caches, other requests
 
 

@@ -67,13 +67,14 @@ class Foreign:
         while loaded < len(objs):
             part = objs[loaded : loaded + AT_ONCE]
             count = self._load(places, loaded, part)
-            if not self._clones_held(part):
-                self._session.stats.failed("lease_lost")
-                break
             loaded += count
             if count < len(part):
                 self._session.stats.failed("foreign")
                 break
+        # Many may have been cloned under one lease: it is ended once.
+        if not self._clones_held(objs):
+            self._session.stats.failed("lease_lost")
+            return 0
         return loaded
 
     def _load(self, places: SlotPlaces, first: int, objs: Sequence[MemoryObj]) -> int:
@@ -81,7 +82,8 @@ class Foreign:
         kv, views = places.kv, list[SlotView]()
         need = kv.chunk_bytes(self._session.chunk_size)
         for obj in objs:
-            there = obj.raw_tensor if obj.raw_tensor is not None else obj.tensor
+            raw = obj.raw_tensor
+            there = raw if raw is not None else obj.tensor
             flat = there.contiguous().view(-1).view(torch.uint8)
             if flat.numel() < need:
                 break
