@@ -405,6 +405,27 @@ with Raw(MooncakeConfig(master={own_depot.master.address!r}, hostname="127.0.0.1
     eventually(lambda: gone(process))
 
 
+def test_it_ends_with_a_parent_that_was_killed_before_it_began() -> None:
+    """Though a process that the parent forked holds the other end of its socket."""
+    code = """
+import os, signal, subprocess, time
+from vcache_backend.config import MooncakeConfig
+from vcache_backend.offload.client import OffloadProcess
+class Killed(subprocess.Popen):
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        if os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("process", self.pid, flush=True)
+        time.sleep(60)
+subprocess.Popen = Killed
+OffloadProcess(MooncakeConfig(master="127.0.0.1:1"))
+"""
+    with Child([sys.executable, "-c", code]) as parent:
+        process = int(parent.expect("process").split()[1])
+        eventually(lambda: gone(process))
+
+
 def test_a_forked_child_gets_nothing_and_leaves_it_alone(depot: Depot, ring: Ring) -> None:
     store, (buffer,) = opened(depot.offload(**QUICK), ring), ring.take(1, 0)
     names = new_names(1)

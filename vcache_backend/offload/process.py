@@ -1,4 +1,5 @@
-"""The offload process, `python -m vcache_backend.offload.process FD`: the only code that imports Mooncake. Started by client.py.
+"""The offload process, `python -m vcache_backend.offload.process FD PARENT`: the only code that imports Mooncake. Started by
+client.py.
 
 The library keeps the interpreter's lock while it connects (4.4 s without a master, measured) and while it disconnects, may take half
 a minute for one call, and crashes where it is used before its set-up or after its end. All of that happens here, where nobody computes
@@ -279,7 +280,8 @@ def _step_back() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """In a thread: end when the parent has, though a process that it forked may still hold the other end of the socket."""
+    """In a thread: end when the parent has, be it before this began, though a process that it forked may still hold the other end of the
+    socket."""
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
     os._exit(0)
@@ -288,7 +290,7 @@ def _end_with(parent: int) -> None:
 def main() -> None:
     # Ctrl-C is for the parent, with which this ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     with suppress(OSError, EOFError):
         Service(Connection(int(sys.argv[1]))).serve()
