@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from engine_cases import CHUNK, SNAPPY, Cache, Node, layout_of, node, prompt, put
 from processes import eventually
 
+from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
-from vcache_backend.transfer.session import FOREIGN, Lease
+from vcache_backend.transfer.session import FOREIGN, AskedLease, Lease, Session
 
 
 @pytest.fixture
@@ -112,3 +114,33 @@ def test_a_lease_that_ended_with_its_holder_did_not_hold(here: Node) -> None:
     reading.holder.close()
     eventually(lambda: reading.leases() == 0)
     assert not reading.concluded(GRACE_SECONDS)
+
+
+# ---- a lease that was asked for ahead
+
+
+@contextmanager
+def another_call(session: Session) -> Iterator[None]:
+    """One of another thread is under way."""
+    with session.client._lock:
+        yield
+
+
+@pytest.mark.parametrize("end", [AskedLease.fetch, AskedLease.drop])
+def test_an_answer_that_comes_too_late_leaves_no_lease(here: Node, end: Callable[[AskedLease], object]) -> None:
+    """Another thread's call takes longer than an answer is waited for, and the connection lives."""
+    reading = Reading(here)
+    assert reading.session.client.release(reading.lease.id)
+    asked = reading.session.ask_lease(reading.lease.keys)
+    with another_call(reading.session), suppress(ServerTimeout):
+        end(asked)
+    assert reading.session.connected
+    eventually(lambda: reading.session.client.lookup(reading.lease.keys) == 2 and reading.leases() == 0)
+
+
+def test_a_release_that_another_call_keeps_waiting_too_long_is_not_lost(here: Node) -> None:
+    reading = Reading(here)
+    with another_call(reading.session):
+        reading.session.release(reading.lease)
+        assert not reading.session.flush(2 * SNAPPY.request_seconds)
+    eventually(lambda: reading.leases() == 0)

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vcache_backend.errors import ServerUnavailable, VCacheError
+from vcache_backend.metadata_server.channel import Sent
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey, Leased
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,11 @@ class Courier:
 
     def release(self, lease: int) -> None:
         """End a lease under which nothing more is read."""
-        self._post(_Letter(self._client.release, lease))
+        self._post(_Letter(self._client.release, lease, again=True))
+
+    def release_asked(self, sent: Sent[Leased]) -> None:
+        """End a lease that was asked for and whose answer is still to come."""
+        self._post(_Letter(self._release_asked, sent, again=True))
 
     def give_back(self, reservation: int) -> None:
         """Abort a reservation under which nothing was or is written."""
@@ -90,6 +95,16 @@ class Courier:
                 self._work()
             except Exception:  # the thread's last line of defence
                 log.exception("the server could not be told something")
+
+    def _release_asked(self, sent: Sent[Leased]) -> None:
+        try:
+            leased = sent.answer()
+        except VCacheError:
+            if sent.over:
+                return
+            raise
+        if leased.lease:
+            self.release(leased.lease)
 
     def _has_work(self) -> bool:
         return bool(self._letters) and self._client.connected

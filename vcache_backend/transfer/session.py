@@ -12,6 +12,7 @@ import msgspec
 
 from vcache_backend.config import Config
 from vcache_backend.errors import ChecksumError, LayoutError, ServerUnavailable, VCacheError
+from vcache_backend.metadata_server.channel import Sent
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Leased, Location, SegmentId
 from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.checked import CheckedScatter
@@ -199,7 +200,16 @@ class Session:
         except VCacheError as error:
             log.debug("a lease could not be asked for: %s", error)
             return AskedLease(self, lambda: self.lease(keys))
-        return AskedLease(self, (lambda: self._leased(keys, sent.answer(), asked, connection)) if sent else lambda: None)
+        return AskedLease(self, (lambda: self._leased(keys, self._answer(sent), asked, connection)) if sent else lambda: None)
+
+    def _answer(self, sent: Sent[Leased]) -> Leased:
+        """The answer to what was asked; a lease that comes too late is ended."""
+        try:
+            return sent.answer()
+        except VCacheError:
+            if not sent.over:
+                self.committer.release_asked(sent)
+            raise
 
     def _leased(self, keys: list[ChunkKey], leased: Leased, asked: float, connection: int) -> Lease | None:
         self.stats.add_time("acquire", time.monotonic() - asked)
