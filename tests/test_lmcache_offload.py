@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import vllm_cases
-from engine_cases import CHUNK, FLASH, SNAPPY
+from engine_cases import CHUNK, FLASH, SNAPPY, places
 from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
 from mooncake_cases import Depot, Raw, depot, needs_mooncake, own_depot
 from processes import SECONDS, eventually
@@ -219,6 +219,24 @@ def test_memory_of_objects_that_nobody_counted_down_comes_back(pools: list[Pool]
     through(writer, chunks(2))
     before, after = reader.do(drop_uncounted, chunks(2))
     assert before > after == 0
+
+
+def load_freed(inside: Inside, prompt: list[int]) -> int | None:
+    """Memory objects whose last reference is gone, their memory with it."""
+    objs = inside.worker.get(inside.keys(prompt))
+    for obj in objs:
+        obj.ref_count_down()
+    slots = places(inside.setup.sizes, len(prompt)).numpy()
+    failed_from: int | None = inside.worker.load(objs, range(0, len(prompt), CHUNK), slots, 0)
+    return failed_from
+
+
+def test_freed_objects_are_not_loaded(pools: list[Pool], depot: Depot, model: str) -> None:
+    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model)
+    through(writer, chunks(2))
+    assert reader.do(load_freed, chunks(2)) == 0
+    assert reader.do(flushed)
+    assert pools[1].stats().chunks == 0
 
 
 def test_ranks_hit_what_all_of_them_have(pools: list[Pool], depot: Depot, model: str) -> None:

@@ -82,6 +82,8 @@ class Foreign:
         kv, views = places.kv, list[SlotView]()
         need = kv.chunk_bytes(self._session.chunk_size)
         for obj in objs:
+            if isinstance(obj, FetchedObj) and obj.memory is None:
+                break
             raw = obj.raw_tensor
             there = raw if raw is not None else obj.tensor
             flat = there.contiguous().view(-1).view(torch.uint8)
