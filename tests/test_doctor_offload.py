@@ -71,9 +71,9 @@ def test_a_codec_that_loses_bits_is_a_warning(codec: str, settings_only: Callabl
 def test_the_least_bandwidth_is_explained(settings_only: Callable[[Config], dict[str, Finding]]) -> None:
     assert "no bound" in settings_only(config(min_bandwidth=0))["offload bandwidth"].detail
     detail = settings_only(config())["offload bandwidth"].detail
-    assert detail.startswith("for KV caches on a GPU: while less than 4.657 GiB/s of KV comes from below it is computed")
+    assert detail.startswith("for KV caches on a GPU: while less than 4.657 GiB/s of KV comes from there it is computed")
     detail = settings_only(config(min_bandwidth="2 GiB", retry_max_seconds=7))["offload bandwidth"].detail
-    assert detail == "while less than 2 GiB/s of KV comes from below it is computed, but for a try every 7 s"
+    assert detail == "while less than 2 GiB/s of KV comes from there it is computed, but for a try every 7 s"
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ class ChunkObj(MemoryObj):  # type: ignore[misc]
         return None
 
 
-class Source(NamedTuple):
+class NotedSlots(NamedTuple):
     """The tokens of a chunk in KV caches: at `slots[start:]` (int64), the slots of a request's tokens."""
 
     kvcaches: KVCaches
@@ -171,7 +171,7 @@ class DeferredObj(ChunkObj):
     source: where its tokens lie. copy_out: who can copy it out of the KV cache.
     """
 
-    source: Source | None = None
+    source: NotedSlots | None = None
     copy_out: Callable[[DeferredObj], torch.Tensor] | None = None
 
     def bytes(self) -> torch.Tensor:

@@ -28,7 +28,7 @@ from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .foreign import Foreign
-from .memory import ChunkObj, DeferredObj, FetchedObj, Form, HostMemory, LeasedObj, SharedLease, Source
+from .memory import ChunkObj, DeferredObj, FetchedObj, Form, HostMemory, LeasedObj, NotedSlots, SharedLease
 from .pins import Pin, Pins
 from .scope import scoped
 
@@ -258,7 +258,7 @@ class PoolWorker:
         written = torch.cuda.current_stream().record_event() if self.session.device.ordinal is not None else None
         for obj, start in zip(objs, starts, strict=True):
             if isinstance(obj, DeferredObj):
-                obj.source, obj.copy_out = Source(self.kvcaches, slots, start), self.foreign.copy_out(written)
+                obj.source, obj.copy_out = NotedSlots(self.kvcaches, slots, start), self.foreign.copy_out(written)
 
     def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
         """Store noted chunks, those of one `note` in one launch. Visible once copied; those that are there already are not copied again.

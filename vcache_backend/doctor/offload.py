@@ -35,16 +35,16 @@ def check_offload(config: Config) -> Iterator[Finding]:
 def _codec(tier: OffloadConfig) -> Finding:
     if tier.codec not in LOSSY:
         return Finding("offload codec", "ok", f"{tier.codec}: every bit comes back")
-    detail = f"{tier.codec} loses bits: answers after a read from below differ a little, and only instances with it share"
+    detail = f"{tier.codec} loses bits: answers after a read from there differ a little, and only instances with it share"
     return Finding("offload codec", "warn", detail, "set offload.codec to raw, unless docs/mooncake.md's errors are fine")
 
 
 def _bandwidth(tier: OffloadConfig) -> Finding:
     least = tier.least_bandwidth(on_gpu=True)
     if not least:
-        return Finding("offload bandwidth", "ok", "no bound: what is below is read, however slow that is (offload.min_bandwidth)")
+        return Finding("offload bandwidth", "ok", "no bound: the tier is read, however slow that is (offload.min_bandwidth)")
     detail = (
-        f"while less than {least.about}/s of KV comes from below it is computed, but for a try every {tier.retry_max_seconds:g} s"
+        f"while less than {least.about}/s of KV comes from there it is computed, but for a try every {tier.retry_max_seconds:g} s"
     )
     if tier.min_bandwidth is None:
         detail = f"for KV caches on a GPU: {detail} (offload.min_bandwidth is not set)"

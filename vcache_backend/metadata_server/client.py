@@ -63,7 +63,7 @@ class Client(Channel):
         return self.present(keys).present
 
     def present(self, keys: list[m.ChunkKey]) -> m.Present:
-        """`contains`, with the epoch in which to look below for those that are not there."""
+        """`contains`, with the epoch in which to look for the others in the offload tier."""
         replies = list(self._in_parts(keys, m.Contains, m.Present))
         return msgspec.structs.replace(replies[0], present=[there for reply in replies for there in reply.present])
 

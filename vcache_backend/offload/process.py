@@ -213,7 +213,7 @@ def _way_out(master: str) -> str:
         return str(probe.getsockname()[0])
 
 
-class Service:
+class OffloadService:
     """Makes one parent's calls. Look-ups, transfers and removals have threads of their own, so that none waits for another kind."""
 
     def __init__(self, connection: Connection) -> None:
@@ -293,7 +293,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     with suppress(OSError, EOFError):
-        Service(Connection(int(sys.argv[1]))).serve()
+        OffloadService(Connection(int(sys.argv[1]))).serve()
     # Not by way of the library's own clean-up: calls may be under way.
     os._exit(0)
 
