@@ -38,8 +38,6 @@ log = logging.getLogger("vllm.vcache")
 
 IDLE_SECONDS = 0.002
 """How long a step without a model run waits for a load: as long as one may keep a request that arrives meanwhile waiting."""
-COPY_SECONDS = 0.01
-"""How long it waits for one whose chunks are on their way: nothing is gained by another step before they are there."""
 SYNCHRONOUS_SECONDS = 30.0
 """How long a step waits for a load that it needs; a copy takes a thousandth of that."""
 CLOSE_SECONDS = 5.0
@@ -197,7 +195,7 @@ class WorkerSide:
         began = time.monotonic()
         while self._meta.idle and self._asynchronous and not done:
             first = self._asynchronous[0]
-            if time.monotonic() > began + (COPY_SECONDS if first.reached > first.loaded else IDLE_SECONDS):
+            if time.monotonic() > began + IDLE_SECONDS:
                 break
             first.wait(IDLE_SECONDS)
             done = self._advance()
