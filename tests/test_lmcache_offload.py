@@ -5,6 +5,7 @@ Every retrieval goes into poisoned blocks, and every byte of the whole KV cache 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -449,7 +450,15 @@ def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: De
         lmcache = {"enable_async_loading": True, "extra_config": extra | {"vcache.model": "tiny"}}
         ahead = two.start("ahead", lmcache)
         seen = stored(depot)
+
+        def reads(writer: vllm_cases.Instance, reader: vllm_cases.Instance) -> bool:
+            tokens = vllm_cases.new_tokens(length + 17)
+            keep_below(writer, tokens, depot, seen)
+            return bool(reader.one(tokens).cached == length)
+
         for writer, reader in ((step, ahead), (ahead, step)):
+            # Until its offload process is there, what an instance asks for is computed.
+            eventually(functools.partial(reads, writer, reader))
             tokens = vllm_cases.new_tokens(4 * length + 17)
             computed, _ = keep_below(writer, tokens, depot, seen)
             own, from_below = writer.one(tokens), reader.one(tokens)
