@@ -41,7 +41,7 @@ case $call in
     timeout $((500 - SECONDS + began)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider tests 2>&1 | tee "$out/gpu-tests.txt" | tail -15
     ;;
   speed)
-    vllm vllm 520 scheduler,ttft,agreeing,tpot,pd --rounds 9 --isolated --with-lmcache --without-mp
+    vllm vllm 520 scheduler,ttft,agreeing,tpot,pd --rounds 9 --isolated --with-lmcache
     ;;
   equal)
     vllm vllm 520 agreeing,sensitive,flipped,equal,restart --pool-gib 8 --isolated &

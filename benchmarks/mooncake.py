@@ -16,7 +16,6 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.offload import objects
 
-from . import mooncake_trace
 from .kv import GIB, KV, Size, prompt, threads, timed
 from .mooncake_raw import WAYS
 from .mooncake_store import Site, until
@@ -40,7 +39,7 @@ SIDE, PRODUCTS = (900, 2) if DEVICE == "host" else (8192, 8)
 def run() -> list[Row]:
     """All rows; about ten minutes."""
     with threads(1):
-        rows = [
+        return [
             get_row("mooncake_get_512MiB", LARGE, promote=False),
             get_row("mooncake_get_512MiB_promoting", LARGE, promote=True),
             get_row("mooncake_get_512MiB_small_chunks", SMALL, promote=False),
@@ -49,7 +48,6 @@ def run() -> list[Row]:
             *lookup_rows(),
             *step_rows(),
         ]
-    return [*rows, mooncake_trace.run()]
 
 
 def _against_library(case: str, size: Size, ours: list[float], theirs: list[dict[str, float]], what: str) -> Row:

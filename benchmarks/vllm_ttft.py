@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     skipped = [name for name in names if scale.cpu and not PARTS[name].cpu]
     names = [name for name in names if name not in skipped]
     print("".join(f"{name}: skipped, needs GPUs\n" for name in skipped), end="", flush=True)
-    variants = ("vcache",) + (() if options.without_mp or scale.cpu else ("mp",)) + (("lmcache",) if options.with_lmcache else ())
+    variants = ("vcache", "lmcache") if options.with_lmcache else ("vcache",)
     more = dict(setting.split("=", 1) for setting in options.set)
     failed = []
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-vllm-"))
@@ -211,7 +211,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=11, help="prompts of each length in `ttft` and of each kind in `pd`")
     parser.add_argument("--seed", type=int, default=0, help="other prompts")
     parser.add_argument("--suffix", default="", help="at the end of every case's name, for a second run with other settings")
-    parser.add_argument("--without-mp", action="store_true", help="leave LMCache's MP server out of `ttft`")
     parser.add_argument("--isolated", action="store_true", help="each instance sees the GPU it computes on and no other")
     options = parser.parse_args(arguments)
     if options.with_lmcache and options.integration == "lmcache":

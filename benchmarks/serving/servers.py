@@ -15,8 +15,7 @@ from typing import Any
 
 from ..processes import ChildFailed, MetadataServer, Program, free_ports, module
 from ..vllm.fleet import ENVIRONMENT
-from ..vllm.settings import mp_arguments
-from .systems import Sizes, serve_arguments
+from .systems import Sizes, mp_arguments, serve_arguments
 
 START_SECONDS = 300.0
 END_SECONDS = 20.0

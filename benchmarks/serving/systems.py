@@ -11,7 +11,7 @@ import msgspec
 
 from ..vllm import scale as scales
 from ..vllm.scale import GIB, MIB, Scale
-from ..vllm.settings import mp_connector, our_connector
+from ..vllm.settings import BOTH, our_connector
 from .workloads import Plan
 
 MODEL = "model"
@@ -130,9 +130,25 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     """The connector. side: where the process beside the servers is (`port` of LMCache's, `socket` of ours), `index` of the server, and
     `more`, settings of vcache by `SECTION.KEY`."""
     if name == "mp":
-        return mp_connector(side["port"])
+        return _mp_connector(side["port"])
     if name != "vcache":
         return None
     # On the CPU two of the same name would be one device, which is lent once.
     more = {"pool.device": f"host:{side['index']}"} if sizes.scale.cpu else {}
     return our_connector(side["socket"], sizes.pool_bytes, sizes.scale.chunk, more | dict(side.get("more", {})))
+
+
+def _mp_connector(port: int) -> dict[str, Any]:
+    """`kv_transfer_config` of LMCache's connector to its server on `port`."""
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port, "lmcache.mp.mq_timeout": 60},
+        **BOTH,
+    }
+
+
+def mp_arguments(scale: Scale, gib: float, port: int) -> list[str]:
+    """Of LMCache's server."""
+    given = ["--port", str(port), "--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU", "--chunk-size", str(scale.chunk)]
+    return given + (["--supported-transfer-mode", "auto", "--disable-observability"] if scale.cpu else [])

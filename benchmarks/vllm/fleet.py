@@ -1,9 +1,10 @@
-"""The processes of a run: the metadata server, LMCache's MP server, a Mooncake store, and vLLM instances (`instances`, `settings`).
+"""The processes of a run: the metadata server, a Mooncake store, and vLLM instances (`instances`, `settings`).
 
 Both GPUs are visible to every instance, the one it computes on first, unless the run is `isolated`: then each sees its own only.
 
-Instances of one kind run the same compiled code: they share one cache of vLLM's, the first of them compiles, and the others start once
-what it compiled is saved there. Instances that compile for themselves may differ in the last bit of what they compute.
+Instances of one kind run the same compiled code, loaded from one cache of vLLM's: the first with a connector and the first without
+compile, are ended once that is saved there, and start again like all others. An instance that runs what it compiled itself may differ
+in the last bit from one that loaded it.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ServerStats
 
 from ..mooncake_store import Depot
-from ..processes import HOST, PATIENT, Child, ChildFailed, MetadataServer, Program, free_ports, module
+from ..processes import HOST, PATIENT, Child, ChildFailed, MetadataServer, free_ports, module
 from .instances import INSTANCES, KINDS, Spec
 from .scale import Scale
-from .settings import Integration, arguments, lmcache_file, mp_arguments
+from .settings import Integration, arguments, lmcache_file
 from .weights import write_model
 
 START_SECONDS = 240.0
-MP_GB = 24
 STORE_POOLS = 2
 """The store holds as much as the pool of two instances."""
 WRITTEN_SECONDS = 0.3
@@ -81,11 +81,10 @@ class Fleet:
         self._children: dict[str, Child] = {}
         self._failed: dict[str, str] = {}
         self._waiting: dict[str, float] = {}
-        self._compiled: set[tuple[str, int]] = set()
+        self._compiled: set[tuple[str, int, bool]] = set()
         self._ports = iter(range(free_ports(1)[0], 60_000, 200))
         self._server: MetadataServer | None = None
         self._depot: Depot | None = None
-        self._mp: Program | None = None
         for each in (folder, cache):
             each.mkdir(parents=True, exist_ok=True)
 
@@ -104,10 +103,10 @@ class Fleet:
         with self._alone():
             for name in new:
                 self._model(INSTANCES[name].kind)
-        first: dict[tuple[str, int], str] = {}
+        first: dict[tuple[str, int, bool], str] = {}
         for name in new if not self.scale.cpu else ():
             spec = INSTANCES[name]
-            key = spec.kind, spec.tensor_parallel
+            key = spec.kind, spec.tensor_parallel, spec.variant == "alone"
             if key not in self._compiled and not KINDS[spec.kind].arguments.get("enforce_eager"):
                 first.setdefault(key, name)
         if first:
@@ -116,6 +115,7 @@ class Fleet:
                     self._start(name)
                 for name in first.values():
                     self._await_compiled(name)
+                self.end(first.values())
             self._compiled |= set(first)
         for name in new:
             if name not in self._children:
@@ -125,8 +125,6 @@ class Fleet:
         spec = INSTANCES[name]
         if spec.below:
             assert self.depot is not None
-        elif spec.variant == "mp" and self._mp is None:
-            self._serve_mp()
         if self._settings.of(spec):
             assert self.pool is not None
         given = arguments(KINDS[spec.kind].of(self.scale), spec, self._model(spec.kind), self._settings)
@@ -161,8 +159,6 @@ class Fleet:
             raise ChildFailed(self._failed[name])
         self.start([name])
         child = self._children[name]
-        if INSTANCES[name].variant == "mp" and self._mp is not None and not self._mp.alive:
-            raise ChildFailed(f"LMCache's MP server has ended; {self._mp.tail()}")
         started = self._waiting.pop(name, None)
         if started is not None:
             try:
@@ -282,16 +278,6 @@ class Fleet:
         # An object counts from when its writing begins.
         time.sleep(WRITTEN_SECONDS)
         return True
-
-    # ---- the others' processes
-
-    def _serve_mp(self) -> None:
-        """Instances wait for its answer, so nobody waits for it here; it is up long before they ask."""
-        (port,) = free_ports(1)
-        self._settings = msgspec.structs.replace(self._settings, mp_port=port)
-        command = module("lmcache.v1.multiprocess.server", *mp_arguments(self.scale, MP_GB, port))
-        program = Program("LMCache's MP server", command, self.folder / "mp_server.log", {**os.environ, **ENVIRONMENT})
-        self._mp = self._undo.enter_context(program)
 
     def _environment(self, name: str, spec: Spec) -> dict[str, str]:
         given = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(self._cache), "VLLM_PORT": str(next(self._ports))}

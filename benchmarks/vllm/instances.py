@@ -79,8 +79,8 @@ KINDS = {
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance. variant: alone, vcache (as the run's integration has it), lmcache (vcache through LMCache in any run), mp (LMCache's
-    server in host memory). role: producer, consumer or both (""). scheduler: a function of `scheduler`. below: with an offload tier."""
+    """An instance. variant: alone, vcache (as the run's integration has it), lmcache (vcache through LMCache in any run).
+    role: producer, consumer or both (""). scheduler: a function of `scheduler`. below: with an offload tier."""
 
     variant: str
     gpu: int
@@ -104,8 +104,6 @@ INSTANCES = {
     **_trio("", ""),
     "lm_a": Spec(variant="lmcache", gpu=0),
     "lm_b": Spec(variant="lmcache", gpu=1),
-    "mp_a": Spec(variant="mp", gpu=0),
-    "mp_b": Spec(variant="mp", gpu=1),
     "timed": Spec(variant="vcache", gpu=1, scheduler="probed"),
     "tp2": Spec(variant="vcache", gpu=0, tensor_parallel=2, scheduler="in_chunks"),
     "producer": Spec(variant="vcache", gpu=0, role="producer"),

@@ -6,7 +6,6 @@ All on otherwise idle GPUs, one request at a time unless said otherwise, the var
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -23,15 +22,12 @@ MS = 1e3
 ALLOWED_MS = 2.0
 ALLOWED_COPY = 1.15
 VS_RECOMPUTE = {"4k": 4.0, "16k": 15.0, "32k": 30.0}
-VS_MP = {"4k": 1.5, "16k": 2.5, "32k": 3.0}
-MP_SETTLES = 0.4
-"""LMCache's MP server stores in the background and says nothing when it is done; 32k tokens take it 0.1 s."""
 TPOT = {"lmcache": 1.10, "vllm": 1.05}
 LOAD = "16k"
 EVERY = 1.0
 OFTEN = 0.1
 
-SIDES = {"vcache": ("a", "b"), "lmcache": ("lm_a", "lm_b"), "mp": ("mp_a", "mp_b")}
+SIDES = {"vcache": ("a", "b"), "lmcache": ("lm_a", "lm_b")}
 """Who stores and who hits. lmcache: through LMCache, beside our own connector."""
 
 Samples = dict[tuple[str, str], list[float]]
@@ -83,14 +79,10 @@ def _round(fleet: Fleet, prompt: list[int], name: str, samples: Samples, variant
     samples["prefix", name].append(_ttft(alone, prompt)[0])
     for variant in variants:
         writer, reader = SIDES[variant]
-        if variant in ("vcache", "lmcache"):
-            fleet.make_room(len(prompt))
-            chunks = fleet.chunks() + len(prompt) // fleet.scale.chunk
-            _ttft(fleet.instance(writer), prompt)
-            fleet.stored(chunks)
-        else:
-            _ttft(fleet.instance(writer), prompt)
-            time.sleep(MP_SETTLES)
+        fleet.make_room(len(prompt))
+        chunks = fleet.chunks() + len(prompt) // fleet.scale.chunk
+        _ttft(fleet.instance(writer), prompt)
+        fleet.stored(chunks)
         seconds, cached = _ttft(fleet.instance(reader), prompt)
         if due - fleet.scale.chunk < cached:
             samples[variant, name].append(seconds)
@@ -136,9 +128,6 @@ def _judged(fleet: Fleet, name: str, held: dict[str, list[float]], floor: float,
     against = "reference: a hit on the peer GPU through the pool"
     what, least = f"TTFT recomputing; {against}", VS_RECOMPUTE[name]
     rows.append(row(f"{fleet.integration}_vs_recompute_{name}", "ms", held["recompute"], ours, what=what, at_least=least))
-    if held["mp"]:
-        what = f"TTFT of a hit through LMCache's MP server (host memory); {against}{missed}"
-        rows.append(row(f"{fleet.integration}_vs_mp_{name}", "ms", held["mp"], ours, what=what, at_least=VS_MP[name]))
     if held["lmcache"]:
         what = f"TTFT of a hit on the peer GPU by our connector; reference: by LMCache and the plugin, same pool{missed}"
         rows.append(row(f"{fleet.integration}_ttft_vs_lmcache_{name}", "ms", ours, held["lmcache"], what=what, at_most=1.0))

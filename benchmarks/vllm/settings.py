@@ -23,7 +23,6 @@ class Integration(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     socket: Path
-    mp_port: int = 0
     more: dict[str, str] = {}
     store: dict[str, str] = {}
 
@@ -63,8 +62,6 @@ def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -
 
 
 def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, Any]:
-    if spec.variant == "mp":
-        return mp_connector(integration.mp_port)
     if integration.of(spec) != "vllm":
         return {"kv_connector": "LMCacheConnectorV1", **BOTH}
     more = {path.removeprefix("vcache."): value for path, value in integration.settings(spec).items()}
@@ -92,22 +89,6 @@ def our_connector(socket: Path, lends: int, chunk: int, more: Mapping[str, str])
         "kv_connector_extra_config": sections,
         **BOTH,
     }
-
-
-def mp_connector(port: int) -> dict[str, Any]:
-    """`kv_transfer_config` of LMCache's connector to its server on `port`."""
-    return {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port, "lmcache.mp.mq_timeout": 60},
-        **BOTH,
-    }
-
-
-def mp_arguments(scale: Scale, gib: float, port: int) -> list[str]:
-    """Of LMCache's server."""
-    given = ["--port", str(port), "--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU", "--chunk-size", str(scale.chunk)]
-    return given + (["--supported-transfer-mode", "auto", "--disable-observability"] if scale.cpu else [])
 
 
 def _plain(value: str) -> Any:
