@@ -38,7 +38,7 @@ vllm() {
 case $call in
   pool)
     "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/pool.json" --commit "${COMMIT:-}"
-    timeout $((500 - SECONDS + began)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider tests 2>&1 | tee "$out/gpu-tests.txt" | tail -15
+    timeout $((500 - SECONDS + began)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" | tail -15
     ;;
   speed)
     vllm vllm 520 scheduler,ttft,agreeing,tpot,pd --rounds 9 --isolated --with-lmcache
