@@ -146,8 +146,7 @@ class Held:
 
 def under_way(held: object) -> tuple[CudaCompletion, FakeEvent]:
     end = FakeEvent()
-    table = object()
-    return CudaCompletion(torch.device("cuda", 0), FakeEvent(), end, held, table, []), end  # type: ignore[arg-type]
+    return CudaCompletion(torch.device("cuda", 0), FakeEvent(), end, held), end  # type: ignore[arg-type]
 
 
 def test_a_wait_ends_at_its_deadline() -> None:

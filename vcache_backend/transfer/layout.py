@@ -10,7 +10,7 @@ import msgspec
 from vcache_backend.config import Config
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES
 
-CHECKSUM = "ml64x2-1"
+CHECKSUM = "ml64x2-2"
 """What `Layout.extra["checksum"]` is where engine.checksum is on: `checksum.NAME`, without what that module imports."""
 
 

@@ -117,7 +117,7 @@ class Session:
         self.client = pool.connect(config, self.device, fields)
         self.pool = pool.Pool(self.client, self.device, config.pool.segment_bytes, over_budget)
         self.copier = copier or make_copier(self.device, config)
-        self.sealer = make_sealer(self.device, config) if is_checked(layout) else None
+        self.sealer = make_sealer(self.device) if is_checked(layout) else None
         self.tier = make_tier(config, self.device, self.stats)
         self.on_stored: list[Callable[[list[ChunkKey]], None]] = [self._offer]
         """Told, in the commit thread, which chunks of this worker others can see from now on."""
@@ -142,7 +142,7 @@ class Session:
             raise LayoutError(f"kvcaches are {here}, but the layout says {self.layout.layers} of {self.layout.kv_layout}")
         self.copier.prepare(kv)
         if self.sealer is not None:
-            self.sealer.prepare()
+            self.sealer.prepare(kv.chunk_bytes(self.chunk_size))
         self._bind_tier(kv)
         self._paged, self._paged_for = kv, mark
         return kv
@@ -420,12 +420,12 @@ def make_tier(config: Config, device: devices.Device, stats: EngineStats) -> Off
     return open_tier(config.offload, stats, device.ordinal is not None)
 
 
-def make_sealer(device: devices.Device, config: Config) -> Sealer:
+def make_sealer(device: devices.Device) -> Sealer:
     """The sealer of a device."""
     # Needs Triton and takes a while to import.
     from vcache_backend.vram_pool import checksum
 
-    return checksum.make_sealer(device.ordinal, config.pool.max_ctas)
+    return checksum.Sealer(device.ordinal)
 
 
 def make_copier(device: devices.Device, config: Config) -> Copier:

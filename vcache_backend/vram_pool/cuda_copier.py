@@ -40,7 +40,7 @@ class CudaMark(NamedTuple):
 class CudaCompletion:
     """A copy on a stream of `device`, over once `end` is reached.
 
-    Holds what the copy uses until then, and gives `table` back to `free`.
+    Holds what the copy uses until then, and calls `give_back` once.
     """
 
     def __init__(
@@ -49,11 +49,10 @@ class CudaCompletion:
         start: torch.cuda.Event,
         end: torch.cuda.Event,
         held: object,
-        table: kernels.Table,
-        free: list[kernels.Table],
+        give_back: Callable[[], None] = lambda: None,
     ) -> None:
-        self._device, self._start, self.end, self._free = device, start, end, free
-        self._held = [(held, table)]
+        self._device, self._start, self.end = device, start, end
+        self._held = [(held, give_back)]
 
     def done(self) -> bool:
         if not self._held:
@@ -62,7 +61,7 @@ class CudaCompletion:
             if not self.end.query():
                 return False
         with suppress(IndexError):  # another thread was first
-            self._free.append(self._held.pop()[1])
+            self._held.pop()[1]()
         return True
 
     def wait(self, timeout_s: float) -> bool:
@@ -164,7 +163,7 @@ class CudaCopier:
                 # The current stream may not be waiting for the kernel: nothing may run behind the caller's back.
                 side.synchronize()
                 raise
-        completion = CudaCompletion(self.device, start, end, (kv, tuple(slots)), table, self._tables)
+        completion = CudaCompletion(self.device, start, end, (kv, tuple(slots)), lambda: self._tables.append(table))
         with self._lock:
             self._under_way.append(completion)
         return completion
