@@ -105,16 +105,17 @@ def _look_up(client: Client, path: Path, end: float, number: int) -> None:
 
 def _flood(client: Client, path: Path, end: float, number: int) -> None:
     """Requests one behind the other, whose answers are read now and then."""
-    frames = [m.Stats(), m.ListSegments(), m.Lookup([key(n) for n in range(500)]), m.Contains([key(n) for n in range(8000)])]
-    data = b"".join(map(wire.frame, frames)) * 50
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as raw:
+    frames = [m.Stats(), m.ListSegments(), m.Lookup([key(n) for n in range(500)]), m.Contains([key(n) for n in range(2000)])]
+    packets = [wire.encode(message) for message in frames] * 50
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
         raw.connect(str(path))
         raw.settimeout(0.02)
-        raw.sendall(wire.frame(m.Hello(m.PROTOCOL_VERSION, "host", "host")))
+        raw.send(wire.encode(m.Hello(m.PROTOCOL_VERSION, "host", "host")))
         at = 0
         while time.monotonic() < end:
             with suppress(TimeoutError):
-                at += raw.send(data[at % len(data) :])
+                raw.send(packets[at % len(packets)])
+                at += 1
             with suppress(TimeoutError):
                 raw.recv(1 << 20)
 
@@ -160,7 +161,7 @@ def _clear(client: Client, path: Path, end: float, number: int) -> None:
 
 def _hello(client: Client, path: Path, end: float, number: int) -> None:
     """Connections that come, say half of something, and go."""
-    link = ServerLink(0.0)
+    link = ServerLink()
     layout = {"model": "llama", "namespace": os.urandom(8).hex(), **{f"field{n}": os.urandom(50).hex() for n in range(30)}}
     link.open(path, m.Hello(m.PROTOCOL_VERSION, "host", "host", layout), time.perf_counter() + 10, None, [])
     link.close()

@@ -462,10 +462,10 @@ def read_at(fd: int, place: m.Location) -> bytes:
 
 
 class Raw:
-    """The protocol by hand: a socket, four bytes of length, and the `msgpack` package. Nothing of ours."""
+    """The protocol by hand: a socket and the `msgpack` package. Nothing of ours."""
 
     def __init__(self, path: Path, hello: bool = True) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(SECONDS)
         self.fds: list[int] = []
         try:
@@ -488,23 +488,20 @@ class Raw:
 
     def send(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
         """A server that has closed the connection already may have said why: that is for `receive`."""
-        body = msgpack.packb(list(message), use_bin_type=True)
         with suppress(BrokenPipeError):
-            self.send_bytes(len(body).to_bytes(4, "little") + body, fds)
+            self.send_bytes(msgpack.packb(list(message), use_bin_type=True), fds)
 
     def send_bytes(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        if fds:
-            sent = socket.send_fds(self.socket, [data], list(fds))
-            data = data[sent:]
-        self.socket.sendall(data)
+        socket.send_fds(self.socket, [data], list(fds)) if fds else self.socket.send(data)
 
     def receive(self) -> list[Any] | None:
         """The next message, or None if the server closed the connection."""
-        head = self._exactly(4)
-        if head is None:
+        try:
+            data, fds, _, _ = socket.recv_fds(self.socket, m.MAX_MESSAGE_BYTES, 4)
+        except ConnectionResetError:
             return None
-        body = self._exactly(int.from_bytes(head, "little"))
-        message: list[Any] = msgpack.unpackb(body, raw=False, strict_map_key=False)
+        self.fds += fds
+        message: list[Any] | None = msgpack.unpackb(data, raw=False, strict_map_key=False) if data else None
         return message
 
     def ask(self, *message: Any, fds: tuple[int, ...] = ()) -> list[Any] | None:
@@ -521,16 +518,3 @@ class Raw:
         except ConnectionResetError:
             pass
         return True
-
-    def _exactly(self, count: int) -> bytes | None:
-        data = b""
-        while len(data) < count:
-            try:
-                piece, fds, _, _ = socket.recv_fds(self.socket, count - len(data), 4)
-            except ConnectionResetError:
-                return None
-            self.fds += fds
-            if not piece:
-                return None
-            data += piece
-        return data

@@ -271,7 +271,7 @@ def test_a_server_that_answers_is_fine_and_instances_that_cannot_share_are_named
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
 def test_somebody_else_who_listens_there_is_a_failure(config: Config, answer: bytes) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(config.server.path))
         listener.listen(1)
 
@@ -291,7 +291,7 @@ def test_somebody_else_who_listens_there_is_a_failure(config: Config, answer: by
 
 
 def test_a_hung_server_is_a_failure(config: Config) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(config.server.path))
         listener.listen(1)
         finding = only(doctor.check_server(config))
@@ -302,7 +302,7 @@ def test_no_server_is_a_warning_that_says_how_to_start_one(config: Config) -> No
     finding = only(doctor.check_server(config))
     assert (finding.status, finding.advice) == ("warn", "start it: `vcache serve`")
     assert str(config.server.path) in finding.detail
-    with socket.socket(socket.AF_UNIX) as left_over:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left_over:
         left_over.bind(str(config.server.path))
     assert only(doctor.check_server(config)).status == "warn"
     config.server.path.unlink()

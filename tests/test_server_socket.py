@@ -173,7 +173,7 @@ except Exception as error:
 """
 ROGUE = """
 import os, socket, sys
-listener = socket.socket(socket.AF_UNIX)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 listener.bind(sys.argv[1])
 os.setgid(65534); os.setuid(65534)
 listener.listen()

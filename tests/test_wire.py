@@ -1,4 +1,4 @@
-"""Frames: what our decoder makes of bytes nobody meant well, and what a real server does with them."""
+"""Messages: what our decoder makes of bytes nobody meant well, and what a real server does with them."""
 
 from __future__ import annotations
 
@@ -41,18 +41,12 @@ REQUESTS: list[m.AnyRequest] = [
     m.Unusable(m.SegmentId("s")),
     m.Report("warn", "slow"),
 ]
-FRAMES = [wire.frame(request) for request in REQUESTS]
+SENT = [wire.encode(request) for request in REQUESTS]
 
 
-def frame(*message: Any) -> bytes:
-    body = msgpack.packb(list(message), use_bin_type=True)
-    return len(body).to_bytes(4, "little") + body
-
-
-def fed(reader: wire.FrameReader, data: bytes) -> list[bytes]:
-    """The frames that `data` completes."""
-    reader.push(data)
-    return list(iter(reader.take, None))
+def packed(*message: Any) -> bytes:
+    data: bytes = msgpack.packb(list(message), use_bin_type=True)
+    return data
 
 
 def mutated(original: bytes, edits: list[tuple[int, int]]) -> bytes:
@@ -62,17 +56,16 @@ def mutated(original: bytes, edits: list[tuple[int, int]]) -> bytes:
     return bytes(data)
 
 
-BOMB = (1 << 16).to_bytes(4, "little") + b"\x91" * (1 << 16)
+BOMB = b"\x91" * (1 << 16)
 """Sixty-five thousand arrays within each other."""
-NO_TEXT = b"\x03\0\0\0\x91\xa1\x80"
+NO_TEXT = b"\x91\xa1\x80"
 """A name that is no UTF-8."""
 edits = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=6)
 hostile = st.one_of(
     st.binary(max_size=300),
-    st.binary(max_size=300).map(lambda body: len(body).to_bytes(4, "little") + body),
-    st.builds(mutated, st.sampled_from(FRAMES), edits),
-    st.builds(lambda whole, cut: whole[: cut % len(whole)], st.sampled_from(FRAMES), st.integers(0, 500)),
-    st.builds(lambda first, second: first + second, st.sampled_from(FRAMES), st.binary(min_size=1, max_size=40)),
+    st.builds(mutated, st.sampled_from(SENT), edits),
+    st.builds(lambda whole, cut: whole[: cut % len(whole)], st.sampled_from(SENT), st.integers(0, 500)),
+    st.builds(lambda first, second: first + second, st.sampled_from(SENT), st.binary(min_size=1, max_size=40)),
     st.recursive(
         st.none()
         | st.booleans()
@@ -82,9 +75,9 @@ hostile = st.one_of(
         | st.binary(max_size=30),
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
         max_leaves=12,
-    ).map(lambda value: frame(value)),
+    ).map(lambda value: packed(value)),
     st.builds(
-        lambda name, values: frame(name, *values),
+        lambda name, values: packed(name, *values),
         st.sampled_from(["hello", "lookup", "reserve", "commit", "touch", "add_segment", "clear", "renew", "nothing", "", 5]),
         st.lists(
             st.integers(-5, 1 << 64)
@@ -102,8 +95,7 @@ hostile = st.one_of(
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
 def test_every_request_survives_the_wire(request_: m.AnyRequest) -> None:
-    (body,) = fed(wire.FrameReader(), wire.frame(request_))
-    assert wire.request_decoder.decode(body) == request_
+    assert wire.request_decoder.decode(wire.encode(request_)) == request_
 
 
 def test_what_has_a_default_may_be_left_out() -> None:
@@ -111,42 +103,23 @@ def test_what_has_a_default_may_be_left_out() -> None:
     assert wire.request_decoder.decode(msgpack.packb(["commit", 3])) == m.Commit(3, [])
 
 
-@given(st.data())
-def test_frames_come_out_whole_however_the_stream_is_cut(data: st.DataObject) -> None:
-    chosen = data.draw(st.lists(st.sampled_from(FRAMES), max_size=6))
-    stream, reader, out = b"".join(chosen), wire.FrameReader(), []
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
-    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        out += fed(reader, stream[start:end])
-    assert out == [whole[4:] for whole in chosen]
-
-
 @given(hostile)
 @example(BOMB)
-@example(b"\xff\xff\xff\xff")
-@example(b"\0\0\0\0")
 @example(NO_TEXT)
 def test_hostile_bytes_are_decoded_or_refused_and_never_more(data: bytes) -> None:
     try:
-        bodies = fed(wire.FrameReader(), data)
-    except ProtocolError:
+        request = wire.request_decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return
-    for body in bodies:
-        try:
-            request = wire.request_decoder.decode(body)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            continue
-        assert isinstance(request, m.Request)
+    assert isinstance(request, m.Request)
 
 
-def test_a_frame_above_the_limit_is_refused_before_it_arrives() -> None:
-    with pytest.raises(ProtocolError, match=r"announces 8,388,609 B; the limit is 8,388,608 B"):
-        fed(wire.FrameReader(), (m.MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
-
-
-def test_we_never_send_a_frame_above_the_limit() -> None:
-    with pytest.raises(ProtocolError, match="send fewer keys at once"):
-        wire.frame(m.Lookup([A] * (m.MAX_REQUEST_BYTES // 26)))
+def test_a_message_above_the_limit_is_not_sent_and_the_largest_request_and_lease_are_below_it() -> None:
+    with pytest.raises(ProtocolError, match=r"Lookup of 200,\d\d\d B exceeds the limit of 200,000 B"):
+        wire.encode(m.Lookup([A] * (m.MAX_MESSAGE_BYTES // 28 + 1)))
+    far = m.Location(m.SegmentId("s" * 64), m.MAX_SEGMENT_BYTES, m.MAX_SEGMENT_BYTES, 1 << 40)
+    for largest in (m.Reserve([A] * m.MAX_KEYS, 1), m.Leased(1, 10.0, [far] * m.MAX_KEYS)):
+        assert wire.encode(largest)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +190,8 @@ def undisturbed(bystander: Raw) -> bool:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=hostile, hello=st.booleans())
 @example(data=BOMB, hello=True)
-@example(data=b"\xff\xff\xff\xff", hello=True)
-@example(data=b"\0\0\0\0", hello=True)
 @example(data=NO_TEXT, hello=True)
+@example(data=bytes(m.MAX_MESSAGE_BYTES + 1), hello=True)
 def test_a_server_answers_hostile_bytes_with_an_error_or_a_closed_door(
     stage_: Stage, server: Child, bystander: Raw, data: bytes, hello: bool
 ) -> None:
@@ -232,12 +204,9 @@ def test_a_server_answers_hostile_bytes_with_an_error_or_a_closed_door(
     assert server.process.poll() is None
 
 
-def test_an_enormous_length_is_answered_and_the_door_closed(raw: Raw, bystander: Raw) -> None:
-    raw.send_bytes(b"\xff\xff\xff\x7f" + b"x" * 100)
-    reply = raw.receive()
-    assert reply[0] == "error"
-    assert reply[2] is True
-    assert "the limit is 262,144 B" in reply[1]
+def test_a_message_that_is_too_long_is_answered_and_the_door_closed(raw: Raw, bystander: Raw) -> None:
+    raw.send_bytes(bytes(m.MAX_MESSAGE_BYTES + 1))
+    assert raw.receive() == ["error", "a message is longer than the limit of 200,000 B", True]
     assert raw.closed()
     assert undisturbed(bystander)
 
@@ -245,8 +214,8 @@ def test_an_enormous_length_is_answered_and_the_door_closed(raw: Raw, bystander:
 @pytest.mark.parametrize(
     ("first", "why"),
     [
-        (["hello", 999, "host", "host", {}], "the client speaks protocol 999, this server 3; install the same vcache-backend"),
-        (["hello", 4, {"everything": "changed"}], "no hello of protocol 3"),
+        (["hello", 999, "host", "host", {}], "the client speaks protocol 999, this server 4; install the same vcache-backend"),
+        (["hello", 5, {"everything": "changed"}], "no hello of protocol 4"),
         (["stats"], "not hello"),
     ],
     ids=["another version", "a later version of another shape", "none"],
@@ -267,26 +236,18 @@ def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: in
         reply = guest.ask("add_segment", "two", "host", "host", 4096, fds=(memfd, memfd))
         assert "2 fds came along" in reply[1]
         assert not [name for name in server.fds() if "vcache-test" in name]
-        guest.send_bytes(b"\x50\0\0\0half a frame", (memfd,))
-        eventually(lambda: [name for name in server.fds() if "vcache-test" in name])
-    eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
-
-
-def test_fds_do_not_pile_up_behind_an_unfinished_frame(raw: Raw, server: Child, memfd: int) -> None:
-    raw.send_bytes((1 << 20).to_bytes(4, "little"))
-    with pytest.raises((BrokenPipeError, ConnectionResetError)):
-        for _ in range(10_000):
-            raw.send_bytes(b"x", (memfd, memfd))
-    assert raw.closed()
+        guest.send("lookup", [A], 1, fds=(memfd,) * 40)
+        assert guest.receive() == ["count", 0]
+        guest.send_bytes(b"no message", (memfd,))
     eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
 
 
 def test_requests_sent_in_one_breath_are_answered_in_order(raw: Raw) -> None:
-    """Also when some are refused, and when they come in pieces."""
-    wrong = frame("segments_of_nobody") + frame("lookup", [A] * (m.MAX_KEYS + 1), 1) + frame("reserve", [A], 0)
-    for byte in frame("lookup", [A], 1):
-        raw.send_bytes(bytes([byte]))
-    raw.send_bytes(frame("contains", [A]) + wrong + frame("touch", [A]))
+    """Also when some are refused."""
+    for message in (["lookup", [A], 1], ["contains", [A]], ["segments_of_nobody"], ["lookup", [A] * (m.MAX_KEYS + 1), 1]):
+        raw.send(*message)
+    raw.send("reserve", [A], 0)
+    raw.send("touch", [A])
     answers = [raw.receive() for _ in range(6)]
     assert [answer[0] for answer in answers if answer] == ["count", "present", "error", "error", "error", "count"]
     assert not any(answer[2] for answer in answers[2:5] if answer), "none is fatal"

@@ -79,7 +79,6 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
     heartbeat_seconds: Positive = 1.0
     retry_seconds: Positive = 0.1
     retry_max_seconds: Positive = 2.0
-    spin_seconds: NotNegative = 0.0002
     server_uid: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
@@ -226,6 +225,7 @@ def _encode(value: object) -> object:
 _GONE = {
     "fallback": "the section is called offload",
     "server.eviction": "the least recently used chunk goes when a store needs its place; leave it out",
+    "client.spin_seconds": "the client spins as long as fits the machine; leave it out",
     "server.save_ahead": "nothing is saved on eviction any more; leave it out",
     "offload.policy: on_evict": "use write_through, which has the same hits",
     "offload.codec: zstd": "use raw; or fp8 or int8, which lose precision",

@@ -234,35 +234,35 @@ class NodeMishaps(Mishaps):
     # ---- those who mean no good
 
     def _attack(self) -> None:
-        """Connections with garbage, half frames and nonsense in right frames; they stay until the next attack."""
+        """Connections with garbage and with nonsense in right messages; they stay until the next attack."""
         self.leave()
         with ExitStack() as undo:
             for _ in range(HOSTILE):
                 made = self._connect(undo)
                 if made is not None:
                     with suppress(OSError):
-                        made.sendall(self._nonsense())
+                        for packet in self._nonsense():
+                            made.send(packet)
             self._hostile = undo.pop_all()
 
     def leave(self) -> None:
         self._hostile.close()
 
     def _connect(self, undo: ExitStack) -> socket.socket | None:
-        made = undo.enter_context(socket.socket(socket.AF_UNIX))
+        made = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         made.settimeout(0.1)
         with suppress(OSError):
             made.connect(str(self._node.path))
             return made
         return None
 
-    def _nonsense(self) -> bytes:
-        dice, hello = self._dice, wire.frame(m.Hello(m.PROTOCOL_VERSION, "host", "host", {}))
-        kinds: list[Callable[[], bytes]] = [
-            lambda: dice.randbytes(dice.randrange(1, 1 << 16)),
-            lambda: (1 << 31).to_bytes(4, "little") + dice.randbytes(64),
-            lambda: m.MAX_FRAME_BYTES.to_bytes(4, "little") + bytes(1000),
-            lambda: hello + dice.randbytes(100),
-            lambda: hello + b"".join(_framed(self._request()) for _ in range(200)),
+    def _nonsense(self) -> list[bytes]:
+        dice, hello = self._dice, wire.encode(m.Hello(m.PROTOCOL_VERSION, "host", "host", {}))
+        kinds: list[Callable[[], list[bytes]]] = [
+            lambda: [dice.randbytes(dice.randrange(1, 1 << 16))],
+            lambda: [hello, bytes(m.MAX_MESSAGE_BYTES + 1)],
+            lambda: [hello, dice.randbytes(100)],
+            lambda: [hello, *(msgspec.msgpack.encode(self._request()) for _ in range(200))],
         ]
         return dice.choice(kinds)()
 
@@ -278,8 +278,3 @@ class NodeMishaps(Mishaps):
             lambda: None,
         ]
         return [name, *(dice.choice(values)() for _ in range(dice.randrange(4)))]
-
-
-def _framed(message: list[Any]) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(4, "little") + body

@@ -131,7 +131,7 @@ class Node:
 
 def _answers(path: Path, pid: int) -> bool:
     """Is it this process that answers on the socket?"""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.settimeout(0.2)
         probe.connect(str(path))
         credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)

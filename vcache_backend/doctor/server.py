@@ -49,9 +49,7 @@ def check_socket(config: Config) -> Iterator[Finding]:
 
 def check_server(config: Config) -> Iterator[Finding]:
     """Whether the metadata server answers, within about `SERVER_SECONDS`; then what it knows: who does not share, what was reported."""
-    within = ClientConfig(
-        connect_seconds=SERVER_SECONDS, request_seconds=SERVER_SECONDS, spin_seconds=0, server_uid=config.client.server_uid
-    )
+    within = ClientConfig(connect_seconds=SERVER_SECONDS, request_seconds=SERVER_SECONDS, server_uid=config.client.server_uid)
     with Client(config.server.path, within, reconnect=False) as client:
         if not client.connected:
             # Nobody is there: it has yet to be started. Somebody who does not answer, or not us, is a failure.

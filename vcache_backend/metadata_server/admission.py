@@ -85,7 +85,7 @@ class Admission:
     def greet(self, connection: Connection, request: m.AnyRequest, service: Service, watch: Watch, witness: Witness) -> None:
         """The first request of a connection: a hello, with its pidfd and the witness that the client holds, or a ProtocolError."""
         if not isinstance(request, m.Hello):
-            raise ProtocolError(f"the first frame is {type(request).__name__}, not hello")
+            raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
         if request.version != m.PROTOCOL_VERSION:
             theirs, ours = request.version, m.PROTOCOL_VERSION
             raise ProtocolError(f"the client speaks protocol {theirs}, this server {ours}; install the same vcache-backend")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -133,16 +134,12 @@ class Channel(ABC):
         received: list[int] | None = None,
     ) -> R:
         """Ask and wait for the answer, `seconds` at most. `fd` goes along; those that come are put into `received`."""
-        data, fds = wire.frame(request), () if fd is None else (fd,)
+        data, fds = wire.encode(request), () if fd is None else (fd,)
 
         def exchange(link: ServerLink, deadline: float) -> R:
-            if fds:
-                # With the answer to one request the server closes what came along with the next one.
-                self._read_unread(link, deadline)
             link.send(data, deadline, fds)
             self._read_unread(link, deadline)
             reply = link.read(deadline, received)
-            link.expect_no_more()
             if isinstance(reply, m.Error):
                 if reply.fatal:
                     self._drop(link, f"the metadata server at {self._path} closed the connection: {reply.message}")
@@ -155,7 +152,7 @@ class Channel(ABC):
 
     def _send(self, request: m.Request, kind: type[R]) -> Sent[R]:
         """Ask now; the answer is read later."""
-        data, sent = wire.frame(request), Sent(self, request, kind)
+        data, sent = wire.encode(request), Sent(self, request, kind)
 
         def send(link: ServerLink, deadline: float) -> None:
             link.send(data, deadline)
@@ -220,7 +217,7 @@ class Channel(ABC):
     def _try_connect(self) -> bool:
         """Connect and say hello, within `connect_seconds`. Nobody sees the new connection before the server's welcome."""
         deadline = time.perf_counter() + self._config.connect_seconds
-        link = ServerLink(self._config.spin_seconds, self._config.server_uid)
+        link = ServerLink(self._config.server_uid)
         received: list[int] = []
         try:
             welcome = link.open(self._path, self._hello, deadline, self._witness, received)
@@ -244,6 +241,8 @@ class Channel(ABC):
         match error:
             case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
                 return f"no metadata server at {self._path}: {error}; start one with `vcache serve`"
+            case OSError(errno=errno.EPROTOTYPE):
+                return f"the metadata server at {self._path} is of another version; install the same vcache-backend"
             case TimeoutError() | BlockingIOError():
                 seconds = self._config.connect_seconds
                 return (

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from typing import Protocol
 
+from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.backlog import Waiting
@@ -20,8 +21,6 @@ from vcache_backend.metadata_server.placement import Peer
 
 _RESIZES = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _READ_ONLY = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, which Python 3.11 does not name
-MAX_UNREAD_BYTES = 1 << 16
-"""A client that leaves more than this unread is not answered, nor read from, until it has read."""
 
 
 class Holder(Protocol):
@@ -50,12 +49,9 @@ class Connection:
         self.pid = pid
         self.client: Peer | None = None
         self.accepted = time.monotonic()
-        self.reader = wire.FrameReader(m.MAX_REQUEST_BYTES)
-        self.held = 0
-        self.held_since = 0.0
+        self.request: bytes | None = None
         self.fds: list[int] = []
-        self.unsent: deque[tuple[memoryview, Holder | None, int]] = deque()
-        self.unsent_bytes = 0
+        self.unsent: deque[tuple[bytes, Holder | None, int]] = deque()
         self.mask = select.EPOLLIN
         self.closing = self.closed = False
         self.queued = False
@@ -63,48 +59,33 @@ class Connection:
         self.waiting: Waiting | None = None
 
     @property
-    def ready(self) -> bool:
-        """Whether a request can be answered now: not before earlier answers have left, but for a few."""
-        free = self.reader.ready and self.waiting is None and self.unsent_bytes <= MAX_UNREAD_BYTES
-        return free and not (self.closing or self.closed)
-
-    @property
     def wanted(self) -> int:
-        """What epoll is to tell of it: more requests only when all are answered, and the answers read."""
+        """What epoll is to tell of it: the next request only when the one before is answered, and the answer has left."""
         if self.unsent:
             return select.EPOLLOUT
         return 0 if self.queued or self.waiting is not None else select.EPOLLIN
 
-    def hold(self, completed: bool) -> int:
-        """Note how many bytes of an unfinished frame there are, and since when; by how many they grew. completed: a frame was."""
-        before, self.held = self.held, self.reader.held
-        if self.held and (completed or not before):
-            self.held_since = time.monotonic()
-        return self.held - before
-
     def queue(self, reply: m.Reply, held: Holder | None = None) -> None:
         """`held` is held until the reply has left: its fd goes with it."""
-        data = wire.frame(reply)
-        self.unsent.append((memoryview(data), held, reply.reservation if isinstance(reply, m.Reserved) else 0))
-        self.unsent_bytes += len(data)
+        try:
+            data = wire.encode(reply)
+        except ProtocolError as error:
+            data = wire.encode(m.Error(str(error)))
+        self.unsent.append((data, held, reply.reservation if isinstance(reply, m.Reserved) else 0))
 
     def untold(self) -> list[int]:
-        """Reservations whose answer did not leave whole: nobody knows of them, so nobody writes under them."""
+        """Reservations whose answer did not leave: nobody knows of them, so nobody writes under them."""
         return [reservation for _, _, reservation in self.unsent if reservation]
 
     def flush(self) -> None:
         """Send as much as the socket takes now. OSError if the peer is gone."""
         while self.unsent:
-            data, held, reservation = self.unsent[0]
+            data, held, _ = self.unsent[0]
             try:
-                sent = self.sock.send(data) if held is None else socket.send_fds(self.sock, [data], [held.fd])
+                self.sock.send(data) if held is None else socket.send_fds(self.sock, [data], [held.fd])
             except BlockingIOError:
                 return
-            self.unsent_bytes -= sent
-            if sent == len(data):
-                self.unsent.popleft()
-            else:
-                self.unsent[0] = (data[sent:], None, reservation)
+            self.unsent.popleft()
 
     def close(self) -> None:
         wire.close_fds(self.fds)
@@ -114,7 +95,7 @@ class Connection:
 
 
 class Turns:
-    """Connections with a whole request, the one that was given least work lately first (start-time fair queueing).
+    """Connections with a request, the one that was given least work lately first (start-time fair queueing).
 
     A connection is charged for what its requests cost. One that was quiet starts level with those being served: it waits for one
     request of another's, however many they sent.
@@ -128,9 +109,7 @@ class Turns:
         return len(self._heap)
 
     def enter(self, connection: Connection) -> None:
-        """It may be served, once, if it has a whole request, room for the answer, and no answer to wait for."""
-        if connection.queued or not connection.ready:
-            return
+        """It has a request."""
         connection.queued = True
         connection.charged = max(connection.charged, self._now)
         heapq.heappush(self._heap, (connection.charged, connection.number, connection))

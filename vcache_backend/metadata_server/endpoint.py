@@ -56,7 +56,7 @@ class Endpoint:
                 self._make_folder(open_to_others)
                 self._lock(undo)
                 self._make_way()
-                self.listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                self.listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 self._bind(undo, 0o666 if open_to_others else 0o600)
             except OSError as error:
                 raise ConfigError(f"server.socket: cannot use {path}: {error}") from error
@@ -123,7 +123,7 @@ class Endpoint:
             return
         if not stat.S_ISSOCK(mode):
             raise ConfigError(f"server.socket: {self._path} is there and is no socket; it stays: remove it, or name another path")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
             caller.settimeout(LISTENS_SECONDS)
             try:
                 caller.connect(str(self._path))

@@ -1,4 +1,4 @@
-"""One connected socket of a client: framed requests out, replies in, within deadlines."""
+"""One connected socket of a client: requests out, replies in, within deadlines."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.endpoint import folder_fault
@@ -23,12 +23,17 @@ class Unwelcome(ConnectionError):
 class ServerLink:
     """One connected socket. Not thread-safe: its client's lock guards it. Deadlines are times of `time.perf_counter`."""
 
-    def __init__(self, spin_seconds: float, server_uid: int | None = None) -> None:
+    def __init__(self, server_uid: int | None = None) -> None:
         self._trusted = {os.getuid(), 0} | ({server_uid} if server_uid is not None else set())
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._receiver = wire.Receiver()
-        self._reader = wire.FrameReader()
-        self._spin = processes.spin(spin_seconds)
+        self._early: deque[bytes] = deque()
+        """Replies that came while a request did not get out."""
+        self._incoming = select.poll()
+        self._incoming.register(self._socket, select.POLLIN)
+        self._either = select.poll()
+        self._either.register(self._socket, select.POLLIN | select.POLLOUT)
+        self._spin = processes.spin(0.0002, 0.001)
 
     def open(self, path: Path, hello: m.Hello, deadline: float, witness: int | None, received: list[int]) -> m.Welcome:
         """Connect and be welcomed. Unwelcome: another user could serve there, or does, or the server refuses; OSError.
@@ -56,7 +61,7 @@ class ServerLink:
         pidfd = processes.own_pidfd()
         try:
             fds = [fd for fd in (pidfd, witness) if fd is not None]
-            self.send(wire.frame(hello), deadline, fds)
+            self.send(wire.encode(hello), deadline, fds)
             return self.read(deadline, received)
         finally:
             if pidfd is not None:
@@ -64,22 +69,19 @@ class ServerLink:
 
     def read(self, deadline: float, received: list[int] | None = None) -> m.AnyReply:
         """The next reply: the server answers requests in their order."""
-        while (frame := self._reader.take()) is None:
-            piece, came = self._receive(deadline)
+        message: bytes | memoryview
+        if self._early:
+            message = self._early.popleft()
+        else:
+            message, came = self._receive(deadline)
             if received is not None:
                 received += came
             else:
                 wire.close_fds(came)
-            if not piece:
-                raise ConnectionError("the server closed it")
-            self._reader.push(piece)
-        reply: m.AnyReply = wire.reply_decoder.decode(frame)
+        if not message:
+            raise ConnectionError("the server closed it")
+        reply: m.AnyReply = wire.reply_decoder.decode(message)
         return reply
-
-    def expect_no_more(self) -> None:
-        """ProtocolError if more came than was asked for."""
-        if self._reader.ready:
-            raise ProtocolError("several answers to one request")
 
     def interrupt(self) -> None:
         """End the connection for whoever waits for an answer on it. Any thread."""
@@ -91,43 +93,38 @@ class ServerLink:
         self._socket.close()
 
     def send(self, data: bytes, deadline: float, fds: Sequence[int] = ()) -> None:
-        """Send one framed request, whose reply is to be `read`. Takes in answers meanwhile: a server whose answers nobody reads reads
+        """Send one request, whose reply is to be `read`. Takes in answers meanwhile: a server whose answers nobody reads reads
         nothing either."""
-        rest = memoryview(data)
         # If it closed the connection, the last it said may be there to be read, and says why.
         with suppress(BrokenPipeError, ConnectionResetError):
-            while rest:
+            while True:
                 try:
-                    sent = socket.send_fds(self._socket, [rest], fds) if fds else self._socket.send(rest)
+                    socket.send_fds(self._socket, [data], fds) if fds else self._socket.send(data)
+                    return
                 except BlockingIOError:
-                    if self._wait(select.POLLIN | select.POLLOUT, deadline) & select.POLLIN and not self._take_in():
+                    if self._wait(self._either, deadline) & select.POLLIN and not self._take_in():
                         return
-                else:
-                    rest, fds = rest[sent:], ()
 
     def _take_in(self) -> bool:
-        """Read some of what is there; False at the end."""
-        piece, came = self._receiver.receive(self._socket)
+        """Read a reply that is there; False at the end."""
+        message, came = self._receiver.receive(self._socket)
         wire.close_fds(came)
-        self._reader.push(piece)
-        return bool(piece)
+        self._early.append(bytes(message))
+        return bool(message)
 
     def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
         """One read; looks for it without sleeping at first, since the answer mostly is there sooner than a sleeper wakes."""
         spin_until = time.perf_counter() + self._spin
+        while not self._incoming.poll(0) and time.perf_counter() < spin_until:
+            os.sched_yield()
         while True:
             try:
                 return self._receiver.receive(self._socket)
             except BlockingIOError:
-                if time.perf_counter() < spin_until:
-                    os.sched_yield()
-                else:
-                    self._wait(select.POLLIN, deadline)
+                self._wait(self._incoming, deadline)
 
-    def _wait(self, events: int, deadline: float) -> int:
-        """Which of these the socket is ready for."""
-        poll = select.poll()
-        poll.register(self._socket, events)
+    def _wait(self, poll: select.poll, deadline: float) -> int:
+        """Which events are there of those waited for; TimeoutError by the deadline."""
         left = deadline - time.perf_counter()
         ready = poll.poll(left * 1000) if left > 0 else []
         if not ready:

@@ -1,8 +1,8 @@
 """The protocol: every message that crosses the socket, and nothing else.
 
-A frame is a 4-byte little-endian length and one MessagePack array whose first element is the message's name:
-`["lookup", [key, ...], ranks]`. One request is in flight per connection; the answer is the reply type named in
-each request's docstring, or `Error`. Segment fds travel as SCM_RIGHTS beside the first byte of their frame.
+A message is one packet of a Unix socket (SOCK_SEQPACKET): a MessagePack array whose first element is the message's name,
+`["lookup", [key, ...], ranks]`. Requests of a connection are answered in their order, each with the reply type named in its
+docstring, or with `Error`. Fds travel as SCM_RIGHTS with their message.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 3
-MAX_FRAME_BYTES = 8 << 20
-MAX_REQUEST_BYTES = 1 << 18
-"""A client whose frame announces more is disconnected."""
-MAX_KEYS = 8192
+PROTOCOL_VERSION = 4
+MAX_MESSAGE_BYTES = 200_000
+"""Linux sends a packet of so many bytes with a socket's ordinary buffer. A client that sends more is disconnected."""
+MAX_KEYS = 2048
 """Most keys in one request; a request of more is refused and the connection stays usable."""
 MAX_LOOKED_UP = 16_384
 """Most keys times ranks of one look-up; one of more is refused in the same way."""
@@ -119,7 +118,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(Request, frozen=True, tag="hello"):
-    """First frame of a connection → `Welcome`, or `Error` and the connection closes. Along come, as fds, a pidfd of the client, and
+    """First message of a connection → `Welcome`, or `Error` and the connection closes. Along come, as fds, a pidfd of the client, and
     the witness of the server that it was connected to before, if there was one.
 
     `layout` is the instance's layout as text, field by field (see `transfer.layout.Layout`); empty for tools. `token`: a

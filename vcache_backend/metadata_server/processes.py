@@ -23,19 +23,15 @@ log = logging.getLogger(__name__)
 SPIN_CORES = 2
 """With fewer cores than this, spinning takes the core from the very process that is waited for. (Measured on 2 cores: a
 look-up takes 24 µs at the median with spinning, 108 µs without.)"""
-
-
 MANY_CORES = 16
 """With so many, one of them is worth the 0.2 ms that a look-up takes longer where the server sleeps. (Measured on a virtual machine
 of 32 cores with two H200s: 0.3 ms against 0.02.)"""
 
 
-def spin(seconds: float | None) -> float:
-    """`seconds`, or 0 where this process has too few cores to spin. None: what fits the number of cores."""
+def spin(few: float, many: float) -> float:
+    """How long to look for the next message before sleeping: `few` seconds, `many` with many cores, 0 with too few."""
     cores = len(os.sched_getaffinity(0))
-    if seconds is None:
-        seconds = 1.0 if cores >= MANY_CORES else 0.005
-    return seconds if cores >= SPIN_CORES else 0.0
+    return 0.0 if cores < SPIN_CORES else many if cores >= MANY_CORES else few
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:

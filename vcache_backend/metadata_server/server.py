@@ -38,12 +38,8 @@ PATH_SECONDS = 0.01
 """Whether the socket's path still leads here is looked at so often, as long as there is anything to do."""
 HELLO_SECONDS = 5.0
 """A connection that says no hello within this time is closed."""
-HALF_FRAME_SECONDS = 5.0
-MAX_HELD_BYTES = 64 << 20
-"""A frame may be unfinished for so long, and all unfinished frames together may be so large."""
-READ_BYTES = 1 << 16
 EVENTS_A_TURN = 64
-"""Most bytes read from a connection in one turn of the loop, and most connections read from."""
+"""Most connections read from in one turn of the loop: one request each."""
 TURN_WORK = 2048
 """When requests have touched so many entries, those that are left wait for the next turn: some milliseconds."""
 REQUEST_WORK = 16
@@ -60,14 +56,14 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._connections: dict[int, Connection] = {}
-        self._receiver = wire.Receiver(READ_BYTES)
+        self._receiver = wire.Receiver()
         self._turns = Turns()
         self._concerned: dict[Connection, None] = {}
         """Connections of which something changed in this turn, and those whose request waits for a task."""
         self._stopping = False
-        self._held = 0
         self._spin_until = 0.0
-        self._spin_seconds = processes.spin(config.spin_seconds)
+        few, many = (0.005, 1.0) if config.spin_seconds is None else 2 * (config.spin_seconds,)
+        self._spin_seconds = processes.spin(few, many)
         self._looked = time.monotonic()
         with ExitStack() as undo:
             self._endpoint = undo.enter_context(Endpoint(config.path, open_to_others=bool(config.allow_uids)))
@@ -181,26 +177,12 @@ class Server:
             self._disconnect(connection)
 
     def _read(self, connection: Connection) -> None:
-        data, fds = self._receiver.receive(connection.sock)
-        connection.fds += fds
+        data, connection.fds = self._receiver.receive(connection.sock)
         if not data:
             self._disconnect(connection)
             return
-        if connection.closing:
-            wire.close_fds(connection.fds)
-            connection.fds.clear()
-            return
-        if len(connection.fds) > wire.MAX_FDS:
-            raise ProtocolError(f"{len(connection.fds)} fds came with one frame; at most {wire.MAX_FDS} may")
-        connection.reader.push(data)
-        self._hold(connection, connection.reader.ready)
+        connection.request = bytes(data)
         self._turns.enter(connection)
-
-    def _hold(self, connection: Connection, completed: bool) -> None:
-        """What this connection has sent of a frame may have changed."""
-        self._held += connection.hold(completed)
-        if self._held > MAX_HELD_BYTES:
-            self._drop_oldest_half()
 
     def _answer_some(self) -> None:
         """Answer requests, one after the other, until they have made enough work for one turn."""
@@ -208,7 +190,6 @@ class Server:
             waiting, connection.waiting = connection.waiting, None
             assert waiting is not None
             connection.queue(waiting.reply(waiting.task.count))
-            self._turns.enter(connection)
         left = TURN_WORK
         while left > 0 and (served := self._turns.next()) is not None:
             before = self._directory.work
@@ -217,31 +198,20 @@ class Server:
             served.charged += cost
             left -= cost
             self._concerned[served] = None
-            self._turns.enter(served)
 
     def _answer(self, connection: Connection) -> None:
-        body = connection.reader.take()
-        if body is not None:
-            self._hold(connection, True)
-            self._on_frame(connection, body)
-
-    def _drop_oldest_half(self) -> None:
-        """Of all unfinished frames the one that was begun first: one that is under way takes milliseconds."""
-        oldest = min((c for c in self._connections.values() if c.held), key=lambda connection: connection.held_since)
-        log.warning("pid %d leaves %d B of a frame unfinished; its connection is closed", oldest.pid, oldest.held)
-        self._disconnect(oldest)
-
-    def _on_frame(self, connection: Connection, body: bytes) -> None:
+        data, connection.request = connection.request, None
+        assert data is not None
         try:
-            request = wire.request_decoder.decode(body)
+            request = wire.request_decoder.decode(data)
         except msgspec.ValidationError as error:
             self._directory.counters["protocol_errors"] += 1
             if connection.client is None:
-                raise ProtocolError(f"the first frame is no hello of protocol {m.PROTOCOL_VERSION}: {error}") from error
+                raise ProtocolError(f"the first message is no hello of protocol {m.PROTOCOL_VERSION}: {error}") from error
             connection.queue(m.Error(str(error)))
             return
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"a frame is no MessagePack message: {error}") from error
+            raise ProtocolError(f"a packet is no MessagePack message: {error}") from error
         if connection.client is None:
             self._admission.greet(connection, request, self._service, self._watch, self._legacy.witness)
             return
@@ -277,8 +247,7 @@ class Server:
         self._watch_quarantined()
         now = time.monotonic()
         for connection in list(self._connections.values()):
-            unsaid = connection.client is None and now > connection.accepted + HELLO_SECONDS
-            if unsaid or (connection.held and now > connection.held_since + HALF_FRAME_SECONDS):
+            if connection.client is None and now > connection.accepted + HELLO_SECONDS:
                 self._disconnect(connection)
         absent = self._directory.absent_segments()
         if absent and now > self._recover_until and (lost := self._directory.forget_absent(absent)):
@@ -304,7 +273,6 @@ class Server:
             if connection.closing:
                 self._disconnect(connection)
                 continue
-            self._turns.enter(connection)
             if connection.waiting is not None:
                 self._concerned[connection] = None
             if connection.mask != connection.wanted:
@@ -320,7 +288,6 @@ class Server:
         if self._connections.pop(connection.sock.fileno(), None) is None:
             return
         connection.close()
-        self._held -= connection.held
         self._admission.listen_again()
         if connection.client is not None:
             self._watch.left(connection.client.process)

@@ -27,7 +27,7 @@ SECONDS = 30.0
 _PAUSE_SECONDS = 0.05
 _EXITED_SECONDS = 1.0
 """After our server ended: how long another one, started by hand at the same moment, may take to answer."""
-_ASKING = ClientConfig(connect_seconds=1.0, spin_seconds=0)
+_ASKING = ClientConfig(connect_seconds=1.0)
 _DETACH = "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, start_new_session=True).pid)"
 """What the process does whose end leaves the server to init: its stdin is the server's, and its stderr the server's log."""
 
