@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_cases import SNAPPY, Cache, Node, layout_of, node
-from processes import eventually
+from engine_cases import Cache, Node, layout_of, node
+from processes import QUICK, SECONDS, eventually
 from vllm_objects import BLOCK, vllm_config
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
@@ -42,8 +42,11 @@ NBYTES = 4096
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """A server, and a segment that somebody has lent."""
     folder: Path = tmp_path_factory.mktemp("scheduler")
-    with node(folder, SNAPPY) as made, pytest.MonkeyPatch.context() as patch:
+    with node(folder, QUICK) as made, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONHASHSEED", "0")
+        # However slow the machine is.
+        patch.setattr(lookups, "AHEAD_SECONDS", SECONDS)
+        patch.setattr(lookups, "FRESH_SECONDS", SECONDS)
         kv_cache_utils.init_none_hash(sha256)
         made.serve()
         made.undo.enter_context(VCacheEngine(made.config("host", 4 << 20), layout_of(Cache())))
@@ -300,7 +303,7 @@ def test_an_announced_request_waits_for_all_of_it_and_asks_nothing(side: Side) -
 
 
 def test_without_a_server_everything_is_a_miss(tmp_path: Path) -> None:
-    with node(tmp_path, SNAPPY) as made:
+    with node(tmp_path, QUICK) as made:
         server = made.serve()
         side, request = Side(made, made.undo), new_request()
         server.kill()
