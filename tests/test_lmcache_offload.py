@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import vllm_cases
-from engine_cases import CHUNK, FLASH, SNAPPY, places
+from engine_cases import CHUNK, FLASH, places
 from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
 from mooncake_cases import Depot, Raw, depot, needs_mooncake, own_depot
-from processes import SECONDS, eventually
+from processes import QUICK, SECONDS, eventually
 
 from vcache_backend.offload import objects
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["depot", "own_depot"]
 pytestmark = [needs_lmcache, needs_mooncake]
 
-GET_SECONDS = 1.5
 WAYS = ["looked up", "not looked up", "loaded ahead"]
 """To retrieve: under the lease of the look-up in one go, through memory objects, and through such as were made before the answer to
 the look-up."""
@@ -59,8 +58,8 @@ def engine(pool: Pool, store: Depot, model: str, way: str = "", offload: dict[st
         "retry_seconds": 0.05,
         "retry_max_seconds": 0.2,
         "negative_seconds": 0.05,
-        "lookup_seconds": 0.5,
-        "get_seconds": GET_SECONDS,
+        "lookup_seconds": 10,
+        "get_seconds": 10,
         "mooncake.master": store.master.address,
         "mooncake.hostname": "127.0.0.1",
         "mooncake.local_buffer_bytes": 0,
@@ -381,7 +380,7 @@ def damage(store: Raw, name: str) -> None:
 @pytest.mark.parametrize("way", WAYS[::2])
 def test_a_dead_master_costs_the_hits_below_and_nothing_else(pools: list[Pool], own_depot: Depot, model: str, way: str) -> None:
     """One chunk is in the pool, three below. Nothing raises, and no call waits longer than its deadline."""
-    writer, reader = engine(pools[0], own_depot, model), engine(pools[1], own_depot, model, way, client=SNAPPY)
+    writer, reader = engine(pools[0], own_depot, model), engine(pools[1], own_depot, model, way, client=QUICK)
     through(writer, chunks(4))
     reader.store(chunks(1))
     own_depot.master.kill()
@@ -439,7 +438,8 @@ def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: De
     extra = {
         "vcache.offload.policy": "write_through",
         "vcache.offload.staging_bytes": "8 MiB",
-        "vcache.offload.lookup_seconds": 0.5,
+        "vcache.offload.lookup_seconds": 10,
+        "vcache.offload.get_seconds": 10,
         "vcache.offload.negative_seconds": 0.05,
         "vcache.offload.mooncake.master": depot.master.address,
         "vcache.offload.mooncake.hostname": "127.0.0.1",

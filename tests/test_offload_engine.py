@@ -17,7 +17,6 @@ import torch
 from engine_cases import (
     CHUNK,
     SMALL,
-    SNAPPY,
     Cache,
     Node,
     get,
@@ -27,8 +26,8 @@ from engine_cases import (
     put,
 )
 from mooncake_cases import Depot, Raw, depot, needs_mooncake, own_depot
-from offload_cases import LENGTH, QUICK, ROOMY, engine, model, nodes, through
-from processes import SECONDS, eventually
+from offload_cases import LENGTH, ROOMY, TIER, engine, model, nodes, through
+from processes import QUICK, SECONDS, eventually
 from test_cli import vcache
 
 from vcache_backend.engine import VCacheEngine
@@ -46,7 +45,7 @@ Make = Callable[..., VCacheEngine]
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, depot: Depot) -> Iterator[tuple[VCacheEngine, VCacheEngine]]:
     """An engine on each of two nodes, shared by tests that use prompts of their own and break nothing."""
-    with node(tmp_path_factory.mktemp("one"), SNAPPY) as one, node(tmp_path_factory.mktemp("two"), SNAPPY) as two:
+    with node(tmp_path_factory.mktemp("one"), QUICK) as one, node(tmp_path_factory.mktemp("two"), QUICK) as two:
         for made in (one, two):
             made.serve()
         yield engine(one, depot, "shared"), engine(two, depot, "shared")
@@ -176,7 +175,7 @@ def test_a_bad_object_is_a_miss_and_removed(
 
 def test_without_a_master_everything_else_works(nodes: list[Node], depot: Depot, model: str) -> None:
     """Its port is dead: no exception, no wait, no look-up that costs anything."""
-    settings = QUICK | {"queue_chunks": 3, "mooncake": {"master": "127.0.0.1:9", "rpc_seconds": 0.5}}
+    settings = TIER | {"queue_chunks": 3, "mooncake": {"master": "127.0.0.1:9", "rpc_seconds": 0.5}}
     config = msgspec.structs.replace(nodes[0].config("host", ROOMY), offload=depot.offload(**settings))
     with VCacheEngine(config, layout_of(Cache(), model=model)) as alone:
         cache, tokens = Cache(), prompt(LENGTH)

@@ -30,7 +30,7 @@ __all__ = ["depot", "own_depot"]
 pytestmark = needs_mooncake
 
 SIZE = 1 << 16
-QUICK: dict[str, Any] = {"retry_seconds": 0.05, "retry_max_seconds": 0.1, "lookup_seconds": 1.0}
+QUICK: dict[str, Any] = {"retry_seconds": 0.05, "retry_max_seconds": 0.1, "lookup_seconds": 10.0}
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +181,8 @@ def test_only_the_threads_that_wait_for_bytes_step_back(depot: Depot) -> None:
 
 
 def test_the_library_is_told_our_deadlines_but_for_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MC_RPC_TIMEOUT_MS", "MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_STORE_CLIENT_SETUP_RETRIES"):
-        monkeypatch.delenv(name, raising=False)
+    # Of this process alone: what is set here is set for all that it starts, if it stays.
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if not name.startswith("MC_")})
     monkeypatch.setenv("MC_STORE_CLIENT_SETUP_RETRIES", "7")
     said = mooncake_environment(MooncakeConfig(rpc_seconds=2.5))
     assert said["MC_RPC_TIMEOUT_MS"] == "2500"
@@ -317,7 +317,7 @@ def test_what_a_killed_provider_had_is_a_miss(tmp_path: Path) -> None:
 def test_a_call_that_hangs_ends_with_its_process(own_depot: Depot, ring: Ring) -> None:
     """A provider hangs in the middle: the library would read on for half a minute. Once the call has failed nobody writes the buffer, and
     those under way beside it have failed, too."""
-    store, (buffer, other) = opened(own_depot.offload(call_seconds=0.5, **QUICK), ring), ring.take(2, 0)
+    store, (buffer, other) = opened(own_depot.offload(call_seconds=1.5, **QUICK), ring), ring.take(2, 0)
     names, beside = new_names(1), list[list[int]]()
     assert store.put(names, ring.places([buffer])) == [STORED]
     process = pid(store)
@@ -335,8 +335,8 @@ def test_a_call_that_hangs_ends_with_its_process(own_depot: Depot, ring: Ring) -
 
 
 def test_look_ups_and_removals_do_not_wait_for_transfers_nor_for_each_other(own_depot: Depot, ring: Ring) -> None:
-    """Also more transfers than there are threads for them in the tier."""
-    store, buffers, names = opened(own_depot.offload(**QUICK), ring), ring.take(4, 0), new_names(2)
+    """Also more transfers than there are threads for them in the tier. The library gives them up after eleven seconds."""
+    store, buffers, names = opened(own_depot.offload(mooncake={"rpc_seconds": 10}, **QUICK), ring), ring.take(4, 0), new_names(2)
     assert store.put(names, ring.places(buffers[:2])) == [STORED] * 2
     own_depot.providers[0].stop()
     reading = [threading.Thread(target=store.get, args=(names[:1], ring.places([buffer]))) for buffer in buffers]
@@ -364,7 +364,7 @@ def test_a_process_that_stops_costs_look_ups_a_deadline_and_removals_nothing(dep
     assert (store.lookup(["x"]), store.lookup(["x"]), store.usable) == (None, None, False)
     os.kill(pid(store), signal.SIGCONT)
     eventually(lambda: store.usable)
-    assert store.lookup(["vcache1/x"]) == 0
+    eventually(lambda: store.lookup(["vcache1/x"]) == 0)
     store.close()
 
 

@@ -54,7 +54,6 @@ ROOM = 16
 HITS = 4 * CHUNK
 BUFFERS = 24
 """For staging, so few that those which get lost are missed."""
-GET_SECONDS = 2.0
 UNCACHED = {"vcache": {"load": False, "store": False}}
 FETCH, UPLOAD = f"{SESSION}.fetch", f"{SESSION}.upload"
 GATHER, FENCE = (f"vcache_backend.vram_pool.copier:HostCopier.{name}" for name in ("gather", "fence"))
@@ -79,16 +78,24 @@ class Two:
             self.undo.enter_context(each.undo)
             each.serve()
 
-    def settings(self, chunks: int, **offload: Any) -> dict[str, Any]:
-        quick = {"retry_seconds": 0.1, "retry_max_seconds": 0.2, "lookup_seconds": 1.0, "get_seconds": GET_SECONDS}
+    def settings(self, chunks: int, rpc_seconds: float = 10, **offload: Any) -> dict[str, Any]:
+        """Of a connector that tries again soon, and whose deadlines no slow machine misses. offload: of its section."""
         more = {
             "policy": "write_through",
             "staging_bytes": BUFFERS * (CHUNK_BYTES + 4096),
             "negative_seconds": 0,
-            **quick,
+            "retry_seconds": 0.1,
+            "retry_max_seconds": 0.2,
+            "lookup_seconds": 10,
+            "get_seconds": 10,
             **offload,
         }
-        mooncake = {"master": self.depot.master.address, "hostname": "127.0.0.1", "local_buffer_bytes": 0}
+        mooncake = {
+            "master": self.depot.master.address,
+            "hostname": "127.0.0.1",
+            "local_buffer_bytes": 0,
+            "rpc_seconds": rpc_seconds,
+        }
         return {
             "pool": {"segment_bytes": chunks * CHUNK_BYTES},
             "connector": {"min_hit_tokens": CHUNK},
@@ -152,6 +159,14 @@ def a(two: Two) -> Instance:
 def b(two: Two, a: Instance) -> Instance:
     made = two.second.connect("b", two.settings(ROOM))
     # Until its offload process is there, what is asked is computed.
+    two.hits_from_below(a, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def hasty(two: Two, a: Instance) -> Instance:
+    """As `b`, but it does not wait long for a store that hangs."""
+    made = two.second.connect("hasty", two.settings(ROOM, rpc_seconds=1, lookup_seconds=1, get_seconds=2))
     two.hits_from_below(a, made)
     return made
 
@@ -376,24 +391,26 @@ def test_others_go_on_beside_a_load_that_takes_long(two: Two, a: Instance, b: In
 
 
 @pytest.mark.parametrize("what", ["provider hangs", "provider dies", "master hangs", "master dies"])
-def test_a_store_that_fails_under_a_load_costs_a_computation(two: Two, a: Instance, b: Instance, what: str) -> None:
+def test_a_store_that_fails_under_a_load_costs_a_computation(
+    two: Two, a: Instance, b: Instance, hasty: Instance, what: str
+) -> None:
     two.empty()
     tokens, beside = new_tokens(HITS + 17), new_tokens(40)
     computed, _ = two.keep(a, tokens)
     undisturbed = a.one(beside, max_tokens=8, params=UNCACHED)
-    lost = b.counter("vllm:vcache_recomputed_tokens")
+    lost = hasty.counter("vllm:vcache_recomputed_tokens")
     who, how = what.split()
     provider, master = two.depot.providers[-1], two.depot.master
     process = provider if who == "provider" else master
-    with stopped_at(b, FETCH) as place:
+    with stopped_at(hasty, FETCH) as place:
         fail = process.stop if how == "hangs" else process.kill
         answers = place.while_there(fail, Prompt(tokens), Prompt(beside, max_tokens=8))
-    assert b.counter("vllm:vcache_recomputed_tokens") - lost == HITS
+    assert hasty.counter("vllm:vcache_recomputed_tokens") - lost == HITS
     assert answers[0].agrees(computed)
     assert answers[1].agrees(undisturbed)
     fresh = new_tokens(HITS + 17)
-    assert b.one(fresh).agrees(a.one(fresh, params=UNCACHED))
-    assert b.again(tokens).agrees(computed)
+    assert hasty.one(fresh).agrees(a.one(fresh, params=UNCACHED))
+    assert hasty.again(tokens).agrees(computed)
     if how == "hangs":
         process.cont()
     elif who == "master":
@@ -402,7 +419,8 @@ def test_a_store_that_fails_under_a_load_costs_a_computation(two: Two, a: Instan
     else:
         two.depot.lend(64 * MIB)
         eventually(provider.gone)
-    two.hits_from_below(a, b)
+    for reader in (hasty, b):
+        two.hits_from_below(a, reader)
 
 
 @pytest.mark.parametrize("place", [FETCH, UPLOAD], ids=["before it is read", "before it is copied"])
