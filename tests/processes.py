@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import msgpack
+import msgspec
 
 from vcache_backend.config import ClientConfig, ServerConfig
 from vcache_backend.metadata_server import messages as m
@@ -377,13 +378,11 @@ def start_server(path: Path, config: dict[str, Any] | None = None) -> Child:
 
 
 QUICK = ClientConfig(
-    connect_seconds=0.5,
-    request_seconds=0.25,
-    control_seconds=0.5,
-    heartbeat_seconds=0.1,
-    retry_seconds=0.02,
-    retry_max_seconds=0.1,
+    connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=0.1, retry_seconds=0.02, retry_max_seconds=0.1
 )
+"""For servers that die and come back, which is noticed at once; but a machine that is slow for a while is no dead server."""
+HASTY = msgspec.structs.replace(QUICK, connect_seconds=0.5, request_seconds=0.25, control_seconds=0.5)
+"""For servers that hang: each call costs its deadline. Where anything else must be answered, use another."""
 PATIENT = ClientConfig(connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=30)
 """For tests that are about something else: a slow machine must not open the breaker."""
 

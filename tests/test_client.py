@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ import msgpack
 import msgspec
 import pytest
 from model import chunk_key
-from processes import PATIENT, QUICK, SECONDS, Stage, eventually, info, make_memfd
+from processes import HASTY, PATIENT, QUICK, SECONDS, Stage, eventually, info, make_memfd
 
 from vcache_backend.errors import ProtocolError, Refused, ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server import messages as m
@@ -44,6 +43,11 @@ class ScriptedServer:
     def hang_up(self) -> None:
         """On the first who came."""
         self._sockets[0].shutdown(socket.SHUT_RDWR)
+
+    def said_all_to_the_first(self) -> None:
+        """Wait until it has no more to say to the first who came, who has hung up."""
+        self._threads[1].join(SECONDS)
+        assert not self._threads[1].is_alive()
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -163,19 +167,27 @@ def test_many_threads_share_one_client(stage_: Stage) -> None:
 def test_an_answer_that_comes_too_late_is_never_taken_for_another_s(
     stage_: Stage, scripted: Callable[..., ScriptedServer]
 ) -> None:
+    given_up = threading.Event()
+
     def answer(request: list[Any]) -> list[Any]:
         if request[1] == [A]:
-            time.sleep(0.5)
+            given_up.wait(SECONDS)
             return ["count", 1]
         return ["count", 2]
 
-    scripted(answer)
-    client = stage_.client(QUICK)
+    server = scripted(answer)
+    client = stage_.client(HASTY)
     with pytest.raises(ServerTimeout, match=r"did not answer Lookup\(1 keys\) in 0\.25 s"):
         client.lookup([A])
-    eventually(lambda: client.connected)
-    time.sleep(0.5)
-    assert client.lookup([B]) == 2
+    given_up.set()
+    server.said_all_to_the_first()
+
+    def count() -> int:
+        with suppress(VCacheError):
+            return client.lookup([B])
+        return 0
+
+    assert eventually(count) == 2
 
 
 def test_answers_to_what_was_sent_ahead_are_each_ones_own(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
@@ -209,7 +221,7 @@ def test_what_was_sent_ahead_and_is_answered_late_or_wrongly_is_an_error_of_ours
     stage_: Stage, scripted: Callable[..., ScriptedServer], reply: Any
 ) -> None:
     scripted(lambda request: reply)
-    client = stage_.client(QUICK, reconnect=False)
+    client = stage_.client(HASTY if reply is None else QUICK, reconnect=False)
     sent = client.send_lookup([A])
     assert sent is not None
     with pytest.raises(VCacheError):

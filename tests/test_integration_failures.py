@@ -20,13 +20,13 @@ from vllm_cases import (
     CHUNK,
     COMMIT,
     FOREVER,
+    HASTY,
     LATE,
     LEASE,
     LEASE_SECONDS,
     LOAD,
     LOOK_UP,
     OURS,
-    QUICK,
     RELEASE,
     SCATTER,
     SESSION,
@@ -84,7 +84,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm"), QUICK) as made:
+    with node(tmp_path_factory.mktemp("vllm"), HASTY) as made:
         yield made
 
 

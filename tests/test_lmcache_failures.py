@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_cases import CHUNK, SMALL, SNAPPY, Arrangement, PausingCopier
 from lmcache_cases import Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
-from processes import SECONDS, eventually
+from processes import QUICK, SECONDS, eventually
 
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
 from vcache_backend.vram_pool.copier import Finished, HostCopier
@@ -50,7 +50,7 @@ def all_of(found: Retrieved, count: int) -> bool:
 
 
 def test_an_engine_starts_without_a_server_and_works_once_there_is_one(pool: Pool) -> None:
-    engine = pool.engine(client=SNAPPY)
+    engine = pool.engine(client=QUICK)
     assert engine.do("healthy")
     assert engine.do("logged", "start one with `vcache serve`")
     engine.store(chunks(2))
@@ -67,7 +67,7 @@ def test_an_engine_starts_without_a_server_and_works_once_there_is_one(pool: Poo
 
 
 def test_a_server_killed_between_look_up_and_retrieval_is_a_miss(served: Pool) -> None:
-    engine = served.engine(client=SNAPPY)
+    engine = served.engine(client=QUICK)
     engine.store(chunks(3))
     assert engine.lookup(chunks(3), "r") == 3 * CHUNK
     served.node.server.kill()
@@ -80,7 +80,7 @@ def test_a_server_killed_between_look_up_and_retrieval_is_a_miss(served: Pool) -
 
 
 def test_a_server_killed_and_started_again_has_the_chunks_still(served: Pool) -> None:
-    engine = served.engine(client=SNAPPY)
+    engine = served.engine(client=QUICK)
     engine.store(chunks(3))
     assert engine.lookup(chunks(3), "old") == 3 * CHUNK
     served.node.server.kill()
@@ -170,7 +170,7 @@ def every_method_for(inside: Inside, prompt: list[int]) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["hangs", "is gone"])
 def test_no_method_raises_or_waits_for_ever_when_the_server_does_not_answer(pool: Pool, how: str) -> None:
     pool.node.serve()
-    engine = pool.engine(client=SNAPPY)
+    engine = pool.engine(client=SNAPPY if how == "hangs" else QUICK)
     engine.store(chunks(2))
     if how == "is gone":
         pool.node.server.kill()
@@ -303,7 +303,7 @@ def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold
     served: Pool, killed: bool, grace: float
 ) -> None:
     """Within the grace of its lease it held, whatever happens to the server: what was leased stays where it is."""
-    engine = served.engine(client=SNAPPY)
+    engine = served.engine(client=QUICK)
     engine.store(chunks(3))
     engine.do(settle_later)
     engine.do(believe_leases_for, grace)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import SNAPPY, Cache, Copied, Node, UnfinishedCopier, layout_of, node
+from engine_cases import Cache, Copied, Node, UnfinishedCopier, layout_of, node
+from processes import QUICK
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
@@ -73,7 +74,7 @@ class Worker:
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder: Path = tmp_path_factory.mktemp("fence")
-    with node(folder, SNAPPY) as made:
+    with node(folder, QUICK) as made:
         made.serve()
         yield made
 
