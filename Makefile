@@ -39,8 +39,8 @@ format: setup  ## put the code in its one format, repair what lint can repair
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: setup  ## measure this machine; ARGS are those of `vcache bench`
-	@$(BIN)/vcache bench $(ARGS)
+bench: setup  ## measure this machine; ARGS are those of `python -m benchmarks`
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 soak: setup  ## a quarter of an hour of kills, stops, damaged journals and full disks; every byte is checked; ARGS="--seed 1"
 	@$(BIN)/python -m benchmarks.soak $(ARGS)

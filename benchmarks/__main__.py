@@ -1,4 +1,4 @@
-"""`python -m benchmarks`, or `vcache bench`: run the subjects this machine can run, print their rows, write them as they come."""
+"""`python -m benchmarks`: run the subjects this machine can run, print their rows, write them as they come."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = ("journal", "mooncake")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if a case missed its limit or a subject failed."""
-    parser = argparse.ArgumentParser(prog="vcache bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", action="append", choices=[*SUBJECTS], help="may be repeated (default: all quick ones)")
     parser.add_argument(
         "--out", type=Path, help="result file, such as benchmarks/results/NAME.json; one that is there is continued"

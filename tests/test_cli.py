@@ -161,7 +161,7 @@ def test_doctor_fails_exactly_when_a_finding_does() -> None:
 
 def test_the_readme_names_only_commands_and_targets_that_exist() -> None:
     readme = (ROOT / "README.md").read_text()
-    commands = {command for named in COMMANDS for command in named[:1]} | {"bench"}
+    commands = {command for named in COMMANDS for command in named[:1]}
     assert set(re.findall(r"[`/]vcache ([a-z]+)", readme)) == commands
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test"} <= set(re.findall(r"(?:`|\$ )make ([a-z]+)", readme)) <= targets
@@ -190,12 +190,16 @@ def test_status_shows_segments_hits_counters_and_latencies() -> None:
     assert "clear" not in text
 
 
-def test_status_shows_what_happened_since_the_last_look() -> None:
+def test_status_shows_what_happened_since_the_last_look_but_for_a_restart_and_whose_slots_wait() -> None:
     later = status.plain(STATS)["counters"] | {"evicted": 27}
-    now = ServerStats(**{name: getattr(STATS, name) for name in STATS.__struct_fields__} | {"counters": later})
-    assert "a second" not in text_of(status.render(now))
-    row = next(line for line in text_of(status.render(now, STATS, 2.0)).splitlines() if line.startswith("evicted"))
-    assert row.split() == ["evicted", "27", "10"]
+    now = msgspec.structs.replace(STATS, counters=later, quarantined_slots={4711: 1024})
+    assert "a second" not in text_of(status.render(now)) + text_of(
+        status.render(now, msgspec.structs.replace(STATS, epoch=6), 2.0)
+    )
+    rows = [line.split() for line in text_of(status.render(now, STATS, 2.0)).splitlines()]
+    assert ["evicted", "27", "10"] in rows
+    assert ["4711", "1,024"] in rows
+    assert "vcache segment add" in text_of(status.segments_table([]))
 
 
 def test_who_does_not_share_is_shown_with_both_values_and_what_to_do() -> None:
@@ -208,30 +212,6 @@ def test_who_does_not_share_is_shown_with_both_values_and_what_to_do() -> None:
         assert part in text
     assert status.summary(stats)["mismatches"][0]["advice"] == mismatch.advice
     assert "Not shared" not in text_of(status.render(STATS))
-
-
-def test_status_shows_whose_slots_are_in_quarantine() -> None:
-    assert "quarantine until" not in text_of(status.render(STATS))
-    waiting = ServerStats(
-        **{name: getattr(STATS, name) for name in STATS.__struct_fields__} | {"quarantined_slots": {4711: 1024}}
-    )
-    assert any(line.split() == ["4711", "1,024"] for line in text_of(status.render(waiting)).splitlines())
-
-
-def test_after_a_restart_of_the_server_there_is_no_since() -> None:
-    now = ServerStats(**{name: getattr(STATS, name) for name in STATS.__struct_fields__} | {"epoch": 6})
-    assert "a second" not in text_of(status.render(now, STATS, 2.0))
-
-
-def test_an_empty_pool_says_what_to_do() -> None:
-    assert "vcache segment add" in text_of(status.segments_table([]))
-
-
-@pytest.mark.parametrize(
-    ("fraction", "cells"), [(0, "····"), (0.5, "██··"), (1, "████"), (2, "████"), (1 / 32, "▏···"), (31 / 32, "███▉")]
-)
-def test_a_bar_is_exact_to_an_eighth_of_a_cell(fraction: float, cells: str) -> None:
-    assert status.bar(fraction, width=4).plain == cells
 
 
 def test_the_summary_is_named_fields_and_rates() -> None:

@@ -222,30 +222,12 @@ def _encode(value: object) -> object:
     raise NotImplementedError(type(value))
 
 
-_GONE = {
-    "fallback": "the section is called offload",
-    "server.eviction": "the least recently used chunk goes when a store needs its place; leave it out",
-    "client.spin_seconds": "the client spins as long as fits the machine; leave it out",
-    "server.save_ahead": "nothing is saved on eviction any more; leave it out",
-    "offload.policy: on_evict": "use write_through, which has the same hits",
-    "offload.codec: zstd": "use raw; or fp8 or int8, which lose precision",
-    "offload.codec: planes": "use raw; or fp8 or int8, which lose precision",
-}
-"""What could be written once, and what to write instead."""
-
-
 def from_dict(values: dict[str, Any], source: str = "configuration") -> Config:
     """Check `values` against `Config`. Raises ConfigError with the offending key's path."""
     offload = values.get("offload")
     if isinstance(offload, dict) and offload.get("policy") is False:
         # What YAML makes of a plain `off`.
         values = values | {"offload": offload | {"policy": "off"}}
-    written = set(values)
-    for name, section in values.items():
-        if isinstance(section, dict):
-            written.update(*((f"{name}.{key}", f"{name}.{key}: {value}") for key, value in section.items()))
-    for gone in _GONE.keys() & written:
-        raise ConfigError(f"{source}: {gone} is no more; {_GONE[gone]}")
     try:
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:

@@ -58,30 +58,17 @@ class PagedCache:
         """Check all layers wholly: the first `retrieved` blocks of the prompt at `places` hold their content, all others poison."""
         found = []
         for layer, words in enumerate(self._words):
-            want = content(digests[:retrieved], layer, self.shape.row_words)
-            have = words[:, places[:retrieved]]
-            if not torch.equal(have, want):
-                found.append(self._fault("wrong", layer, have, want, places))
-            touched = (words != self._poison).any(2).any(0)
-            touched[places[:retrieved]] = False
-            if bool(touched.any()):
-                found.append(self._stray(layer, touched.nonzero().flatten(), places))
+            want = torch.full_like(words, self._poison)
+            want[:, places[:retrieved]] = content(digests[:retrieved], layer, self.shape.row_words)
+            if not torch.equal(words, want):
+                found.append(self._fault(layer, words.view(torch.uint8) != want.view(torch.uint8), places, retrieved))
         return found
 
-    def _fault(
-        self, kind: Literal["wrong", "stray"], layer: int, have: torch.Tensor, want: torch.Tensor, at: torch.Tensor
-    ) -> Fault:
-        """`have` and `want` are words (2, blocks, row) of the blocks `at`; the fault names the first token that differs."""
-        differs = have.contiguous().view(torch.uint8) != want.contiguous().view(torch.uint8)
-        count, differs = int(differs.sum()), differs.any(0)
-        row, byte = (int(i) for i in differs.nonzero()[0])
-        token = row * self.shape.block_size + byte * self.shape.block_size // differs.shape[1]
-        return Fault(kind, layer, int(at[row]), token, count)
-
-    def _stray(self, layer: int, blocks: torch.Tensor, places: torch.Tensor) -> Fault:
-        have = self._words[layer][:, blocks]
-        fault = self._fault("stray", layer, have, torch.full_like(have, self._poison), blocks)
-        row = (places == fault.block).nonzero().flatten()
-        inside = fault.token % self.shape.block_size
-        token = int(row[0]) * self.shape.block_size + inside if len(row) else -1
-        return msgspec.structs.replace(fault, token=token)
+    def _fault(self, layer: int, differs: torch.Tensor, places: torch.Tensor, retrieved: int) -> Fault:
+        """`differs`: bytes (2, blocks, row). The fault names the first token that differs, of the prompt's if there is one."""
+        blocks = differs.any(2).any(0)
+        rows = blocks[places].nonzero().flatten().tolist()
+        block = int(places[rows[0]]) if rows else int(blocks.nonzero()[0])
+        row = differs[:, block].any(0)
+        token = rows[0] * self.shape.block_size + int(row.nonzero()[0]) * self.shape.block_size // len(row) if rows else -1
+        return Fault("wrong" if rows and rows[0] < retrieved else "stray", layer, block, token, int(differs.sum()))

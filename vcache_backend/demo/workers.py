@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -87,20 +86,14 @@ def workers(config: Config, devices: list[str], shape: Shape, segment_bytes: int
 
 @contextmanager
 def _process(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
-    """A process that does not hear Ctrl-C: that ends the demo, and the demo ends it. One during the start waits until that is over."""
+    """A process that does not hear Ctrl-C: that ends the demo, and the demo ends it."""
     process = _spawn.Process(target=target, args=arguments, daemon=True)
-    resource_tracker.ensure_running()  # it would unblock the signal
-    came = list[int]()
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child inherits this
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child inherits this
     try:
         process.start()
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         signal.signal(signal.SIGINT, before)
     try:
-        if came:
-            raise KeyboardInterrupt
         yield process
     finally:
         process.terminate()
@@ -141,6 +134,7 @@ class Worker:
 def _serve(config: Config, parent: int) -> None:
     """Be the server. It ends with the demo even if that is killed (PR_SET_PDEATHSIG, SIGTERM), as workers do when their pipe ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     if os.getppid() == parent:
         serve(config.server)
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 
 from vcache_backend.config import Config
 from vcache_backend.doctor.finding import Finding
-from vcache_backend.doctor.gpus import check_gpus
-from vcache_backend.doctor.memory import check_memory
+from vcache_backend.doctor.gpus import check_gpus, check_memory
 from vcache_backend.doctor.offload import check_offload
 from vcache_backend.doctor.packages import PACKAGES as PACKAGES
 from vcache_backend.doctor.packages import check_packages

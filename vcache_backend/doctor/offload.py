@@ -1,20 +1,36 @@
-"""The offload tier: what its settings mean here, and whether its store answers."""
+"""The offload tier: whether its settings fit this machine, and whether its Mooncake store works: library, master, a provider with room.
+
+The store is asked through the offload process, as workers ask it: the library may hang, or crash.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
 import resource
+import secrets
+import time
 from collections.abc import Iterator
 
+import msgspec
+
 from vcache_backend.config import ByteSize, Config, OffloadConfig
-from vcache_backend.doctor import mooncake
+from vcache_backend.doctor import packages
 from vcache_backend.doctor.finding import Finding
-from vcache_backend.doctor.memory import host_available
+from vcache_backend.doctor.gpus import host_available
+from vcache_backend.errors import ConfigError
+from vcache_backend.offload.client import OffloadProcess
+from vcache_backend.offload.process import FULL, STORED, StoreDown, StoreLost
 
 LEAST_CHUNKS = 4
 """With staging memory for fewer a worker has no tier."""
-LOSSY = ("fp8", "int8")
 SMALL_TOKEN = ByteSize(64 << 10)
 """KV of a token, all layers: few models that are worth a tier have less."""
+NBYTES = 1 << 20
+SECONDS = 8.0
+"""For each call: a fraction of a second where all is well."""
+LIBRARY, MASTER, PROVIDER = "mooncake library", "mooncake master", "mooncake provider"
+START = "examples/mooncake_tier.sh starts a master and a provider"
 
 
 def check_offload(config: Config) -> Iterator[Finding]:
@@ -24,31 +40,10 @@ def check_offload(config: Config) -> Iterator[Finding]:
         yield Finding("offload", "ok", "off: what leaves the pool is computed again (offload.policy)")
         return
     yield Finding("offload", "ok", f"{tier.policy} to {tier.store} at {tier.mooncake.master}, {tier.mooncake.protocol}")
-    yield _codec(tier)
-    yield _bandwidth(tier)
     yield _staging(tier, config.engine.chunk_size)
     if tier.mooncake.protocol == "rdma":
         yield _locked_memory(tier)
-    yield from mooncake.check(config)
-
-
-def _codec(tier: OffloadConfig) -> Finding:
-    if tier.codec not in LOSSY:
-        return Finding("offload codec", "ok", f"{tier.codec}: every bit comes back")
-    detail = f"{tier.codec} loses bits: answers after a read from there differ a little, and only instances with it share"
-    return Finding("offload codec", "warn", detail, "set offload.codec to raw, unless docs/mooncake.md's errors are fine")
-
-
-def _bandwidth(tier: OffloadConfig) -> Finding:
-    least = tier.least_bandwidth(on_gpu=True)
-    if not least:
-        return Finding("offload bandwidth", "ok", "no bound: the tier is read, however slow that is (offload.min_bandwidth)")
-    detail = (
-        f"while less than {least.about}/s of KV comes from there it is computed, but for a try every {tier.retry_max_seconds:g} s"
-    )
-    if tier.min_bandwidth is None:
-        detail = f"for KV caches on a GPU: {detail} (offload.min_bandwidth is not set)"
-    return Finding("offload bandwidth", "ok", detail)
+    yield from check_store(config)
 
 
 def _staging(tier: OffloadConfig, chunk_tokens: int) -> Finding:
@@ -75,3 +70,87 @@ def _locked_memory(tier: OffloadConfig) -> Finding:
     bound = "none" if hard == resource.RLIM_INFINITY else ByteSize(hard).about
     advice = f"ulimit -l unlimited (the hard limit: {bound}; docker: --ulimit memlock=-1), or LimitMEMLOCK=infinity in the unit"
     return Finding("locked memory", "fail", detail, advice)
+
+
+# ---- the store
+
+
+def check_store(config: Config) -> Iterator[Finding]:
+    """Puts one small object into the store, reads it and removes it again."""
+    if packages.find(packages.MOONCAKE) is None:
+        return  # check_packages says so
+    # It must not lend memory itself: the object would always find room there.
+    settings = msgspec.structs.replace(config.offload.mooncake, segment_bytes=ByteSize(0))
+    try:
+        process = OffloadProcess(settings)
+    except (ConfigError, StoreDown) as error:
+        yield Finding(LIBRARY, "fail", str(error), _library_advice(str(error)))
+        return
+    try:
+        yield Finding(LIBRARY, "ok", "loads")
+        yield from _master(process, config)
+    finally:
+        process.kill()
+
+
+def _library_advice(error: str) -> str:
+    if "libibverbs" in error:
+        return "apt-get install libibverbs1"
+    if "libmlx5" in error:
+        return "apt-get install ibverbs-providers"
+    if "libcuda" in error:
+        return "this build needs CUDA; without a GPU: pip install mooncake-transfer-engine-non-cuda"
+    return "pip install 'vcache-backend[mooncake]'; without CUDA: mooncake-transfer-engine-non-cuda"
+
+
+def _master(process: OffloadProcess, config: Config) -> Iterator[Finding]:
+    master = config.offload.mooncake.master
+    try:
+        process.call("open", seconds=SECONDS)
+    except StoreDown as error:
+        advice = f"start mooncake_master there, or set offload.mooncake.master; {START} on this machine"
+        if isinstance(error, StoreLost) or not process.alive or "timed out" in str(error):
+            advice = "see whether that is the rpc_port of a mooncake_master, and not its metrics_port, whether it hangs, and the firewall"
+        yield Finding(MASTER, "fail", f"{master}: {error}", advice)
+        return
+    yield Finding(MASTER, "ok", f"{master} answers")
+    yield _provider(process, lends=bool(config.offload.mooncake.segment_bytes))
+
+
+def _provider(process: OffloadProcess, lends: bool) -> Finding:
+    """Whether an object comes back. lends: whether workers lend memory to the store themselves."""
+    fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
+    os.ftruncate(fd, 2 * NBYTES)
+    names, content, step = [f"vcache1/doctor-{secrets.token_hex(8)}"], secrets.token_bytes(NBYTES), "put"
+    try:
+        with mmap.mmap(fd, 2 * NBYTES) as memory:
+            memory[:NBYTES] = content
+            process.share(fd)
+            start = time.monotonic()
+            (outcome,) = process.call("put", names, [(0, 0, NBYTES)], seconds=SECONDS)
+            written, step = time.monotonic(), "get"
+            if outcome != STORED:
+                return _no_room(lends) if outcome == FULL else _broken(f"put of 1 MiB: {outcome}")
+            (nbytes,) = process.call("get", names, [(0, NBYTES, NBYTES)], seconds=SECONDS)
+            read, came = time.monotonic(), bytes(memory[NBYTES:])
+            process.call("remove", names, seconds=SECONDS)
+    except StoreDown as error:
+        return _broken(f"{step} of 1 MiB: {error}")
+    finally:
+        os.close(fd)
+    if nbytes != NBYTES or came != content:
+        return _broken(f"get of 1 MiB: {nbytes:,} of {NBYTES:,} bytes came back" + ("" if nbytes != NBYTES else ", other ones"))
+    return Finding(PROVIDER, "ok", f"1 MiB put in {1e3 * (written - start):.3g} ms, read in {1e3 * (read - written):.3g} ms")
+
+
+def _no_room(lends: bool) -> Finding:
+    if lends:
+        detail = "no provider has room for 1 MiB; workers lend offload.mooncake.segment_bytes each while they run"
+        return Finding(PROVIDER, "warn", detail, f"with a provider objects outlive the workers: {START}")
+    advice = f"start a provider ({START}), or a larger one; what was read in the last seconds is not evicted"
+    return Finding(PROVIDER, "fail", "no room for 1 MiB: no provider lends memory, or all of it is in use", advice)
+
+
+def _broken(detail: str) -> Finding:
+    advice = "see whether every provider lives and is reached from here; the master forgets a dead one after its client_ttl, 10 s"
+    return Finding(PROVIDER, "fail", detail, advice)
