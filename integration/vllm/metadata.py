@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -29,7 +30,18 @@ class Link(msgspec.Struct, frozen=True):
     bandwidth: float | None = None
 
 
-class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
+class _Spec(msgspec.Struct, frozen=True):
+    """Pickled as MessagePack, which takes the scheduler a tenth of the time: many numbers and locations."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpacked, (type(self), msgspec.msgpack.encode(self))
+
+
+def _unpacked(kind: type[_Spec], data: bytes) -> _Spec:
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+class LoadSpec(_Spec, frozen=True, kw_only=True):
     """Blocks of one request to be filled from consecutive chunks of the pool.
 
     keys: of rank 0. blocks: vLLM's numbers, from the first block of the first chunk on. skip, stop: the blocks wanted are
@@ -59,7 +71,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.blocks[self.skip : self.stop]
 
 
-class StoreSpec(msgspec.Struct, frozen=True):
+class StoreSpec(_Spec, frozen=True):
     """Consecutive chunks of a request that this step completes. keys: of rank 0. blocks: vLLM's numbers, those of all chunks in order.
 
     prefix: the keys of all chunks before them. before: the blocks of those, in a step that also loads.
