@@ -497,8 +497,8 @@ class Raw:
         """The next message, or None if the server closed the connection."""
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, m.MAX_MESSAGE_BYTES, 4)
-        except ConnectionResetError:
-            return None
+        except ConnectionResetError:  # told once, before the last that the server said
+            data, fds, _, _ = socket.recv_fds(self.socket, m.MAX_MESSAGE_BYTES, 4)
         self.fds += fds
         message: list[Any] | None = msgpack.unpackb(data, raw=False, strict_map_key=False) if data else None
         return message

@@ -29,13 +29,14 @@ T = TypeVar("T")
 
 
 class Sent(Generic[R]):
-    """A request on its way, sent ahead. Its answer is read by `answer`, or before the next call's.
+    """A request on its way. Its answer is read by `answer`, or on the way by whoever calls next.
 
     An answer that nobody fetches is read with the next call's and forgotten: of a lease, fetch it, or it is held until it ends.
+    `received`: where the fds that come with the answer are put.
     """
 
-    def __init__(self, channel: Channel, request: m.Request, kind: type[R]) -> None:
-        self.request, self.kind, self._channel = request, kind, channel
+    def __init__(self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None) -> None:
+        self.request, self.kind, self.received, self._channel = request, kind, received, channel
         self.reply: m.AnyReply | None = None
         self.lost = ""
 
@@ -46,7 +47,8 @@ class Sent(Generic[R]):
 
     def answer(self) -> R:
         """The answer, waited for as long as for that of a call; raises as a call does."""
-        self._channel._collect(self)
+        if not self.over:
+            self._channel._collect(self)
         if isinstance(self.reply, self.kind):
             return self.reply
         if isinstance(self.reply, m.Error):
@@ -134,21 +136,15 @@ class Channel(ABC):
         received: list[int] | None = None,
     ) -> R:
         """Ask and wait for the answer, `seconds` at most. `fd` goes along; those that come are put into `received`."""
-        data, fds = wire.encode(request), () if fd is None else (fd,)
+        data, sent = wire.encode(request), Sent(self, request, kind, received)
 
-        def exchange(link: ServerLink, deadline: float) -> R:
-            link.send(data, deadline, fds)
-            self._read_unread(link, deadline)
-            reply = link.read(deadline, received)
-            if isinstance(reply, m.Error):
-                if reply.fatal:
-                    self._drop(link, f"the metadata server at {self._path} closed the connection: {reply.message}")
-                raise Refused(reply.message)
-            if not isinstance(reply, kind):
-                raise ProtocolError(f"{type(request).__name__} was answered with {type(reply).__name__}")
-            return reply
+        def exchange(link: ServerLink, deadline: float) -> None:
+            link.send(data, deadline, () if fd is None else (fd,))
+            self._unread.append(sent)
+            self._read_unread(link, deadline, sent)
 
-        return self._alone(request, exchange, seconds)
+        self._alone(request, exchange, seconds)
+        return sent.answer()
 
     def _send(self, request: m.Request, kind: type[R]) -> Sent[R]:
         """Ask now; the answer is read later."""
@@ -163,21 +159,22 @@ class Channel(ABC):
 
     def _collect(self, sent: Sent[Any]) -> None:
         """See that the answer is there, if it ever comes."""
-        if sent.over:
-            return
         try:
             self._alone(sent.request, lambda link, deadline: self._read_unread(link, deadline, sent))
         except ServerUnavailable:
             if sent.reply is None:
                 raise
 
-    def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any] | None = None) -> None:
+    def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any]) -> None:
         """Read the answers to what was sent before, up to that to `last`. Under the lock."""
-        while self._unread and (last is None or not last.over):
-            sent, reply = self._unread[0], link.read(deadline)
+        while not last.over:
+            sent = self._unread[0]
+            reply = link.read(deadline, sent.received)
             if not isinstance(reply, sent.kind | m.Error):
                 raise ProtocolError(f"{type(sent.request).__name__} was answered with {type(reply).__name__}")
             self._unread.popleft().reply = reply
+            if isinstance(reply, m.Error) and reply.fatal:
+                self._drop(link, f"the metadata server at {self._path} closed the connection: {reply.message}")
 
     def _alone(self, request: m.Request, work: Callable[[ServerLink, float], T], seconds: float | None = None) -> T:
         """Do this on the present connection while nobody else uses it, by a deadline; the connection ends if that fails."""
@@ -198,8 +195,6 @@ class Channel(ABC):
             except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
                 self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
                 raise ServerUnavailable(self._down) from error
-            except Refused:
-                raise
             except BaseException:
                 # A signal handler raised: the answer is still to come, and must not be taken for the next call's.
                 self._drop(link, f"a call to the metadata server at {self._path} was interrupted")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import time
@@ -45,7 +44,7 @@ class Client(Channel):
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
         self._avoided: set[m.SegmentId] = set()
         token = secrets.randbits(m.TOKEN_BITS)
-        super().__init__(path, config, m.Hello(m.PROTOCOL_VERSION, device, medium, _shortened(layout or {}), token), reconnect)
+        super().__init__(path, config, m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token), reconnect)
 
     # ---- chunks
 
@@ -217,16 +216,3 @@ class Client(Channel):
         infos = self.list_segments()
         self._avoided.intersection_update({info.id for info in infos})
         self.on_segments(infos)
-
-
-def _shortened(layout: dict[str, str]) -> dict[str, str]:
-    """What the protocol has room for: a longer value keeps its start and gets a digest, so that different ones stay different."""
-    first = sorted(layout, key=lambda name: (name not in ("namespace", "model"), name))[: m.MAX_FIELDS]
-    return {name[: m.MAX_FIELD_CHARS]: _short(layout[name]) for name in first}
-
-
-def _short(value: str) -> str:
-    if len(value) <= m.MAX_VALUE_CHARS:
-        return value
-    digest = hashlib.blake2b(value.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-    return f"{value[: m.MAX_VALUE_CHARS - len(digest) - 4]}... {digest}"

@@ -41,11 +41,8 @@ Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 _PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f]*\Z"
 Text = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
 MAX_FIELDS = 64
-MAX_FIELD_CHARS = 64
-MAX_VALUE_CHARS = 1024
-"""Of a layout: how many fields it has, how long their names and their values are."""
-Field = Annotated[str, msgspec.Meta(max_length=MAX_FIELD_CHARS, pattern=_PRINTABLE)]
-Value = Annotated[str, msgspec.Meta(max_length=MAX_VALUE_CHARS)]
+"""Of a layout."""
+Field = Annotated[str, msgspec.Meta(max_length=64, pattern=_PRINTABLE)]
 TOKEN_BITS = 63
 MAX_REPORT_CHARS = 1024
 GRACE_SECONDS = 0.25
@@ -128,7 +125,7 @@ class Hello(Request, frozen=True, tag="hello"):
     version: int
     device: Text
     medium: Medium
-    layout: Annotated[dict[Field, Value], msgspec.Meta(max_length=MAX_FIELDS)] = {}
+    layout: Annotated[dict[Field, str], msgspec.Meta(max_length=MAX_FIELDS)] = {}
     token: Annotated[int, msgspec.Meta(ge=0, le=(1 << TOKEN_BITS) - 1)] = 0
 
 

@@ -41,7 +41,10 @@ class Receiver:
 
         Empty at the end, and no message is. OSError as recvmsg gives it; ProtocolError: it is too long.
         """
-        size, ancillary, flags, _address = sock.recvmsg_into([self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+        try:
+            size, ancillary, flags, _address = sock.recvmsg_into([self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:  # told once, before the last that the peer said
+            size, ancillary, flags, _address = sock.recvmsg_into([self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
         if not ancillary and not flags & socket.MSG_TRUNC:
             return self._view[:size], []
         fds = array("i")
