@@ -17,7 +17,7 @@ from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.cuda_copier import CudaCopier
 from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan
+from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks
 from vcache_backend.vram_pool.segment import MappedSegment
 from vcache_backend.vram_pool.slots import SlotView
 
@@ -69,8 +69,7 @@ def case(owner: Device, reader: Device, nbytes: int) -> Case:
     caches = [torch.randn(shape, device=f"cuda:{reader.ordinal}").to(torch.bfloat16) for _ in range(layers)]
     kv = PagedKV.describe(caches, BLOCK_SIZE)
     ids = np.random.default_rng(0).permutation(blocks + 7)[:blocks]
-    slots = (ids[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1).astype(np.int64)
-    copy = plan(kv, CHUNK, slots, [Piece(i, i * CHUNK, 0, CHUNK) for i in range(chunks)])
+    copy = plan_blocks(kv, CHUNK, ids)
     whole = mapped.tensor(0, mapped.nbytes)
     local = mapped.device == reader.name
     starts = range(0, nbytes, chunk_bytes)

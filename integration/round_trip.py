@@ -16,7 +16,7 @@ from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, 
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copier import Completion, Copier
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import Piece, plan
+from vcache_backend.vram_pool.planner import plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
 log = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ def _there_and_back(
         page[:count] = pattern
     # Last block first, so that a copy that ignores block ids is seen.
     ids = np.arange(count - 1, -1, -1)
-    slots = (ids[:, None] * kv.block_size + np.arange(kv.block_size)).reshape(-1)
-    copy = plan(kv, chunk_size, slots, [Piece(0, 0, 0, len(slots))])
+    copy = plan_blocks(kv, chunk_size, ids)
     if not _over(copier.gather(kv, copy, [view])):
         return f"gathering a chunk took longer than {COPY_SECONDS:g} s"
     blocks = chunk_size // kv.block_size

@@ -103,10 +103,12 @@ class Inside:
         self.engine.lookup_unpin(request)
 
     def retrieve(self, tokens: list[int], request: str = "r", cached: int = 0, seed: int = 1, **more: Any) -> Retrieved:
-        """Into poisoned blocks, the first `cached` tokens of which vLLM has already: they hold something else, to be left alone."""
+        """Into poisoned blocks, the first `cached` tokens of which vLLM has already: they hold something else, to be left alone but for
+        a last block that is not whole."""
         slots, size = places(self.setup.sizes, len(tokens), seed), self.setup.chunk_size
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[: cached // size * size] = False
+        kept = cached // self.setup.sizes.block_size * self.setup.sizes.block_size
         theirs = torch.tensor(tokens[:cached], dtype=torch.int64) + 900_000_000
         self.cache.poison()
         self.cache.fill(theirs, slots[:cached])
@@ -117,9 +119,9 @@ class Inside:
         seconds = time.monotonic() - started
         self.unpin(request)
         new = found.clone()
-        new[:cached] = False
+        new[:kept] = False
         expected = Cache(self.setup.arrangement, self.setup.sizes)
-        expected.fill(theirs, slots[:cached])
+        expected.fill(theirs[:kept], slots[:kept])
         expected.fill(self.shard(tokens)[new], slots[new])
         right = all(torch.equal(mine, its) for mine, its in zip(self.cache._memory, expected._memory, strict=True))
         count, first = int(found.sum()), int(found.int().argmax())

@@ -20,7 +20,7 @@ from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.vram_pool.copier import Copier, HostCopier
 from vcache_backend.vram_pool.cuda_copier import CudaCompletion, CudaCopier
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, Int64s, Piece, plan
+from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
 POISON = 0xA5
@@ -31,10 +31,6 @@ def tensors(device: str = "cpu", layers: int = 3, blocks: int = 12, dim: int = 2
     shape = (2, blocks, BLOCK, 2, dim)
     generator = torch.Generator().manual_seed(layers)
     return [torch.randint(-99, 99, shape, generator=generator).to(torch.float16).to(device) for _ in range(layers)]
-
-
-def places(*ids: int) -> Int64s:
-    return (np.array(ids, dtype=np.int64)[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
 
 
 def slots_of(kv: PagedKV, count: int, device: str = "cpu", chunk_size: int = CHUNK) -> list[Tensor]:
@@ -56,7 +52,7 @@ def test_a_chunk_is_layers_of_blocks_of_parts() -> None:
     caches = tensors()
     kv = PagedKV.describe(caches, BLOCK)
     slots = slots_of(kv, 1)
-    HostCopier().gather(kv, plan(kv, CHUNK, places(7, 3), [Piece(0, 0, 0, CHUNK)]), views(slots))
+    HostCopier().gather(kv, plan_blocks(kv, CHUNK, np.array([7, 3])), views(slots))
     expected = [raw(caches[layer][part, block]) for layer in range(3) for block in (7, 3) for part in range(2)]
     assert torch.equal(slots[0], torch.cat(expected))
 
@@ -66,7 +62,7 @@ def test_a_chunk_is_layers_of_blocks_of_parts() -> None:
 
 def request(device: str = "cpu") -> tuple[PagedKV, CopyPlan, list[Tensor]]:
     kv = PagedKV.describe(tensors(device), BLOCK)
-    copy = plan(kv, CHUNK, places(7, 3, 4, 5), [Piece(0, 0, 0, CHUNK), Piece(1, CHUNK, 0, CHUNK)])
+    copy = plan_blocks(kv, CHUNK, np.array([7, 3, 4, 5]))
     return kv, copy, slots_of(kv, 2, device)
 
 
@@ -103,7 +99,7 @@ def test_a_plan_for_other_blocks_is_refused(device: str, make: Callable[[], Copi
 @COPIERS
 def test_an_empty_plan_is_complete_at_once(device: str, make: Callable[[], Copier]) -> None:
     kv, _, slots = request(device)
-    empty = plan(kv, CHUNK, places(7, 3), [Piece(0, 0, 5, 5)])
+    empty = plan_blocks(kv, CHUNK, np.array([7, 3]), 1, 1)
     assert make().gather(kv, empty, views(slots)).done()
     assert bool((slots[0] == POISON).all())
 
@@ -195,9 +191,7 @@ def large(layers: int = 8) -> tuple[list[Tensor], PagedKV, CopyPlan, list[Tensor
     """64 MiB in 32-KiB pages on the current GPU, large enough that a copy takes a while."""
     caches = [torch.randint(0, 255, (256, 16, 8, 256), dtype=torch.uint8, device="cuda") for _ in range(layers)]
     kv = PagedKV.describe(caches, 16)
-    ids = np.random.default_rng(0).permutation(256)
-    mapping = (ids[:, None] * 16 + np.arange(16)).reshape(-1)
-    copy = plan(kv, 256, mapping, [Piece(slot, slot * 256, 0, 256) for slot in range(16)])
+    copy = plan_blocks(kv, 256, np.random.default_rng(0).permutation(256))
     return caches, kv, copy, slots_of(kv, 16, "cuda", 256)
 
 
@@ -315,7 +309,7 @@ def test_tables_of_copies_that_wait_in_line_are_not_overwritten() -> None:
     torch.cuda._sleep(LONG)
     stored = []
     for block in range(64):
-        copy = plan(kv, 16, np.arange(block * 16, block * 16 + 16), [Piece(0, 0, 0, 16)])
+        copy = plan_blocks(kv, 16, np.array([block]))
         slots = slots_of(kv, 1, "cuda", 16)
         stored.append((copier.gather(kv, copy, views(slots)), slots[0]))
     for block, (completion, slot) in enumerate(stored):

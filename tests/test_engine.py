@@ -107,21 +107,6 @@ def test_what_is_stored_comes_back_into_other_blocks_and_touches_nothing_else(he
     assert get(pair.writer, pair.mine, tokens, seed=2) == 4 * CHUNK
 
 
-@pytest.mark.parametrize("arrangement", [FLASH, PACKED, MLA, ARRANGEMENTS[1]], ids=lambda a: a.name)
-def test_tokens_scattered_over_half_blocks_come_back(here: Node, arrangement: Arrangement) -> None:
-    """The per-token path in both directions: neither side's runs begin where a block does."""
-    pair = Pair(here, arrangement)
-    tokens, size = prompt(2 * CHUNK), pair.mine.sizes.block_size
-    mine, theirs = (
-        places(pair.mine.sizes, 2 * CHUNK + size, 3)[5:][: 2 * CHUNK],
-        places(pair.mine.sizes, 2 * CHUNK + size, 4)[11:][: 2 * CHUNK],
-    )
-    put(pair.writer, pair.mine, tokens, mine)
-    mask = pair.reader.retrieve(tokens, None, pair.theirs.tensors, theirs)
-    assert mask.all()
-    assert pair.theirs.holds_only(tokens, theirs)
-
-
 def test_a_layer_replaced_between_two_calls_is_the_one_that_is_read_and_written(pair: Pair) -> None:
     put(pair.writer, pair.mine, prompt(2 * CHUNK))
     assert get(pair.reader, pair.theirs, prompt(2 * CHUNK)) == 2 * CHUNK
@@ -172,27 +157,34 @@ def test_a_hit_ends_where_the_prompts_part(pair: Pair) -> None:
 
 @pytest.mark.parametrize("arrangement", [FLASH, PACKED, MLA], ids=lambda a: a.name)
 def test_a_prefix_the_caller_has_is_never_written(here: Node, arrangement: Arrangement) -> None:
-    """Chunk-aligned, block-aligned and in the middle of a block: not a byte of those slots changes."""
+    """Chunk-aligned, block-aligned and in the middle of a block, of which nothing is brought then."""
     pair = Pair(here, arrangement)
-    tokens, slots = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK, 1)
+    tokens, slots, block = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK, 1), pair.mine.sizes.block_size
     put(pair.writer, pair.mine, tokens)
     for known in (CHUNK, 16, CHUNK + 16, 1, 5, 37, 2 * CHUNK - 1, 3 * CHUNK - 1, 3 * CHUNK):
         pair.theirs.poison()
         wanted = torch.arange(len(tokens)) >= known
         mask = pair.reader.retrieve(tokens, wanted, pair.theirs.tensors, slots)
-        assert torch.equal(mask, wanted), known
-        assert pair.theirs.holds_only(tokens[wanted], slots[wanted]), known
+        assert torch.equal(mask, torch.arange(len(tokens)) >= -(-known // block) * block), known
+        assert pair.theirs.holds_only(tokens[mask], slots[mask]), known
 
 
-def test_a_token_without_a_slot_is_not_wanted(pair: Pair) -> None:
-    tokens, slots = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK, 1)
+def test_a_block_is_brought_as_a_whole_or_not_at_all(pair: Pair) -> None:
+    """Not where a token has no slot, nor where the tokens do not lie in one block, in order."""
+    tokens, slots, block = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK, 1), pair.mine.sizes.block_size
     put(pair.writer, pair.mine, tokens)
-    gone = torch.zeros(len(tokens), dtype=torch.bool)
-    gone[:7] = gone[CHUNK + 3] = gone[2 * CHUNK :] = True
-    slots[gone] = -1
+    slots[:7] = slots[CHUNK + 3] = slots[2 * CHUNK :] = -1
+    slots[[CHUNK + block, CHUNK + block + 1]] = slots[[CHUNK + block + 1, CHUNK + block]]
     mask = pair.reader.retrieve(tokens, None, pair.theirs.tensors, slots)
-    assert torch.equal(mask, ~gone)
+    assert torch.equal(mask, (torch.arange(len(tokens)) >= block) & (torch.arange(len(tokens)) < CHUNK))
     assert pair.theirs.holds_only(tokens[mask], slots[mask])
+    shifted = places(pair.mine.sizes, 3 * CHUNK + block, 3)[5:][: 3 * CHUNK]
+    assert not pair.reader.retrieve(tokens, None, pair.theirs.tensors, shifted).any()
+    other = prompt(3 * CHUNK, 2)
+    pair.mine.fill(other, shifted)
+    pair.writer.store(other, None, pair.mine.tensors, shifted)
+    assert pair.writer.flush(SECONDS)
+    assert pair.writer.lookup(other) == 0
 
 
 @pytest.mark.parametrize("hole", [0, CHUNK + 5, 3 * CHUNK - 1])

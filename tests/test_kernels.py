@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 import triton
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -18,7 +16,7 @@ from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool import kernels, reference
 from vcache_backend.vram_pool.kernels import Tuning
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan
+from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks
 
 POISON = 0xA5
 SMALL = Tuning(ctas=3, block_bytes=512, num_warps=4, stages=3)
@@ -92,9 +90,9 @@ def check(kv: PagedKV, copy: CopyPlan, slots: int, to_slot: bool, tuning: Tuning
     assert changed == bool(copy.nbytes)
 
 
-def mapping(blocks: int, block_size: int, used: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    ids = np.random.default_rng(seed).permutation(blocks)[:used]
-    return (ids[:, None] * block_size + np.arange(block_size)).reshape(-1)
+def some(kv: PagedKV, count: int, seed: int = 0, first: int = 0) -> CopyPlan:
+    """A plan for chunks of two blocks: `count` blocks from anywhere, of which those from `first` on are wanted."""
+    return plan_blocks(kv, 2 * kv.block_size, np.random.default_rng(seed).permutation(kv.num_blocks)[:count], first)
 
 
 # A page is 4 tokens of `words` fp16 numbers: from 8 bytes to a size that is no multiple of 16 nor of the kernel's piece.
@@ -104,10 +102,7 @@ def mapping(blocks: int, block_size: int, used: int, seed: int = 0) -> np.ndarra
 @DEVICE
 def test_the_kernel_equals_the_reference_for_odd_page_sizes(words: int, tuning: Tuning, to_slot: bool, device: str) -> None:
     kv = cache((12, 4, words), 4, device, dtype=torch.float16)
-    copy = plan(kv, 8, mapping(12, 4, 6), [Piece(0, 0, 0, 8), Piece(1, 8, 3, 8), Piece(2, 16, 0, 5)])
-    assert len(copy.blocks) == 4
-    assert len(copy.tokens) == 4 + 1 - 1 - 2
-    check(kv, copy, 3, to_slot, tuning)
+    check(kv, some(kv, 5, first=1), 3, to_slot, tuning)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +135,7 @@ def test_the_kernel_equals_the_reference_for_every_layout(
     if strides:
         tensors = [tensor.as_strided(shape, strides) for tensor in tensors]
     kv = PagedKV.describe(tensors, 4)
-    places = mapping(12, 4, 6)
-    places[17], places[18] = places[18], places[17]
-    copy = plan(kv, 8, places, [Piece(1, 0, 2, 8), Piece(0, 8, 0, 8), Piece(2, 16, 0, 7)])
-    assert len(copy.blocks)
-    assert len(copy.tokens)
-    check(kv, copy, 3, to_slot, SMALL)
+    check(kv, some(kv, 5, first=1), 3, to_slot, SMALL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.float32], ids=str)
@@ -153,7 +143,7 @@ def test_the_kernel_equals_the_reference_for_every_layout(
 @DEVICE
 def test_the_kernel_moves_bytes_whatever_they_mean(dtype: torch.dtype, to_slot: bool, device: str) -> None:
     kv = cache((12, 4, 3, 20), 4, device, dtype=dtype)
-    check(kv, plan(kv, 8, mapping(12, 4, 4), [Piece(0, 0, 1, 8), Piece(1, 8, 0, 8)]), 2, to_slot, SMALL)
+    check(kv, some(kv, 4, first=1), 2, to_slot, SMALL)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4, 8, 16])
@@ -161,7 +151,7 @@ def test_the_kernel_moves_bytes_whatever_they_mean(dtype: torch.dtype, to_slot: 
 @DEVICE
 def test_slots_at_any_address_take_narrower_words(shift: int, to_slot: bool, device: str) -> None:
     kv = cache((12, 4, 64), 4, device)
-    check(kv, plan(kv, 8, mapping(12, 4, 4), [Piece(0, 0, 1, 8), Piece(1, 8, 0, 8)]), 2, to_slot, SMALL, shift)
+    check(kv, some(kv, 4, first=1), 2, to_slot, SMALL, shift)
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 7, 64, 1000])
@@ -169,31 +159,13 @@ def test_slots_at_any_address_take_narrower_words(shift: int, to_slot: bool, dev
 @DEVICE
 def test_any_number_of_programs_moves_every_piece_once(ctas: int, tuning: Tuning, device: str) -> None:
     kv = cache((40, 4, 200), 4, device, layers=1)
-    copy = plan(kv, 8, mapping(40, 4, 6), [Piece(slot, slot * 8, slot % 2, 8) for slot in range(3)])
-    check(kv, copy, 3, False, replace(tuning, ctas=ctas))
-
-
-@DEVICE
-def test_tokens_at_another_position_of_their_block_find_their_place_in_the_chunk(device: str) -> None:
-    kv = cache((2, 12, 4, 3, 20), 4, device)
-    copy = plan(kv, 8, np.arange(7, 15, dtype=np.int64), [Piece(0, 0, 0, 8)])
-    assert not len(copy.blocks)
-    for to_slot in (True, False):
-        check(kv, copy, 1, to_slot, SMALL)
-
-
-@DEVICE
-def test_whole_blocks_only_moves_whole_blocks(device: str) -> None:
-    kv = replace(cache((12, 4, 64), 4, device), tokens=None)
-    copy = plan(kv, 8, mapping(12, 4, 4), [Piece(0, 0, 1, 8), Piece(1, 8, 0, 8)])
-    for to_slot in (True, False):
-        check(kv, copy, 2, to_slot, SMALL)
+    check(kv, some(kv, 6), 3, False, replace(tuning, ctas=ctas))
 
 
 @DEVICE
 def test_an_empty_plan_moves_nothing(device: str) -> None:
     kv = cache((12, 4, 64), 4, device)
-    check(kv, plan(kv, 8, mapping(12, 4, 2), [Piece(0, 0, 3, 3)]), 1, True, SMALL)
+    check(kv, some(kv, 2, first=2), 1, True, SMALL)
 
 
 @DEVICE
@@ -202,36 +174,14 @@ def test_blocks_with_gaps_between_them_keep_what_lies_in_the_gaps(device: str) -
     before = every.clone()
     kv = PagedKV.describe([every[:, 0], every[:, 2]], 4)
     slots = [noise((kv.chunk_bytes(8),), torch.uint8, device, 5)]
-    run_kernel(kv, plan(kv, 8, mapping(12, 4, 2), [Piece(0, 0, 0, 8)]), slots, False, SMALL)
+    run_kernel(kv, some(kv, 2), slots, False, SMALL)
     assert torch.equal(every[:, 1].view(torch.int16), before[:, 1].view(torch.int16))
     assert not torch.equal(every[:, 0].view(torch.int16), before[:, 0].view(torch.int16))
 
 
-@given(st.data())
-@settings(max_examples=15)
-@pytest.mark.skipif(COMPILED, reason="needs TRITON_INTERPRET=1, which GPU runs do not set")
-def test_a_chunk_that_is_stored_and_retrieved_elsewhere_has_the_same_bytes(data: st.DataObject) -> None:
-    kv, other = cache((12, 4, 3, 20), 4, "cpu"), cache((12, 4, 3, 20), 4, "cpu", dtype=torch.float16)
-    start = data.draw(st.integers(0, 8))
-    here, there = (mapping(12, 4, 4, data.draw(st.integers(0, 99))) for _ in "ab")
-    shift = data.draw(st.integers(0, 3))
-    there = there - shift
-    there[there < 0] = -1
-    slots = [torch.full((kv.chunk_bytes(8),), POISON, dtype=torch.uint8) for _ in range(2)]
-    run_kernel(kv, plan(kv, 8, here, [Piece(0, 0, 0, 8), Piece(1, 8, 0, 8)]), slots, True, SMALL)
-    copy = plan(other, 8, there, [Piece(0, 0, start, 8), Piece(1, 8, 0, 8)])
-    run_kernel(other, copy, slots, False, SMALL)
-    covered = copy.covered(16)
-    assert covered.tolist() == [token >= start and there[token] != -1 for token in range(16)]
-    mine, theirs = (torch.stack([page.view(12, 4, 120) for page in side.pages]) for side in (kv, other))
-    for token in np.flatnonzero(covered).tolist():
-        source, target = divmod(int(here[token]), 4), divmod(int(there[token]), 4)
-        assert torch.equal(mine[:, source[0], source[1]], theirs[:, target[0], target[1]])
-
-
 def test_addresses_beyond_32_bits_survive_the_table() -> None:
     kv = cache((12, 4, 64), 4, "cpu")
-    copy = plan(kv, 8, mapping(12, 4, 2), [Piece(0, 0, 0, 8)])
+    copy = some(kv, 2)
     table = np.empty((kernels.table_rows(kv, copy), 3), dtype=np.int64)
     high = (1 << 46) + (5 << 32) + 16
     assert kernels.fill_table(kv, copy, np.array([high], dtype=np.int64), table) == 16
@@ -245,7 +195,7 @@ def test_a_block_far_from_the_first_one_is_addressed_in_64_bits() -> None:
     kv = PagedKV.describe([torch.empty((blocks, 4, 256), dtype=torch.bfloat16)], 4)
     ids = np.array([blocks - 1, 0, (1 << 20) + 1, 1 << 20], dtype=np.int64)
     slots = [noise((4 * page,), torch.uint8, "cpu", 3)]
-    copy = plan(kv, 16, (ids[:, None] * 4 + np.arange(4)).reshape(-1), [Piece(0, 0, 0, 16)])
+    copy = plan_blocks(kv, 16, ids)
     reference.scatter(kv, copy, slots)
     if not COMPILED:
         kv.pages[0][ids] = POISON
@@ -256,7 +206,7 @@ def test_a_block_far_from_the_first_one_is_addressed_in_64_bits() -> None:
 
 def test_a_copy_of_too_many_pieces_is_refused() -> None:
     kv = cache((12, 4, 64), 4, "cpu")
-    copy = plan(kv, 8, mapping(12, 4, 2), [Piece(0, 0, 0, 8)])
+    copy = some(kv, 2)
     huge = replace(copy, blocks=np.broadcast_to(copy.blocks[:1], (1 << 30, 3)))
     with pytest.raises(LayoutError, match="is too large; move fewer chunks at once"):
         kernels.launch(kv, huge, torch.empty(0), to_slot=True, tuning=SMALL)

@@ -125,7 +125,7 @@ def touch_another_block(inside: Inside) -> None:
 def test_the_comparison_sees_one_wrong_byte_anywhere(served: Pool, plant: Any) -> None:
     writer, reader = served.engine(), served.engine(process={"plant": plant})
     writer.store(chunks(3))
-    found = reader.retrieve(chunks(3), cached=CHUNK + 3)
+    found = reader.retrieve(chunks(3), cached=CHUNK + 16)
     assert (found.tokens, found.right) == (2 * CHUNK, False)
 
 

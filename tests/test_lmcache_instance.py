@@ -141,7 +141,7 @@ def test_which_vllm_recomputes_rightly(
 
 
 def test_kv_caches_are_described_as_for_our_own_connector(under_vllm: Callable[..., Instance]) -> None:
-    """Of the kernel's block size, whole blocks only on a CPU; what was found out is in the configuration for whoever binds them."""
+    """Of the kernel's block size; what was found out is in the configuration for whoever binds them."""
     halves = caches(2 * BLOCKS, BLOCK // 2)
     kv, _ = under_vllm(kvcaches=halves).describe(halves, CONFIG)
     assert (kv.block_size, kv.num_blocks) == (BLOCK // 2, 2 * BLOCKS)
@@ -149,8 +149,6 @@ def test_kv_caches_are_described_as_for_our_own_connector(under_vllm: Callable[.
     for tensors in (square, list(square.values())):
         kv, config = under_vllm(kvcaches=square).describe(tensors, CONFIG)
         assert (kv.num_blocks, config.engine.kv_axes) == (BLOCKS, "block head token dim")
-    _, config = under_vllm(device_config__device_type="cpu").describe(caches(), CONFIG)
-    assert config.engine.whole_blocks_only
 
 
 def test_a_block_size_of_ours_that_is_not_vllms_is_an_error(under_vllm: Callable[..., Instance]) -> None:

@@ -10,13 +10,9 @@ from torch import Tensor
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.paged import DTYPES, PagedKV, alignment
-from vcache_backend.vram_pool.planner import TokenGeometry
 
 BLOCKS, BLOCK, HEADS, DIM = 10, 16, 8, 64
-HEAD_BYTES = DIM * 2
-PAGE = BLOCK * HEADS * HEAD_BYTES
-NHD = TokenGeometry(1, HEADS * HEAD_BYTES, PAGE, HEADS * HEAD_BYTES)
-HND = TokenGeometry(HEADS, HEAD_BYTES, BLOCK * HEAD_BYTES, HEAD_BYTES)
+PAGE = BLOCK * HEADS * DIM * 2
 
 
 def kv(*shape: int, memory: tuple[int, ...] | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -26,115 +22,42 @@ def kv(*shape: int, memory: tuple[int, ...] | None = None, dtype: torch.dtype = 
     return torch.zeros([shape[axis] for axis in order], dtype=dtype).permute(inverse)
 
 
-# name, tensor, parts, page bytes, token geometry, order of bytes
+# name, tensor, parts, order of bytes
 LAYOUTS = [
-    ("parts outermost", kv(2, BLOCKS, BLOCK, HEADS, DIM), 2, PAGE, NHD, "part2.token16.head8.dim64"),
-    (
-        "parts outermost, HND strides",
-        kv(2, BLOCKS, BLOCK, HEADS, DIM, memory=(0, 1, 3, 2, 4)),
-        2,
-        PAGE,
-        HND,
-        "part2.head8.token16.dim64",
-    ),
-    (
-        "parts first, blocks outermost in memory",
-        kv(2, BLOCKS, BLOCK, HEADS, DIM, memory=(1, 0, 2, 3, 4)),
-        1,
-        2 * PAGE,
-        NHD._replace(runs=2),
-        "part2.token16.head8.dim64",
-    ),
-    ("blocks outermost", kv(BLOCKS, 2, BLOCK, HEADS, DIM), 1, 2 * PAGE, NHD._replace(runs=2), "part2.token16.head8.dim64"),
-    (
-        "blocks outermost, HND strides",
-        kv(BLOCKS, 2, BLOCK, HEADS, DIM, memory=(0, 1, 3, 2, 4)),
-        1,
-        2 * PAGE,
-        HND._replace(runs=16),
-        "part2.head8.token16.dim64",
-    ),
-    (
-        "blocks first, parts outermost in memory",
-        kv(BLOCKS, 2, BLOCK, HEADS, DIM, memory=(1, 0, 2, 3, 4)),
-        2,
-        PAGE,
-        NHD,
-        "part2.token16.head8.dim64",
-    ),
-    ("heads before tokens, parts outermost", kv(2, BLOCKS, HEADS, BLOCK, DIM), 2, PAGE, HND, "part2.head8.token16.dim64"),
-    ("heads before tokens", kv(BLOCKS, 2, HEADS, BLOCK, DIM), 1, 2 * PAGE, HND._replace(runs=16), "part2.head8.token16.dim64"),
-    ("packed, HND", kv(BLOCKS, HEADS, BLOCK, 2 * DIM), 1, 2 * PAGE, TokenGeometry(8, 256, 4096, 256), "head8.token16.dim128"),
-    (
-        "packed, NHD strides",
-        kv(BLOCKS, HEADS, BLOCK, 2 * DIM, memory=(0, 2, 1, 3)),
-        1,
-        2 * PAGE,
-        TokenGeometry(1, 2048, 2 * PAGE, 2048),
-        "token16.head8.dim128",
-    ),
-    (
-        "packed, tokens first",
-        kv(BLOCKS, BLOCK, HEADS, 2 * DIM),
-        1,
-        2 * PAGE,
-        TokenGeometry(1, 2048, 2 * PAGE, 2048),
-        "token16.head8.dim128",
-    ),
-    (
-        "packed, tokens first, HND strides",
-        kv(BLOCKS, BLOCK, HEADS, 2 * DIM, memory=(0, 2, 1, 3)),
-        1,
-        2 * PAGE,
-        TokenGeometry(8, 256, 4096, 256),
-        "head8.token16.dim128",
-    ),
-    ("MLA", kv(BLOCKS, BLOCK, 576), 1, BLOCK * 1152, TokenGeometry(1, 1152, BLOCK * 1152, 1152), "token16.dim576"),
-    ("one head", kv(BLOCKS, 1, BLOCK, DIM), 1, BLOCK * 128, TokenGeometry(1, 128, BLOCK * 128, 128), "token16.dim64"),
+    ("parts outermost", kv(2, BLOCKS, BLOCK, HEADS, DIM), 2, "part2.token16.head8.dim64"),
+    ("parts outermost, HND strides", kv(2, BLOCKS, BLOCK, HEADS, DIM, memory=(0, 1, 3, 2, 4)), 2, "part2.head8.token16.dim64"),
+    ("parts first, blocks outermost", kv(2, BLOCKS, BLOCK, HEADS, DIM, memory=(1, 0, 2, 3, 4)), 1, "part2.token16.head8.dim64"),
+    ("blocks outermost", kv(BLOCKS, 2, BLOCK, HEADS, DIM), 1, "part2.token16.head8.dim64"),
+    ("blocks outermost, HND strides", kv(BLOCKS, 2, BLOCK, HEADS, DIM, memory=(0, 1, 3, 2, 4)), 1, "part2.head8.token16.dim64"),
+    ("blocks first, parts outermost", kv(BLOCKS, 2, BLOCK, HEADS, DIM, memory=(1, 0, 2, 3, 4)), 2, "part2.token16.head8.dim64"),
+    ("heads before tokens, parts outermost", kv(2, BLOCKS, HEADS, BLOCK, DIM), 2, "part2.head8.token16.dim64"),
+    ("heads before tokens", kv(BLOCKS, 2, HEADS, BLOCK, DIM), 1, "part2.head8.token16.dim64"),
+    ("packed, HND", kv(BLOCKS, HEADS, BLOCK, 2 * DIM), 1, "head8.token16.dim128"),
+    ("packed, NHD strides", kv(BLOCKS, HEADS, BLOCK, 2 * DIM, memory=(0, 2, 1, 3)), 1, "token16.head8.dim128"),
+    ("packed, tokens first", kv(BLOCKS, BLOCK, HEADS, 2 * DIM), 1, "token16.head8.dim128"),
+    ("packed, tokens first, HND strides", kv(BLOCKS, BLOCK, HEADS, 2 * DIM, memory=(0, 2, 1, 3)), 1, "head8.token16.dim128"),
+    ("elements of a head apart", kv(BLOCKS, HEADS, BLOCK, DIM, memory=(0, 1, 3, 2)), 1, "head8.dim64.token16"),
+    ("MLA", kv(BLOCKS, BLOCK, 576), 1, "token16.dim576"),
+    ("one head", kv(BLOCKS, 1, BLOCK, DIM), 1, "token16.dim64"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("tensor", "parts", "page", "tokens", "order"), [row[1:] for row in LAYOUTS], ids=[row[0] for row in LAYOUTS]
-)
-def test_a_known_layout_is_recognised(tensor: Tensor, parts: int, page: int, tokens: TokenGeometry, order: str) -> None:
-    found = PagedKV.describe([tensor, torch.clone(tensor)], BLOCK)
-    assert (found.layers, found.parts, found.page_bytes, found.num_blocks) == (2, parts, page, BLOCKS)
-    assert found.tokens == tokens
-    assert found.name == f"{order} bfloat16"
-    assert found.chunk_bytes(2 * BLOCK) == 2 * 2 * (tensor.numel() // BLOCKS) * 2
-
-
-@pytest.mark.parametrize("tensor", [row[1] for row in LAYOUTS], ids=[row[0] for row in LAYOUTS])
-def test_pages_and_planes_are_the_bytes_of_the_tensor(tensor: Tensor) -> None:
+@pytest.mark.parametrize(("tensor", "parts", "order"), [row[1:] for row in LAYOUTS], ids=[row[0] for row in LAYOUTS])
+def test_a_known_layout_is_recognised_and_its_pages_are_the_bytes_of_the_tensor(tensor: Tensor, parts: int, order: str) -> None:
     tensor.copy_(torch.randn(tensor.shape))
-    found = PagedKV.describe([tensor], BLOCK)
+    found = PagedKV.describe([tensor, torch.clone(tensor)], BLOCK)
+    assert (found.layers, found.parts, found.num_blocks, found.name) == (2, parts, BLOCKS, f"{order} bfloat16")
+    assert found.page_bytes == tensor.numel() * 2 // BLOCKS // parts
+    assert found.chunk_bytes(2 * BLOCK) == 2 * 2 * (tensor.numel() // BLOCKS) * 2
     block_axis = 0 if tensor.shape[0] == BLOCKS else 1
     for block in (0, 3, BLOCKS - 1):
-        stored = torch.cat([page[block] for page in found.pages])
+        stored = torch.cat([page[block] for page in found.pages[:parts]])
         # The block's elements in the order of their addresses.
         one = tensor.select(block_axis, block)
-        order = sorted(range(one.dim()), key=one.stride, reverse=True)
-        assert torch.equal(stored, one.permute(order).contiguous().view(torch.uint8).reshape(-1))
+        order_ = sorted(range(one.dim()), key=one.stride, reverse=True)
+        assert torch.equal(stored, one.permute(order_).contiguous().view(torch.uint8).reshape(-1))
     for (base, stride), page in zip(found.planes.tolist(), found.pages, strict=True):
         assert (page.data_ptr(), page.stride(0)) == (base, stride)
-
-
-@pytest.mark.parametrize("tensor", [row[1] for row in LAYOUTS], ids=[row[0] for row in LAYOUTS])
-def test_the_token_geometry_addresses_exactly_that_token(tensor: Tensor) -> None:
-    found = PagedKV.describe([tensor], BLOCK)
-    assert found.tokens is not None
-    runs, run_bytes, run_stride, token_stride = found.tokens
-    token_axis = next(axis for axis in range(tensor.dim()) if tensor.shape[axis] == BLOCK)
-    tensor.zero_()
-    tensor.select(token_axis, 5).fill_(1)
-    marked = torch.zeros(found.page_bytes, dtype=torch.bool)
-    for run in range(runs):
-        start = 5 * token_stride + run * run_stride
-        marked[start : start + run_bytes] = True
-    for page in found.pages:
-        # bfloat16 1.0 is 0x3F80: no byte of it is zero.
-        assert torch.equal(page[2] != 0, marked)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -155,7 +78,7 @@ def test_layouts_whose_bytes_differ_have_different_names() -> None:
     names = {PagedKV.describe([row[1]], BLOCK).name for row in LAYOUTS} | {
         PagedKV.describe([kv(BLOCKS, BLOCK, HEADS, DIM, dtype=dtype)], BLOCK).name for dtype in DTYPES
     }
-    assert len(names) == 6 + len(DTYPES)
+    assert len(names) == 7 + len(DTYPES)
 
 
 def test_layers_of_a_mapping_are_taken_in_its_order_and_kept_alive() -> None:
@@ -182,38 +105,18 @@ def test_blocks_with_padding_between_them_are_recognised() -> None:
     assert (found.page_bytes, found.planes[0, 1]) == (PAGE, PAGE + 128)
 
 
-def test_whole_blocks_only_gives_no_token_geometry() -> None:
-    assert PagedKV.describe([kv(BLOCKS, HEADS, BLOCK, DIM)], BLOCK, whole_blocks_only=True).tokens is None
-
-
-def test_a_block_of_one_token_is_one_run() -> None:
-    found = PagedKV.describe([kv(BLOCKS, 1, 1, DIM)], 1)
-    assert found.tokens == TokenGeometry(1, 128, 128, 128)
-
-
-def test_elements_of_a_head_that_lie_apart_leave_only_whole_blocks() -> None:
-    found = PagedKV.describe([kv(BLOCKS, HEADS, BLOCK, DIM, memory=(0, 1, 3, 2))], BLOCK)
-    assert (found.tokens, found.name) == (None, "head8.dim64.token16 bfloat16")
-
-
 def test_heads_as_many_as_tokens_are_ambiguous_until_axes_are_named() -> None:
     tensor = kv(BLOCKS, BLOCK, BLOCK, DIM)
     with pytest.raises(LayoutError, match="ambiguous; pass axes='block head token dim' or 'block token head dim'"):
         PagedKV.describe([tensor], BLOCK)
-    named = PagedKV.describe([tensor], BLOCK, axes="block head token dim")
-    assert named.tokens == TokenGeometry(16, 128, 2048, 128)
-    assert PagedKV.describe([tensor], BLOCK, axes="block token head dim").tokens == TokenGeometry(1, 2048, 32768, 2048)
+    assert PagedKV.describe([tensor], BLOCK, axes="block head token dim").name == "head16.token16.dim64 bfloat16"
+    assert PagedKV.describe([tensor], BLOCK, axes="block token head dim").name == "token16.head16.dim64 bfloat16"
+    assert PagedKV.describe([kv(BLOCKS, 1, 1, DIM)], 1).name == "dim64 bfloat16"
 
 
-def test_heads_as_many_as_tokens_do_not_matter_to_whole_blocks() -> None:
-    found = PagedKV.describe([kv(BLOCKS, BLOCK, BLOCK, DIM)], BLOCK, whole_blocks_only=True)
-    assert (found.page_bytes, found.name) == (BLOCK * BLOCK * DIM * 2, "axis1x16.axis2x16.dim64 bfloat16")
-
-
-def test_two_blocks_of_two_parts_are_ambiguous_whatever_is_moved() -> None:
-    for whole in (False, True):
-        with pytest.raises(LayoutError, match="ambiguous; pass axes='part block token head dim' or 'block part token head dim'"):
-            PagedKV.describe([kv(2, 2, BLOCK, HEADS, DIM)], BLOCK, whole_blocks_only=whole)
+def test_two_blocks_of_two_parts_are_ambiguous() -> None:
+    with pytest.raises(LayoutError, match="ambiguous; pass axes='part block token head dim' or 'block part token head dim'"):
+        PagedKV.describe([kv(2, 2, BLOCK, HEADS, DIM)], BLOCK)
     assert PagedKV.describe([kv(2, 2, BLOCK, HEADS, DIM)], BLOCK, axes="part block token head dim").parts == 2
 
 

@@ -96,7 +96,6 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     chunk_size: PositiveInt = 256
     max_inflight_stores: PositiveInt = 64
     kv_axes: str = ""
-    whole_blocks_only: bool = False
     checksum: bool = False
 
 

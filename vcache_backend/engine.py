@@ -96,8 +96,8 @@ class VCacheEngine:
 
         mask: boolean, one a token, False on a prefix that is in the pool already; None: nothing is. kvcaches: one
         tensor a layer, as vLLM has them. slot_mapping: `slot_mapping[i]` is the slot (block · block_size + place in the
-        block) of token `offset + i`, -1 where it has none, each slot once; int64, CPU preferred. A chunk is stored if all its tokens have a
-        slot. Returns when the copy is launched; on a GPU the current stream waits for it, so that blocks freed after this
+        block) of token `offset + i`, -1 where it has none, each slot once; int64, CPU preferred. A chunk is stored if its tokens lie in
+        whole blocks, in order. Returns when the copy is launched; on a GPU the current stream waits for it, so that blocks freed after this
         call are not overwritten too early. The chunks become visible in the background.
         """
         with self._stats.timed("store"):
@@ -123,6 +123,7 @@ class VCacheEngine:
         """Fill `kvcaches` with the KV of the leading tokens that the pool has.
 
         mask: False on a prefix the caller has already (never written). slot_mapping: a slot of its own for each token, -1: not wanted.
+        Whole blocks are brought, or nothing of them.
         Returns a boolean CPU tensor, one a token: True where the KV is now in `kvcaches`, complete and valid. The lease held
         from before the copy until after it; if it did not, no token counts. On a GPU the current stream is ordered behind
         the copy, too.

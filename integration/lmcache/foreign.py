@@ -160,7 +160,7 @@ class Foreign:
             if self._scratch is None:
                 self._scratch = torch.empty(kv.chunk_bytes(size), dtype=torch.uint8, device=kv.device)
             view = SlotView.over(self._scratch, local=True)
-            self._session.copier.gather(kv, plan_chunks(kv, size, slots, start, 1), [view])
+            self._session.copier.gather(kv, plan_chunks(kv, size, slots, [start]), [view])
             return self._scratch
 
         return copy_out

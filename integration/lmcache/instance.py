@@ -51,12 +51,10 @@ class Instance:
         """The geometry of this worker's KV caches, and the configuration with what that says. Raises LayoutError."""
         engine, tensors = config.engine, by_layer(kvcaches)
         if self.vllm_config is None:
-            axes, size = engine.kv_axes or None, self.model.block_size
-            return PagedKV.describe(kvcaches, size, axes=axes, whole_blocks_only=engine.whole_blocks_only), config
+            return PagedKV.describe(kvcaches, self.model.block_size, axes=engine.kv_axes or None), config
         kv = model_spec.describe(self.vllm_config, tensors, self.num_blocks, engine.chunk_size, engine)
-        whole = engine.whole_blocks_only or model_spec.whole_blocks_only(self.model.device_type)
         axes = engine.kv_axes or model_spec.axes(tensors, kv.block_size) or ""
-        return kv, msgspec.structs.replace(config, engine=msgspec.structs.replace(engine, kv_axes=axes, whole_blocks_only=whole))
+        return kv, msgspec.structs.replace(config, engine=msgspec.structs.replace(engine, kv_axes=axes))
 
     def layout(self, kvcaches: KVCaches, kv: PagedKV, chunk_size: int, hash_probe: str, hash_algorithm: str) -> Layout:
         """What must be equal for two instances to share. LMCache's key has the model, the dtype and the number of workers only.

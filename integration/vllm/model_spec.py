@@ -128,8 +128,7 @@ def describe(
             )
     configured = vllm_config.cache_config.block_size
     size = tensor_block_size(configured, kv_caches, num_blocks)
-    whole = engine_config.whole_blocks_only or whole_blocks_only(str(vllm_config.device_config.device_type))
-    found = PagedKV.describe(kv_caches, size, axes=engine_config.kv_axes or axes(kv_caches, size), whole_blocks_only=whole)
+    found = PagedKV.describe(kv_caches, size, axes=engine_config.kv_axes or axes(kv_caches, size))
     if num_blocks and found.num_blocks * size != num_blocks * configured:
         raise LayoutError(
             f"KV caches have {found.num_blocks} blocks of {size} tokens where vLLM hands out {num_blocks} of {configured}; "
@@ -272,11 +271,6 @@ def axes(kv_caches: Mapping[str, Any], block_size: int) -> str | None:
     if len(shape) == 5 and shape[2] == shape[3] == block_size:
         return "part block token head dim" if shape[0] == 2 else "block part token head dim"
     return None
-
-
-def whole_blocks_only(device_type: str) -> bool:
-    """vLLM's CPU attention arranges a block in its own way: single tokens of it must not be moved."""
-    return device_type == "cpu"
 
 
 def attention(vllm_config: Any, kv_caches: Mapping[str, Any] | None) -> str:

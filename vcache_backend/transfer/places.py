@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, Piece, plan, plan_blocks, plan_chunks
+from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks, plan_chunks
 
 Int64s = npt.NDArray[np.int64]
 
@@ -40,30 +39,23 @@ class SlotPlaces:
     def __init__(
         self, kv: PagedKV, chunk_size: int, slots: Int64s, starts: Sequence[int], skip: int = 0, *, whole: bool = False
     ) -> None:
-        """skip: a load leaves the tokens before this one alone. whole: a load raises LayoutError where a token it wants has no place;
-        otherwise it leaves such tokens out."""
+        """skip: a load leaves the tokens before this one alone. whole: it then begins with the whole block that this one is in, and
+        raises LayoutError where a token it wants is not in a whole block; otherwise it leaves such tokens out."""
         self.kv, self.slots = kv, slots
-        self._size, self._starts, self._skip, self._whole = chunk_size, starts, skip, whole
+        self._skip = skip // kv.block_size * kv.block_size if whole else skip
+        self._size, self._starts, self._whole = chunk_size, starts, whole
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
         size, skip, starts = self._size, self._skip, self._starts[first : first + count]
-        if (isinstance(starts, range) and starts.step == size) or all(
-            after - before == size for before, after in pairwise(starts)
-        ):
-            copy = plan_chunks(self.kv, size, self.slots, starts[0], count, max(skip - starts[0], 0))
-        else:
-            pieces = [Piece(i, at, min(max(skip - at, 0), size), size) for i, at in enumerate(starts)]
-            copy = plan(self.kv, size, self.slots, pieces)
+        copy = plan_chunks(self.kv, size, self.slots, starts, skip)
         if self._whole:
-            left = sum(min(skip - at, size) for at in starts if at < skip) if skip > starts[0] else 0
-            wanted = len(starts) * size - left
+            wanted = sum(size - min(max(skip - at, 0), size) for at in starts) if skip > starts[0] else len(starts) * size
             if copy.nbytes * size != wanted * self.kv.chunk_bytes(size):
                 raise LayoutError(f"of {wanted} tokens from token {starts[0]} on some have no place in the KV cache")
         return copy
 
     def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
-        pieces = [Piece(slot, self._starts[chunk], 0, self._size) for slot, chunk in enumerate(chunks)]
-        return plan(self.kv, self._size, self.slots, pieces)
+        return plan_chunks(self.kv, self._size, self.slots, [self._starts[chunk] for chunk in chunks])
 
     def holds(self, chunk: int) -> bool:
         start = self._starts[chunk]

@@ -135,8 +135,7 @@ class Session:
         mark: list[object] = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
         if self._paged is not None and mark == self._paged_for:
             return self._paged
-        axes, whole = self._config.engine.kv_axes or None, self._config.engine.whole_blocks_only
-        kv = PagedKV.describe(tensors, self.layout.block_size, axes=axes, whole_blocks_only=whole)
+        kv = PagedKV.describe(tensors, self.layout.block_size, axes=self._config.engine.kv_axes or None)
         if (kv.name, kv.layers) != (self.layout.kv_layout, self.layout.layers):
             here = f"{kv.layers} layers of {kv.name}"
             raise LayoutError(f"kvcaches are {here}, but the layout says {self.layout.layers} of {self.layout.kv_layout}")

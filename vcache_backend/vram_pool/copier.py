@@ -128,7 +128,7 @@ def check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
     if plan.block_size != kv.block_size:
         raise LayoutError(f"the plan is for blocks of {plan.block_size} tokens, the KV cache has {kv.block_size}")
     need = kv.chunk_bytes(plan.chunk_size)
-    last = max(int(rows[:, 0].max(initial=-1)) for rows in (plan.blocks, plan.tokens))
+    last = int(plan.blocks[:, 0].max(initial=-1))
     if last >= len(slots):
         raise LayoutError(f"the plan names slot {last} but {len(slots)} slots were given")
     smallest = min(slots, key=lambda slot: slot.nbytes, default=None)

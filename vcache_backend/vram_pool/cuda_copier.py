@@ -19,8 +19,7 @@ from vcache_backend.errors import LayoutError, VCacheError, raising_as
 from vcache_backend.vram_pool import cuda_driver, kernels
 from vcache_backend.vram_pool.copier import Completion, Finished, Mark, check
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan
-from vcache_backend.vram_pool.planner import plan as make_plan
+from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
 CLOSE_SECONDS = 5.0
@@ -96,7 +95,7 @@ class CudaCopier:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
         with torch.cuda.device(self.device):
             table = torch.empty((len(kv.planes), 3), dtype=torch.int64, device=self.device)
-            nothing = make_plan(kv, kv.block_size, np.empty(0, dtype=np.int64), [])
+            nothing = plan_blocks(kv, kv.block_size, np.empty(0, dtype=np.int64))
             for tuning in (kernels.PEER, kernels.LOCAL):
                 for to_slot in (True, False):
                     kernels.launch(kv, nothing, table, to_slot=to_slot, tuning=tuning)

@@ -4,11 +4,10 @@ Its input is one int64 table of rows of three, on the device of the KV cache:
 
     planes   (layers * parts): address of block 0, bytes from block to block, offset of the plane in a chunk
     blocks   address of the virtual block in its slot (plane 0), block id, 0
-    tokens   address of the token in its slot (plane 0, run 0), block id, offset of the token in its page
 
 Addresses are raw, so slots may lie in any segment on any device that the executing one can reach. A fixed number of programs
-strides over (plane, row, piece of a page), then over the runs of the tokens. Large pages are software-pipelined: while one
-piece is written, the next ones and the table rows they need are on their way, which hides NVLink's two microseconds.
+strides over (plane, row, piece of a page). Pages are software-pipelined: while one piece is written, the next ones and the table
+rows they need are on their way, which hides NVLink's two microseconds.
 """
 
 # Triton's decorator has no types, and its arguments are Triton's own.
@@ -30,7 +29,7 @@ from torch import Tensor
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.cuda_driver import Driver
 from vcache_backend.vram_pool.paged import PagedKV, alignment
-from vcache_backend.vram_pool.planner import CopyPlan, Int64s, TokenGeometry
+from vcache_backend.vram_pool.planner import CopyPlan, Int64s
 
 _COLUMNS = tl.constexpr(3)
 
@@ -82,19 +81,17 @@ class Table:
 
 def table_rows(kv: PagedKV, plan: CopyPlan) -> int:
     """Rows, of 3 columns, of the table that `fill_table` fills."""
-    return len(kv.planes) + len(plan.blocks) + len(plan.tokens)
+    return len(kv.planes) + len(plan.blocks)
 
 
 def fill_table(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) -> int:
     """Write the kernel's table. `addresses`: (slots,) int64, of the plan's slots. Returns their alignment in bytes, up to 16."""
-    planes, blocks = len(kv.planes), len(kv.planes) + len(plan.blocks)
+    planes = len(kv.planes)
     table[:planes, :2] = kv.planes
     table[:planes, 2] = _plane_offsets(planes, kv.parts, plan.chunk_size // kv.block_size, kv.page_bytes)
-    table[planes:blocks, 0] = addresses[plan.blocks[:, 0]] + plan.blocks[:, 1]
-    table[planes:blocks, 1] = plan.blocks[:, 2]
-    table[planes:blocks, 2] = 0
-    table[blocks:, 0] = addresses[plan.tokens[:, 0]] + plan.tokens[:, 1]
-    table[blocks:, 1:] = plan.tokens[:, 2:]
+    table[planes:, 0] = addresses[plan.blocks[:, 0]] + plan.blocks[:, 1]
+    table[planes:, 1] = plan.blocks[:, 2]
+    table[planes:, 2] = 0
     return alignment(int(np.bitwise_or.reduce(addresses, initial=0)))
 
 
@@ -122,17 +119,15 @@ def launch(
     Returns at once. Raises LayoutError for a copy of more than 2^31 pieces.
     """
     planes = len(kv.planes)
-    kernel = _compiled(kv.page_bytes, kv.tokens, tuning, alignment(kv.aligned, aligned), planes, to_slot, kv.device)
+    kernel = _compiled(kv.page_bytes, tuning, alignment(kv.aligned, aligned), planes, to_slot, kv.device)
     pieces = len(plan.blocks) * planes * kernel.shape["PIECES"]
-    tiles = -(-len(plan.tokens) * planes * kernel.shape["RUNS"] * kernel.shape["RUN_PIECES"] // kernel.shape["UNITS"])
-    if max(pieces, tiles * kernel.shape["UNITS"]) + 2 * tuning.ctas >= 1 << 31:
-        raise LayoutError(f"a copy of {plan.nbytes:,} B in {max(pieces, tiles):,} pieces is too large; move fewer chunks at once")
-    grid = (max(1, min(tuning.ctas, max(pieces, tiles))), 1, 1)
-    arguments = (table, len(plan.blocks), len(plan.tokens))
+    if pieces + 2 * tuning.ctas >= 1 << 31:
+        raise LayoutError(f"a copy of {plan.nbytes:,} B in {pieces:,} pieces is too large; move fewer chunks at once")
+    grid = (max(1, min(tuning.ctas, pieces)), 1, 1)
     if kernel.compiled is None:  # Triton's interpreter
-        copy_kernel[grid](*arguments, **kernel.shape)
+        copy_kernel[grid](table, len(plan.blocks), **kernel.shape)
     else:
-        kernel.compiled[grid](*arguments, *kernel.constants, stream=stream)
+        kernel.compiled[grid](table, len(plan.blocks), *kernel.constants, stream=stream)
 
 
 class _Kernel(NamedTuple):
@@ -146,7 +141,6 @@ class _Kernel(NamedTuple):
 @lru_cache
 def _compiled(
     page_bytes: int,
-    tokens: TokenGeometry | None,
     tuning: Tuning,
     aligned: int,
     planes: int,
@@ -154,35 +148,24 @@ def _compiled(
     device: torch.device,
 ) -> _Kernel:
     """Looked up once: `copy_kernel[grid]` would bind, specialise and look up all of this anew at each launch, at the host's cost."""
-    shape = _shape(page_bytes, tokens, tuning, aligned) | {"PLANES": planes, "TO_SLOT": to_slot}
+    shape = _shape(page_bytes, tuning, aligned) | {"PLANES": planes, "TO_SLOT": to_slot}
     if not isinstance(copy_kernel, triton.JITFunction):
         return _Kernel(shape, None, ())
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        compiled = copy_kernel.warmup(torch.int64, 1, 1, grid=(1,), **shape)
-    return _Kernel(shape, compiled, tuple(shape[name] for name in copy_kernel.arg_names[3:]))
+        compiled = copy_kernel.warmup(torch.int64, 1, grid=(1,), **shape)
+    return _Kernel(shape, compiled, tuple(shape[name] for name in copy_kernel.arg_names[2:]))
 
 
-def _shape(page_bytes: int, tokens: TokenGeometry | None, tuning: Tuning, aligned: int) -> dict[str, Any]:
-    """The kernel's compile-time sizes. Blocks and tokens each move the widest words that divide all their sizes and addresses."""
-    runs, run_bytes, run_stride, token_stride = tokens or (1, page_bytes, 0, 0)
-    token_aligned = alignment(aligned, run_bytes, run_stride, token_stride)
-    word, token_word = min(8, aligned), min(8, token_aligned)
+def _shape(page_bytes: int, tuning: Tuning, aligned: int) -> dict[str, Any]:
+    """The kernel's compile-time sizes. It moves the widest words that divide all sizes and addresses."""
+    word = min(8, aligned)
     block_bytes = _piece(page_bytes, tuning.block_bytes)
-    run_block = _piece(run_bytes, tuning.block_bytes)
     return {
         "PAGE_WORDS": page_bytes // word,
         "BLOCK": block_bytes // word,
         "PIECES": triton.cdiv(page_bytes, block_bytes),
         "WORD": _WORDS[word],
         "ALIGN": aligned,
-        "RUNS": runs,
-        "RUN_WORDS": run_bytes // token_word,
-        "RUN_STRIDE": run_stride,
-        "RUN_BLOCK": run_block // token_word,
-        "RUN_PIECES": triton.cdiv(run_bytes, run_block),
-        "UNITS": max(1, tuning.block_bytes // run_block),
-        "TOKEN_WORD": _WORDS[token_word],
-        "TOKEN_ALIGN": token_aligned,
         "STAGES": tuning.stages,
         # A thread moves at least one full word of 16 bytes; more threads than that would move the same bytes again.
         "num_warps": max(1, min(tuning.num_warps, block_bytes // (32 * 16))),
@@ -287,95 +270,22 @@ def _blocks_through_shared_memory(
         _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
 
 
-@triton.jit
-def _tokens(
-    table,
-    first_row,
-    rows,
-    PLANES,
-    RUNS,
-    RUN_WORDS: tl.constexpr,
-    RUN_STRIDE,
-    RUN_BLOCK: tl.constexpr,
-    RUN_PIECES,
-    UNITS: tl.constexpr,
-    WORD: tl.constexpr,
-    ALIGN: tl.constexpr,
-    TO_SLOT,
-):
-    BYTES: tl.constexpr = RUN_BLOCK * (WORD.primitive_bitwidth // 8)
-    total = rows * PLANES * RUNS * RUN_PIECES
-    lanes, offsets = tl.arange(0, UNITS), tl.arange(0, RUN_BLOCK)
-    # From the last program down: the first ones have had the most blocks.
-    first = tl.num_programs(0) - 1 - tl.program_id(0)
-    for tile in range(first, tl.cdiv(total, UNITS), tl.num_programs(0)):
-        unit = tile * UNITS + lanes
-        wanted = unit < total
-        piece = unit % RUN_PIECES
-        rest = unit // RUN_PIECES
-        row = table + (first_row + rest % rows) * _COLUMNS
-        run = rest // rows % RUNS
-        plane = table + rest // rows // RUNS * _COLUMNS
-        start = run.to(tl.int64) * RUN_STRIDE + piece.to(tl.int64) * BYTES
-        page = (
-            tl.load(plane, wanted, 0) + tl.load(row + 1, wanted, 0) * tl.load(plane + 1, wanted, 0) + tl.load(row + 2, wanted, 0)
-        )
-        slot = tl.load(row, wanted, 0) + tl.load(plane + 2, wanted, 0)
-        pages = _tile(page + start, offsets, WORD, ALIGN)
-        slots = _tile(slot + start, offsets, WORD, ALIGN)
-        inside = wanted[:, None] & (piece[:, None] * RUN_BLOCK + offsets[None, :] < RUN_WORDS)
-        if TO_SLOT:
-            tl.store(slots, tl.load(pages, inside), inside)
-        else:
-            tl.store(pages, tl.load(slots, inside), inside)
-
-
-@triton.jit
-def _tile(addresses, offsets, WORD: tl.constexpr, ALIGN: tl.constexpr):
-    pointers = addresses.to(tl.pointer_type(WORD))[:, None] + offsets[None, :]
-    return tl.max_contiguous(tl.multiple_of(pointers, (ALIGN, ALIGN)), (1, offsets.shape[0]))
-
-
 # A count of 1 or a multiple of 16 must not compile again: a request would wait for it.
-@triton.jit(do_not_specialize=["blocks", "tokens"])
+@triton.jit(do_not_specialize=["blocks"])
 def copy_kernel(
     table,
     blocks,
-    tokens,
     PLANES: tl.constexpr,
     PAGE_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
     WORD: tl.constexpr,
     ALIGN: tl.constexpr,
-    RUNS: tl.constexpr,
-    RUN_WORDS: tl.constexpr,
-    RUN_STRIDE: tl.constexpr,
-    RUN_BLOCK: tl.constexpr,
-    RUN_PIECES: tl.constexpr,
-    UNITS: tl.constexpr,
-    TOKEN_WORD: tl.constexpr,
-    TOKEN_ALIGN: tl.constexpr,
     TO_SLOT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Move the table's blocks, then its tokens. Sizes in words, strides in bytes; see the module's text."""
+    """Move the table's blocks. Sizes in words, strides in bytes; see the module's text."""
     if STAGES > 1:
         _blocks_through_shared_memory(table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_SLOT, STAGES)
     else:
         _blocks_through_registers(table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_SLOT)
-    _tokens(
-        table,
-        PLANES + blocks,
-        tokens,
-        PLANES,
-        RUNS,
-        RUN_WORDS,
-        RUN_STRIDE,
-        RUN_BLOCK,
-        RUN_PIECES,
-        UNITS,
-        TOKEN_WORD,
-        TOKEN_ALIGN,
-        TO_SLOT,
-    )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.planner import Int64s, TokenGeometry
+from vcache_backend.vram_pool.planner import Int64s
 
 AXES = ("part", "block", "token", "head", "dim")
 """Names for `axes`: K and V; which block; token in the block; KV head; elements of one head (of K and V where they are packed)."""
@@ -45,7 +45,6 @@ class PagedKV:
     name: the order of bytes in a chunk as text, the same in all processes that may share; not the number of blocks.
     pages: for each layer and part (layer-major) a uint8 view (num_blocks, page_bytes) over vLLM's memory.
     planes: (layers * parts, 2) int64: the address of each view, and its bytes from block to block.
-    tokens: where a single token lies in a page, or None if only whole blocks may be moved.
     """
 
     device: torch.device
@@ -55,7 +54,6 @@ class PagedKV:
     page_bytes: int
     block_size: int
     num_blocks: int
-    tokens: TokenGeometry | None
     name: str
     pages: tuple[Tensor, ...]
     planes: Int64s
@@ -67,20 +65,18 @@ class PagedKV:
         block_size: int,
         *,
         axes: str | None = None,
-        whole_blocks_only: bool = False,
     ) -> PagedKV:
         """Recognise the layout of `kvcaches`, one tensor a layer, from shapes and strides.
 
         block_size: tokens a block. axes: what each axis of the tensors is, words of `AXES` with spaces between, such as
-        `"part block token head dim"`; needed where shapes leave a doubt. whole_blocks_only: the attention backend arranges a
-        block in its own way, so single tokens must not be moved (vLLM's CPU attention).
+        `"part block token head dim"`; needed where shapes leave a doubt.
         Raises LayoutError, which names the layer and what to pass: unknown, ambiguous, not dense, or layers that differ.
         """
         named = kvcaches.items() if isinstance(kvcaches, Mapping) else ((f"layer {i}", kv) for i, kv in enumerate(kvcaches))
         layers = [_Layer(name, tensor, block_size) for name, tensor in named]
         if not layers:
             raise LayoutError("no KV caches were given; pass one tensor for each layer")
-        found = [layer.arrangement(axes, whole_blocks_only) for layer in layers]
+        found = [layer.arrangement(axes) for layer in layers]
         for layer, arrangement in zip(layers, found, strict=True):
             if (arrangement.identity, layer.tensor.device) != (found[0].identity, layers[0].tensor.device):
                 raise layer.error(f"differs from {layers[0]}; describe each group of equal layers by itself")
@@ -94,7 +90,6 @@ class PagedKV:
             page_bytes=first.page_bytes,
             block_size=block_size,
             num_blocks=first.num_blocks,
-            tokens=first.tokens,
             name=first.name,
             pages=pages,
             planes=np.array([(page.data_ptr(), page.stride(0)) for page in pages], dtype=np.int64),
@@ -124,7 +119,6 @@ class _Arrangement:
     num_blocks: int
     block_stride: int
     page_bytes: int
-    tokens: TokenGeometry | None
 
     @property
     def identity(self) -> tuple[str, int, int, int]:
@@ -154,11 +148,11 @@ class _Layer:
         shape, stride = (a.num_blocks, a.page_bytes), (a.block_stride, 1)
         return [raw.as_strided(shape, stride, start + part * a.part_stride) for part in range(a.parts)]
 
-    def arrangement(self, axes: str | None, whole_blocks_only: bool) -> _Arrangement:
+    def arrangement(self, axes: str | None) -> _Arrangement:
         kv = self.tensor
         if kv.dtype not in DTYPES or not kv.numel():
             raise self.error("empty, or of a dtype vcache does not move; it moves bfloat16, float16, float32, fp8 and uint8")
-        names = self._named(axes) if axes is not None else self._recognised(whole_blocks_only)
+        names = self._named(axes) if axes is not None else self._recognised()
         block, item = names.index("block"), kv.element_size()
         part = names.index("part") if "part" in names else None
         inside = [axis for axis in range(kv.dim()) if axis != block]
@@ -174,9 +168,8 @@ class _Layer:
         parts = 1 if part is None else kv.shape[part]
         part_stride = 0 if part is None else kv.stride(part) * item
         text = ".".join(f"{name}{size}" for name, size in ([("part", parts)] if parts > 1 else []) + sizes)
-        tokens = None if whole_blocks_only else self._tokens(sizes, page_bytes, item)
         name = f"{text} {str(kv.dtype).removeprefix('torch.')}"
-        found = _Arrangement(name, parts, part_stride, kv.shape[block], kv.stride(block) * item, page_bytes, tokens)
+        found = _Arrangement(name, parts, part_stride, kv.shape[block], kv.stride(block) * item, page_bytes)
         self._refuse_overlap(found)
         return found
 
@@ -188,7 +181,7 @@ class _Layer:
             raise self.error(f"axes {axes!r} do not fit: {len(shape)} axes are needed, and a token axis of {self.block_size}")
         return names
 
-    def _recognised(self, whole_blocks_only: bool) -> tuple[str, ...]:
+    def _recognised(self) -> tuple[str, ...]:
         shape = self.tensor.shape
         fits = []
         for names in (tuple(known.split()) for known in _KNOWN.get(len(shape), ())):
@@ -198,12 +191,8 @@ class _Layer:
             raise self.error("no known layout has this shape; check block_size, or pass axes, such as 'block token head dim'")
         if len(fits) == 1:
             return fits[0]
-        same = {(names.index("block"), "part" in names and names.index("part")) for names in fits}
-        if self.block_size == 1 and len(same) == 1:
+        if self.block_size == 1 and len({(names.index("block"), "part" in names and names.index("part")) for names in fits}) == 1:
             return fits[0]
-        if whole_blocks_only and len(same) == 1:
-            # Which of the two is the token matters to nobody here, so the name must not claim to know.
-            return tuple(f"axis{i}x" if name in ("token", "head") else name for i, name in enumerate(fits[0]))
         raise self.error("ambiguous; pass axes=" + " or ".join(repr(" ".join(names)) for names in fits))
 
     def _dense(self, axes: Sequence[int]) -> list[int] | None:
@@ -216,17 +205,6 @@ class _Layer:
                 return None
             expected *= shape[axis]
         return order[::-1]
-
-    def _tokens(self, sizes: Sequence[tuple[str, int]], page_bytes: int, item: int) -> TokenGeometry | None:
-        if self.block_size == 1:
-            return TokenGeometry(1, page_bytes, page_bytes, page_bytes)
-        names = [name for name, _ in sizes]
-        if "dim" in names and names[-1] != "dim":
-            # A head's elements lie apart (K in x-packed or transposed caches): a token is no small number of runs.
-            return None
-        at = names.index("token")
-        runs, run_bytes = math.prod(size for _, size in sizes[:at]), math.prod(size for _, size in sizes[at + 1 :]) * item
-        return TokenGeometry(runs, run_bytes, run_bytes * self.block_size, run_bytes)
 
     def _refuse_overlap(self, a: _Arrangement) -> None:
         blocks = (a.num_blocks, a.block_stride)

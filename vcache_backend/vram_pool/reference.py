@@ -20,25 +20,21 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def gather(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> None:
-    """Copy the plan's blocks and tokens from the KV cache into the slots."""
+    """Copy the plan's blocks from the KV cache into the slots."""
     for page, slot, ids, virtual in _block_pairs(kv, plan, slots):
         if page.device.type == slot.device.type == "cpu":
             _rows(slot)[virtual] = _rows(page)[ids]
         else:
             slot[torch.from_numpy(virtual).to(slot.device)] = page[torch.from_numpy(ids).to(page.device)].to(slot.device)
-    for cache, slot, here, there in _token_pairs(kv, plan, slots):
-        slot[there] = cache[here].to(slot.device)
 
 
 def scatter(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> None:
-    """Copy the plan's blocks and tokens from the slots into the KV cache."""
+    """Copy the plan's blocks from the slots into the KV cache."""
     for page, slot, ids, virtual in _block_pairs(kv, plan, slots):
         if page.device.type == slot.device.type == "cpu":
             _rows(page)[ids] = _rows(slot)[_as_slice(virtual)]
         else:
             page[torch.from_numpy(ids).to(page.device)] = slot[torch.from_numpy(virtual).to(slot.device)].to(page.device)
-    for cache, slot, here, there in _token_pairs(kv, plan, slots):
-        cache[here] = slot[there].to(cache.device)
 
 
 def _rows(table: Tensor) -> npt.NDArray[np.void]:
@@ -67,44 +63,12 @@ def _block_pairs(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> Iterat
             yield page.view(word), chunk[plane // kv.parts, :, plane % kv.parts], ids, virtual
 
 
-def _token_pairs(
-    kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
-    """For each slot and plane: the KV cache and the slot as (blocks, tokens, runs, words), and the two indices."""
-    if kv.tokens is None:
-        return
-    runs, run_bytes, run_stride, token_stride = kv.tokens
-    virtual_bytes, blocks = kv.parts * kv.page_bytes, plan.chunk_size // kv.block_size
-    for index, rows in _by_slot(plan.tokens):
-        slot = slots[index]
-        word = _word(kv, slot, *kv.tokens)
-        size = word.itemsize
-        here = _index(kv.device, rows[:, 2], rows[:, 3] // token_stride)
-        there = _index(slot.device, rows[:, 1] // virtual_bytes, rows[:, 1] % virtual_bytes // token_stride)
-        shape, inner = (kv.block_size, runs, run_bytes // size), (token_stride // size, run_stride // size, 1)
-        flat = slot[: kv.chunk_bytes(plan.chunk_size)].view(word)
-        for plane, page in enumerate(kv.pages):
-            start = (plane // kv.parts * blocks * kv.parts + plane % kv.parts) * kv.page_bytes // size
-            cache = page.view(word)
-            yield (
-                cache.as_strided((kv.num_blocks, *shape), (cache.stride(0), *inner)),
-                flat.as_strided((blocks, *shape), (virtual_bytes // size, *inner), flat.storage_offset() + start),
-                here,
-                there,
-            )
-
-
 def _by_slot(rows: Int64s) -> Iterator[tuple[int, Int64s]]:
     for slot in np.unique(rows[:, 0]).tolist():
         yield slot, rows[rows[:, 0] == slot]
 
 
-def _index(device: torch.device, *columns: Int64s) -> tuple[Tensor, Tensor]:
-    first, second = (torch.from_numpy(np.ascontiguousarray(column)).to(device) for column in columns)
-    return first, second
-
-
-def _word(kv: PagedKV, slot: Tensor, *sizes: int) -> torch.dtype:
-    """The widest integer in which pages, slot and `sizes` can all be counted."""
+def _word(kv: PagedKV, slot: Tensor) -> torch.dtype:
+    """The widest integer in which pages and slot can be counted."""
     offsets = [int(page.storage_offset()) | int(page.stride(0)) for page in kv.pages]
-    return _WORDS[min(8, alignment(kv.page_bytes, int(slot.storage_offset()), *offsets, *sizes))]
+    return _WORDS[min(8, alignment(kv.page_bytes, int(slot.storage_offset()), *offsets))]
