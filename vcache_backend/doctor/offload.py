@@ -77,7 +77,7 @@ def _locked_memory(tier: OffloadConfig) -> Finding:
 
 def check_store(config: Config) -> Iterator[Finding]:
     """Puts one small object into the store, reads it and removes it again."""
-    if packages.find(packages.MOONCAKE) is None:
+    if not packages.installed(packages.MOONCAKE.name, *packages.MOONCAKE.builds)[1]:
         return  # check_packages says so
     # It must not lend memory itself: the object would always find room there.
     settings = msgspec.structs.replace(config.offload.mooncake, segment_bytes=ByteSize(0))

