@@ -216,21 +216,6 @@ def test_answers_that_nobody_reads_yet_hold_up_neither_the_server_nor_the_client
     assert not client.connections_lost
 
 
-@pytest.mark.parametrize("reply", [None, ["verdict", True], ["error", "no", False], b"\xc1"], ids=repr)
-def test_what_was_sent_ahead_and_is_answered_late_or_wrongly_is_an_error_of_ours(
-    stage_: Stage, scripted: Callable[..., ScriptedServer], reply: Any
-) -> None:
-    scripted(lambda request: reply)
-    client = stage_.client(HASTY if reply is None else QUICK, reconnect=False)
-    sent = client.send_lookup([A])
-    assert sent is not None
-    with pytest.raises(VCacheError):
-        sent.answer()
-    with pytest.raises(VCacheError):
-        sent.answer()
-    assert client.connected == (reply == ["error", "no", False])
-
-
 def test_what_was_sent_ahead_is_lost_with_its_connection(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
     server = scripted(lambda request: None)
     client = stage_.client(QUICK)
@@ -270,14 +255,6 @@ def test_a_wrong_answer_is_an_error_of_ours_and_ends_the_connection(
     with pytest.raises(VCacheError):
         client.lookup([A])
     assert not client.connected
-
-
-def test_a_hello_that_is_refused_is_told_with_its_reason(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
-    server = scripted(lambda request: None)
-    server.hello = ["error", "the client speaks protocol 2, this server 3", True]
-    client = stage_.client(QUICK, reconnect=False)
-    with pytest.raises(ServerUnavailable, match="the client speaks protocol 2, this server 3"):
-        client.require()
 
 
 def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(

@@ -50,33 +50,19 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
     [
         ("server: {evction: {}}", "Object contains unknown field `evction` - at `$.server`"),
         ("client: {request_seconds: 0}", "at `$.client.request_seconds`"),
-        ("client: {request_seconds: soon}", "at `$.client.request_seconds`"),
         ("pool: {segment_bytes: 8 GiBs}", "'8 GiB' or '512MiB', got '8 GiBs' - at `$.pool.segment_bytes`"),
         ("pool: {segment_bytes: true}", "got True - at `$.pool.segment_bytes`"),
-        ("engine: {chunk_size: 0}", "at `$.engine.chunk_size`"),
         ("engine: {checksum: 1}", "at `$.engine.checksum`"),
         ("server: {spin_seconds: -1}", "at `$.server.spin_seconds`"),
-        ("connector: {min_hits: 5}", "Object contains unknown field `min_hits` - at `$.connector`"),
         ("connector: {min_hit_tokens: 0}", "at `$.connector.min_hit_tokens`"),
-        ("connector: {sync_below_tokens: -1}", "at `$.connector.sync_below_tokens`"),
         ("connector: {store: answers}", "Invalid enum value 'answers' - at `$.connector.store`"),
-        ("connector: {wait_seconds: 0}", "at `$.connector.wait_seconds`"),
-        ("connector: {consume_once: sometimes}", "at `$.connector.consume_once`"),
-        ("offload: {polcy: off}", "Object contains unknown field `polcy` - at `$.offload`"),
         ("fallback: {policy: off}", "Object contains unknown field `fallback`"),
         ("offload: {policy: always}", "Invalid enum value 'always' - at `$.offload.policy`"),
-        ("offload: {codec: gzip}", "Invalid enum value 'gzip' - at `$.offload.codec`"),
         ("offload: {staging_bytes: much}", "got 'much' - at `$.offload.staging_bytes`"),
-        ("offload: {readers: 0}", "at `$.offload.readers`"),
-        ("offload: {lookup_seconds: 0}", "at `$.offload.lookup_seconds`"),
-        ("offload: {call_seconds: 0}", "at `$.offload.call_seconds`"),
-        ("offload: {negative_seconds: -1}", "at `$.offload.negative_seconds`"),
         ("offload: {mooncake: {master_server_address: x}}", "unknown field `master_server_address` - at `$.offload.mooncake`"),
         ("offload: {mooncake: {master: node-1}}", "master must be HOST:PORT, got 'node-1' - at `$.offload.mooncake`"),
-        ("offload: {mooncake: {master: ':50051'}}", "master must be HOST:PORT, got ':50051' - at `$.offload.mooncake`"),
         ("offload: {mooncake: {master: 'node-1:rpc'}}", "master must be HOST:PORT, got 'node-1:rpc' - at `$.offload.mooncake`"),
         ("offload: {mooncake: {devices: mlx5_0}}", "devices ('mlx5_0') are for protocol: rdma - at `$.offload.mooncake`"),
-        ("offload: {mooncake: {protocol: infiniband}}", "Invalid enum value 'infiniband' - at `$.offload.mooncake.protocol`"),
         ("cache: {}", "Object contains unknown field `cache`"),
         ("[1, 2]", "Expected sections (server, client, pool, engine, connector, offload), got list"),
         ("server: [", "vcache.yaml"),
@@ -110,11 +96,6 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         ByteSize.parse(text)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4096, 512 << 20, 8 << 30, 3 << 40])
-def test_a_size_is_written_so_that_it_reads_back(nbytes: int) -> None:
-    assert ByteSize.parse(str(ByteSize(nbytes))) == nbytes
-
-
 def test_the_socket_of_the_environment_wins_over_the_file(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("server: {socket: /file.sock, lease_seconds: 3}")
     assert config.load(path).server.path == Path("/file.sock")
@@ -141,12 +122,7 @@ def test_the_default_socket_lies_in_a_folder_of_this_user(monkeypatch: pytest.Mo
 def test_what_is_dumped_loads_as_the_same_configuration(write: Any, path: Path) -> None:
     shown = config.dump(config.load(path))
     assert config.dump(config.load(write(msgspec.yaml.encode(shown).decode()))) == shown
-
-
-def test_a_dump_has_sizes_as_people_write_them() -> None:
-    assert config.dump(config.load(CONFIGS[0].parent / "two-gpus.yaml"))["pool"]["segment_bytes"] == "16 GiB"
-    tier = config.dump(config.load(CONFIGS[0].parent / "mooncake.yaml"))["offload"]
-    assert (tier["policy"], tier["staging_bytes"], tier["mooncake"]["segment_bytes"]) == ("write_through", "1 GiB", "0 B")
+    assert " " in shown["pool"]["segment_bytes"], "sizes as people write them"
 
 
 def test_rdma_has_devices(write: Any) -> None:

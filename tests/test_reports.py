@@ -73,7 +73,9 @@ def test_a_report_is_one_line_that_a_terminal_cannot_be_fooled_with() -> None:
 # ---- the server and its clients
 
 
-def test_a_report_is_kept_with_time_process_and_device_and_outlives_its_connection(stage_: Stage) -> None:
+def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_its_connection(
+    shared: Stage, stage_: Stage
+) -> None:
     before = time.time()
     with stage_.client(device="GPU-3") as client:
         assert client.report("warn", SEED) is True
@@ -86,15 +88,8 @@ def test_a_report_is_kept_with_time_process_and_device_and_outlives_its_connecti
     assert (first.level, first.pid, first.device, first.text) == ("warn", os.getpid(), "GPU-3", SEED)
     assert before <= first.time <= time.time()
     assert second.text == "x" * 1024
-
-
-def test_the_server_logs_a_report_once(shared: Stage, stage_: Stage) -> None:
-    raw, server = stage_.raw(), shared.servers[0]
-    for level, text in (("error", "first"), ("error", "first"), ("warn", "second"), ("info", "third")):
-        raw.ask("report", level, text)
-    assert "ERROR" in server.expect("first")
-    assert f"WARNING pid {os.getpid()} on host reports: second" in server.expect("reports:")
-    assert "INFO" in server.expect("third")
+    assert f"WARNING pid {os.getpid()} on GPU-3 reports: {SEED}" in shared.servers[0].expect("stepped aside")
+    assert "INFO" in shared.servers[0].expect("xxx")
 
 
 # ---- what a person sees
@@ -112,19 +107,12 @@ def test_status_shows_reports_under_the_table_newest_first() -> None:
     assert row.split() == [*when.split(), "warn", "12", "GPU-a", *SEED.split()]
 
 
-def test_status_as_json_names_the_fields(stage_: Stage) -> None:
-    stage_.raw().ask("report", "warn", SEED)
-    said = msgspec.json.decode(vcache("status", "--json", "--socket", str(stage_.path)).stdout)
-    told = said["reports"][-1]
-    assert (told["level"], told["pid"], told["device"], told["text"]) == ("warn", os.getpid(), "host", SEED)
-
-
 def found(stage_: Stage) -> list[Finding]:
     findings = doctor.check_server(from_dict({"server": {"socket": str(stage_.path)}}))
     return [finding for finding in findings if finding.check.startswith("report")]
 
 
-def test_the_doctor_fails_for_an_error_of_a_process_that_runs(stage_: Stage) -> None:
+def test_the_doctor_fails_for_an_error_of_a_process_that_runs_for_an_hour(stage_: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(stage_) == []
     stage_.raw().ask("report", "error", SEED)
     stage_.raw().ask("report", "warn", "slow")
@@ -134,8 +122,12 @@ def test_the_doctor_fails_for_an_error_of_a_process_that_runs(stage_: Stage) -> 
     assert (warning.status, warning.detail.endswith(", slow")) == ("warn", True)
     assert error.advice
     assert warning.advice
-    out = vcache("doctor", "--json", "--socket", str(stage_.path), expect=1).stdout
-    assert SEED in out
+    assert SEED in vcache("doctor", "--json", "--socket", str(stage_.path), expect=1).stdout
+    told = msgspec.json.decode(vcache("status", "--json", "--socket", str(stage_.path)).stdout)["reports"][-2]
+    assert (told["level"], told["pid"], told["device"], told["text"]) == ("error", os.getpid(), "host", SEED)
+    later = time.time() + 3700
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert found(stage_) == []
 
 
 def test_an_error_of_a_process_that_is_gone_is_a_warning(stage_: Stage) -> None:
@@ -146,11 +138,3 @@ def test_an_error_of_a_process_that_is_gone_is_a_warning(stage_: Stage) -> None:
     assert (finding.status, finding.check) == ("warn", f"report of pid {child.pid}")
     assert "bye" in finding.detail
     assert "gone" in finding.advice
-
-
-def test_what_is_older_than_an_hour_is_no_finding(stage_: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage_.raw().ask("report", "error", SEED)
-    assert len(found(stage_)) == 1
-    later = time.time() + 3700
-    monkeypatch.setattr(time, "time", lambda: later)
-    assert found(stage_) == []

@@ -87,20 +87,18 @@ def test_a_socket_path_that_cannot_be_used_is_said(where: str) -> None:
     assert "server.socket" in refused(Path(where))
 
 
-def test_a_journal_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    journal = beside(tmp_path / "vcache.sock", ".journal")
-    journal.mkdir()
-    assert f"server.journal: cannot use {journal}" in refused(tmp_path / "vcache.sock")
-
-
-def test_a_file_that_is_no_socket_is_not_deleted(tmp_path: Path) -> None:
-    file, link = tmp_path / "notes.txt", tmp_path / "link"
+def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
+    """A folder where the journal would be, a file or a link in the socket's place, a link in the lock's."""
+    path, file, link = tmp_path / "vcache.sock", tmp_path / "notes.txt", tmp_path / "link"
+    beside(path, ".journal").mkdir()
+    assert f"server.journal: cannot use {beside(path, '.journal')}" in refused(path)
     file.write_text("mine")
-    link.symlink_to(file)
-    for path in (file, link):
-        assert "is no socket; it stays" in refused(path)
-    assert file.read_text() == "mine"
-    assert link.is_symlink()
+    for made in (link, beside(tmp_path / "other", ".lock")):
+        made.symlink_to(file)
+    for taken in (file, link):
+        assert "is no socket; it stays" in refused(taken)
+    assert "server.socket: cannot use" in refused(tmp_path / "other")
+    assert (file.read_text(), link.is_symlink()) == ("mine", True)
 
 
 def test_every_name_of_a_socket_has_files_of_its_own_for_its_user_alone(tmp_path: Path) -> None:
@@ -145,15 +143,6 @@ def test_a_folder_that_others_can_write_is_refused_by_server_and_client(tmp_path
     folder.symlink_to(tmp_path / "elsewhere")
     both_say(f"{folder} is no folder")
     assert not list((tmp_path / "elsewhere").iterdir())
-
-
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
-    private = tmp_path / "private"
-    private.write_text("mine")
-    path = tmp_path / "vcache.sock"
-    beside(path, ".lock").symlink_to(private)
-    assert "server.socket: cannot use" in refused(path)
-    assert private.read_text() == "mine"
 
 
 # ---- who serves, who may come in
