@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 
 from vcache_backend import __version__, config, status
 from vcache_backend.cli import app
-from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.messages import Latency, Mismatch, SegmentId, SegmentInfo, ServerStats
 
 VCACHE = [sys.executable, "-m", "vcache_backend.cli"]
@@ -257,20 +256,6 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     assert [info["device"] for info in json.loads(vcache("segment", "list", "--json", *at).stdout)] == ["host:a"]
     assert added["id"] in vcache("segment", "drop", added["id"], *at, expect=1).stderr
     assert vcache("clear", "--namespace", "00ff00ff00ff00ff", *at).stdout == vcache("clear", *at).stdout == "0 chunks forgotten\n"
-
-
-def test_a_segment_may_be_named_by_a_start_that_fits_only_one() -> None:
-    from vcache_backend.cli import _one_segment
-
-    other = SegmentInfo(SegmentId("01ff"), "host", "host", 1)
-    assert _one_segment([SEGMENT, other], "012") is SEGMENT
-    assert _one_segment([SEGMENT, other], "01ff") is other
-    with pytest.raises(SegmentError, match="several segments fit '01'; there are: 0123456789ab, 01ff"):
-        _one_segment([SEGMENT, other], "01")
-    with pytest.raises(SegmentError, match="no segment 'x'; there are: 0123456789ab, 01ff"):
-        _one_segment([SEGMENT, other], "x")
-    with pytest.raises(SegmentError, match="there are: none"):
-        _one_segment([], "x")
 
 
 def test_a_second_server_on_the_same_socket_is_refused(server: Path) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from vcache_backend.metadata_server.client import Client
-    from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
+    from vcache_backend.metadata_server.messages import ServerStats
 
 
 class _Group(TyperGroup):
@@ -38,13 +36,6 @@ class _Group(TyperGroup):
         except VCacheError as error:
             typer.secho(f"vcache: {error}", fg="red", err=True)
             raise typer.Exit(1) from error
-
-
-class LogLevel(StrEnum):
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
 
 
 def _app(text: str) -> typer.Typer:
@@ -89,11 +80,15 @@ def _client(path: Path | None, socket: Path | None, reconnect: bool = False) -> 
     return client
 
 
-def _show(what: RenderableType) -> None:
+def _show(what: RenderableType, anew: bool = False) -> None:
+    """anew: in place of what the terminal shows."""
     from rich.console import Console
 
     # Piped, a table keeps its columns rather than being folded at 80.
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(what)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    if anew:
+        console.clear()
+    console.print(what)
 
 
 def _print_json(value: Any, indent: int | None = 2) -> None:
@@ -104,17 +99,13 @@ def _print_json(value: Any, indent: int | None = 2) -> None:
 
 
 @app.command()
-def serve(
-    config_file: ConfigFile = None,
-    socket: Socket = None,
-    log_level: Annotated[LogLevel, typer.Option("--log-level", help="How much to write to stderr.")] = LogLevel.info,
-) -> None:
+def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
     """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments; it never touches a GPU."""
     import logging
 
     from vcache_backend.metadata_server.server import serve as run
 
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     run(_load(config_file, socket).server)
 
 
@@ -129,36 +120,23 @@ def status(
     """Segments, occupancy, hit rates, latencies and counters of the running server."""
     from vcache_backend.status import render, summary
 
-    with _client(config_file, socket, reconnect=watch) as client, suppress(KeyboardInterrupt):
-        if watch and not as_json:
-            _watch(client, every)
-        while True:
-            stats = client.stats()
-            _print_json(summary(stats), indent=None if watch else 2) if as_json else _show(render(stats))
-            if not watch:
-                break
-            time.sleep(every)
-
-
-def _watch(client: Client, every: float) -> None:
-    """The picture, refreshed until Ctrl-C; a server that is away is waited for."""
-    from rich.live import Live
-    from rich.text import Text
-
-    from vcache_backend.status import render
-
     before: ServerStats | None = None
-    asked = time.monotonic()
-    with Live(screen=sys.stdout.isatty(), auto_refresh=False) as live:
+    with _client(config_file, socket, reconnect=watch) as client, suppress(KeyboardInterrupt):
         while True:
-            since, asked = asked, time.monotonic()
             try:
                 stats = client.stats()
-                live.update(render(stats, before, asked - since), refresh=True)
-                before = stats
             except ServerUnavailable as error:
-                before = None
-                live.update(Text(f"{error}\ntrying again", style="red"), refresh=True)
+                if not watch:
+                    raise
+                typer.secho(f"{error}\ntrying again", fg="red", err=True)
+            else:
+                if as_json:
+                    _print_json(summary(stats), indent=None if watch else 2)
+                else:
+                    _show(render(stats, before, every), anew=watch)
+                before = stats
+            if not watch:
+                break
             time.sleep(every)
 
 
@@ -243,32 +221,25 @@ def segment_list(config_file: ConfigFile = None, socket: Socket = None, as_json:
 
 @segment_app.command("drop")
 def segment_drop(
-    segment: Annotated[str, typer.Argument(metavar="ID", help="The segment's id, or a start of it that fits only one.")],
+    segment: Annotated[str, typer.Argument(metavar="ID", help="The segment's id, as `vcache segment list` names it.")],
     wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Wait so long for its last readers and writers.")] = 0.0,
     config_file: ConfigFile = None,
     socket: Socket = None,
 ) -> None:
     """Take a segment back: its chunks are forgotten, its memory is free once nobody reads or writes there."""
+    from vcache_backend.metadata_server.messages import SegmentId
+
     with _client(config_file, socket) as client:
-        found = _one_segment(client.list_segments(), segment)
-        dropped = client.drop_segment(found.id)
-        typer.echo(f"{found.id}: {dropped.chunks:,} chunks forgotten")
+        dropped = client.drop_segment(SegmentId(segment))
+        typer.echo(f"{segment}: {dropped.chunks:,} chunks forgotten")
         gone = dropped.gone
         deadline = time.monotonic() + wait
         while not gone and time.monotonic() < deadline:
             time.sleep(0.05)
-            gone = all(info.id != found.id for info in client.list_segments())
+            gone = all(info.id != segment for info in client.list_segments())
     if not gone and wait:
-        raise SegmentError(f"{found.id} is still being read or written after {wait:g} s; it goes when that ends")
-    typer.echo(f"{found.id}: gone" if gone else f"{found.id}: goes when its last readers and writers end")
-
-
-def _one_segment(segments: Sequence[SegmentInfo], text: str) -> SegmentInfo:
-    fitting = [info for info in segments if info.id == text] or [info for info in segments if info.id.startswith(text)]
-    if len(fitting) == 1:
-        return fitting[0]
-    known = ", ".join(info.id for info in fitting or segments) or "none"
-    raise SegmentError(f"{'several segments fit' if fitting else 'no segment'} {text!r}; there are: {known}")
+        raise SegmentError(f"{segment} is still being read or written after {wait:g} s; it goes when that ends")
+    typer.echo(f"{segment}: gone" if gone else f"{segment}: goes when its last readers and writers end")
 
 
 # ---- configuration
