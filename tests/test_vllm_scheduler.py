@@ -77,7 +77,7 @@ class Side:
         shard = Shard(ShardSpec(pp_rank=0, tp_rank=0, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK))
         segments = frozenset(segment.id for segment in self.client.list_segments())
         self.report(shards={(0, 0): shard}, segments=segments)
-        assert self.half.lookups.open()
+        assert self.half.instance.open()
 
     def report(self, **said: Any) -> None:
         self.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(**said)))
@@ -209,7 +209,7 @@ def test_what_was_sent_ahead_too_long_ago_is_asked_again(side: Side, monkeypatch
     eventually(lambda: side.leases() == 1)
 
 
-@pytest.mark.parametrize("end", ["finished", "joined"])
+@pytest.mark.parametrize("end", ["finished", "while the client is busy", "joined"])
 def test_a_lease_nobody_reads_under_is_given_back(side: Side, end: str) -> None:
     """The request is aborted before vLLM comes to it; or another one runs by then, which a synchronous load would hold up."""
     request = new_request()
@@ -217,8 +217,15 @@ def test_a_lease_nobody_reads_under_is_given_back(side: Side, end: str) -> None:
     side.half.arrived(request)
     if end == "finished":
         side.half.finished(request)
+    elif end == "while the client is busy":
+        client = side.half.instance.client
+        assert client is not None
+        with client._lock:
+            side.half.finished(request)
     else:
-        side.step((new_request(), PROMPT))
+        other = new_request()
+        side.matched(other)
+        side.step((other, PROMPT))
         assert side.matched(request) == (CHUNKS * CHUNK, True)
     eventually(lambda: side.leases() == 0)
 
@@ -353,8 +360,10 @@ def test_what_was_loaded_is_not_stored_again_unless_the_load_failed(asynchronous
     request, side = new_request(), asynchronous
     side.put(request)
     assert side.matched(request) == (CHUNKS * CHUNK, True)
+    before = side.step()
     side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
     assert len(side.step().loads) == 1
+    assert (before.loads, before.fresh) == ([], []), "of a step that may still run"
     assert side.step((request, PROMPT)).stores == []
     side.report(failed={request.request_id})
     assert side.matched(request) == (0, False), "it does not look again"

@@ -33,13 +33,13 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def hit_sources(pool_in_host: bool, pooled: int, offloaded: int) -> dict[Any, int]:
-    """Tokens by where they lie, in vLLM's words (from 0.32 on, which asks for it); the offload tier may be anywhere."""
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-    pool = CacheHitSource.HOST if pool_in_host else CacheHitSource.P2P
-    counted = {pool: pooled, CacheHitSource.EXTERNAL_UNSPECIFIED: offloaded}
-    return {source: tokens for source, tokens in counted.items() if tokens}
+def hit_source(in_host: bool) -> Any:
+    """Where hits lie that vLLM counts by source, from 0.32 on, in its words; None before. The pool's word counts for the offload tier."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.HOST if in_host else CacheHitSource.P2P
 
 
 def publishes_events(vllm_config: Any) -> bool:

@@ -39,11 +39,8 @@ def _guarded(otherwise: Any) -> Callable[[Method], Method]:
         def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
-            except Exception as error:
-                kind = f"{method.__name__}: {type(error).__name__}"
-                if kind not in self.failures:
-                    self.failures.add(kind)
-                    log.exception("vcache: %s failed, which counts as a miss", method.__name__)
+            except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
+                self._failed(method.__name__, error)
                 return otherwise
 
         return cast(Method, guarded)
@@ -68,6 +65,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
             loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config, loads, stores, self._meter)
+            self._cache_hit_source = self._scheduler.hit_source
         else:
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -76,6 +74,13 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
             self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
             self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        """Each kind of failure is said once."""
+        kind = f"{name}: {type(error).__name__}"
+        if kind not in self.failures:
+            self.failures.add(kind)
+            log.error("vcache: %s failed, which counts as a miss", name, exc_info=error)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -100,13 +105,10 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.matched(request, num_computed_tokens) if self._scheduler is not None else (0, False)
 
-    @_guarded({})
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        return self._scheduler.sources(request, num_external_tokens) if self._scheduler is not None else {}
-
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduler is not None and not self._allocated(self._scheduler, request, blocks, num_external_tokens):
-            self._scheduler.lost(request, blocks, num_external_tokens)
+        side = self._scheduler
+        if side is not None and num_external_tokens > 0 and not self._allocated(side, request, blocks, num_external_tokens):
+            side.lost(request, blocks, num_external_tokens)
 
     @_guarded(False)
     def _allocated(self, scheduler: SchedulerSide, request: Any, blocks: Any, external: int) -> bool:
@@ -114,17 +116,23 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        meta = self._scheduler.begin(scheduler_output) if self._scheduler is not None else StepMetadata()
-        self._add_stores(scheduler_output, meta)
+        side = self._scheduler
+        if side is None:
+            return StepMetadata()
+        meta = side.begin(scheduler_output)
+        try:
+            side.add_stores(scheduler_output, meta)
+        except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
+            side.stop_stores(meta)
+            self._failed("build_connector_meta", error)
         return meta
 
-    @_guarded(None)
-    def _add_stores(self, scheduler_output: Any, meta: StepMetadata) -> None:
-        if self._scheduler is not None:
-            self._scheduler.add_stores(scheduler_output, meta)
+    def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.finished_recving or getattr(connector_output, "kv_connector_worker_meta", None) is not None:
+            self._update(connector_output)
 
     @_guarded(None)
-    def update_connector_output(self, connector_output: Any) -> None:
+    def _update(self, connector_output: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.update(connector_output)
 

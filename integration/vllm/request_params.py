@@ -22,14 +22,14 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 NOTHING = RequestParams(load=False, store=False)
-_DEFAULT = RequestParams()
+DEFAULT = RequestParams()
 
 
 def read(params: Mapping[str, Any] | None) -> RequestParams:
     """The wishes in a request's `kv_transfer_params`. ValueError, which names the key, for what is unknown or impossible."""
     found = (params or {}).get(NAME)
     if found is None:
-        return _DEFAULT
+        return DEFAULT
     try:
         return msgspec.convert(found, RequestParams)
     except msgspec.ValidationError as error:

@@ -12,6 +12,7 @@ from vcache_backend.config import Config
 
 from . import compat, model_spec, request_params
 from .events import Announcer, block_removed, block_stored
+from .introduction import Introduction
 from .lookups import Lookups, Tracked
 from .metadata import LoadSpec, StepMetadata, StoreSpec, WorkerReport
 from .stats import Meter
@@ -28,23 +29,26 @@ class SchedulerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, loads: bool, stores: bool, meter: Meter) -> None:
         """loads, stores: what the instance's role allows."""
         self._settings, self._size = config.connector, config.engine.chunk_size
-        self._loads_allowed, self._stores_allowed = loads, stores
+        self._loads_allowed, self._stores_allowed, self._least = loads, stores, config.connector.min_hit_tokens
         model = model_spec.read_model(vllm_config, config.connector.model)
         self._block = model.block_size
-        self._pool_in_host = config.pool.device == "host" or (config.pool.device == "auto" and model.device_type == "cpu")
         self._per_chunk = self._size // self._block
+        in_host = config.pool.device == "host" or (config.pool.device == "auto" and model.device_type == "cpu")
+        self.hit_source = compat.hit_source(in_host)
         self._recomputes = model.recomputes
         sure = self._recomputes or not config.engine.checksum
         self._sync_below = config.connector.sync_below_tokens if model.pp_size * model.tp_size == 1 and sure else 0
         self._throttled = compat.throttles_prefills(vllm_config)
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
+        self._hashes = self._size // self._hash_block
         refused = compat.refusal(vllm_config, kv_cache_config, model, self._size)
-        self.lookups = Lookups(config, model, self._hash_block, refused, meter)
-        self.announcer = Announcer(self.lookups.ranks) if compat.publishes_events(vllm_config) else None
+        self.instance = Introduction(config, model, self._hash_block, refused)
+        self.lookups = Lookups(self.instance, self._size, meter)
+        self.announcer = Announcer(self.instance.ranks) if compat.publishes_events(vllm_config) else None
         self.prefix_cache: Any = None
         """vLLM's `BlockPool`, once it is known."""
         self._requests: dict[str, Tracked] = {}
-        self._running: set[str] = set()
+        self._scheduled: dict[str, int] = {}
         self._promised = self._leased_ahead = 0
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
@@ -54,12 +58,12 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request: ask for its chunks, for the answer is here when vLLM comes to it."""
-        if not self.lookups.introduced or not self.lookups.open():
+        if self.instance.keys is None and not self.instance.open():
             return
-        tracked, whole = self._track(request), self.lookups.whole(request)
+        tracked, whole = self._track(request), len(request.block_hashes) // self._hashes
         tokens = min(whole * self._size, self._most(request))
-        lacking = tokens - self._settings.min_hit_tokens
-        if lacking < 0 or tracked.params.announced or not self._may_load(tracked) or self._has(request, lacking):
+        lacking = tokens - self._least
+        if lacking < 0 or not tracked.loads or self._clearing or tracked.params.announced or self._has(request, lacking):
             return
         if self.lookups.name(tracked, whole):
             lease = self._fits_step(tracked, tokens) and self._leased_ahead + tokens <= MOST_SYNCHRONOUS
@@ -69,32 +73,29 @@ class SchedulerSide:
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """How many tokens after the first `local`, which vLLM has itself, the pool has; and whether they come between steps. None: ask
         again in the next step."""
-        if self.lookups.waits():
+        if self.instance.waits():
             return None, False
         tracked = self._track(request)
         tracked.local = local
         tokens, synchronous = self._matched(tracked, local)
-        if not synchronous:
+        if synchronous:
+            self._promised += tokens
+        else:
             self.lookups.drop(tracked)
-        self._promised += tokens if synchronous else 0
-        return tokens, bool(tokens) and not synchronous
+        return tokens, tokens > 0 and not synchronous
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """vLLM has reserved `blocks` for the request: load `external` tokens into them."""
-        tracked = self._requests.get(request.request_id)
-        if tracked is None or external <= 0:
-            return
-        size, first, asked = self._size, tracked.local // self._size, tracked.params
+        tracked = self._requests[request.request_id]
+        size, first, asked, answer = self._size, tracked.local // self._size, tracked.params, tracked.answer
         end = tracked.local + external
         # A block that is to be loaded but for its last token is loaded.
         stop, blocks_end = -(-end // size), -(-end // self._block)
         wait = asked.wait_seconds if asked.wait_seconds is not None else self._settings.wait_seconds
-        consume = self._consumes(tracked)
-        answer = tracked.answer
         lease = answer.lease_from(first) if answer is not None else None
         # Also where the pool had it all: it may lose some before it is read.
-        offload = lease is None and not asked.announced and self.lookups.reads_offload
-        promote = offload and self._stores_allowed and asked.store and not consume
+        offload = lease is None and not asked.announced and self.instance.offload is not None and self.instance.offload.usable
+        promote = offload and self._stores_allowed and asked.store and not tracked.consumes
         load = LoadSpec(
             request_id=request.request_id,
             keys=tracked.keys[first:stop],
@@ -102,62 +103,48 @@ class SchedulerSide:
             skip=tracked.local // self._block - first * self._per_chunk,
             stop=blocks_end - first * self._per_chunk,
             wait_seconds=wait if asked.announced else 0.0,
-            consume=consume,
+            consume=tracked.consumes,
             lease=lease,
             offload=offload,
             promote=promote,
             prefix=tracked.keys[:first] if offload else [],
         )
-        self._loads.append(load)
-        tracked.loading = lease is None
-        if answer is not None and lease is not None:
-            answer.lease = None
         # What comes from the pool is there already, unless it was meant for one reader. Of what comes from the offload tier only whole
         # chunks will be.
         partial = promote and answer is not None and answer.offloaded
         self._stored(tracked, max(tracked.stored, end // size if partial else stop))
-        if consume and self.announcer is not None:
-            each = size // self._hash_block
+        if tracked.consumes and self.announcer is not None:
             for number, key in enumerate(load.keys, first):
-                self.announcer.expect(key, block_removed(request.block_hashes[number * each : (number + 1) * each]))
+                hashes = request.block_hashes[number * self._hashes : (number + 1) * self._hashes]
+                self.announcer.expect(key, block_removed(hashes))
+        self._loads.append(load)
+        tracked.loading = lease is None
+        if answer is not None:
+            answer.lease = None
 
-    def sources(self, request: Any, external: int) -> dict[Any, int]:
-        """Where the `external` tokens lie that `allocated` was told of."""
-        tracked = self._requests[request.request_id]
-        answer, pooled = tracked.answer, external
-        if answer is not None and answer.offloaded:
-            pooled = min(max(answer.pooled * self._size - tracked.local, 0), external)
-        return compat.hit_sources(self._pool_in_host, pooled, external - pooled)
+    def lost(self, request: Any, blocks: Any, external: int) -> None:
+        """vLLM counts on a load that `allocated` could not describe: let the workers say that it failed."""
+        tracked = self._requests.get(request.request_id)
+        lease = tracked.answer.lease if tracked is not None and tracked.answer is not None else None
+        chosen: list[int] = blocks.get_block_ids()[0]
+        first = tracked.local // self._block if tracked is not None else 0
+        stop = min(first - (-external // self._block), len(chosen))
+        self._loads.append(
+            LoadSpec(request_id=request.request_id, keys=[], blocks=chosen, skip=first, stop=stop, lease=lease, lost=True)
+        )
 
     def begin(self, output: Any) -> StepMetadata:
         """What the workers load in the step that `output` describes."""
-        meta = StepMetadata(self._loads, cancelled=self._cancelled, flush=self._flush, idle=not output.total_num_scheduled_tokens)
-        meta.introduce = not self.lookups.introduced
-        if self._loads:
-            meta.fresh += [load.blocks for load in self._loads]
-            self._loads = []
-        if self._cancelled:
-            self._cancelled = set()
-        self._flush = False
-        self._running, self._promised = set(output.num_scheduled_tokens), 0
-        self._leased_ahead = 0
-        return meta
+        loads, self._loads = self._loads, []
+        cancelled, self._cancelled = self._cancelled, set()
+        flush, self._flush = self._flush, False
+        self._scheduled, self._promised, self._leased_ahead = output.num_scheduled_tokens, 0, 0
+        fresh, idle = [load.blocks for load in loads], not output.total_num_scheduled_tokens
+        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, not self.instance.over)
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
-        """What they store in it, and which blocks get a new owner. After an exception nothing of the requests there are is stored
-        any more: nobody knows their blocks."""
-        try:
-            self._add_stores(output, meta)
-        except BaseException:
-            meta.stores, meta.opaque = [], True
-            for tracked in self._requests.values():
-                tracked.params = msgspec.structs.replace(tracked.params, store=False)
-                tracked.complete_at = inf
-            raise
-
-    def _add_stores(self, output: Any, meta: StepMetadata) -> None:
+        """What they store in it, and which blocks get a new owner."""
         requests, scheduled, fresh = self._requests, output.num_scheduled_tokens, meta.fresh
-        self.lookups.open()
         for new in output.scheduled_new_reqs:
             fresh.append(new.block_ids[0])
             tracked = requests.get(new.req_id)
@@ -179,6 +166,13 @@ class SchedulerSide:
             if reached >= tracked.complete_at:
                 self._complete(tracked, reached, meta)
 
+    def stop_stores(self, meta: StepMetadata) -> None:
+        """After an exception in `add_stores` nothing of the requests there are is stored any more: nobody knows their blocks."""
+        meta.stores, meta.opaque = [], True
+        for tracked in self._requests.values():
+            tracked.params = msgspec.structs.replace(tracked.params, store=False)
+            tracked.complete_at = inf
+
     def update(self, output: Any) -> None:
         """What the workers report after a step."""
         report = getattr(output, "kv_connector_worker_meta", None)
@@ -191,35 +185,23 @@ class SchedulerSide:
     def finished(self, request: Any) -> None:
         """The request has ended, one way or another."""
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is None:
-            return
-        if tracked.loading:
-            self._cancelled.add(request.request_id)
-        self.lookups.drop(tracked)
-        self._running.discard(request.request_id)
+        if tracked is not None:
+            if tracked.loading:
+                self._cancelled.add(request.request_id)
+            self.lookups.drop(tracked)
 
     def reset(self) -> bool:
         """Forget every chunk of the namespace, those on their way included; False if the server did not answer."""
         # Until the steps under way are over, and what they store is cleared too, nothing is looked up.
         self._flush = self._clearing = True
         for tracked in self._requests.values():
-            self.lookups.forget(tracked)
-        return self.lookups.clear()
-
-    def lost(self, request: Any, blocks: Any, external: int) -> None:
-        """vLLM counts on a load that `allocated` could not describe: let the workers say that it failed."""
-        tracked = self._requests.get(request.request_id)
-        lease = tracked.answer.lease if tracked is not None and tracked.answer is not None else None
-        chosen: list[int] = blocks.get_block_ids()[0]
-        first = tracked.local // self._block if tracked is not None else 0
-        stop = min(first - (-external // self._block), len(chosen))
-        self._loads.append(
-            LoadSpec(request_id=request.request_id, keys=[], blocks=chosen, skip=first, stop=stop, lease=lease, lost=True)
-        )
+            self.lookups.drop(tracked)
+            tracked.answer = None
+        return self.instance.clear()
 
     def close(self) -> None:
         """Idempotent."""
-        self.lookups.close()
+        self.instance.close()
 
     # ---- inside
 
@@ -231,36 +213,37 @@ class SchedulerSide:
 
     def _track(self, request: Any) -> Tracked:
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.request is not request:
-            try:
-                asked = request_params.read(request.kv_transfer_params)
-            except ValueError as error:
-                log.warning("request %s is served uncached: %s", request.request_id, error)
-                asked = request_params.NOTHING
-            tracked = self._requests[request.request_id] = Tracked(request, asked)
-            self._stored(tracked, 0)
+        if tracked is not None and tracked.request is request:
+            return tracked
+        asked = self._asked(request) if request.kv_transfer_params is not None else request_params.DEFAULT
+        # vLLM gives no log probabilities for prompt tokens it did not compute, but lets a connector hit.
+        rated = getattr(request.sampling_params, "prompt_logprobs", None) is not None
+        computes = rated or getattr(request, "skip_reading_prefix_cache", False)
+        consumes = self._settings.consume_once if asked.consume_once is None else asked.consume_once
+        tracked = Tracked(request, asked, self._loads_allowed and asked.load and not computes, consumes)
+        self._requests[request.request_id] = tracked
+        self._stored(tracked, 0)
         return tracked
 
-    def _may_load(self, tracked: Tracked) -> bool:
-        request = tracked.request
-        wanted = self._loads_allowed and tracked.params.load and not (tracked.failed or self._clearing)
-        if not wanted or getattr(request, "skip_reading_prefix_cache", False):
-            return False
-        # vLLM gives no log probabilities for prompt tokens it did not compute, but lets a connector hit.
-        return getattr(request.sampling_params, "prompt_logprobs", None) is None
+    def _asked(self, request: Any) -> request_params.RequestParams:
+        try:
+            return request_params.read(request.kv_transfer_params)
+        except ValueError as error:
+            log.warning("request %s is served uncached: %s", request.request_id, error)
+            return request_params.NOTHING
 
     def _matched(self, tracked: Tracked, local: int) -> tuple[int, bool]:
         """Tokens after the first `local` that come from the pool, and whether their load is synchronous."""
-        lookups, request, size = self.lookups, tracked.request, self._size
-        if not self._may_load(tracked) or not lookups.open() or local % self._block:
+        if not tracked.loads or self._clearing or local % self._block or not self.instance.open():
             return 0, False
-        most, whole, least = self._most(request), lookups.whole(request), self._settings.min_hit_tokens
+        request, size, least = tracked.request, self._size, self._least
+        most, whole = self._most(request), len(request.block_hashes) // self._hashes
         tokens = min(whole * size, most) - local
-        if tokens < least or not lookups.name(tracked, whole):
+        if tokens < least or not self.lookups.name(tracked, whole):
             return 0, False
         if tracked.params.announced:
             return tokens, False
-        answer = lookups.find(tracked, local // size, whole, self._fits_step(tracked, tokens))
+        answer = self.lookups.find(tracked, local // size, whole, self._fits_step(tracked, tokens))
         external = min(answer.hits * size, most) - local
         if answer.lease is not None:
             # Of an asynchronous load vLLM takes the last token back itself.
@@ -278,21 +261,21 @@ class SchedulerSide:
 
         Others would wait too; and where the load must not fail any more, it has to be over soon: nothing may run before it.
         """
-        if not self._sync_below or tracked.params.announced or self._consumes(tracked):
+        if not self._sync_below or tracked.params.announced or tracked.consumes:
             return False
-        alone = self._running <= {tracked.request.request_id} and self._promised + tokens <= MOST_SYNCHRONOUS
-        return alone or (self._recomputes and tokens < self._sync_below)
-
-    def _consumes(self, tracked: Tracked) -> bool:
-        asked = tracked.params.consume_once
-        return self._settings.consume_once if asked is None else asked
+        if self._recomputes and tokens < self._sync_below:
+            return True
+        if self._promised + tokens > MOST_SYNCHRONOUS:
+            return False
+        own, living = tracked.request.request_id, self._requests
+        return all(name == own or name not in living for name in self._scheduled)
 
     def _stored(self, tracked: Tracked, chunks: int) -> None:
         """So many chunks from the start are in the pool or on their way."""
-        tracked.stored, request = chunks, tracked.request
-        stores = self._stores_allowed and tracked.params.store and not self.lookups.refused
+        tracked.stored = chunks
+        stores = self._stores_allowed and tracked.params.store and not self.instance.refused
         if stores and self._settings.store == "prompt":
-            stores = request.num_prompt_tokens >= (chunks + 1) * self._size
+            stores = tracked.request.num_prompt_tokens >= (chunks + 1) * self._size
         tracked.complete_at = (chunks + 1) * self._size if stores else inf
 
     def _complete(self, tracked: Tracked, computed: int, meta: StepMetadata) -> None:
@@ -304,8 +287,10 @@ class SchedulerSide:
             return
         request, size, first = tracked.request, self._size, tracked.stored
         known = request.num_prompt_tokens if self._settings.store == "prompt" else request.num_tokens
-        ready = min(min(computed, known) // size, self.lookups.whole(request), len(tracked.blocks) // self._per_chunk)
-        if ready <= first or not self.lookups.name(tracked, ready):
+        ready = min(
+            min(computed, known) // size, len(request.block_hashes) // self._hashes, len(tracked.blocks) // self._per_chunk
+        )
+        if ready <= first or not self.instance.open() or not self.lookups.name(tracked, ready):
             return
         keys, blocks = tracked.keys[first:ready], tracked.blocks[first * self._per_chunk : ready * self._per_chunk]
         if self.announcer is not None:
@@ -319,14 +304,13 @@ class SchedulerSide:
     def _note(self, report: WorkerReport) -> None:
         for request_id in report.failed & self._requests.keys():
             tracked = self._requests[request_id]
-            tracked.failed = True
+            tracked.loads = False
             self._stored(tracked, tracked.local // self._size)
         if report.segments is not None:
-            self.lookups.readable = report.segments
-        self.lookups.introduce(report.shards)
-        self.lookups.note_links(report.links)
+            self.instance.readable = report.segments
+        self.instance.note(report.shards, report.links)
         if self.announcer is not None:
             self.announcer.note(report.changes)
         if report.flushed and self._clearing:
             # Steps of before the reset may have stored since; what they have not committed yet never comes.
-            self._clearing = self._flush = not self.lookups.clear()
+            self._clearing = self._flush = not self.instance.clear()

@@ -121,14 +121,28 @@ class Meter:
         self._counts_tokens = counts_tokens
         self._lock = threading.Lock()
         self._stats: VCacheStats | None = None
+        self._asked = self._hit = 0
+        self._lookups: list[float] = []
 
     def take(self) -> VCacheStats | None:
         """What came together since the last call; None if nothing did."""
-        if self._stats is None:
+        if self._stats is None and not self._lookups:
             return None
         with self._lock:
             taken, self._stats = self._stats, None
-            return None if taken.is_empty() else taken
+        if self._lookups:
+            counters = {"lookup_asked_tokens": {"": self._asked}} | ({"lookup_hit_tokens": {"": self._hit}} if self._hit else {})
+            looked_up = VCacheStats(data={"counters": counters, "histograms": {"lookup_seconds": self._lookups}})
+            taken = looked_up if taken is None else taken.aggregate(looked_up)
+            self._asked, self._hit, self._lookups = 0, 0, []
+        return None if taken is None or taken.is_empty() else taken
+
+    def looked_up(self, asked: int, hit: int, seconds: float) -> None:
+        """A look-up of so many tokens. In the thread that takes, at some cost to every request."""
+        self._asked += asked
+        self._hit += hit
+        if len(self._lookups) < MOST_OBSERVED:
+            self._lookups.append(seconds)
 
     def count(self, name: str, amount: float, label: str = "") -> None:
         """Add to one of COUNTERS."""

@@ -72,7 +72,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             super().__init__(*arguments)
             if self._scheduler is not None:
                 # There is no worker in these tests to say what it holds; without one nothing would be looked for.
-                self._scheduler.lookups.introduce({(0, 0): Shard(ShardSpec(**WORKER))})
+                self._scheduler.instance.note({(0, 0): Shard(ShardSpec(**WORKER))}, {})
 
     read = settings.read
     settings.read = lambda extra_config: read(SETTINGS)
