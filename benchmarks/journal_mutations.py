@@ -53,7 +53,7 @@ class History:
         self.directory = Directory(Limits(), lambda: self.now, 1 + self.random.getrandbits(62))
         self.path = folder / "made.journal"
         self._journal = Journal(self.path, self.epoch, WRITERS[0].process)
-        self._journal.start(self.directory.snapshot())
+        self._journal.start(JournalState().records())
         self._open: list[tuple[Peer, int]] = []
         self.older: list[bytes] = []
         for name in SEGMENTS:
@@ -63,7 +63,7 @@ class History:
             self._step()
             self._journal.append(self.directory.records)
             self.directory.records.clear()
-            self._journal.compact(self.directory.snapshot)
+            self._journal.compact(self.directory.still)
         self.frame = self._journal.frame
         self._journal.close()
         self.data = self.path.read_bytes()

@@ -79,13 +79,14 @@ class Slot:
 class Held:
     """A lease, as the directory's table has it: it may be overdue until the table is looked at.
 
-    `granted`: when, or when it was last renewed.
+    `granted`: when, or when it was last renewed. `client`: None once its connection is gone; `orphan` until somebody renews it then.
     """
 
-    client: int
+    client: int | None
     granted: float
     deadline: float
     slots: list[Slot]
+    orphan: bool = False
 
 
 @dataclass(eq=False)
@@ -118,7 +119,9 @@ class Model:
     leases: dict[int, Held] = field(default_factory=dict)
     writes: dict[int, Written] = field(default_factory=dict)
     order: list[ChunkKey] = field(default_factory=list)
-    """Live chunks, coldest first."""
+    """Live chunks that nobody reads, coldest first."""
+    rested: dict[ChunkKey, int] = field(default_factory=dict)
+    """Chunks of before a restart that nobody has used since, and their places in the order of then: colder than all others."""
     before: list[tuple[float, Slot]] = field(default_factory=list)
     """What was leased from servers of before, and until when its readers count on it."""
     reserves_from: float = 0.0
@@ -144,7 +147,8 @@ class Model:
         return any(slot in held.slots for held in self.leases.values())
 
     def evictable(self, slot: Slot) -> bool:
-        return slot.state in ("cleared", "live") and not self.leased(slot)
+        coming_back = slot.state == "resting" and slot.location.segment in self.segments
+        return (coming_back or slot.state in ("cleared", "live")) and not self.leased(slot)
 
     def coldest(self) -> list[Slot]:
         """The live chunks in the order in which they should go."""
@@ -167,15 +171,37 @@ class Model:
 
     # ---- what happened
 
+    def recent(self, slots: list[Slot]) -> None:
+        """The first ends up hottest."""
+        for slot in reversed(slots):
+            self.cool(slot)
+            self.order.append(slot.key)
+
+    def cool(self, slot: Slot) -> None:
+        """It is in the order no more."""
+        self.rested.pop(slot.key, None)
+        if slot.key in self.order:
+            self.order.remove(slot.key)
+
     def touch(self, keys: list[ChunkKey]) -> None:
-        """Keys in prefix order: the first ends up hottest."""
-        for key in reversed([key for key in keys if self.live(key)]):
-            self.order.remove(key)
-            self.order.append(key)
+        """Keys in prefix order."""
+        there = [slot for slot in map(self.live, dict.fromkeys(keys)) if slot is not None]
+        self.recent([slot for slot in there if not self.leased(slot)])
+
+    def back(self, slot: Slot) -> None:
+        """A chunk of before a restart is found again."""
+        slot.state = "live"
+        place = self.rested[slot.key]
+        self.order.insert(sum(self.rested.get(key, place) < place for key in self.order), slot.key)
+
+    def granted(self, id_: int, held: Held) -> None:
+        self.leases[id_] = held
+        for slot in held.slots:
+            self.cool(slot)
 
     def forget(self, slot: Slot) -> None:
         """A live chunk is gone; its place stays taken while somebody reads it."""
-        self.order.remove(slot.key)
+        self.cool(slot)
         if self.leased(slot):
             slot.state = "doomed"
         else:
@@ -183,8 +209,7 @@ class Model:
 
     def cleared(self, slot: Slot) -> None:
         """A chunk that nobody sees any more; its place stays taken for a while."""
-        if slot.state == "live":
-            self.order.remove(slot.key)
+        self.cool(slot)
         slot.state = "cleared"
 
     def freed(self, slot: Slot) -> None:
@@ -222,7 +247,7 @@ class Model:
             assert self.live(slot.key) is None, f"{slot.key!r} was committed twice"
             self.forget_resting([slot.key])
             slot.state = "live"
-            self.order.append(slot.key)
+            self.recent([slot])
         visible = 0
         for slot in write.slots:
             if self.segments[slot.location.segment].draining:
@@ -253,18 +278,20 @@ class Model:
             slot.state = "void"
 
     def expire_leases(self, now: float) -> None:
-        for id_, held in list(self.leases.items()):
+        for id_, held in sorted(self.leases.items(), key=lambda lease: lease[1].orphan):
             if held.deadline <= now:
                 self.end_lease(id_)
 
     def renewed(self, id_: int, now: float) -> None:
-        self.leases[id_].granted, self.leases[id_].deadline = now, now + self.lease_seconds
+        held = self.leases[id_] = self.leases.pop(id_)
+        held.granted, held.deadline, held.orphan = now, now + self.lease_seconds, False
 
     def end_lease(self, id_: int) -> None:
         held = self.leases.pop(id_)
         for slot in held.slots:
             if slot.state == "doomed" and not self.leased(slot) and slot in self.slots:
                 self.slots.remove(slot)
+        self.recent([slot for slot in held.slots if slot.state == "live" and not self.leased(slot)])
 
     def tick(self, now: float) -> None:
         self.expire_leases(now)
@@ -273,11 +300,10 @@ class Model:
                 self.void(id_)
 
     def disconnect(self, client: Peer, now: float) -> None:
-        for id_, held in list(self.leases.items()):
+        for id_, held in sorted(self.leases.items()):
             if held.client == client.id:
-                held.deadline = min(held.deadline, held.granted + GRACE_SECONDS)
-                if held.deadline <= now:
-                    self.end_lease(id_)
+                held.client, held.deadline, held.orphan = None, now + GRACE_SECONDS, True
+                self.leases[id_] = self.leases.pop(id_)
         for id_, write in self.writes.items():
             if write.client == client.id:
                 self.void(id_)
@@ -288,7 +314,8 @@ class Model:
                 self.given_back(id_)
 
     def restart(self, now: float) -> None:
-        """Leases are gone but for their grace, reservations void, segments absent, chunks rest in them."""
+        """Leases are gone but for their grace, reservations void, segments absent, chunks rest in them but for cleared ones."""
+        self.slots = [slot for slot in self.slots if slot.state != "cleared"]
         for id_, held in list(self.leases.items()):
             until = min(held.deadline, held.granted + GRACE_SECONDS)
             self.before += [(until, slot) for slot in held.slots]

@@ -143,7 +143,7 @@ def test_a_small_journal_is_never_compacted(path: Path) -> None:
     file = Journal(path, EPOCH, WRITER)
     file.start(iter([]))
     file.append(HISTORY)
-    file.compact(lambda: pytest.fail("a snapshot was asked for"))
+    file.compact(lambda record: pytest.fail("it is written anew"))
     file.close()
 
 
@@ -166,10 +166,10 @@ CLIENT = Peer(1, WRITER, "gpu-0", "cuda")
 def test_compaction_between_any_two_requests_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
     """Every request that touches the journal happens while slices of the snapshot are being copied, whatever the slice."""
     monkeypatch.setattr(journal, "COMPACT_BYTES", 1)
-    monkeypatch.setattr("vcache_backend.metadata_server.snapshot.SLICE", 2)
+    monkeypatch.setattr(journal, "SLICE_BYTES", 1)
     directory = Directory(Limits(), FakeClock())
     file = Journal(path, EPOCH, WRITER)
-    file.start(directory.snapshot())
+    file.start(r.JournalState().records())
 
     def flush() -> None:
         file.append(directory.records)
@@ -197,14 +197,14 @@ def test_compaction_between_any_two_requests_loses_nothing(path: Path, monkeypat
     flush()
     inode = path.stat().st_ino
     for _ in range(when):
-        file.compact(directory.snapshot)
+        file.compact(directory.still)
     for step in steps:
         step()
         flush()
-        file.compact(directory.snapshot)
+        file.compact(directory.still)
     for _ in range(200):
-        file.compact(directory.snapshot)
-        if path.stat().st_ino != inode and file._slices is None:
+        file.compact(directory.still)
+        if path.stat().st_ino != inode and file._next is None:
             break
     assert path.stat().st_ino != inode, "no compaction happened"
     file.close()
@@ -221,13 +221,13 @@ def test_compaction_shrinks_a_file_of_things_long_gone(path: Path, monkeypatch: 
     directory = Directory(Limits(), FakeClock())
     directory.add_segment(SegmentInfo(S0, "gpu-0", "cuda", 4 * KIB))
     file = Journal(path, EPOCH, WRITER)
-    file.start(directory.snapshot())
+    file.start(r.JournalState().records())
     largest = 0
     for number in range(600):
         directory.commit(CLIENT, directory.reserve(CLIENT, [chunk_key(number)], KIB).reservation, [])
         file.append(directory.records)
         directory.records.clear()
-        file.compact(directory.snapshot)
+        file.compact(directory.still)
         largest = max(largest, path.stat().st_size)
     file.close()
     assert largest < 20_000

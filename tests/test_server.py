@@ -6,7 +6,6 @@ import fcntl
 import os
 import select
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,15 +16,9 @@ import pytest
 from model import chunk_key
 from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memfd, stage
 
-from vcache_backend.metadata_server import backlog, processes, wire
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.backlog import Waiting
+from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.directory import Directory, Limits
-from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.records import JournalState, ProcessId
-from vcache_backend.metadata_server.service import Service
-from vcache_backend.metadata_server.succession import Predecessor
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
@@ -139,24 +132,6 @@ def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(worker: Raw) -> Non
     assert [worker.ask("reserve", [A], KIB)[-1], worker.ask("acquire", [A])[-1]] == [first, first]
     worker.ask("clear", b"", True)
     assert first < epochs()[0] == epochs()[1]
-
-
-def test_a_segment_that_is_gone_is_not_here_even_if_nobody_waits_for_that(memfd: int) -> None:
-    """Whoever asked for it has left before the job was done."""
-    directory = Directory(Limits(), time.monotonic)
-    service = Service(directory, 1, Predecessor(directory, JournalState(), 1))
-    client = Peer(1, ProcessId(1, 1), "host", "host")
-    service.answer(client, m.AddSegment(m.SegmentId("s0"), "host", "host", 4 * KIB), [os.dup(memfd)])
-    stored = directory.reserve(client, [m.ChunkKey(key) for key in (A, B, C)], KIB)
-    directory.commit(client, stored.reservation, [])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backlog, "AT_ONCE", 1)
-        dropped, _ = service.answer(client, m.DropSegment(m.SegmentId("s0")), [])
-    assert isinstance(dropped, Waiting)
-    directory.go_on(10)
-    reply, _ = service.answer(client, m.OpenSegment(m.SegmentId("s0")), [])
-    assert isinstance(reply, m.Error)
-    service.close()
 
 
 def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(worker: Raw, server: Child, memfd: int) -> None:
@@ -292,20 +267,18 @@ def test_only_a_whole_namespace_is_cleared(worker: Raw, namespace: bytes) -> Non
     assert worker.ask("lookup", [A], 1) == ["count", 1]
 
 
-def test_who_clears_much_is_answered_when_all_is_gone_and_others_meanwhile(stage_: Stage, server: Child) -> None:
+def test_who_clears_much_is_answered_at_once_and_the_slots_come_back(stage_: Stage, server: Child) -> None:
     count = 30_000
     fd = make_memfd(count * KIB)
     stage_.undo.callback(os.close, fd)
-    worker, other = stage_.raw(), stage_.raw()
+    worker = stage_.raw()
     assert worker.ask("add_segment", "s0", "host", "host", count * KIB, fds=(fd,)) == ["added", 0, True]
     keys = [chunk_key(n) for n in range(count)]
     for at in range(0, count, 1000):
         put(worker, *keys[at : at + 1000])
-    worker.send("clear", b"")
-    worker.send("list_segments")
-    eventually(lambda: other.ask("lookup", [A], 1) == ["count", 0])
-    assert worker.receive() == ["count", count]
-    assert worker.receive()[1][0][4:6] == [0, 0]
+    assert worker.ask("clear", b"") == ["count", count]
+    assert stage_.raw().ask("lookup", [A], 1) == ["count", 0]
+    eventually(lambda: worker.ask("list_segments")[1][0][4:6] == [0, 0])
 
 
 # ---- segments that are refused

@@ -3,68 +3,40 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
-
-import msgspec
-
-from vcache_backend.metadata_server import messages as m
+from collections.abc import Iterator
+from itertools import islice
 
 AT_ONCE = 1024
-"""So many entries a task touches in the turn that brings it; most end there."""
-
-
-Steps = Generator[int, None, int]
-"""Each step tells how many entries it touched, the end how much was done in all."""
-
-
-class Task:
-    """Work in steps. `count`: how much it did, once it is `done`."""
-
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-        self.count = 0
-        self.done = False
-
-    def run(self, work: int) -> int:
-        """Steps until `work` entries are touched or all is done; how many were."""
-        touched = 0
-        while touched < work and not self.done:
-            try:
-                touched += next(self._steps)
-            except StopIteration as end:
-                self.count, self.done = end.value, True
-        return touched
-
-
-class Waiting(msgspec.Struct, frozen=True):
-    """An answer that comes when a task is done."""
-
-    task: Task
-    reply: Callable[[int], m.Reply]
-    """Of what the task counted."""
+"""So many steps a task takes in the turn that begins it; most end there."""
+SHARE = 32
+"""So many steps it takes later, before the next task's turn comes."""
+Steps = Iterator[None]
+"""Work in steps, each of which touches one entry."""
 
 
 class Backlog:
     """The tasks that go on. Each has its share of every turn, so that none waits for the end of another."""
 
     def __init__(self) -> None:
-        self.tasks: deque[Task] = deque()
+        self._tasks: deque[Steps] = deque()
 
-    def add(self, task: Task) -> int:
-        """Begin a task; how many entries that touched."""
-        touched = task.run(AT_ONCE)
-        if not task.done:
-            self.tasks.append(task)
-        return touched
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
 
-    def run(self, work: int) -> int:
-        """Go on with every task, those that waited longest first, until about `work` entries are touched; how many were."""
-        touched = 0
-        for left in range(len(self.tasks), 0, -1):
-            if touched >= work:
-                break
-            task = self.tasks.popleft()
-            touched += task.run(max(1, (work - touched) // left))
-            if not task.done:
-                self.tasks.append(task)
-        return touched
+    def begin(self, task: Steps) -> None:
+        """The first steps of a task."""
+        self._go_on(task, AT_ONCE)
+
+    def later(self, task: Steps) -> None:
+        """A task of which there may be many in one turn."""
+        self._tasks.append(task)
+
+    def run(self, steps: int) -> None:
+        """About so many steps of what was begun."""
+        while steps > 0 and self._tasks:
+            self._go_on(self._tasks.popleft(), SHARE)
+            steps -= SHARE
+
+    def _go_on(self, task: Steps, steps: int) -> None:
+        if sum(1 for _ in islice(task, steps)) == steps:
+            self._tasks.append(task)

@@ -16,7 +16,6 @@ from typing import Protocol
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.backlog import Waiting
 from vcache_backend.metadata_server.placement import Peer
 
 _RESIZES = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -55,15 +54,14 @@ class Connection:
         self.mask = select.EPOLLIN
         self.closing = self.closed = False
         self.queued = False
-        self.charged = 0
-        self.waiting: Waiting | None = None
+        self.charged = 0.0
 
     @property
     def wanted(self) -> int:
         """What epoll is to tell of it: the next request only when the one before is answered, and the answer has left."""
         if self.unsent:
             return select.EPOLLOUT
-        return 0 if self.queued or self.waiting is not None else select.EPOLLIN
+        return 0 if self.queued else select.EPOLLIN
 
     def queue(self, reply: m.Reply, held: Holder | None = None) -> None:
         """`held` is held until the reply has left: its fd goes with it."""
@@ -87,9 +85,13 @@ class Connection:
                 return
             self.unsent.popleft()
 
-    def close(self) -> None:
+    def close_fds(self) -> None:
+        """Those that came along and that nobody took."""
         wire.close_fds(self.fds)
         self.fds.clear()
+
+    def close(self) -> None:
+        self.close_fds()
         self.closed = True
         self.sock.close()
 
@@ -97,13 +99,13 @@ class Connection:
 class Turns:
     """Connections with a request, the one that was given least work lately first (start-time fair queueing).
 
-    A connection is charged for what its requests cost. One that was quiet starts level with those being served: it waits for one
+    A connection is charged for the time that its requests take. One that was quiet starts level with those being served: it waits for one
     request of another's, however many they sent.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Connection]] = []
-        self._now = 0
+        self._heap: list[tuple[float, int, Connection]] = []
+        self._now = 0.0
 
     def __len__(self) -> int:
         return len(self._heap)

@@ -7,203 +7,205 @@ slot yet to be freed). A chunk elsewhere than in a slot of the pool would have a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 
+from vcache_backend.metadata_server.allocator import padded
 from vcache_backend.metadata_server.backlog import Steps
-from vcache_backend.metadata_server.chunks import LRU, Chunks, Spaces
-from vcache_backend.metadata_server.messages import ChunkKey, Location
+from vcache_backend.metadata_server.chunks import Chunks, Space
+from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentInfo
 from vcache_backend.metadata_server.placement import MAX_SEARCH, Entry, Peer, Placement, Segment
-from vcache_backend.metadata_server.records import Gone, Record
-
-DRAIN_PIECE = 32
-"""Cleared chunks whose slots come back together."""
-MAX_PASSED = 512
-"""Who passed over more chunks in use than this in search of victims makes them recent, so that the next search does not meet them."""
+from vcache_backend.metadata_server.records import Cleared, Gone, JournalState, Live, Record
 
 
 class Contents:
-    """`records`: what the journal must hold before anybody is told of it. `work`: entries that were touched, roughly a microsecond
-    each."""
+    """`records`: what the journal must hold before anybody is told of it."""
 
     def __init__(self) -> None:
         self.live, self.resting = Chunks(), Chunks()
-        self.order = LRU()
         self.placement = Placement()
         self.records: list[Record] = []
         self.counters: Counter[str] = Counter()
-        self.work = 0
-        self._cleared: list[Spaces] = []
+        self._uses = 0
 
-    def there(self, keys: list[ChunkKey]) -> list[Entry]:
-        """The chunks that are found."""
-        beside, everywhere = self.live.beside(keys), self.live
-        self.work += len(keys)
-        return [entry for key in keys if (entry := beside.get(key) or everywhere.get(key)) is not None]
+    def there(self, keys: Iterable[ChunkKey]) -> list[Entry]:
+        """The chunks that are found, each once."""
+        wanted = list(dict.fromkeys(keys))
+        return [entry for entry in map(self.live.among(wanted).get, wanted) if entry is not None]
 
-    def touch(self, entries: list[Entry]) -> None:
-        """Make chunks recent, the first one most: tails are evicted before what they hang on."""
-        for entry in reversed(entries):
-            self.order.touch(entry)
+    def use(self, entries: list[Entry]) -> None:
+        """Chunks that nobody reads become recent, the first one most: tails are evicted before what they hang on."""
+        for use, entry in enumerate(reversed(entries), self._uses):
+            order = entry.segment.order
+            if entry in order:
+                order[entry] = use
+                order.move_to_end(entry)
+        self._uses += len(entries)
+
+    def lying(self, keys: list[ChunkKey], locations: list[Location]) -> Iterator[Live]:
+        """Those of the chunks that still lie there, found or not found yet, if there are any."""
+        pairs = zip(keys, locations, strict=True)
+        found = [(k, at) for k, at in pairs if (e := self.live.get(k) or self.resting.get(k)) is not None and e.location == at]
+        if found:
+            yield Live([key for key, _ in found], [location for _, location in found])
 
     # ---- chunks come
+
+    def restore(self, state: JournalState) -> dict[int, list[Entry]]:
+        """The segments and chunks of an earlier server: absent, and resting in them, the coldest first to come back. Also the slots
+        that were being written, by reservation."""
+        self.placement.generations = count(1 + state.generation)
+        for id_, added in state.segments.items():
+            info = SegmentInfo(id_, added.device, added.medium, added.nbytes, state="absent")
+            self.placement.segments[id_] = Segment(info)
+        entries = self.occupy(list(state.chunks), list(state.chunks.values()), 0)
+        self.resting.put(entries)
+        for use, entry in enumerate(entries):
+            entry.segment.order[entry] = use
+        for entry in reversed(entries):
+            entry.segment.returning.append(entry)
+        self._uses = len(entries)
+        written = {number: self.occupy(held.keys, held.locations, number) for number, held in state.held.items()}
+        for segment in self.placement.segments.values():
+            segment.find_holes()
+        return written
+
+    def occupy(self, keys: list[ChunkKey], locations: list[Location], reservation: int) -> list[Entry]:
+        """Slots that `room` gave are being written from now on."""
+        segments, entries = self.placement.segments, []
+        length = size = 0
+        for key, location in zip(keys, locations, strict=True):
+            if location.length != length:
+                length, size = location.length, padded(location.length)
+            segment, offset = segments[location.segment], location.offset
+            entry = Entry(key, location, segment, size, reservation)
+            segment.occupants[offset] = segment.ending[offset + size] = entry
+            entries.append(entry)
+        return entries
 
     def publish(self, entries: list[Entry]) -> int:
         """Chunks are found from now on, the first one the most recent, but for those of a segment that is being dropped; how many."""
         draining: list[Entry] = []
-        for entry in reversed(entries):
-            segment = self.placement.segments[entry.location.segment]
+        resting = self.resting
+        for use, entry in enumerate(reversed(entries), self._uses):
+            segment = entry.segment
             entry.reservation = 0
-            segment.reserved -= 1
-            if (before := self.resting.get(entry.key)) is not None:
-                self._release(before)
-            self.live.put(entry)
-            self.order.add(entry, segment.medium)
+            segment.order[entry] = use
             if segment.state == "draining":
                 draining.append(entry)
+            if resting and (before := resting.get(entry.key)) is not None:
+                resting.drop([before])
+                before.segment.free(before)
+        self.live.put(entries)
+        self._uses += len(entries)
         self.forget(draining)
-        self.work += len(entries)
         return len(entries) - len(draining)
 
     def bring_back(self, segment: Segment, pending: Callable[[ChunkKey], bool]) -> Steps:
-        """The chunks of a segment that is here again are found, but for those that went meanwhile or are being stored anew; how many."""
-        back = 0
+        """The chunks of a segment that is here again are found, but for those that went meanwhile or are being stored anew."""
         while segment.returning and segment.state == "live":
             entry = segment.returning.pop()
             if self.resting.holds(entry):
                 if pending(entry.key):
                     self.forget([entry])
                 else:
-                    self.resting.drop(entry)
-                    self.live.put(entry)
-                    self.order.add(entry, segment.medium)
-                    back += 1
-            yield 1
-        return back
+                    self.resting.drop([entry])
+                    self.live.put([entry])
+            yield
 
-    def room(self, nbytes: int, peer: Peer, wanted: int, allowed: int) -> Iterator[Location]:
-        """Slots for at least `wanted` chunks, if there is room: from the holes, then by evicting, several at a time. `allowed`: so many
-        chunks more there may be."""
-        left = MAX_SEARCH
-        met: list[Entry] = []
+    def room(self, nbytes: int, peer: Peer, wanted: int, allowed: int) -> list[Location]:
+        """Slots for `wanted` chunks, or fewer if there is no room for all: from the holes, then by evicting. `allowed`: so many chunks
+        more there may be."""
+        left, slots = MAX_SEARCH, list[Location]()
         while True:
-            while (most := min(allowed, max(wanted, 1))) > 0 and (free := self.placement.take(nbytes, peer, most)):
-                allowed, wanted = allowed - len(free), wanted - len(free)
-                yield from free
-            if left > 0 and self._drain_some(max(wanted, 1)):
-                left -= max(wanted, DRAIN_PIECE)
-                continue
-            coldest = self.order.coldest(peer.medium)
-            victims, equal, passed = self.placement.victims(coldest, nbytes, max(wanted, 1), peer)
-            met += passed
-            if len(met) > MAX_PASSED:
-                self.work += len(met) // 4
-                self.touch(met[::-1])
-                met = []
-            left -= len(victims) + len(passed) // 8
-            if not victims or left < 0:
-                return
+            while (most := min(allowed, wanted - len(slots))) > 0 and (free := self.placement.take(nbytes, peer, most)):
+                allowed -= len(free)
+                slots += free
+            if len(slots) == wanted or left <= 0:
+                return slots
+            victims, equal = self.placement.victims(nbytes, wanted - len(slots), peer)
+            if not victims:
+                return slots
+            left -= len(victims)
             self._evict(victims)
             if equal:
-                wanted -= len(victims)
-                for victim in victims:
-                    yield self.placement.reuse(victim, nbytes)
+                slots += self.placement.reuse(victims, nbytes)
             else:
                 allowed += len(victims)
                 for victim in victims:
-                    self.placement.free(victim)
+                    victim.segment.free(victim)
+
+    # ---- chunks are read
+
+    def hold(self, entries: Iterable[Entry]) -> None:
+        """Somebody reads these, each of them once: they cannot go."""
+        for entry in entries:
+            if not entry.leases:
+                segment = entry.segment
+                segment.leased += 1
+                del segment.order[entry]
+            entry.leases += 1
+
+    def let_go(self, entries: list[Entry]) -> None:
+        """He reads them no more: now they are recent, the first one most. What was removed meanwhile gives its slot back."""
+        for use, entry in enumerate(reversed(entries), self._uses):
+            entry.leases -= 1
+            if not entry.leases:
+                segment = entry.segment
+                segment.leased -= 1
+                if entry.doomed:
+                    segment.free(entry)
+                else:
+                    segment.order[entry] = use
+        self._uses += len(entries)
 
     # ---- chunks go
 
     def forget(self, entries: list[Entry]) -> None:
-        """Chunks are found no more; a slot that somebody reads is freed later."""
+        """Chunks are found no more, be they live, resting or cleared; a slot that somebody reads is freed later."""
+        gone = self.live.drop(entries) + self.resting.drop(entries)
         for entry in entries:
-            self._release(entry)
-        self.work += 2 * len(entries)
-        self._record_gone(entries)
+            if entry.leases:
+                entry.doomed = True
+            else:
+                entry.segment.free(entry)
+        if gone:
+            self.records.append(Gone(gone))
 
-    def clear(self, namespace: bytes) -> Steps:
-        """No chunk of a namespace, or none at all with b"", is found any more. Each step frees some of their slots; the end tells how
-        many chunks were live."""
-        (live, chunks), (resting, _) = self.live.clear(namespace), self.resting.clear(namespace)
-        taken = [spaces for spaces in (live, resting) if spaces]
-        self._cleared += taken
+    def clear(self, namespace: bytes) -> tuple[int, Steps]:
+        """No chunk of a namespace, or none at all with b"", is found any more: how many were, and what gives their slots back."""
+        live, resting = self.live.clear(namespace), self.resting.clear(namespace)
+        if live or resting:
+            self.records.append(Cleared(namespace))
+        chunks = sum(map(len, live))
         self.counters["removed"] += chunks
-        return self._drain(taken, chunks)
+        return chunks, self._drain([*live, *resting])
 
     def empty(self, segment: Segment) -> Steps:
-        """Forget the chunks of a segment, one a step; how many were live."""
-        forgotten = 0
+        """Forget the chunks of a segment, one a step."""
         while segment.occupants:
             offset, entry = segment.occupants.popitem()
             segment.staying[offset] = entry
             if not entry.reservation and not entry.doomed:
-                forgotten += self.live.holds(entry)
                 self.forget([entry])
-            yield 1
-        return forgotten
+            yield
 
-    def held(self, entry: Entry) -> None:
-        """Somebody reads it."""
-        self.placement.segments[entry.location.segment].leased += 1
-
-    def unheld(self, entry: Entry) -> None:
-        """Nobody reads it any more."""
-        self.work += 1
-        self.placement.segments[entry.location.segment].leased -= 1
-        if entry.doomed:
-            self.placement.free(entry)
-
-    # ---- inside
-
-    def _release(self, entry: Entry) -> None:
-        """Unlink a chunk, be it live, resting or cleared."""
-        if not self.live.drop(entry):
-            self.resting.drop(entry)
-        self.order.remove(entry)
-        if entry.leases:
-            entry.doomed = True
-        else:
-            self.placement.free(entry)
+    def _drain(self, spaces: list[Space]) -> Steps:
+        """Free the slots of cleared chunks, but for those that were evicted meanwhile, or are in a segment that is being dropped."""
+        for space in spaces:
+            while space:
+                _, entry = space.popitem()
+                if not entry.doomed and entry.segment.has(entry):
+                    self.forget([entry])
+                yield
 
     def _evict(self, victims: list[Entry]) -> None:
         """Unlink chunks nobody reads; their slots are the caller's to free or reuse."""
+        gone = self.live.drop(victims) + self.resting.drop(victims)
         for victim in victims:
-            self.live.drop(victim)
-            self.order.remove(victim)
-            self.placement.segments[victim.location.segment].evictions += 1
-        self.work += len(victims)
-        self.counters["evicted"] += len(victims)
-        self._record_gone(victims)
-
-    def _record_gone(self, entries: list[Entry]) -> None:
-        """These are live no more. One whose key was stored again since it was cleared has its record already."""
-        gone = [entry.key for entry in entries if not (self._cleared and entry.key in self.live)]
+            segment = victim.segment
+            del segment.order[victim]
+            segment.evictions += 1
+        self.counters["evicted"] += len(gone)
         if gone:
             self.records.append(Gone(gone))
-
-    def _drain(self, taken: list[Spaces], chunks: int) -> Steps:
-        """Free the slots of cleared chunks."""
-        for spaces in taken:
-            while spaces:
-                yield self._drain_piece(spaces)
-            self._cleared = [others for others in self._cleared if others is not spaces]
-        return chunks
-
-    def _drain_some(self, wanted: int) -> bool:
-        """Free some slots of cleared chunks, whoever cleared them; False if there are none."""
-        drained = 0
-        for spaces in self._cleared:
-            while spaces and drained < wanted:
-                drained += self._drain_piece(spaces)
-        return drained > 0
-
-    def _drain_piece(self, spaces: Spaces) -> int:
-        """A few cleared chunks: those that still have their slots give them back. How many were looked at."""
-        entries: list[Entry] = []
-        while spaces and len(entries) < DRAIN_PIECE:
-            namespace = next(reversed(spaces))
-            entries.append(spaces[namespace].popitem()[1])
-            if not spaces[namespace]:
-                del spaces[namespace]
-        self.forget([entry for entry in entries if not entry.doomed and self.placement.has(entry)])
-        return len(entries)

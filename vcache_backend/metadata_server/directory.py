@@ -7,23 +7,22 @@ ends (2); a reserved slot comes back only when its writer says so or its process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import count, takewhile
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import count, repeat
 
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import records, snapshot
-from vcache_backend.metadata_server.backlog import Backlog, Steps, Task
+from vcache_backend.metadata_server import records
+from vcache_backend.metadata_server.backlog import Backlog, Steps
 from vcache_backend.metadata_server.contents import Contents
+from vcache_backend.metadata_server.epochs import Epochs
 from vcache_backend.metadata_server.leases import Leases
 from vcache_backend.metadata_server.placement import MAX_SEARCH, Entry, Peer, Segment
 from vcache_backend.metadata_server.reservations import MAX_RESERVATIONS_PER_CLIENT, Claims, Reservations
 
 MAX_AVOIDED = 1024
 """With more, a client's list of segments that it cannot use is rid of those that are not there."""
-
-
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
 
 
@@ -38,7 +37,7 @@ class Limits(msgspec.Struct, frozen=True):
 class Directory:
     """All methods are called from the server's loop, each for a bounded time. `now` is a monotonic clock in seconds.
 
-    What takes longer (`add_segment`, `clear`, `drop_segment`, `disconnect`) is a task, which `go_on` ends in later turns.
+    What takes longer (`add_segment`, `clear`, `drop_segment`, `disconnect`) is begun, and `go_on` ends it in later turns.
 
     Ids of leases and reservations count up from `first_id`, near which no earlier life of the server had any; generations from the
     newest that `restore` brings.
@@ -52,10 +51,10 @@ class Directory:
         self.segments = self.contents.placement.segments
         self.records = self.contents.records
         self.counters = self.contents.counters
-        self.leases = Leases(limits.lease_seconds, self.contents.held, self.contents.unheld)
+        self.leases = Leases(limits.lease_seconds, self.contents.let_go)
         self.reservations = Reservations(limits.reservation_seconds)
         self.backlog = Backlog()
-        self.epochs = snapshot.Epochs()
+        self.epochs = Epochs()
         self._claims = Claims()
         self._reserves_from = 0.0
 
@@ -63,54 +62,33 @@ class Directory:
         """Live chunks."""
         return len(self.contents.live)
 
-    @property
-    def work(self) -> int:
-        """How many entries were touched since the start."""
-        return self.contents.work
-
     # ---- reading
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
         """How many leading chunks all ranks have. At most `MAX_LOOKED_UP` keys times ranks."""
-        live = self.contents.live
-        beside = live.beside(keys)
-        if ranks == 1:
-            found = sum(1 for _ in takewhile(beside.__contains__, keys))
-            found += sum(1 for _ in takewhile(live.__contains__, keys[found:]))  # where keys are of several namespaces
-        else:
-            suffixes = [rank.to_bytes(m.RANK_BYTES, "big") for rank in range(ranks)]
-            stems = (key[: -m.RANK_BYTES] for key in keys)
-            there = (all(stem + suffix in beside or stem + suffix in live for suffix in suffixes) for stem in stems)
-            found = sum(takewhile(bool, there))
-        self.contents.work += (found + 1) * ranks // 4
+        found = len(keys)
+        for rank in range(ranks):
+            suffix = rank.to_bytes(m.RANK_BYTES, "big")
+            of_rank = [m.ChunkKey(key[: -m.RANK_BYTES] + suffix) for key in keys[:found]] if ranks > 1 else keys
+            found = len(self.contents.live.leading(of_rank))
         self.counters["lookup_chunks"] += len(keys)
         self.counters["lookup_hits"] += found
         return found
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         """For each key whether its chunk is there."""
-        beside, everywhere = self.contents.live.beside(keys), self.contents.live
-        self.contents.work += len(keys) // 4
-        return [key in beside or key in everywhere for key in keys]
+        return list(map(self.contents.live.among(keys).__contains__, keys))
 
     def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
-        """Lease the leading run. It becomes recent, its first chunk most."""
-        beside, everywhere = self.contents.live.beside(keys), self.contents.live
-        entries: list[Entry] = []
-        if not self.leases.full(client.id, len(keys)):
-            for key in keys:
-                entry = beside.get(key) or everywhere.get(key)
-                if entry is None:
-                    break
-                entries.append(entry)
-        self.contents.touch(entries)
-        self.contents.work += len(entries)
+        """Lease the leading run. It becomes recent when the lease ends, its first chunk most."""
+        entries = list[Entry]() if self.leases.full(client.id, len(keys)) else self.contents.live.leading(keys)
         self.counters["acquire_chunks"] += len(keys)
         self.counters["acquire_hits"] += len(entries)
         if not entries:
             return m.Leased(0, 0.0, [])
-        lease = next(self._ids)
-        self.leases.grant(lease, client.id, list(dict.fromkeys(entries)), self._now())
+        lease, each_once = next(self._ids), list(dict.fromkeys(entries))
+        self.contents.hold(each_once)
+        self.leases.grant(lease, client.id, each_once, self._now())
         return m.Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
 
     def renew(self, lease: int) -> bool:
@@ -124,7 +102,7 @@ class Directory:
     def touch(self, keys: list[m.ChunkKey]) -> int:
         """Make chunks recent, the first one most; how many are there."""
         there = self.contents.there(keys)
-        self.contents.touch(there)
+        self.contents.use(there)
         return len(there)
 
     # ---- writing
@@ -134,36 +112,26 @@ class Directory:
         one after `MAX_SLOTS` others."""
         if reason := self._not_now(client):
             return m.Reserved(0, 0.0, [int(m.Refusal.FULL)] * len(keys), reason)
-        reservation = next(self._ids)
-        live, pending = self.contents.live, self.reservations.pending
+        reservation, live = next(self._ids), self.contents.live
         refusal, reason = self._refusal(client, nbytes)
         self.touch(keys)  # those that are there are in use: they must not make room for the others
-        wanted = min(m.MAX_SLOTS, sum(key not in live and not pending(key) for key in set(keys)))
-        allowed = self._limits.max_chunks - len(live) - self.reservations.slots
-        room = self.contents.room(nbytes, client, wanted, allowed)
-        slots: list[m.Location | int] = []
-        entries: list[Entry] = []
-        for key in keys:
-            if key in live or pending(key):
-                slots.append(int(m.Refusal.EXISTS if key in live else m.Refusal.BUSY))
-                continue
-            enough = len(entries) == m.MAX_SLOTS
-            location = None if refusal is not None or enough else next(room, None)
-            if location is None:
-                if refusal is None:
-                    refusal, reason = m.Refusal.FULL, _ENOUGH if enough else _full(nbytes, client.medium)
-                slots.append(int(refusal))
-                self.counters[f"refused_{refusal.name.lower()}"] += 1
-                continue
-            entries.append(Entry(key, location, reservation))
-            self.segments[location.segment].occupy(entries[-1])
-            self.reservations.announce(key, reservation)
-            slots.append(location)
-        if not entries:
+        there, busy = live.among(keys), self.reservations.among(keys)
+        wanted = [key for key in dict.fromkeys(keys) if key not in there and key not in busy]
+        some = [] if refusal is not None else wanted[: m.MAX_SLOTS]
+        locations = self.contents.room(nbytes, client, len(some), self._limits.max_chunks - len(live) - self.reservations.slots)
+        if refusal is None and len(locations) < len(wanted):
+            refusal = m.Refusal.FULL
+            reason = _full(nbytes, client.medium) if len(locations) < len(some) else _ENOUGH
+        if refusal is not None:
+            self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(locations)
+        stored, slots = some[: len(locations)], list[m.Location | int](locations)
+        if len(stored) < len(keys):
+            slots = _answers(keys, dict(zip(stored, locations, strict=True)), live.among(keys), busy, refusal)
+        if not stored:
             return m.Reserved(0, 0.0, slots, reason)
+        entries = self.contents.occupy(stored, locations, reservation)
         self.reservations.open(reservation, client.id, client.process, entries, self._now())
-        self.records.append(records.Held(reservation, client.process, [e.key for e in entries], [e.location for e in entries]))
-        self.contents.work += 2 * len(entries)
+        self.records.append(records.Held(reservation, client.process, stored, locations))
         self.counters["reserved"] += len(entries)
         return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason)
 
@@ -192,24 +160,25 @@ class Directory:
 
         Without `force` those that are leased, and those whose segment is not back yet, stay.
         """
-        there = self.contents.there(list(dict.fromkeys(keys)))
+        there = self.contents.there(keys)
         if force:
-            resting = self.contents.resting
-            self.contents.forget([entry for key in dict.fromkeys(keys) if (entry := resting.get(key)) is not None])
+            self.contents.forget([entry for key in dict.fromkeys(keys) if (entry := self.contents.resting.get(key)) is not None])
         else:
             self.leases.expire(self._now())
-            there = [entry for entry in there if entry.evictable]
+            there = [entry for entry in there if not entry.leases]
         self.contents.forget(there)
         self.counters["removed"] += len(there)
         return len(there)
 
-    def clear(self, namespace: bytes, reset: bool = False) -> Task:
-        """Forget all chunks of a namespace (all chunks with b""), also such as are being written: their reservations are void. Nobody
-        sees them from here on, and they are gone when the task is done. Its `count`: how many. `reset`: raise its epoch."""
+    def clear(self, namespace: bytes, reset: bool = False) -> int:
+        """Forget all chunks of a namespace (all chunks with b""); how many were there. Their slots come back soon. Such as are being
+        written are forgotten, too: their reservations are void. `reset`: raise its epoch."""
         self.reservations.void(self.reservations.of_namespace(namespace))
         if reset:
             self.raise_epoch(namespace)
-        return self._begin(self.contents.clear(namespace))
+        chunks, rest = self.contents.clear(namespace)
+        self.backlog.begin(rest)
+        return chunks
 
     def raise_epoch(self, namespace: bytes) -> None:
         """Nothing is found again that was offloaded of a namespace so far, or of all with b""."""
@@ -220,13 +189,13 @@ class Directory:
 
     def disconnect(self, client: Peer) -> None:
         """The connection is gone: its leases end, see `GRACE_SECONDS`; its reservations are void, their slots quarantined."""
-        self._begin(self.leases.drop_client(client.id, self._now()))
+        self.backlog.later(self.leases.drop_client(client.id, self._now))
         self._claims.drop_client(client.id)
         self.reservations.void(self.reservations.of_client(client.id))
 
     def process_gone(self, process: records.ProcessId) -> None:
         """The process is really gone, so nothing of it writes any more: its void reservations' slots are free, soon."""
-        self._begin(self._free_slots_of(process))
+        self.backlog.begin(self._free_slots_of(process))
 
     def tick(self) -> None:
         """Whatever time brings: leases and reservations end, segments that were dropped go."""
@@ -238,15 +207,9 @@ class Directory:
         for segment in self.contents.placement.in_state("draining"):
             self._close(segment)
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether there is something for `go_on` to do."""
-        return bool(self.backlog.tasks or self.leases.ended)
-
-    def go_on(self, work: int) -> None:
-        """Some of what earlier turns left: about `work` entries."""
-        self.contents.work += self.backlog.run(work)
-        self.leases.let_go(work)
+    def go_on(self, steps: int) -> None:
+        """Some of what earlier turns left."""
+        self.backlog.run(steps)
 
     # ---- segments
 
@@ -261,24 +224,29 @@ class Directory:
         """A segment made under a claim of this client has come, which ends the claim; False if it is too late or too large."""
         return self._claims.redeem(claim, client.id, device, nbytes, self._now())
 
-    def add_segment(self, info: m.SegmentInfo) -> Task:
-        """A segment is usable from now on. The task's `count`: how many chunks it brings back from before a restart."""
+    def add_segment(self, info: m.SegmentInfo) -> int:
+        """A segment is usable from now on. How many chunks of before a restart it brings back, soon, unless they have gone meanwhile."""
         segment = self.segments.get(info.id)
         if segment is None:
             segment = self.segments[info.id] = Segment(info)
             self.records.append(records.SegmentAdded(info.id, info.device, info.medium, info.nbytes))
         elif segment.state == "absent":
             segment.state = "live"
-        return self._begin(self.contents.bring_back(segment, self.reservations.pending))
+        chunks = len(segment.returning)
+        self.backlog.begin(self.contents.bring_back(segment, self.reservations.pending))
+        return chunks
 
-    def drop_segment(self, id_: m.SegmentId) -> Task:
-        """Evict the segment's chunks and take no new ones. Its `count`: chunks evicted. When the task is done and nobody reads or
-        writes there any more, the segment is gone; else some `tick` later.
+    def drop_segment(self, id_: m.SegmentId) -> int:
+        """Take no new chunks in a segment, and forget its own, soon; how many it has. When they are forgotten and nobody reads or
+        writes there any more, the segment is gone.
 
         Slots in quarantine are not waited for: whoever still writes there has the memory to itself."""
         segment = self.segments[id_]
-        segment.state = "draining"
-        return self._begin(self._empty(segment))
+        chunks = segment.info().chunks
+        if segment.state != "draining":
+            segment.state = "draining"
+            self.backlog.begin(self._empty(segment))
+        return chunks
 
     def avoid(self, client: Peer, id_: m.SegmentId) -> int:
         """No slot there for this client, which cannot map the segment, should it come back, too; how many it avoids."""
@@ -296,35 +264,45 @@ class Directory:
         lost = 0
         for id_ in ids:
             segment = self.segments.pop(id_)
-            lost += sum(self.contents.resting.drop(entry) for entry in segment.returning)
+            lost += len(self.contents.resting.drop(segment.returning))
             self.reservations.let_go([entry for entry in segment.occupants.values() if entry.reservation])
+            segment.let_go()
             self.records.append(records.SegmentGone(id_))
         return lost
 
     def segment_infos(self) -> list[m.SegmentInfo]:
         """Every segment, live, draining and absent, with its occupancy."""
-        self.contents.work += len(self.segments)
         return [segment.info() for segment in self.segments.values()]
 
     # ---- journal
 
     def restore(self, state: records.JournalState) -> None:
-        """Take over what an earlier server knew. Segments are absent until offered again; reservations are void."""
-        snapshot.restore(state, self.contents, self.reservations, self.epochs)
+        """Take over what an earlier server knew. Segments are absent until offered again, their chunks rest in them; reservations are
+        void."""
+        self.epochs.restore(state.epochs)
+        for number, entries in self.contents.restore(state).items():
+            self.reservations.restore(number, state.held[number].process, entries)
         if state.segments:
             # Who got a lease from the earlier server may count on it.
             self._reserves_from = self._now() + m.GRACE_SECONDS
 
-    def snapshot(self) -> Iterator[records.Record]:
-        """The whole state as records, a slice at a time. Requests may change the state in between if they are recorded too."""
-        return snapshot.snapshot(self.contents, self.reservations, self.epochs)
+    def still(self, record: records.Record) -> Iterator[records.Record]:
+        """What of a journal's record has to be in a shorter one, too, in which also stands what happens from the first one's turn on."""
+        match record:
+            case records.Counted():  # the first
+                yield records.Counted(next(self.contents.placement.generations))
+                yield records.EpochTable(self.epochs.all())
+                for segment in self.segments.values():
+                    yield records.SegmentAdded(segment.id, segment.device, segment.medium, segment.nbytes)
+            case records.Held(reservation=number):
+                if (held := self.reservations.get(number)) is not None:
+                    yield records.Held(number, held.process, [e.key for e in held.entries], [e.location for e in held.entries])
+                else:
+                    yield from self.contents.lying(record.keys[::-1], record.locations[::-1])
+            case records.Live(keys=keys, locations=locations):
+                yield from self.contents.lying(keys, locations)
 
     # ---- inside
-
-    def _begin(self, steps: Steps) -> Task:
-        task = Task(steps)
-        self.contents.work += self.backlog.add(task)
-        return task
 
     def _not_now(self, client: Peer) -> str:
         """Why nothing at all is reserved for this client, if so."""
@@ -334,7 +312,7 @@ class Directory:
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Why no chunk of this size can ever have a slot now, if so."""
-        largest = self.contents.placement.largest_segment(client)
+        largest = max((segment.nbytes for segment in self.contents.placement.usable(client)), default=0)
         if not largest:
             advice = "start a worker with pool.segment_bytes > 0 or `vcache segment add`"
             return m.Refusal.NO_SEGMENT, f"no {client.medium} segment is registered; {advice}"
@@ -345,9 +323,8 @@ class Directory:
 
     def _empty(self, segment: Segment) -> Steps:
         """Forget the chunks of a segment; it goes with the last."""
-        forgotten = yield from self.contents.empty(segment)
+        yield from self.contents.empty(segment)
         self._close(segment)
-        return forgotten
 
     def _close(self, segment: Segment) -> None:
         """The segment is gone, if nothing is left in it."""
@@ -355,27 +332,43 @@ class Directory:
         waited_for = segment.occupants or not all(map(self.reservations.quarantined, staying))
         if not waited_for and self.segments.get(segment.id) is segment:
             self.reservations.let_go(list(staying))
+            segment.let_go()
             del self.segments[segment.id]
             self.records.append(records.SegmentGone(segment.id))
 
     def _free_slots_of(self, process: records.ProcessId) -> Steps:
-        freed = 0
         while ids := self.reservations.of_writer(process):
             for id_ in ids:
-                if self.reservations.get(id_) is None:
-                    continue  # it was answered for meanwhile
-                slots = self._give_back(id_)
-                freed += slots
-                yield slots
-        return freed
+                if self.reservations.get(id_) is not None:  # else it was answered for meanwhile
+                    yield from repeat(None, self._give_back(id_))
 
     def _give_back(self, id_: int) -> int:
         reservation = self.reservations.close(id_)
         for entry in reservation.entries:
-            self.contents.placement.free(entry)
+            entry.segment.free(entry)
         self.records.append(records.Returned(id_))
         self.counters["aborted"] += len(reservation.entries)
         return len(reservation.entries)
+
+
+def _answers(
+    keys: list[m.ChunkKey],
+    given: dict[m.ChunkKey, m.Location],
+    there: Container[m.ChunkKey],
+    busy: set[m.ChunkKey],
+    refusal: m.Refusal | None,
+) -> list[m.Location | int]:
+    """For each key its slot, or why it gets none: FULL also if it was there until others of its request needed the room."""
+    slots: list[m.Location | int] = []
+    for key in keys:
+        if (location := given.pop(key, None)) is not None:
+            slots.append(location)
+            busy.add(key)
+        elif key in there:
+            slots.append(int(m.Refusal.EXISTS))
+        else:
+            slots.append(int(m.Refusal.BUSY if key in busy else m.Refusal.FULL if refusal is None else refusal))
+    return slots
 
 
 def _full(nbytes: int, medium: m.Medium) -> str:

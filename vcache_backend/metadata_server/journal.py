@@ -1,7 +1,7 @@
 """What a restarted server must know, appended to a file beside the socket before any answer that depends on it leaves.
 
 Written with `write(2)`, never synced: it has to outlive the server process, not the machine (the VRAM does not either).
-Compaction copies the live state into a new file a slice at a time while records go to both files, so no request waits for it.
+Compaction copies what is still true into a new file a slice at a time while records go to both files, so no request waits for it.
 
 The file: a header (`_HEADER`: magic, format, epoch, the writer's pid and start time; then their CRC-32), and frames. A frame is a
 record's length, a CRC-32, the frame's number and the record as MessagePack. Numbers grow through a server's life, compactions
@@ -16,9 +16,10 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import BinaryIO
 from zlib import crc32
 
 import msgspec
@@ -27,6 +28,8 @@ from vcache_backend.metadata_server.records import JournalState, ProcessId, Reco
 
 COMPACT_BYTES = 64 << 20
 """A journal smaller than this is never compacted."""
+SLICE_BYTES = 1 << 16
+"""So much of the old file is read in one turn of the server's loop, and the rest of a record."""
 FORMAT = 3
 _MAGIC = b"vcache-j"
 _HEADER = struct.Struct("<8sIQIQ")
@@ -48,10 +51,10 @@ class Damaged(Exception):
 def writer(path: Path) -> ProcessId | None:
     """Who wrote the journal; None if there is none, or none with a whole header. OSError if it cannot be read."""
     try:
-        _, process = _header(_content(path, HEADER_BYTES))
+        with _open(path) as file:
+            return _header(file.read(HEADER_BYTES))[1]
     except (FileNotFoundError, Damaged):
         return None
-    return process
 
 
 def read(path: Path) -> JournalState:
@@ -60,26 +63,18 @@ def read(path: Path) -> JournalState:
     Raises Damaged for everything else that is not as it was written, OSError if the file cannot be read."""
     state = JournalState()
     try:
-        data = memoryview(_content(path))
+        file = _open(path)
     except FileNotFoundError:
         return state
-    state.epoch, _ = _header(data)
-    decoder = msgspec.msgpack.Decoder(Record)
-    at = HEADER_BYTES
-    crc_of_all = crc32(data[: _HEADER.size])
-    while at + _FRAME.size <= len(data):
-        size, crc, number = _FRAME.unpack_from(data, at)
-        end = at + _FRAME.size + size
-        if end > len(data):
-            break
-        crc_of_all = crc32(data[at + 8 : end], crc_of_all)
-        if crc_of_all != crc or number <= state.frame:
-            raise Damaged(f"the frame at byte {at:,} of {len(data):,} is not what was written (after frame {state.frame})")
-        try:
-            state.apply(decoder.decode(data[at + _FRAME.size : end]))
-        except (msgspec.DecodeError, ValueError) as error:
-            raise Damaged(f"the record at byte {at:,} of {len(data):,} is none: {error}") from error
-        state.frame, at = number, end
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        header = file.read(HEADER_BYTES)
+        state.epoch, _ = _header(header)
+        for at, state.frame, record in _frames(file, header, size):
+            try:
+                state.apply(record)
+            except ValueError as error:
+                raise Damaged(f"the record at byte {at:,} of {size:,} is none: {error}") from error
     try:
         state.check()
     except ValueError as error:
@@ -87,19 +82,42 @@ def read(path: Path) -> JournalState:
     return state
 
 
-def _content(path: Path, most: int = -1) -> bytes:
-    """The file's bytes, or the first `most`. Neither a symbolic link nor what another user put there is followed."""
+def _frames(file: BinaryIO, header: bytes, size: int) -> Iterator[tuple[int, int, Record]]:
+    """(where, number, record) of each whole frame behind the header, up to `size` bytes. Damaged where one is not what was written."""
+    decoder = msgspec.msgpack.Decoder(Record)
+    at, last, chain = HEADER_BYTES, 0, crc32(header[: _HEADER.size])
+    while at + FRAME_BYTES <= size:
+        frame = file.read(FRAME_BYTES)
+        length, crc, number = _FRAME.unpack(frame) if len(frame) == FRAME_BYTES else (0, 0, 0)
+        if at + FRAME_BYTES + length > size:
+            return
+        body = file.read(length)
+        chain = crc32(body, crc32(frame[8:], chain))
+        if chain != crc or number <= last:
+            raise Damaged(f"the frame at byte {at:,} of {size:,} is not what was written (after frame {last})")
+        try:
+            record = decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise Damaged(f"the record at byte {at:,} of {size:,} is none: {error}") from error
+        yield at, number, record
+        at, last = at + FRAME_BYTES + length, number
+
+
+def _open(path: Path) -> BinaryIO:
+    """The file, to be read. Neither a symbolic link nor what another user put there is followed."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
+    with ExitStack() as undo:
+        file = undo.enter_context(open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)))
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError("it is no regular file; move it away")
         if found.st_uid != os.geteuid():
             raise OSError(f"it belongs to uid {found.st_uid}, not to {os.geteuid()}; move it away")
-        return file.read(most)
+        undo.pop_all()
+    return file
 
 
-def _header(data: bytes | memoryview) -> tuple[int, ProcessId]:
+def _header(data: bytes) -> tuple[int, ProcessId]:
     """(epoch, writer) of a file that begins so."""
     if len(data) < HEADER_BYTES or crc32(data[: _HEADER.size]) != _CRC.unpack_from(data, _HEADER.size)[0]:
         raise Damaged(f"its first {HEADER_BYTES} bytes are no header of format {FORMAT}")
@@ -121,13 +139,13 @@ class Journal:
         self._header = header + _CRC.pack(crc32(header))
         self._encoder = msgspec.msgpack.Encoder()
         self._next: _File | None = None
-        self._slices: Iterator[Record] | None = None
+        self._told: Iterator[tuple[int, int, Record]] = iter(())
         self._base = 0
         self._file = _File(self._fresh, self._header)
 
-    def start(self, snapshot: Iterator[Record]) -> None:
+    def start(self, state: Iterable[Record]) -> None:
         """Write the state the server starts from, then put this file in the old one's place."""
-        for record in snapshot:
+        for record in state:
             self._write([record], self._file)
         self._base = self._file.size
         self._fresh.replace(self._path)
@@ -138,21 +156,27 @@ class Journal:
         self._write(records, self._file, self._next)
         self.frame = self._numbered
 
-    def compact(self, snapshot: Callable[[], Iterator[Record]]) -> None:
-        """One slice of compaction, if one is due or under way. Called between requests."""
-        if self._slices is None:
+    def compact(self, still: Callable[[Record], Iterable[Record]]) -> None:
+        """One slice of compaction, if one is due or under way: records of the file are read again, and what of them is `still` true is
+        written to the next one. Called between requests. Damaged if the file was changed behind our back."""
+        if self._next is None:
             if self._file.size < max(COMPACT_BYTES, 4 * self._base):
                 return
-            self._next, self._slices = _File(self._fresh, self._header), snapshot()
-        assert self._next is not None
-        record = next(self._slices, None)
-        if record is not None:
-            self._write([record], self._next)
+            self._next, self._told = _File(self._fresh, self._header), self._file.frames()
+        first, kept, done = -1, list[Record](), True
+        for at, _, record in self._told:
+            kept += still(record)
+            first = at if first < 0 else first
+            if at >= first + SLICE_BYTES:
+                done = False
+                break
+        self._write(kept, self._next)
+        if not done:
             return
         self._fresh.replace(self._path)
         self.frame = self._numbered
         self._file.close()
-        self._file, self._next, self._slices = self._next, None, None
+        self._file, self._next = self._next, None
         self._base = self._file.size
 
     def abandon(self) -> None:
@@ -183,10 +207,18 @@ class _File:
 
     def __init__(self, path: Path, header: bytes) -> None:
         path.unlink(missing_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._chain = crc32(header[: _HEADER.size])
         self.size = 0
         self._put(header)
+
+    def frames(self) -> Iterator[tuple[int, int, Record]]:
+        """What was written until now, read again from this very file."""
+        size = self.size
+        with open(f"/proc/self/fd/{self._fd}", "rb") as file:
+            yield from _frames(file, file.read(HEADER_BYTES), size)
+            if file.tell() != size:
+                raise Damaged(f"the file ends at byte {file.tell():,} of {size:,}")
 
     def append(self, numbered: list[tuple[int, bytes]]) -> None:
         """Frames of (number, record), chained to what is there."""

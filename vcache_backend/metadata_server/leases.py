@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, deque
-from collections.abc import Callable, Generator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 
 import msgspec
 
+from vcache_backend.metadata_server.backlog import Steps
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
 from vcache_backend.metadata_server.placement import Entry
 
 MAX_LEASES_PER_CLIENT = 65_536
 MAX_LEASED_PER_CLIENT = 1 << 18
 """Most chunks under the leases of one client, each counted once a lease."""
-AT_ONCE = 1024
-"""Most chunks that a release lets go of before it is answered, and most leases that one look at the clock ends."""
+AT_ONCE = 2048
+"""One look at the clock ends leases of about so many chunks; others that are over end at the next one."""
 
 
 class Grant(msgspec.Struct, gc=False):
@@ -28,22 +28,21 @@ class Grant(msgspec.Struct, gc=False):
 
 
 class Leases:
-    """The table of leases. `held(entry)` is called whenever an entry's first lease begins, `unheld(entry)` when its last one is over:
-    at the end of the lease, or a few turns later (`let_go`) where that had many."""
+    """The table of leases. `let_go(entries)` is called when a lease is over."""
 
-    def __init__(self, seconds: float, held: Callable[[Entry], None], unheld: Callable[[Entry], None]) -> None:
+    def __init__(self, seconds: float, let_go: Callable[[list[Entry]], None]) -> None:
         self.seconds = seconds
         self.expired = 0
-        self._held, self._unheld = held, unheld
-        self._leases: dict[int, Grant] = {}
-        self._of_client: dict[int, set[int]] = {}
+        self._let_go = let_go
+        self._leases: OrderedDict[int, Grant] = OrderedDict()
+        """By deadline, since all get the same time."""
+        self._orphans: OrderedDict[int, Grant] = OrderedDict()
+        """Those whose client is gone, by deadline, too."""
+        self._of_client: dict[int, dict[int, None]] = {}
         self._leased_by: Counter[int] = Counter()
-        self._deadlines: list[tuple[float, int]] = []
-        self.ended: deque[list[Entry]] = deque()
-        """Entries of leases that are over: something for `let_go` to do."""
 
     def __len__(self) -> int:
-        return len(self._leases)
+        return len(self._leases) + len(self._orphans)
 
     def full(self, client: int, more: int = 1) -> bool:
         """Whether the client has as many leases as it may have, or would have too many chunks with `more`."""
@@ -51,16 +50,10 @@ class Leases:
         return leases >= MAX_LEASES_PER_CLIENT or self._leased_by[client] + more > MAX_LEASED_PER_CLIENT
 
     def grant(self, lease: int, client: int, entries: list[Entry], now: float) -> None:
-        """`entries`: each once."""
-        for entry in entries:
-            if not entry.leases:
-                self._held(entry)
-            entry.leases += 1
+        """`entries`: each once, held already."""
         self._leases[lease] = Grant(client, now + self.seconds, entries)
-        self._of_client.setdefault(client, set()).add(lease)
+        self._of_client.setdefault(client, {})[lease] = None
         self._leased_by[client] += len(entries)
-        heapq.heappush(self._deadlines, (now + self.seconds, lease))
-        self._forget_ended(2)
 
     def renew(self, lease: int, now: float) -> bool:
         """Full time again for a lease that still holds, whoever asks: one process may read under another's lease."""
@@ -70,84 +63,61 @@ class Leases:
         held.deadline = now + self.seconds
         if held.client not in self._of_client:
             held.client = None
+        self._orphans.pop(lease, None)
+        self._leases[lease] = held
+        self._leases.move_to_end(lease)
         return True
 
     def release(self, lease: int, now: float) -> bool:
         """End a lease, whoever asks; whether it held until now."""
-        if self._holding(lease, now) is None:
+        held = self._holding(lease, now)
+        if held is None:
             return False
-        self._end(lease)
+        self._end(lease, held)
         return True
 
     def expire(self, now: float) -> None:
-        """End leases whose time is over, up to `AT_ONCE`. A renewed one is looked at again at its new deadline."""
-        self._forget_ended(AT_ONCE)
-        for _ in range(AT_ONCE):
-            if not self._deadlines or self._deadlines[0][0] > now:
-                break
-            _, lease = heapq.heappop(self._deadlines)
-            held = self._leases.get(lease)
-            if held is not None and held.deadline > now:
-                heapq.heappush(self._deadlines, (held.deadline, lease))
-            else:
+        """End leases whose time is over."""
+        left = AT_ONCE
+        for table in (self._leases, self._orphans):
+            while table and left > 0:
+                lease, held = next(iter(table.items()))
+                if held.deadline > now:
+                    break
+                left -= 1 + len(held.entries)
                 self._holding(lease, now)
 
-    def drop_client(self, client: int, now: float) -> Generator[int, None, int]:
-        """End all leases of a client that is gone, those granted within the last `GRACE_SECONDS` when that time is over: in steps."""
-        for lease in self._of_client.pop(client, ()):
+    def drop_client(self, client: int, now: Callable[[], float]) -> Steps:
+        """A client is gone: its leases go on for `GRACE_SECONDS`, as each of them was promised when it was granted, unless somebody else
+        renews them."""
+        leases = self._of_client.pop(client, {})
+        self._leased_by.pop(client, None)
+        return self._orphan(leases, now)
+
+    def _orphan(self, leases: Iterable[int], now: Callable[[], float]) -> Steps:
+        for lease in leases:
             held = self._leases.get(lease)
-            if held is None or held.client is None:
-                continue
-            held.client = None
-            held.deadline = min(held.deadline, held.deadline - self.seconds + GRACE_SECONDS)
-            if held.deadline > now:
-                heapq.heappush(self._deadlines, (held.deadline, lease))
-                yield 1
-            else:
-                entries = len(held.entries)
-                self._end(lease)
-                yield 1 + entries
-        del self._leased_by[client]
-        return 0
-
-    def let_go(self, most: int = AT_ONCE) -> int:
-        """Entries of leases that are over are held no longer, up to `most`; how many there were."""
-        count = 0
-        while self.ended and count < most:
-            entries = self.ended[0]
-            entry = entries.pop()
-            if not entries:
-                self.ended.popleft()
-            entry.leases -= 1
-            if not entry.leases:
-                self._unheld(entry)
-            count += 1
-        return count
-
-    def _forget_ended(self, most: int) -> None:
-        """Take from the queue of deadlines the next ones of leases that ended before: two for each that is granted keep it short."""
-        for _ in range(most):
-            if not self._deadlines or self._deadlines[0][1] in self._leases:
-                break
-            heapq.heappop(self._deadlines)
+            if held is not None and held.client is not None:
+                held.client, held.deadline = None, now() + GRACE_SECONDS
+                self._orphans[lease] = self._leases.pop(lease)
+            yield
 
     def _holding(self, lease: int, now: float) -> Grant | None:
         """The lease, if it holds still; one whose time is over ends here."""
-        held = self._leases.get(lease)
+        held = self._leases.get(lease) or self._orphans.get(lease)
         if held is not None and held.deadline <= now:
-            self._end(lease)
+            self._end(lease, held)
             self.expired += 1
             return None
         return held
 
-    def _end(self, lease: int) -> None:
-        held = self._leases.pop(lease)
+    def _end(self, lease: int, held: Grant) -> None:
+        if self._leases.pop(lease, None) is None:
+            del self._orphans[lease]
         if held.client in self._of_client:
             of_client = self._of_client[held.client]
-            of_client.discard(lease)
+            of_client.pop(lease, None)
             self._leased_by[held.client] -= len(held.entries)
             if not of_client:
                 del self._of_client[held.client], self._leased_by[held.client]
-        self.ended.append(held.entries)
-        if len(self.ended) == 1:
-            self.let_go()
+        self._let_go(held.entries)

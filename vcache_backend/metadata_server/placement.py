@@ -1,9 +1,12 @@
-"""Where chunks lie: the segments of the node, what occupies their slots, and which slots make room for a new chunk."""
+"""Where chunks lie: the segments of the node, what occupies their slots and when it was last used, and which slots make room."""
 
 from __future__ import annotations
 
+import heapq
+from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import count, islice
+from operator import itemgetter
 
 import msgspec
 
@@ -14,34 +17,26 @@ from vcache_backend.metadata_server.records import ProcessId
 MAX_WINDOW_ATTEMPTS = 64
 """How many cold chunks are tried as the start of a run to evict, when chunks of other sizes surround them."""
 MAX_SEARCH = 2048
-"""Most chunks that one search for victims looks at, and most that a run to evict is made of: some milliseconds of the server's time."""
+"""Most chunks that a run to evict is made of, and that one request evicts: some milliseconds of the server's time."""
 SAME_SEGMENT = 64
 """So many slots of one request are taken from a segment before the roomiest one is looked for again."""
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """One occupied slot. `reservation` is 0 once its chunk is committed; `doomed` once that was removed under a lease. `ring`, `older`,
-    `newer` and `told` are the eviction order's: a chunk is in a ring as long as its slot may be taken for another one."""
+    """One occupied slot of `size` bytes. `reservation` is 0 once its chunk is committed; `doomed` once that was removed under a lease."""
 
     key: ChunkKey
     location: Location
+    segment: Segment
+    size: int
     reservation: int = 0
     leases: int = 0
     doomed: bool = False
-    ring: Entry | None = None
-    older: Entry | None = None
-    newer: Entry | None = None
-    told: int = 0
-
-    @property
-    def evictable(self) -> bool:
-        """Whether nobody reads it, and it is a chunk that others may follow."""
-        return self.ring is not None and not self.leases
 
     @property
     def end(self) -> int:
         """Where its slot ends."""
-        return self.location.offset + padded(self.location.length)
+        return self.location.offset + self.size
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -55,25 +50,25 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Segment:
-    """One segment: its holes and its occupants by offset (and by where they end), and how many are reserved and leased.
+    """One segment: its holes, its occupants by offset (and by where they end), and how many of these are leased.
 
-    `state`: live; absent, of before a restart, until its fd is offered again; draining, until nobody reads or writes there any more.
+    `order`: the chunks that may go, the coldest first, each with a number that grows with every use: those that are committed and
+    that nobody reads. `state`: live; absent, of before a restart, until its fd is offered again; draining, until nobody reads or
+    writes there any more.
     """
 
-    def __init__(self, info: SegmentInfo, taken: list[Entry] | None = None) -> None:
-        taken = taken or []
+    def __init__(self, info: SegmentInfo) -> None:
         self.id, self.device, self.medium, self.nbytes = info.id, info.device, info.medium, info.nbytes
         self.state: SegmentState = info.state
-        self.extents = Extents(info.nbytes, [(entry.location.offset, padded(entry.location.length)) for entry in taken])
+        self.extents = Extents(info.nbytes)
+        self.order: OrderedDict[Entry, int] = OrderedDict()
         self.occupants: dict[int, Entry] = {}
+        self.ending: dict[int, Entry] = {}
         self.staying: dict[int, Entry] = {}
         """Occupants of a draining segment that go when somebody is done with them."""
         self.returning: list[Entry] = []
         """Chunks that an absent segment will bring back, unless they have gone meanwhile; the coldest last."""
-        self._ending: dict[int, Entry] = {}
-        self.reserved = self.leased = self.evictions = 0
-        for entry in taken:
-            self.occupy(entry)
+        self.leased = self.evictions = 0
 
     def info(self) -> SegmentInfo:
         """What people and the protocol see."""
@@ -83,9 +78,9 @@ class Segment:
             medium=self.medium,
             nbytes=self.nbytes,
             used=self.nbytes - self.extents.free,
-            chunks=len(self._ending) - self.reserved,
+            chunks=len(self.order) + self.leased,
             leased=self.leased,
-            reserved=self.reserved,
+            reserved=len(self.ending) - len(self.order) - self.leased,
             largest_hole=self.extents.largest,
             evictions=self.evictions,
             state=self.state,
@@ -93,34 +88,42 @@ class Segment:
 
     def has(self, entry: Entry) -> bool:
         """Whether this very entry still has its slot."""
-        return self._ending.get(entry.end) is entry
+        return self.ending.get(entry.end) is entry
 
-    def occupy(self, entry: Entry) -> None:
-        """Record who has the slot."""
-        self.occupants[entry.location.offset] = self._ending[entry.end] = entry
-        self.reserved += entry.reservation != 0
+    def find_holes(self) -> None:
+        """After slots were occupied for which no hole was taken. ValueError if they overlap."""
+        self.extents = Extents(self.nbytes, [(at, entry.size) for at, entry in self.occupants.items()])
 
-    def vacate(self, entry: Entry) -> None:
-        if self.occupants.pop(entry.location.offset, None) is None:
-            del self.staying[entry.location.offset]
-        del self._ending[entry.end]
-        self.reserved -= entry.reservation != 0
+    def free(self, entry: Entry) -> None:
+        """Nobody has the slot any more: it is a hole."""
+        offset = entry.location.offset
+        if self.occupants.pop(offset, None) is None:
+            del self.staying[offset]
+        del self.ending[entry.end]
+        self.order.pop(entry, None)
+        self.extents.give(offset, entry.size)
+
+    def let_go(self) -> None:
+        """The segment is in the pool no more. (It and its entries name each other, and nobody collects garbage.)"""
+        for table in (self.occupants, self.staying, self.ending, self.order):
+            table.clear()
+        self.returning.clear()
 
     def window(self, first: Entry, size: int, most: int) -> tuple[list[Entry], bool]:
-        """A run of at most `most` evictable occupants with `first`, and whether it, with the holes around it, spans `size` bytes.
+        """A run of at most `most` occupants that may go, with `first`, and whether it, with the holes around it, spans `size` bytes.
 
         It grows towards the end of the segment as far as it can, then towards the start."""
         run, end = [first], self.extents.hole_at(first.end)
         start = self.extents.hole_before(first.location.offset)
         while end - start < size and len(run) < most:
             after = self.occupants.get(end)
-            if after is None or not after.evictable:
+            if after is None or after not in self.order:
                 break
             run.append(after)
             end = self.extents.hole_at(after.end)
         while end - start < size and len(run) < most:
-            before = self._ending.get(start)
-            if before is None or not before.evictable:
+            before = self.ending.get(start)
+            if before is None or before not in self.order:
                 break
             run.append(before)
             start = self.extents.hole_before(before.location.offset)
@@ -139,7 +142,7 @@ class Placement:
         is large enough."""
         size = padded(nbytes)
         best: Segment | None = None
-        for segment in self._usable(peer):
+        for segment in self.usable(peer):
             if segment.extents.largest < size:
                 continue
             if segment.device == peer.device:
@@ -155,56 +158,39 @@ class Placement:
             locations.append(Location(best.id, offset, nbytes, next(self.generations)))
         return locations
 
-    def reuse(self, entry: Entry, nbytes: int) -> Location:
-        """The slot of an evicted chunk for one of the same padded size, to be occupied at once: no detour through the holes."""
-        return Location(entry.location.segment, entry.location.offset, nbytes, next(self.generations))
+    def reuse(self, entries: list[Entry], nbytes: int) -> list[Location]:
+        """The slots of evicted chunks for others of the same padded size, to be occupied at once: no detour through the holes."""
+        return [Location(e.location.segment, e.location.offset, nbytes, next(self.generations)) for e in entries]
 
-    def has(self, entry: Entry) -> bool:
-        """Whether this very entry still has its slot."""
-        segment = self.segments.get(entry.location.segment)
-        return segment is not None and segment.has(entry)
-
-    def free(self, entry: Entry) -> None:
-        """Give the slot back to the holes."""
-        segment = self.segments[entry.location.segment]
-        segment.vacate(entry)
-        segment.extents.give(entry.location.offset, padded(entry.location.length))
-
-    def victims(self, coldest: Iterator[Entry], nbytes: int, most: int, peer: Peer) -> tuple[list[Entry], bool, list[Entry]]:
-        """Which chunks of a peer's medium to evict for slots of `nbytes`: (victims, whether each of them leaves such a slot, passed over).
+    def victims(self, nbytes: int, most: int, peer: Peer) -> tuple[list[Entry], bool]:
+        """Which chunks of a peer's medium to evict for slots of `nbytes`, and whether each of them leaves such a slot.
 
         Up to `most` of the coldest ones as long as they have that size; if the coldest has another one, the run from it on that
-        leaves one slot; no victims if none can go, or none among the `MAX_SEARCH` that are looked at.
+        leaves one slot; no victims if none can go, or if too many would have to.
         """
         size, attempts, left = padded(nbytes), 0, MAX_SEARCH
         equal: list[Entry] = []
-        passed: list[Entry] = []
-        for entry in islice(coldest, MAX_SEARCH):
-            segment = self.segments[entry.location.segment]
-            if segment.state != "live" or not entry.evictable or segment.id in peer.avoids:
-                passed.append(entry)
-            elif padded(entry.location.length) == size:
+        orders = [segment.order.items() for segment in self.usable(peer) if segment.order and size <= segment.nbytes]
+        for entry, _ in islice(heapq.merge(*orders, key=itemgetter(1)), MAX_SEARCH):
+            if entry.size == size:
                 equal.append(entry)
                 if len(equal) == most:
                     break
             elif equal or attempts == MAX_WINDOW_ATTEMPTS or left <= 0:
                 break
-            elif size <= segment.nbytes:
-                run, wide = segment.window(entry, size, left)
+            else:
+                run, wide = entry.segment.window(entry, size, left)
                 if wide:
-                    return run, False, passed
+                    return run, False
                 attempts, left = attempts + 1, left - len(run)
-        return equal, bool(equal), passed
+        return equal, bool(equal)
 
-    def largest_segment(self, peer: Peer) -> int:
-        """Bytes of the largest segment that a peer can use; 0 without one."""
-        return max((segment.nbytes for segment in self._usable(peer)), default=0)
+    def usable(self, peer: Peer) -> Iterator[Segment]:
+        """Where a peer may store."""
+        for segment in self.segments.values():
+            if segment.medium == peer.medium and segment.state == "live" and segment.id not in peer.avoids:
+                yield segment
 
     def in_state(self, state: SegmentState) -> list[Segment]:
         """The segments in a state."""
         return [segment for segment in self.segments.values() if segment.state == state]
-
-    def _usable(self, peer: Peer) -> Iterator[Segment]:
-        for segment in self.segments.values():
-            if segment.medium == peer.medium and segment.state == "live" and segment.id not in peer.avoids:
-                yield segment

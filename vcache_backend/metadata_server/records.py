@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
+from collections.abc import Iterator
+from itertools import chain, islice, pairwise
 
 import msgspec
 
 from vcache_backend.metadata_server.allocator import ALIGNMENT, padded
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Location, Medium, SegmentId
+
+SLICE = 2048
+"""Chunks in one record of a snapshot: about a millisecond of the server's time."""
 
 
 class ProcessId(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +54,7 @@ class Returned(msgspec.Struct, frozen=True, array_like=True, tag="R", gc=False):
 
 
 class Live(msgspec.Struct, frozen=True, array_like=True, tag="L", gc=False):
-    """Part of a snapshot: committed chunks, coldest first."""
+    """Committed chunks, coldest first: what is left of reservations when a journal is written anew."""
 
     keys: list[ChunkKey]
     locations: list[Location]
@@ -62,19 +66,25 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, tag="G", gc=False):
     keys: list[ChunkKey]
 
 
+class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
+    """All committed chunks of a namespace are gone, or simply all with b""."""
+
+    namespace: bytes
+
+
 class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
-    """Part of a snapshot: every generation up to this one may have been used."""
+    """The first record of a journal: every generation up to this one may have been used before."""
 
     generation: int
 
 
 class EpochTable(msgspec.Struct, frozen=True, array_like=True, tag="E"):
-    """The epochs of all namespaces, see `snapshot.Epochs`; b"": of every one that is not among them."""
+    """The epochs of all namespaces, see `epochs.Epochs`; b"": of every one that is not among them."""
 
     epochs: dict[bytes, int]
 
 
-Record = SegmentAdded | SegmentGone | Held | Published | Returned | Live | Gone | Counted | EpochTable
+Record = SegmentAdded | SegmentGone | Held | Published | Returned | Live | Gone | Cleared | Counted | EpochTable
 
 
 class JournalState(msgspec.Struct):
@@ -108,6 +118,8 @@ class JournalState(msgspec.Struct):
                 self.held.pop(reservation, None)
             case Live(keys=keys, locations=locations):
                 self.chunks.update(zip(keys, locations, strict=True))
+            case Cleared(namespace=namespace):
+                self.chunks = {key: location for key, location in self.chunks.items() if not key.startswith(namespace)}
             case Counted(generation=generation):
                 self.generation = max(self.generation, generation)
             case Gone(keys=keys):
@@ -115,6 +127,16 @@ class JournalState(msgspec.Struct):
                     self.chunks.pop(key, None)
             case EpochTable(epochs=epochs):
                 self.epochs = epochs
+
+    def records(self) -> Iterator[Record]:
+        """The shortest history that tells the same."""
+        yield Counted(self.generation)
+        yield EpochTable(self.epochs)
+        yield from self.segments.values()
+        yield from self.held.values()
+        chunks = iter(self.chunks.items())
+        while piece := list(islice(chunks, SLICE)):
+            yield Live([key for key, _ in piece], [location for _, location in piece])
 
     def check(self) -> None:
         """ValueError unless this can be the state of a pool: known segments, slots inside them that do not overlap, keys of our own."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -16,7 +16,9 @@ from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
 from vcache_backend.metadata_server.placement import Entry
 from vcache_backend.metadata_server.records import ProcessId
 
-MAX_RESERVATIONS_PER_CLIENT = 4096
+MAX_RESERVATIONS_PER_CLIENT = 1024
+MAX_OVERDUE = 1024
+"""So many end at one look at the clock; others that are over end at the next one."""
 CLAIM_SECONDS = 30.0
 """How long a worker may take to make its memory; then others may."""
 ROUNDING_BYTES = 64 << 20
@@ -52,8 +54,11 @@ class Reservations:
 
     def pending(self, key: ChunkKey) -> bool:
         """Whether somebody is writing this chunk who may still commit it."""
-        id_ = self._pending.get(key)
-        return id_ is not None and id_ not in self._void
+        return self._pending.get(key) in self._open
+
+    def among(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Those of the keys that somebody is writing."""
+        return {key for key in self._pending.keys() & keys if self._pending[key] in self._open}
 
     def full(self, client: int) -> bool:
         """Whether the client has as many reservations as it may have."""
@@ -78,15 +83,13 @@ class Reservations:
         return list(self._of_writer.get(process, ()))
 
     def overdue(self, now: float) -> list[int]:
-        """Open ones whose time is over."""
-        return [id_ for id_, _ in takewhile(lambda pair: now > pair[1].deadline, self._open.items())]
-
-    def announce(self, key: ChunkKey, id_: int) -> None:
-        """`key` is being written under reservation `id_`, which is about to open."""
-        self._pending[key] = id_
+        """Open ones whose time is over, up to `MAX_OVERDUE`."""
+        return [id_ for id_, _ in takewhile(lambda pair: now > pair[1].deadline, islice(self._open.items(), MAX_OVERDUE))]
 
     def open(self, id_: int, client: int, process: ProcessId, entries: list[Entry], now: float) -> None:
-        namespaces = frozenset(entry.key[:NAMESPACE_BYTES] for entry in entries)
+        """Its slots are being written, and may be committed for so many `seconds`."""
+        self._pending.update((entry.key, id_) for entry in entries)
+        namespaces = frozenset({entry.key[:NAMESPACE_BYTES] for entry in entries})
         self._open[id_] = Reservation(client, process, now + self.seconds, entries, namespaces)
         self._of_client.setdefault(client, {})[id_] = None
         self.slots += len(entries)

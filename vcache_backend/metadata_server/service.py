@@ -11,7 +11,6 @@ import msgspec
 
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.backlog import Waiting
 from vcache_backend.metadata_server.connection import Descriptor, Longest, unmappable
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.layouts import Layouts, Reports
@@ -43,14 +42,12 @@ class Service:
         self.longest = Longest()
         self._started = time.monotonic()
 
-    def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply | Waiting, Descriptor | None]:
-        """The reply, now or later, and the fd that goes with it, if any, to be held until it is sent. `fds` came along; one that is
-        kept is taken out of the list."""
+    def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
+        """The reply, and the fd that goes with it, if any, to be held until it is sent. `fds` came along; one that is kept is taken out
+        of the list."""
         started = time.perf_counter()
         try:
             reply, fd = self._answer(client, request, fds)
-            if isinstance(reply, Waiting) and reply.task.done:
-                reply = reply.reply(reply.task.count)
         except Refuse as refusal:
             reply, fd = m.Error(str(refusal)), None
         name = type(request).__name__
@@ -60,7 +57,7 @@ class Service:
         histogram.add((time.perf_counter() - started) * 1e6)
         return reply, fd
 
-    def _answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply | Waiting, Descriptor | None]:
+    def _answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
         directory = self.directory
         match request:
             case m.Lookup(keys, ranks):
@@ -115,7 +112,7 @@ class Service:
         """Let go of all fds; host and GPU memory nobody else holds is freed."""
         self.fds.clear()
 
-    def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> m.Added | Waiting:
+    def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> m.Added:
         if len(fds) != 1:
             raise Refuse(f"add_segment {request.id}: {len(fds)} fds came along; exactly 1 is needed")
         known = self.directory.segments.get(request.id)
@@ -138,7 +135,7 @@ class Service:
             )
         info = m.SegmentInfo(request.id, request.device, request.medium, request.nbytes)
         self.fds[request.id] = Descriptor(fds.pop())
-        return Waiting(self.directory.add_segment(info), m.Added)
+        return m.Added(self.directory.add_segment(info))
 
     def _decline(self, id_: m.SegmentId, known: bool) -> m.Added:
         """Memory of before that nothing proves to be as the journal says: an earlier writer may still write there."""
@@ -158,18 +155,16 @@ class Service:
             raise Refuse(f"lookup: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once")
         return m.Count(self.directory.lookup(keys, ranks))
 
-    def _clear(self, namespace: bytes, reset: bool) -> Waiting:
+    def _clear(self, namespace: bytes, reset: bool) -> m.Count:
         if len(namespace) not in (0, m.NAMESPACE_BYTES):
             what = f'a namespace is {m.NAMESPACE_BYTES} bytes, b"" means all of them'
             raise Refuse(f"clear: {namespace!r} is {len(namespace)} bytes; {what}")
-        return Waiting(self.directory.clear(namespace, reset), m.Count)
+        return m.Count(self.directory.clear(namespace, reset))
 
-    def _drop_segment(self, id_: m.SegmentId) -> Waiting:
+    def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         if id_ not in self.directory.segments:
             raise Refuse(f"segment {id_} is not here; `vcache segment list` shows those that are")
-        return Waiting(self.directory.drop_segment(id_), lambda chunks: self._dropped(id_, chunks))
-
-    def _dropped(self, id_: m.SegmentId, chunks: int) -> m.Dropped:
+        chunks = self.directory.drop_segment(id_)
         self.collect_dropped()
         return m.Dropped(chunks, id_ not in self.directory.segments)
 

@@ -89,8 +89,8 @@ class Predecessor:
 class Legacy:
     """What the next server will find: the journal, as long as it can be written, and the witness of how far it came."""
 
-    def __init__(self, path: Path, keep: bool, epoch: int, directory: Directory) -> None:
-        """Write the state that the server starts from. Without `keep` there is no journal, and no old one stays. ConfigError."""
+    def __init__(self, path: Path, keep: bool, epoch: int, directory: Directory, state: JournalState) -> None:
+        """Write the `state` that the directory starts from. Without `keep` there is no journal, and no old one stays. ConfigError."""
         self._directory = directory
         self._journal: Journal | None = None
         self.witness = Witness(epoch)
@@ -98,7 +98,7 @@ class Legacy:
             with raising_as({OSError: ConfigError}, f"server.journal: cannot use {path}"):
                 if keep:
                     self._journal = Journal(path, epoch, processes.identity(os.getpid()))
-                    self._journal.start(directory.snapshot())
+                    self._journal.start(state.records())
                     self.witness.reached(self._journal.frame)
                 else:
                     path.unlink(missing_ok=True)
@@ -113,9 +113,9 @@ class Legacy:
             try:
                 if records:
                     self._journal.append(records)
-                self._journal.compact(self._directory.snapshot)
+                self._journal.compact(self._directory.still)
                 self.witness.reached(self._journal.frame)
-            except OSError as error:
+            except (OSError, journals.Damaged) as error:
                 log.error("journal: %s; going on without one, a restart will be cold", error)
                 self.witness.reached(NEVER)
                 self._journal.abandon()

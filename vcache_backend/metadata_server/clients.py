@@ -1,0 +1,183 @@
+"""The connections of one server, from the bytes that come in to those that go out: no client stalls another one."""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from vcache_backend.errors import ProtocolError
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.admission import Admission
+from vcache_backend.metadata_server.connection import Connection, Turns
+from vcache_backend.metadata_server.journal import Witness
+from vcache_backend.metadata_server.processes import Watch
+from vcache_backend.metadata_server.service import Service
+
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS = 5.0
+"""A connection that says no hello within this time is closed."""
+TURN_SECONDS = 0.004
+"""When answering has taken so long, the requests that are left wait for the next turn."""
+FOLLOWED = (m.Lookup, m.Acquire, m.Reserve)
+"""After these another request comes soon, which is worth spinning for."""
+
+
+class Clients:
+    """Called from the server's loop. `spin_until`: until then the loop is not to sleep (monotonic clock)."""
+
+    def __init__(
+        self, admission: Admission, epoll: select.epoll, service: Service, watch: Watch, witness: Witness, spin_seconds: float
+    ) -> None:
+        self.spin_until = 0.0
+        self._admission, self._epoll, self._service = admission, epoll, service
+        self._watch, self._witness, self._spin_seconds = watch, witness, spin_seconds
+        self._directory = service.directory
+        self._connections: dict[int, Connection] = {}
+        self._receiver = wire.Receiver()
+        self._turns = Turns()
+        self._concerned: dict[Connection, None] = {}
+        """Connections of which something changed in this turn."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are requests that can be answered now."""
+        return bool(len(self._turns))
+
+    def on_ready(self, fd: int, mask: int) -> bool:
+        """Epoll tells of `fd`; False if it is none of these."""
+        connection = self._connections.get(fd)
+        if connection is not None:
+            self._concerned[connection] = None
+            if mask & select.EPOLLIN:
+                self._guarded(connection, self._read)
+            elif mask & (select.EPOLLHUP | select.EPOLLERR):
+                self._disconnect(connection)
+        elif fd == self._admission.fd:
+            self._accept()
+        else:
+            return False
+        return True
+
+    def answer_some(self) -> None:
+        """Answer requests, one after the other, until the turn has been long enough."""
+        began = now = time.perf_counter()
+        while now < began + TURN_SECONDS and (served := self._turns.next()) is not None:
+            self._guarded(served, self._answer)
+            before, now = now, time.perf_counter()
+            served.charged += now - before
+            self._concerned[served] = None
+
+    def send(self) -> None:
+        """What can leave now does; then listen to those whose requests are all answered, and whose answers are read."""
+        concerned, self._concerned = self._concerned, {}
+        for connection in concerned:
+            if connection.closed:
+                continue
+            try:
+                connection.flush()
+            except OSError:
+                self._disconnect(connection)
+                continue
+            if connection.closing:
+                self._disconnect(connection)
+                continue
+            if connection.mask != connection.wanted:
+                connection.mask = connection.wanted
+                self._epoll.modify(connection.sock, connection.mask)
+
+    def tick(self) -> None:
+        """Close connections that say no hello."""
+        self._admission.listen_again()
+        now = time.monotonic()
+        for connection in list(self._connections.values()):
+            if connection.client is None and now > connection.accepted + HELLO_SECONDS:
+                self._disconnect(connection)
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+    # ---- in
+
+    def _accept(self) -> None:
+        accepted = self._admission.accept(len(self._connections))
+        if accepted is None:
+            return
+        connection, refusal = accepted
+        self._connections[connection.sock.fileno()] = connection
+        self._concerned[connection] = None
+        self._directory.counters["clients_total"] += 1
+        if refusal:
+            self._refuse(connection, refusal)
+
+    def _guarded(self, connection: Connection, what: Callable[[Connection], None]) -> None:
+        """Whatever goes wrong with one connection ends that one only."""
+        try:
+            what(connection)
+        except BlockingIOError:
+            return
+        except ProtocolError as error:
+            self._directory.counters["protocol_errors"] += 1
+            self._refuse(connection, str(error))
+        except OSError:
+            self._disconnect(connection)
+        except Exception:
+            log.exception("a request of pid %d could not be answered; its connection is closed", connection.pid)
+            self._disconnect(connection)
+
+    def _read(self, connection: Connection) -> None:
+        data, connection.fds = self._receiver.receive(connection.sock)
+        if not data:
+            self._disconnect(connection)
+            return
+        connection.request = bytes(data)
+        self._turns.enter(connection)
+
+    def _answer(self, connection: Connection) -> None:
+        data, connection.request = connection.request, None
+        assert data is not None
+        try:
+            request = wire.request_decoder.decode(data)
+        except msgspec.ValidationError as error:
+            self._directory.counters["protocol_errors"] += 1
+            if connection.client is None:
+                raise ProtocolError(f"the first message is no hello of protocol {m.PROTOCOL_VERSION}: {error}") from error
+            connection.queue(m.Error(str(error)))
+            return
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"a packet is no MessagePack message: {error}") from error
+        if connection.client is None:
+            self._admission.greet(connection, request, self._service, self._watch, self._witness)
+            return
+        if isinstance(request, FOLLOWED):
+            self.spin_until = time.monotonic() + self._spin_seconds
+        reply, held = self._service.answer(connection.client, request, connection.fds)
+        if isinstance(reply, m.ServerStats):
+            reply = msgspec.structs.replace(reply, clients=len(self._connections))
+        connection.close_fds()
+        connection.queue(reply, held)
+
+    # ---- out
+
+    def _refuse(self, connection: Connection, message: str) -> None:
+        """Say why, then close, read or not."""
+        connection.queue(m.Error(message, fatal=True))
+        connection.closing = True
+
+    def _disconnect(self, connection: Connection) -> None:
+        if self._connections.pop(connection.sock.fileno(), None) is None:
+            return
+        connection.close()
+        self._admission.listen_again()
+        if connection.client is not None:
+            self._watch.left(connection.client.process)
+            for reservation in connection.untold():
+                self._directory.abort(connection.client, reservation)
+            self._directory.disconnect(connection.client)
+            self._service.layouts.drop(connection.number)
