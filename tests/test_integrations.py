@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_cases import BLOCK, CHUNK, TINY, Answer, Instance, Node, Prompt, missing, new_tokens, node, write_lora
+from vllm_cases import BLOCK, CHUNK, TINY, Answer, Instance, Node, Prompt, missing, new_tokens, node
+from vllm_models import write_lora
 
 LONG = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}

@@ -6,12 +6,9 @@ and its pool has room for 16 chunks only. What the store does wrong costs a comp
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import pytest
 from mooncake_cases import MIB, Depot, Raw, free_ports, needs_mooncake, own_depot
@@ -22,12 +19,8 @@ from vllm_cases import (
     LEASE,
     LOAD,
     OURS,
-    QUICK,
     SESSION,
-    TOKEN_BYTES,
-    Answer,
     Instance,
-    Node,
     Prompt,
     beside_vllm,
     meddled,
@@ -35,6 +28,7 @@ from vllm_cases import (
     new_tokens,
     stopped_at,
 )
+from vllm_offload_cases import BUFFERS, CHUNK_BYTES, HITS, ROOM, Two, loaded
 
 from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.client import Client
@@ -48,12 +42,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-CHUNK_BYTES = CHUNK * TOKEN_BYTES
-ROOM = 16
-"""Chunks that the second node's pool has room for."""
-HITS = 4 * CHUNK
-BUFFERS = 24
-"""For staging, so few that those which get lost are missed."""
 UNCACHED = {"vcache": {"load": False, "store": False}}
 FETCH, UPLOAD = f"{SESSION}.fetch", f"{SESSION}.upload"
 GATHER, FENCE = (f"vcache_backend.vram_pool.copier:HostCopier.{name}" for name in ("gather", "fence"))
@@ -65,82 +53,6 @@ def depot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depot]:
     """One that these tests break, and mend."""
     with Depot(tmp_path_factory.mktemp("mooncake"), (64 * MIB,), client_ttl=3) as made:
         yield made
-
-
-class Two:
-    """Two nodes, one store, and the instances on them."""
-
-    def __init__(self, folder: Path, depot: Depot) -> None:
-        self.depot, self.undo = depot, ExitStack()
-        self.first, self.second = (Node(folder / name, QUICK) for name in ("1", "2"))
-        self.second.model = self.first.model
-        for each in (self.first, self.second):
-            self.undo.enter_context(each.undo)
-            each.serve()
-
-    def settings(self, chunks: int, rpc_seconds: float = 10, **offload: Any) -> dict[str, Any]:
-        """Of a connector that tries again soon, and whose deadlines no slow machine misses. offload: of its section."""
-        more = {
-            "policy": "write_through",
-            "staging_bytes": BUFFERS * (CHUNK_BYTES + 4096),
-            "negative_seconds": 0,
-            "retry_seconds": 0.1,
-            "retry_max_seconds": 0.2,
-            "lookup_seconds": 10,
-            "get_seconds": 10,
-            **offload,
-        }
-        mooncake = {
-            "master": self.depot.master.address,
-            "hostname": "127.0.0.1",
-            "local_buffer_bytes": 0,
-            "rpc_seconds": rpc_seconds,
-        }
-        return {
-            "pool": {"segment_bytes": chunks * CHUNK_BYTES},
-            "connector": {"min_hit_tokens": CHUNK},
-            "offload": {"mooncake": mooncake, **more},
-        }
-
-    def names(self) -> set[str]:
-        """Of the objects in the store."""
-        said = self.depot.master.ask("/get_all_keys")
-        return {line.strip() for line in said.replace(",", "\n").splitlines() if "vcache1/" in line}
-
-    def keep(self, instance: Instance, tokens: list[int]) -> tuple[Answer, set[str]]:
-        """Have it computed by `instance`: its answer, and the names of the new objects, once all its chunks are in the store."""
-        before = self.names()
-        answer = instance.one(tokens)
-        new = eventually(lambda: len(found := self.names() - before) >= len(tokens) // CHUNK - answer.cached // CHUNK and found)
-        return answer, new
-
-    def hits_from_below(self, a: Instance, b: Instance) -> None:
-        """Once both can use the store again, all is as it was."""
-
-        def written() -> bool:
-            before = self.names()
-            a.one(new_tokens(CHUNK + 1), max_tokens=1)
-            time.sleep(0.05)
-            return bool(self.names() - before)
-
-        eventually(written)
-        tokens = new_tokens(HITS + 17)
-        self.keep(a, tokens)
-        own, before = a.one(tokens), loaded(b, "store")
-
-        def read() -> bool:
-            self.empty()
-            assert b.again(tokens).said == own.said
-            return loaded(b, "store") == before + HITS
-
-        eventually(read)
-
-    def chunks(self) -> int:
-        return int(self.second.stats().chunks)
-
-    def empty(self) -> None:
-        """The second node's pool holds nothing any more."""
-        self.second.empty()
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +83,6 @@ def hasty(two: Two, a: Instance) -> Instance:
     return made
 
 
-def loaded(instance: Instance, tier: str) -> int:
-    return instance.counter("vllm:vcache_loaded_tokens", tier=tier)
-
-
 def damage(two: Two, name: str) -> None:
     """Change the sign of every number in an object's second half."""
     with Raw(two.depot.config()) as store:
@@ -202,10 +110,7 @@ def test_another_nodes_prefix_is_as_good_as_vllms_own(two: Two, a: Instance, b: 
 
 
 def test_what_the_pool_has_in_between_comes_from_there(two: Two, a: Instance, b: Instance) -> None:
-    two.empty()
-    tokens = new_tokens(HITS + 17)
-    two.keep(a, tokens)
-    own = a.one(tokens)
+    tokens, own = two.kept(a)
     b.one(tokens)
     eventually(lambda: two.chunks() == 4)
     b.forget()
@@ -224,10 +129,7 @@ def test_what_the_pool_has_in_between_comes_from_there(two: Two, a: Instance, b:
 
 def test_a_chunk_of_which_vllm_has_the_first_block_itself(two: Two, a: Instance, b: Instance) -> None:
     """The whole chunk goes into the pool, that block included."""
-    two.empty()
-    tokens = new_tokens(HITS + 17)
-    two.keep(a, tokens)
-    own = a.one(tokens)
+    tokens, own = two.kept(a)
     assert b.one(tokens[: CHUNK + BLOCK + 1], params=UNCACHED).cached == 0
     before = loaded(b, "store")
     answer = b.one(tokens)
@@ -338,10 +240,8 @@ def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(two: Two, a: Inst
 
 def test_a_load_is_not_over_before_its_copy_is(two: Two, a: Instance, b: Instance) -> None:
     """Others go on meanwhile; and what is not in place is not stored in the pool."""
-    two.empty()
-    tokens, beside = new_tokens(HITS + 17), new_tokens(40)
-    two.keep(a, tokens)
-    own, undisturbed = a.one(tokens), a.one(beside, max_tokens=8, params=UNCACHED)
+    (tokens, own), beside = two.kept(a), new_tokens(40)
+    undisturbed = a.one(beside, max_tokens=8, params=UNCACHED)
     with meddled(b, UPLOAD, "slow", 0.4, times=1):
         b.add("beside", beside, max_tokens=8)
         b.add("waits", tokens)
@@ -356,10 +256,7 @@ def test_a_load_is_not_over_before_its_copy_is(two: Two, a: Instance, b: Instanc
 
 def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(two: Two, a: Instance, b: Instance) -> None:
     """What came from the store is copied into the pool, out of blocks that are given back meanwhile."""
-    two.empty()
-    tokens = new_tokens(HITS + 17)
-    two.keep(a, tokens)
-    own = a.one(tokens)
+    tokens, own = two.kept(a)
     with meddled(b, GATHER, "slow", 30.0, times=1):
         assert b.one(tokens, params={"vcache": {"store": True}}).said == own.said
         b.ask("meddle", FENCE, "count", None, 0)
@@ -371,10 +268,8 @@ def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(two: Two, a: 
 
 def test_others_go_on_beside_a_load_that_takes_long(two: Two, a: Instance, b: Instance) -> None:
     """The provider hangs for as long as the other request takes."""
-    two.empty()
-    tokens, beside = new_tokens(HITS + 17), new_tokens(40)
-    two.keep(a, tokens)
-    own, undisturbed = a.one(tokens), a.one(beside, max_tokens=8, params=UNCACHED)
+    (tokens, own), beside = two.kept(a), new_tokens(40)
+    undisturbed = a.one(beside, max_tokens=8, params=UNCACHED)
     (provider,) = two.depot.providers
     b.add("beside", beside, max_tokens=8)
     b.step(1)
@@ -394,9 +289,7 @@ def test_others_go_on_beside_a_load_that_takes_long(two: Two, a: Instance, b: In
 def test_a_store_that_fails_under_a_load_costs_a_computation(
     two: Two, a: Instance, b: Instance, hasty: Instance, what: str
 ) -> None:
-    two.empty()
-    tokens, beside = new_tokens(HITS + 17), new_tokens(40)
-    computed, _ = two.keep(a, tokens)
+    (tokens, computed), beside = two.kept(a), new_tokens(40)
     undisturbed = a.one(beside, max_tokens=8, params=UNCACHED)
     lost = hasty.counter("vllm:vcache_recomputed_tokens")
     who, how = what.split()
@@ -426,9 +319,7 @@ def test_a_store_that_fails_under_a_load_costs_a_computation(
 @pytest.mark.parametrize("place", [FETCH, UPLOAD], ids=["before it is read", "before it is copied"])
 def test_a_pool_whose_server_dies_under_a_load_from_below(two: Two, a: Instance, b: Instance, place: str) -> None:
     """What is on its way needs no server."""
-    two.empty()
-    tokens = new_tokens(HITS + 17)
-    computed, _ = two.keep(a, tokens)
+    tokens, computed = two.kept(a)
     lost = b.counter("vllm:vcache_recomputed_tokens")
     with stopped_at(b, place) as moment:
         (answer,) = moment.while_there(two.second.kill, Prompt(tokens))
@@ -439,10 +330,8 @@ def test_a_pool_whose_server_dies_under_a_load_from_below(two: Two, a: Instance,
 
 
 def test_an_aborted_request_leaves_nothing_behind(two: Two, a: Instance, b: Instance) -> None:
-    two.empty()
-    tokens = new_tokens(HITS + 17)
-    two.keep(a, tokens)
-    own, failures = a.one(tokens), b.counter("vllm:vcache_failures")
+    tokens, own = two.kept(a)
+    failures = b.counter("vllm:vcache_failures")
     (provider,) = two.depot.providers[-1:]
     for _ in range(BUFFERS // 4 + 1):
         provider.stop()
@@ -473,9 +362,7 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.rpartition(":")[2])
 def test_an_exception_of_ours_is_a_miss(two: Two, a: Instance, b: Instance, place: str) -> None:
-    two.empty()
-    tokens, beside = new_tokens(HITS + 17), new_tokens(40)
-    computed, _ = two.keep(a, tokens)
+    (tokens, computed), beside = two.kept(a), new_tokens(40)
     undisturbed = a.one(beside, max_tokens=8, params=UNCACHED)
     with meddled(b, place, "raise", times=1):
         answers = b.run(Prompt(tokens), Prompt(beside, max_tokens=8), together=True)
@@ -491,9 +378,7 @@ def test_an_exception_of_ours_is_a_miss(two: Two, a: Instance, b: Instance, plac
 @pytest.mark.parametrize("wish", ["store", "load"])
 def test_what_a_request_does_not_want(two: Two, a: Instance, b: Instance, wish: str) -> None:
     """Not to leave anything in the pool; not to take anything."""
-    two.empty()
-    tokens = new_tokens(HITS + 17)
-    computed, _ = two.keep(a, tokens)
+    tokens, computed = two.kept(a)
     answer = b.one(tokens, params={"vcache": {wish: False}})
     assert answer.cached == (HITS if wish == "store" else 0)
     assert answer.agrees(computed)

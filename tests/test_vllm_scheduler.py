@@ -95,10 +95,10 @@ class Side:
     def matched(self, request: Request, local: int = 0) -> tuple[int | None, bool]:
         return self.half.matched(request, local)
 
-    def asked(self) -> int:
-        """How many look-ups and leases the server was asked for."""
+    def asked(self, *requests: str) -> int:
+        """How many requests of these types the server has answered; of those for chunks: are they there, and leases on them."""
         latency = self.client.stats().latency
-        return sum(latency[name].count for name in ("Lookup", "Acquire") if name in latency)
+        return sum(latency[name].count for name in requests or ("Lookup", "Acquire") if name in latency)
 
     def leases(self) -> int:
         return self.client.stats().leases
@@ -218,10 +218,11 @@ def test_a_lease_nobody_reads_under_is_given_back(side: Side, end: str) -> None:
     if end == "finished":
         side.half.finished(request)
     elif end == "while the client is busy":
-        client = side.half.instance.client
+        client, before = side.half.instance.client, side.asked("Release")
         assert client is not None
         with client._lock:
             side.half.finished(request)
+        eventually(lambda: side.asked("Release") == before + 1)
     else:
         other = new_request()
         side.matched(other)

@@ -4,25 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
-from vllm.v1.engine.core import EngineCore
 
-from vcache_backend.integration.vllm import compat
 from vcache_backend.integration.vllm_connector import VCacheConnector
-
-
-class Throttled(VCacheConnector):
-    """As with data parallelism in steps that compute no prompts, which are all here."""
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        with patch.object(compat, "throttles_prefills", lambda vllm_config: True):
-            super().__init__(vllm_config, role, kv_cache_config)
-
-
-EngineCore._should_throttle_prefills = lambda self: isinstance(self.scheduler.connector, Throttled)
 
 
 class Sparing(VCacheConnector):

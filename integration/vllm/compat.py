@@ -47,13 +47,6 @@ def publishes_events(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
 
 
-def throttles_prefills(vllm_config: Any) -> bool:
-    """Whether vLLM holds requests back that have more than one token to compute, so that its data-parallel engines compute prompts in the
-    same steps? Only those of a mixture of experts run in step; the others are told that they are alone."""
-    interval = getattr(vllm_config.scheduler_config, "prefill_schedule_interval", 1)
-    return interval > 1 and vllm_config.parallel_config.data_parallel_size > 1 and bool(vllm_config.model_config.is_moe)
-
-
 def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, chunk_size: int) -> str | None:
     """Why nothing of this instance may be cached, None if it may. All of its processes find the same."""
     groups = kv_cache_config.kv_cache_groups

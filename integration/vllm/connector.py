@@ -61,7 +61,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._meter = stats.Meter()
-            # vLLM's scheduler reads it after this. The worker's half says so.
+            # vLLM's scheduler reads it after this.
             transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
             loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config, loads, stores, self._meter)
@@ -166,16 +166,10 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_guarded(None)
     def _say_policy(self) -> None:
-        """What becomes of `kv_load_failure_policy`. Another connector's, if that has made this one, is out of reach."""
+        """Another connector's `kv_load_failure_policy`, if that has made this one, is out of reach."""
         outermost, wanted = get_kv_transfer_group(), self._policy
         found = outermost._kv_transfer_config.kv_load_failure_policy
-        if not wanted or found == wanted:
-            return
-        if outermost is self:
-            log.info(
-                "vcache: kv_load_failure_policy is %s, not vLLM's %s; connector.kv_load_failure_policy decides", wanted, found
-            )
-        else:
+        if wanted and found != wanted and outermost is not self:
             log.warning(
                 'vcache: kv_load_failure_policy is %s, so that a load that fails fails its request; put "kv_load_failure_policy":"%s" '
                 'beside "kv_connector":"%s" in --kv-transfer-config',

@@ -38,7 +38,6 @@ class SchedulerSide:
         self._recomputes = model.recomputes
         sure = self._recomputes or not config.engine.checksum
         self._sync_below = config.connector.sync_below_tokens if model.pp_size * model.tp_size == 1 and sure else 0
-        self._throttled = compat.throttles_prefills(vllm_config)
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._hashes = self._size // self._hash_block
         refused = compat.refusal(vllm_config, kv_cache_config, model, self._size)
@@ -89,8 +88,7 @@ class SchedulerSide:
         tracked = self._requests[request.request_id]
         size, first, asked, answer = self._size, tracked.local // self._size, tracked.params, tracked.answer
         end = tracked.local + external
-        # A block that is to be loaded but for its last token is loaded.
-        stop, blocks_end = -(-end // size), -(-end // self._block)
+        stop, blocks_end = -(-end // size), end // self._block
         wait = asked.wait_seconds if asked.wait_seconds is not None else self._settings.wait_seconds
         lease = answer.lease_from(first) if answer is not None else None
         # Also where the pool had it all: it may lose some before it is read.
@@ -245,16 +243,12 @@ class SchedulerSide:
             return tokens, False
         answer = self.lookups.find(tracked, local // size, whole, self._fits_step(tracked, tokens))
         external = min(answer.hits * size, most) - local
-        if answer.lease is not None:
-            # Of an asynchronous load vLLM takes the last token back itself.
-            external = min(external, request.num_tokens - 1 - local)
         return (external, answer.lease is not None) if external >= least else (0, False)
 
     def _most(self, request: Any) -> int:
         """Tokens that may be loaded: in whole blocks, as from vLLM's own cache, which leaves the one with the last token, since that is
-        computed in any case. Who has more than this token to compute may have to wait for its turn, so there all are loaded."""
-        tokens = int(request.num_tokens)
-        return (tokens if self._throttled else tokens - 1) // self._block * self._block
+        computed in any case."""
+        return int(request.num_tokens - 1) // self._block * self._block
 
     def _fits_step(self, tracked: Tracked, tokens: int) -> bool:
         """Whether the step that runs the request may wait for so many of its tokens.

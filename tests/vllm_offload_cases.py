@@ -1,0 +1,106 @@
+"""Two nodes with real vLLM instances, and one Mooncake store behind the pools of both, for tests."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from mooncake_cases import Depot
+from processes import eventually
+from vllm_cases import CHUNK, QUICK, TOKEN_BYTES, Answer, Instance, Node, new_tokens
+
+CHUNK_BYTES = CHUNK * TOKEN_BYTES
+ROOM = 16
+"""Chunks that the second node's pool has room for."""
+HITS = 4 * CHUNK
+BUFFERS = 24
+"""For staging, so few that those which get lost are missed."""
+
+
+class Two:
+    """Two nodes, one store, and the instances on them."""
+
+    def __init__(self, folder: Path, depot: Depot) -> None:
+        self.depot, self.undo = depot, ExitStack()
+        self.first, self.second = (Node(folder / name, QUICK) for name in ("1", "2"))
+        self.second.model = self.first.model
+        for each in (self.first, self.second):
+            self.undo.enter_context(each.undo)
+            each.serve()
+
+    def settings(self, chunks: int, rpc_seconds: float = 10, **offload: Any) -> dict[str, Any]:
+        """Of a connector that tries again soon, and whose deadlines no slow machine misses. offload: of its section."""
+        more = {
+            "policy": "write_through",
+            "staging_bytes": BUFFERS * (CHUNK_BYTES + 4096),
+            "negative_seconds": 0,
+            "retry_seconds": 0.1,
+            "retry_max_seconds": 0.2,
+            "lookup_seconds": 10,
+            "get_seconds": 10,
+            **offload,
+        }
+        mooncake = {
+            "master": self.depot.master.address,
+            "hostname": "127.0.0.1",
+            "local_buffer_bytes": 0,
+            "rpc_seconds": rpc_seconds,
+        }
+        return {
+            "pool": {"segment_bytes": chunks * CHUNK_BYTES},
+            "connector": {"min_hit_tokens": CHUNK},
+            "offload": {"mooncake": mooncake, **more},
+        }
+
+    def names(self) -> set[str]:
+        """Of the objects in the store."""
+        said = self.depot.master.ask("/get_all_keys")
+        return {line.strip() for line in said.replace(",", "\n").splitlines() if "vcache1/" in line}
+
+    def keep(self, instance: Instance, tokens: list[int]) -> tuple[Answer, set[str]]:
+        """Have it computed by `instance`: its answer, and the names of the new objects, once all its chunks are in the store."""
+        before = self.names()
+        answer = instance.one(tokens)
+        new = eventually(lambda: len(found := self.names() - before) >= len(tokens) // CHUNK - answer.cached // CHUNK and found)
+        return answer, new
+
+    def kept(self, instance: Instance) -> tuple[list[int], Answer]:
+        """A new prompt of four chunks and a tail: what `instance`, which has it in its own cache and in the store, answers. The second
+        node's pool is empty."""
+        self.empty()
+        tokens = new_tokens(HITS + 17)
+        self.keep(instance, tokens)
+        return tokens, instance.one(tokens)
+
+    def hits_from_below(self, a: Instance, b: Instance) -> None:
+        """Once both can use the store again, all is as it was."""
+
+        def written() -> bool:
+            before = self.names()
+            a.one(new_tokens(CHUNK + 1), max_tokens=1)
+            time.sleep(0.05)
+            return bool(self.names() - before)
+
+        eventually(written)
+        tokens, own = self.kept(a)
+        before = loaded(b, "store")
+
+        def read() -> bool:
+            self.empty()
+            assert b.again(tokens).said == own.said
+            return loaded(b, "store") == before + HITS
+
+        eventually(read)
+
+    def chunks(self) -> int:
+        return int(self.second.stats().chunks)
+
+    def empty(self) -> None:
+        """The second node's pool holds nothing any more."""
+        self.second.empty()
+
+
+def loaded(instance: Instance, tier: str) -> int:
+    return instance.counter("vllm:vcache_loaded_tokens", tier=tier)
