@@ -83,7 +83,7 @@ _prompts = itertools.count(1)
 
 def prompt(tokens: int) -> torch.Tensor:
     """One that nobody has seen."""
-    return torch.arange(tokens) + next(_prompts) * 10_000_000
+    return torch.arange(tokens) + next(_prompts) * 1_000_000
 
 
 def timed(call: Callable[[], Any]) -> float:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import pytest
 import yaml
-from engine_cases import CHUNK, PACKED, SMALL, Arrangement, Cache, Node, Sizes
+from engine_cases import Node
 from engine_cases import node as engine_node
+from kv_cases import CHUNK, PACKED, SMALL, Arrangement, Cache, Sizes
 from processes import PATIENT, Nursery, Worker, eventually, nursery
 
 from vcache_backend.config import ClientConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest  # noqa: F401 (the test modules, whose functions are called here, import it)
 import torch
-from engine_cases import Cache, places
+from kv_cases import Cache, places
 from lmcache.utils import EngineType
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import load_engine_config_with_overrides

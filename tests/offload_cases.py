@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from engine_cases import CHUNK, Cache, Node, layout_of, node, put
+from engine_cases import Node, node, put
+from kv_cases import CHUNK, Cache, layout_of
 from mooncake_cases import Depot
 from processes import QUICK, SECONDS, eventually
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import CHUNK, SMALL, Cache, Copied, Node, get, layout_of, node, places, prompt, put
+from engine_cases import Copied, Node, get, node, put
+from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
 from processes import SECONDS, eventually
 from torch import Tensor
 
 from vcache_backend.errors import ChecksumError, VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Refusal
-from vcache_backend.transfer import session
+from vcache_backend.transfer import checked, session
 from vcache_backend.transfer.checked import CheckedScatter
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.layout import checked_layout
@@ -59,9 +60,9 @@ class Side:
 
     def memory(self, keys: list[ChunkKey]) -> list[Tensor]:
         """The slots of these chunks, to be spoilt."""
-        lease = self.session.lease(keys)
+        lease = self.session.leases.acquire(keys)
         assert lease is not None
-        self.session.release(lease)
+        self.session.leases.release(lease)
         return [view.tensor for view in self.session.views(lease.locations)]
 
     @property
@@ -165,7 +166,7 @@ def test_a_scatter_whose_slots_cannot_be_looked_at_is_over_when_the_error_comes(
 
     finished = threading.Event()
     monkeypatch.setattr(session, "make_sealer", lambda device: Broken(None))
-    monkeypatch.setattr(session, "_STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(checked, "STUCK_SECONDS", 0.1)
     broken = Side(here, "host:b")
     monkeypatch.setattr(broken.session.copier, "scatter", lambda *arguments: Copied(finished))
     writer.put(prompt(CHUNK))

@@ -1,36 +1,90 @@
-"""Two real worker processes on host memory share KV through a real server: the twin of `test_cross_gpu_store_retrieve.py`.
+"""Two worker processes share KV through a real server, on host memory and over NVLink; then one is killed and its successor reads on.
 
-A pytest test, and a script: `python tests/test_cross_process_store_retrieve.py` prints what happens and exits with 1 if a byte is wrong.
+Every retrieval goes into poisoned blocks, is checked byte by byte, and compared with the digest of what its writer had. On GPUs the KV
+is still being computed when it is stored and is overwritten right behind it, and what is retrieved is read at once by the next kernels.
 """
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engine_cases import FLASH, MLA, Arrangement, Sizes, across, report
+import torch
+from engine_cases import Worker, node
+from kv_cases import FLASH, MLA, PACKED, PACKED_HND, Arrangement, Cache, Sizes, places, prompt
 
-SIZES = Sizes(layers=4, heads=2, dim=64, blocks=96)
-COUNT, CHUNK_SIZE = 1024, 256
-ARRANGEMENTS = [FLASH, MLA]
+from vcache_backend.vram_pool import devices
 
-
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda a: a.name)
-def test_two_processes_share_every_byte_and_a_successor_finds_them(tmp_path: Path, arrangement: Arrangement) -> None:
-    for step in across(tmp_path, ("host:a", "host:b"), arrangement, SIZES, COUNT, CHUNK_SIZE):
-        assert step.right, step.text
-
-
-def main() -> int:
-    right = True
-    for arrangement in ARRANGEMENTS:
-        with tempfile.TemporaryDirectory() as folder:
-            title = f"{arrangement.name}: {COUNT} tokens, {SIZES.layers} layers, host memory"
-            right &= report(title, across(Path(folder), ("host:a", "host:b"), arrangement, SIZES, COUNT, CHUNK_SIZE))
-    return 0 if right else 1
+CHUNK_SIZE = 256
+HOST = ("host:a", "host:b"), Sizes(layers=4, heads=2, dim=64, blocks=96)
+GPUS = ("cuda:0", "cuda:1"), Sizes(layers=8, heads=8, dim=128, blocks=320)
+Where = tuple[tuple[str, str], Sizes]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def on(where: Where, *arrangements: Arrangement, marks: Any = ()) -> list[Any]:
+    return [pytest.param(where, arrangement, marks=marks, id=f"{where[0][0]} {arrangement.name}") for arrangement in arrangements]
+
+
+def brings(worker: Worker, tokens: torch.Tensor, seed: int, digest: str) -> None:
+    answer = worker.ask("retrieve", tokens, places(worker.setup.sizes, len(tokens), seed))
+    assert (answer.tokens, answer.wrong, answer.clean) == (len(tokens), 0, True)
+    assert answer.digest == digest
+
+
+def share(folder: Path, where: Where, arrangement: Arrangement, visible: tuple[str, str] = ("", "")) -> None:
+    devices, sizes = where
+    count = sizes.blocks * sizes.block_size * 4 // 5 // CHUNK_SIZE * CHUNK_SIZE
+    token_bytes = Cache(arrangement, sizes._replace(blocks=1)).token_bytes
+    with node(folder) as here:
+        here.serve()
+
+        def start(number: int) -> Worker:
+            room = max(4 * count * token_bytes, 1 << 20)
+            return here.worker(devices[number], room, arrangement, sizes, CHUNK_SIZE, visible=visible[number])
+
+        first, second = start(0), start(1)
+        segments = here.client().list_segments()
+        assert len(segments) == 2
+        for family, (writer, reader) in enumerate([(first, second), (second, first)], start=1):
+            tokens = prompt(count, family)
+            assert reader.ask("lookup", tokens) == 0
+            digest = writer.ask("store", tokens, places(sizes, count, family))
+            assert writer.ask("flush")
+            assert writer.ask("stats")["tokens"]["stored"] == reader.ask("lookup", tokens) == count
+            for seed in (11, 12):
+                brings(reader, tokens, seed, digest)
+            assert reader.ask("stats")["bytes"]["peer"] == 2 * count * token_bytes
+
+        half = count // 2 // CHUNK_SIZE * CHUNK_SIZE
+        for known, tokens in ((0, prompt(count, 77)), (half, torch.cat([prompt(half, 1), prompt(count - half, 78)]))):
+            answer = second.ask("retrieve", tokens, places(sizes, count, 4))
+            assert (answer.tokens, answer.wrong, answer.clean) == (known, 0, True)
+
+        digest = first.ask("store", prompt(count, 3), places(sizes, count, 5))
+        assert first.ask("flush")
+        first.kill()
+        successor = start(0)
+        assert {segment.id for segment in here.client().list_segments()} == {segment.id for segment in segments}
+        for worker in (successor, second):
+            brings(worker, prompt(count, 3), 6, digest)
+
+
+TWO_GPUS = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize(
+    ("where", "arrangement"), on(HOST, FLASH, MLA) + on(GPUS, FLASH, PACKED, PACKED_HND, MLA, marks=TWO_GPUS)
+)
+def test_two_processes_share_every_byte_and_a_successor_finds_them(
+    tmp_path: Path, where: Where, arrangement: Arrangement
+) -> None:
+    share(tmp_path, where, arrangement)
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.timeout(300)
+def test_two_processes_that_see_one_gpu_each_share_every_byte(tmp_path: Path) -> None:
+    """As two instances with `CUDA_VISIBLE_DEVICES=0` and `=1` do: each calls its own GPU cuda:0, and cannot name the other's."""
+    visible = (devices.resolve("cuda:0").name, devices.resolve("cuda:1").name)
+    share(tmp_path, (("cuda:0", "cuda:0"), GPUS[1]), FLASH, visible)

@@ -29,7 +29,6 @@ from vllm_cases import (
     OURS,
     RELEASE,
     SCATTER,
-    SESSION,
     VIEWS,
     Answer,
     Instance,
@@ -404,7 +403,7 @@ PLACES = [
     f"{OURS}.worker:Loading.__init__",
     *(f"{OURS}.stats:Meter.{name}" for name in ("loaded", "count", "take")),
     *(f"{LOAD}.{name}" for name in ("_launch", "_settle")),
-    *(f"{SESSION}.{name}" for name in ("scatter", "verdict")),
+    *(SCATTER, RELEASE),
     "vcache_backend.transfer.places:BlockPlaces.store_plan",
     *(f"vcache_backend.vram_pool.pool:Pool.{name}" for name in ("slots", "mapped")),
 ]
@@ -414,7 +413,7 @@ IN_STEP_PLACES = [
     f"{OURS}.scheduler:SchedulerSide.allocated",
     *(f"{OURS}.worker:{name}" for name in ("WorkerSide.load_synchronously", "WorkerSide._note", "Loading.__init__")),
     f"{LOAD}._launch",
-    *(f"{SESSION}.{name}" for name in ("scatter", "verdict")),
+    *(SCATTER, RELEASE),
 ]
 ALWAYS = [f"{OURS}.scheduler:SchedulerSide.update", f"{OURS}.scheduler:SchedulerSide.add_stores", f"{OURS}.stats:Meter.count"]
 RAISED = [

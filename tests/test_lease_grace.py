@@ -8,12 +8,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from engine_cases import CHUNK, SNAPPY, Cache, Node, layout_of, node, prompt, put
+from engine_cases import SNAPPY, Node, node, put
+from kv_cases import CHUNK, Cache, layout_of, prompt
 from processes import eventually
 
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
-from vcache_backend.transfer.session import FOREIGN, AskedLease, Lease, Session
+from vcache_backend.transfer.leases import FOREIGN, AskedLease, Lease
+from vcache_backend.transfer.session import Session
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ class Reading:
             leased = self.holder.acquire(keys)
             self.lease = Lease(leased.lease, keys, leased.locations, 0.0, leased.seconds, FOREIGN)
         else:
-            lease = self.session.lease(keys)
+            lease = self.session.leases.acquire(keys)
             assert lease is not None
             self.lease = lease
         assert len(self.lease.locations) == 2
@@ -45,7 +47,7 @@ class Reading:
     def concluded(self, age: float) -> bool:
         """What is concluded `age` seconds after the lease was given, as far as the reader knows."""
         self.lease.deadline = time.monotonic() - age + self.lease.seconds
-        return self.session.verdict(self.lease)
+        return self.session.leases.verdict(self.lease)
 
     def answered(self) -> tuple[int, int]:
         """Renewals and releases that the server answered."""
@@ -131,16 +133,16 @@ def test_an_answer_that_comes_too_late_leaves_no_lease(here: Node, end: Callable
     """Another thread's call takes longer than an answer is waited for, and the connection lives."""
     reading = Reading(here)
     assert reading.session.client.release(reading.lease.id)
-    asked = reading.session.ask_lease(reading.lease.keys)
+    asked = reading.session.leases.ask(reading.lease.keys)
     with another_call(reading.session), suppress(ServerTimeout):
         end(asked)
-    assert reading.session.connected
+    assert reading.session.client.connected
     eventually(lambda: reading.session.client.lookup(reading.lease.keys) == 2 and reading.leases() == 0)
 
 
 def test_a_release_that_another_call_keeps_waiting_too_long_is_not_lost(here: Node) -> None:
     reading = Reading(here)
     with another_call(reading.session):
-        reading.session.release(reading.lease)
+        reading.session.leases.release(reading.lease)
         assert not reading.session.flush(2 * SNAPPY.request_seconds)
     eventually(lambda: reading.leases() == 0)

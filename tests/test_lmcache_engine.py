@@ -13,17 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
-from engine_cases import (
-    CHUNK,
-    FLASH,
-    MLA,
-    PACKED,
-    PACKED_HND,
-    Arrangement,
-    Cache,
-    WrongCopier,
-    places,
-)
+from engine_cases import WrongCopier
+from kv_cases import CHUNK, FLASH, MLA, PACKED, PACKED_HND, Arrangement, Cache, places
 from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache, tokens
 
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
@@ -504,10 +495,10 @@ def test_some_of_the_chunks_of_one_lease_are_loaded_each_from_its_own_slot(pair:
 def end_leases_under_broadcasts(inside: Inside) -> None:
     """The server says that the leases are over while the chunks' bytes are on their way to the other ranks."""
     session, theirs, leases = inside.worker.session, inside.engine.broadcast_fn, []
-    lease = session.lease
+    acquire = session.leases.acquire
 
     def leased(keys: Any) -> Any:
-        leases.append(lease(keys))
+        leases.append(acquire(keys))
         return leases[-1]
 
     def broadcast(*what: Any) -> None:
@@ -516,7 +507,7 @@ def end_leases_under_broadcasts(inside: Inside) -> None:
             session.client.release(one.id)
             one.deadline -= GRACE_SECONDS  # too old to be believed without asking
 
-    session.lease, inside.engine.broadcast_fn = leased, broadcast
+    session.leases.acquire, inside.engine.broadcast_fn = leased, broadcast
 
 
 def test_bytes_that_were_broadcast_under_a_lease_that_ended_are_not_marked(served: Pool) -> None:

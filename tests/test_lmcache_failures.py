@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_cases import CHUNK, SMALL, SNAPPY, Arrangement, PausingCopier
+from engine_cases import SNAPPY, PausingCopier
+from kv_cases import CHUNK, SMALL, Arrangement
 from lmcache_cases import Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
 from processes import QUICK, SECONDS, eventually
 
@@ -287,9 +288,9 @@ def settle(inside: Inside) -> list[int]:
 
 def believe_leases_for(inside: Inside, seconds: float) -> None:
     """Without asking whether they held."""
-    from vcache_backend.transfer import session
+    from vcache_backend.transfer import leases
 
-    session.GRACE_SECONDS = seconds
+    leases.GRACE_SECONDS = seconds
 
 
 def failures(inside: Inside) -> dict[str, int]:
@@ -323,9 +324,9 @@ def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold
 
 def flip_in_pool(inside: Inside, prompt: list[int], chunk: int) -> None:
     session, names = inside.worker.session, inside.worker._names.keys(inside.keys(prompt))
-    lease = session.lease(names)
+    lease = session.leases.acquire(names)
     session.views(lease.locations)[chunk].tensor[77] ^= 2
-    assert session.verdict(lease)
+    assert session.leases.verdict(lease)
 
 
 @pytest.mark.parametrize("settles", [False, True], ids=["at once", "settled later"])

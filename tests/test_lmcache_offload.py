@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import vllm_cases
-from engine_cases import CHUNK, FLASH, places
+from kv_cases import CHUNK, FLASH, places
 from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
 from mooncake_cases import Depot, Raw, depot, needs_mooncake, own_depot
 from processes import QUICK, SECONDS, eventually
@@ -149,7 +149,7 @@ def test_another_node_retrieves_what_one_stored_and_keeps_it_in_its_pool(
 
 
 def copy_in_pairs(inside: Inside) -> None:
-    inside.worker.session._uploader.most = 2
+    inside.worker.session.uploader.most = 2
 
 
 @pytest.mark.parametrize("way", WAYS[::2])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_cases import CHUNK, FLASH, MLA, PACKED_HND, Arrangement, Cache, Node, get, places, prompt
+from engine_cases import Node, get
+from kv_cases import CHUNK, FLASH, MLA, PACKED_HND, Arrangement, Cache, places, prompt
 from mooncake_cases import Depot, depot, needs_mooncake
 from offload_cases import LENGTH, ROOMY, engine, model, nodes, through
 from processes import SECONDS
@@ -32,8 +33,8 @@ def test_what_one_node_stored_another_reads_and_keeps(
     one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
     through(one, cache, tokens)
     # More than one call of the uploader's: its bounce buffer is written again.
-    assert two._session._uploader is not None
-    two._session._uploader.most = 2
+    assert two._session.uploader is not None
+    two._session.uploader.most = 2
     assert get(two, cache, tokens) == LENGTH
     assert two.get_stats()["hits"]["offload"] == 5
     assert two.flush(SECONDS, through=True)
@@ -85,7 +86,7 @@ def test_whole_blocks_are_filled_behind_a_mark(
     cache.poison()
     session, ids = two._session, (here[:: cache.sizes.block_size] // cache.sizes.block_size).tolist()
     kv = session.bind(cache.tensors)
-    load = Load(session, BlockPlaces(kv, CHUNK, ids, kv.block_size), keys, mark=session.mark())
+    load = Load(session, BlockPlaces(kv, CHUNK, ids, kv.block_size), keys, mark=session.copier.mark())
     assert load.run(SECONDS) == len(keys)
     assert cache.holds_only(tokens, here)
 

@@ -14,22 +14,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from engine_cases import (
-    CHUNK,
-    SMALL,
-    Cache,
-    Node,
-    get,
-    layout_of,
-    node,
-    prompt,
-    put,
-)
+from engine_cases import Node, get, node, put
+from kv_cases import CHUNK, SMALL, Cache, layout_of, prompt
 from mooncake_cases import Depot, Raw, depot, needs_mooncake, own_depot
 from offload_cases import LENGTH, ROOMY, TIER, engine, model, nodes, through
 from processes import QUICK, SECONDS, eventually
 from test_cli import vcache
 
+from vcache_backend import engine as engine_module
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Leased, Present
@@ -91,18 +83,23 @@ def test_another_node_reads_what_one_stored_and_keeps_it_in_its_own_pool(pair: t
     assert two.contains(ChunkKey(bytes(26))) == -1
 
 
-def test_pool_and_store_take_turns(nodes: list[Node], depot: Depot, model: str) -> None:
-    """Chunks 0 and 3 are in the pool, all are below: every run comes from where it is."""
+@pytest.mark.parametrize("split", [False, True], ids=["", "a quarter first"])
+def test_pool_and_store_take_turns(
+    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch, split: bool
+) -> None:
+    """Chunks 0, 1 and 3 are in the pool, all are below: every run comes from where it is, also behind what was leased first."""
+    if split:
+        monkeypatch.setattr(engine_module, "SPLIT_BYTES", 1)
     one, two = engine(nodes[0], depot, model), engine(nodes[1], depot, model, promote=False)
     cache, tokens = Cache(), prompt(LENGTH)
     through(one, cache, tokens)
     put(two, cache, tokens)
     keys = two.keys(tokens)
     with nodes[1].client() as client:
-        client.remove([keys[1], keys[2], keys[4]])
+        client.remove([keys[2], keys[4]])
     assert two.lookup(tokens) == LENGTH
     assert get(two, cache, tokens) == LENGTH
-    assert two.get_stats()["hits"] == {"vram": 2, "offload": 3}
+    assert two.get_stats()["hits"] == {"vram": 3, "offload": 2}
 
 
 def test_what_the_pool_has_is_a_hit_though_nobody_says_what_is_below(

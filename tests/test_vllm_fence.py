@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import Cache, Copied, Node, UnfinishedCopier, layout_of, node
+from engine_cases import Copied, Node, UnfinishedCopier, node
+from kv_cases import Cache, layout_of
 from processes import QUICK
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")

@@ -43,7 +43,7 @@ pytestmark = [
 ]
 
 UNCACHED = {"vcache": {"load": False, "store": False}}
-FETCH, UPLOAD = f"{SESSION}.fetch", f"{SESSION}.upload"
+FETCH, UPLOAD = f"{SESSION}.fetch", "vcache_backend.vram_pool.uploads:HostUploader.scatter"
 GATHER, FENCE = (f"vcache_backend.vram_pool.copier:HostCopier.{name}" for name in ("gather", "fence"))
 READ = "vcache_backend.offload.tier:OffloadTier.fetch"
 
@@ -351,7 +351,7 @@ def test_an_aborted_request_leaves_nothing_behind(two: Two, a: Instance, b: Inst
 PLACES = [
     FETCH,
     UPLOAD,
-    f"{SESSION}.known_offloaded",
+    "vcache_backend.offload.index:Index.known",
     f"{LOAD}.to_promote",
     *(f"vcache_backend.transfer.sources:OffloadSource.{name}" for name in ("prepare", "expects", "launch")),
     "vcache_backend.transfer.sources:_StagedPart.settle",

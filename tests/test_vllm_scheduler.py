@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_cases import Cache, Node, layout_of, node
+from engine_cases import Node, node
+from kv_cases import Cache, layout_of
 from processes import QUICK, SECONDS, eventually
 from vllm_objects import BLOCK, vllm_config
 

@@ -16,27 +16,26 @@ from vcache_backend.transfer.arguments import (
     KVCaches,
     SlotMapping,
     as_key,
-    as_kvcaches,
     as_salt,
     as_seconds,
     as_slots,
     first_wanted,
-    refuse_shared,
 )
-from vcache_backend.transfer.keys import TokenHasher, as_tokens
+from vcache_backend.transfer.keys import TokenHasher, as_tokens, of_rank
 from vcache_backend.transfer.layout import Layout
+from vcache_backend.transfer.leases import AskedLease
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import SlotPlaces
-from vcache_backend.transfer.session import AskedLease, Session
+from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copier import Copier
 
 COPY_SECONDS = 10.0
 """How long `retrieve` waits for its next chunk, beside what the offload tier may take; a copy takes milliseconds."""
 HEAD_SHARE = 4
-SPLIT_BYTES = 128 << 20
-"""Of so much `retrieve` launches a quarter first, and looks at the rest while that is copied; a second launch costs 0.1 ms of the host."""
-Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.int64]
+SPLIT_BYTES = 512 << 20
+"""Of so much `retrieve` hashes, leases and launches a quarter first, whose copy takes longer than all of that for the rest."""
+Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
 
 
 class VCacheEngine:
@@ -56,8 +55,7 @@ class VCacheEngine:
         """
         self._session = session = Session(config, layout, rank=rank, copier=copier)
         self._layout, self._ranks, self._stats = session.layout, ranks, session.stats
-        self._hasher = TokenHasher(session.namespace, layout.chunk_size, rank)
-        self._first_rank = TokenHasher(session.namespace, layout.chunk_size, 0)
+        self._hasher, self._rank = TokenHasher(session.namespace, layout.chunk_size), rank
         self._patience = COPY_SECONDS + config.offload.get_seconds
         self.device = session.device
 
@@ -74,7 +72,7 @@ class VCacheEngine:
         Takes no lease."""
         with self._stats.timed("lookup"):
             ids = as_tokens(tokens)
-            keys = self._first_rank.keys(ids, as_salt(salt))
+            keys = self._hasher.keys(ids, as_salt(salt))
             try:
                 found = self._session.lookup(keys, self._ranks)
             except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
@@ -101,13 +99,15 @@ class VCacheEngine:
         call are not overwritten too early. The chunks become visible in the background.
         """
         with self._stats.timed("store"):
-            ids, tensors = as_tokens(tokens), as_kvcaches(kvcaches)
-            first, size = first_wanted(mask, len(ids)) // self._layout.chunk_size, self._layout.chunk_size
-            slots = as_slots(slot_mapping, len(ids), offset)
-            keys = self._hasher.keys(ids, as_salt(salt))
-            refuse_shared(slots, first * size, len(keys) * size)
+            ids, size = as_tokens(tokens), self._layout.chunk_size
+            first = first_wanted(mask, len(ids)) // size
+            slots, keys = as_slots(slot_mapping, len(ids), offset), self._keys(ids, as_salt(salt))
+            places = self._places("store", kvcaches, slots, first * size, len(keys))
+            if places is None:
+                return
+            prefix, keys = keys[:first], keys[first:]
             try:
-                self._store(keys, first, tensors, slots)
+                store(self._session, places, keys, [chunk for chunk in range(len(keys)) if places.holds(chunk)], prefix)
             except Exception as error:  # noqa: BLE001 - a kernel's compiler raises what it likes
                 self._session.miss("store", error)
 
@@ -129,25 +129,18 @@ class VCacheEngine:
         the copy, too.
         """
         with self._stats.timed("retrieve"):
-            ids = as_tokens(tokens)
-            keys, first, size = self._hasher.keys(ids, as_salt(salt)), first_wanted(mask, len(ids)), self._layout.chunk_size
+            salted, size = as_salt(salt), self._layout.chunk_size
+            given = tokens if isinstance(tokens, list) else as_tokens(tokens)
+            first = first_wanted(mask, len(given))
             start = first // size
+            head = start + self._head(len(given) // size - start)
             # The server answers while the rest is looked at.
-            with self._session.ask_lease(keys[start:]) as lease:
-                tensors, slots = as_kvcaches(kvcaches), as_slots(slot_mapping, len(ids), 0)
-                head = self._head(len(keys) - start)
-                refuse_shared(slots, first, (start + head if head else len(keys)) * size)
-                load = self._launched(keys, first, tensors, slots, lease, head)
-                try:
-                    if head:
-                        # While the first chunks are copied.
-                        refuse_shared(slots, first, len(keys) * size)
-                except ValueError:
-                    if load is not None:
-                        load.cancel()
-                        load.run(self._patience)
-                    raise
-            return torch.from_numpy(self._settled(load, keys[:start], len(ids)))
+            with self._session.leases.ask(self._keys(given[: head * size], salted)[start:]) as lease:
+                ids = as_tokens(given)
+                slots, keys = as_slots(slot_mapping, len(ids), 0), self._keys(ids, salted)
+                places = self._places("retrieve", kvcaches, slots, first, len(keys))
+                covered = self._loaded(places, keys, start, lease) if places is not None else np.zeros(len(ids), dtype=np.bool_)
+            return torch.from_numpy(covered)
 
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in VRAM; 1: in the offload tier; -1: nowhere known. Takes no lease."""
@@ -167,7 +160,8 @@ class VCacheEngine:
         mine["connections_lost"] = client.connections_lost
         mine["namespace"] = str(self._session.namespace)
         mine["device"] = self.device.name
-        mine["offload"] = self._session.offload_snapshot()
+        tier = self._session.tier
+        mine["offload"] = None if tier is None else tier.snapshot()
         try:
             server = client.stats()
         except VCacheError:
@@ -182,11 +176,11 @@ class VCacheEngine:
     def register(self, kvcaches: KVCaches) -> None:
         """Check the KV caches and compile the kernels for them, so that no request waits for it. Optional, once, in the
         worker's thread. Raises LayoutError if they are not what the layout says: nothing would ever be stored or retrieved."""
-        self._session.bind(as_kvcaches(kvcaches))
+        self._session.bind(kvcaches)
 
     def keys(self, tokens: Tokens, *, salt: bytes | None = None) -> list[ChunkKey]:
         """The keys of the whole chunks of `tokens`, as `contains` takes them."""
-        return self._hasher.keys(tokens, as_salt(salt))
+        return self._keys(tokens, as_salt(salt))
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
         """Wait until the stores so far are visible or given up, and, if `through`, written to the offload tier or dropped; False if they
@@ -199,49 +193,39 @@ class VCacheEngine:
 
     # ---- inside
 
-    def _store(self, keys: list[ChunkKey], start: int, kvcaches: KVCaches, slots: npt.NDArray[np.int64]) -> None:
-        size = self._layout.chunk_size
-        places = SlotPlaces(self._session.bind(kvcaches), size, slots, range(0, len(keys) * size, size))
-        store(self._session, places, keys, [chunk for chunk in range(start, len(keys)) if places.holds(chunk)])
+    def _keys(self, tokens: Tokens, salt: bytes) -> list[ChunkKey]:
+        keys = self._hasher.keys(tokens, salt)
+        return of_rank(keys, self._rank) if self._rank else keys
 
     def _head(self, chunks: int) -> int:
-        """How many of so many chunks are launched before the rest is looked at; 0: all at once."""
-        return chunks // HEAD_SHARE if chunks * self._session.chunk_bytes >= SPLIT_BYTES else 0
+        """How many of so many chunks are leased and launched before the rest."""
+        return chunks // HEAD_SHARE if chunks * self._session.chunk_bytes >= SPLIT_BYTES else chunks
 
-    def _launched(
-        self,
-        keys: list[ChunkKey],
-        first: int,
-        kvcaches: KVCaches,
-        slots: npt.NDArray[np.int64],
-        lease: AskedLease,
-        head: int,
-    ) -> Load | None:
-        """A load of what is wanted from token `first` on, whose first copy is launched; None if that failed."""
-        size, start = self._layout.chunk_size, first // self._layout.chunk_size
+    def _places(self, call: str, kvcaches: KVCaches, slots: npt.NDArray[np.int64], first: int, chunks: int) -> SlotPlaces | None:
+        """Of the chunks from the one with token `first` on, `chunks` in all with those before it. None if the KV caches are not what the
+        layout says. ValueError if they are none, or if two tokens have one slot."""
+        size = self._layout.chunk_size
         try:
             kv = self._session.bind(kvcaches)
-            places = SlotPlaces(kv, size, slots, range(start * size, len(keys) * size, size), first)
-            load = Load(self._session, places, keys[start:], lease=lease, head=head)
-            load.advance()
+        except ValueError:
+            raise
         except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
-            self._session.miss("retrieve", error)
+            self._session.miss(call, error)
             return None
-        return load
+        places = SlotPlaces(kv, size, slots, range(first // size * size, chunks * size, size), first)
+        places.refuse_shared()
+        return places
 
-    def _settled(self, load: Load | None, prefix: list[ChunkKey], tokens: int) -> npt.NDArray[np.bool_]:
-        """Run a load to its end: which of so many tokens it has brought. prefix: the chunks before it."""
-        covered = np.zeros(tokens, dtype=np.bool_)
-        if load is None:
-            return covered
+    def _loaded(self, places: SlotPlaces, keys: list[ChunkKey], start: int, lease: AskedLease) -> npt.NDArray[np.bool_]:
+        """Load the chunks from number `start` on: which tokens that has brought."""
+        loaded, prefix = 0, keys[:start]
         try:
-            load.run(self._patience)
-            for copy in load.copies:
-                covered |= copy.covered(tokens)
+            load = Load(self._session, places, keys[start:], lease=lease)
+            loaded = load.run(self._patience)
             if prefix:
-                self._session.touch(prefix)
+                self._session.committer.touch(prefix)
             if chunks := load.to_promote():
-                store(self._session, load.places, load.keys, chunks, prefix, fetched_in=load.epoch)
+                store(self._session, places, load.keys, chunks, prefix, fetched_in=load.epoch)
         except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
             self._session.miss("promote", error)
-        return covered
+        return places.loaded(loaded)

@@ -26,10 +26,10 @@ from vcache_backend.config import Config
 from vcache_backend.demo.cache import Fault, PagedCache
 from vcache_backend.demo.content import Shape, block_digests, content, poison
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Leased
 from vcache_backend.offload import objects
 from vcache_backend.transfer.layout import Namespace
-from vcache_backend.transfer.session import Lease
+from vcache_backend.transfer.leases import Lease
 from vcache_backend.vram_pool import reference
 from vcache_backend.vram_pool.copier import Finished, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
@@ -135,11 +135,11 @@ class Worker:
 
     def _watch(self, trusting: bool) -> None:
         """Remember leases and verdicts. Every other verdict is asked for, as if the grace were over."""
-        session = self._engine._session
-        grant, verdict = session.lease, session.verdict
+        leases = self._engine._session.leases
+        grant, verdict = leases.granted, leases.verdict
 
-        def leased(keys: list[ChunkKey]) -> Lease | None:
-            got = grant(keys)
+        def granted(keys: list[ChunkKey], leased: Leased, asked: float, connection: int) -> Lease | None:
+            got = grant(keys, leased, asked, connection)
             self._leases += [got] if got is not None else []
             return got
 
@@ -151,7 +151,7 @@ class Worker:
             self._refused += not held
             return held or trusting
 
-        session.lease, session.verdict = leased, judged  # type: ignore[method-assign]
+        leases.granted, leases.verdict = granted, judged  # type: ignore[method-assign]
 
     def serve(self, lasting: float) -> Served:
         """Rounds for so long; what happened in them. A wrong byte is told at once: this process may be killed."""
@@ -195,7 +195,7 @@ class Worker:
         if faults:
             served.outcomes.add(Outcomes(wrong=1, wrong_bytes=sum(fault.nbytes for fault in faults)))
             served.wrong.append(self._describe(faults[0], engine.keys(tokens)))
-        if not (got or engine._session.connected):
+        if not (got or engine._session.client.connected):
             # Whoever starts the server again needs the core.
             time.sleep(OFFLINE_SECONDS)
         cache.prefill(places[blocks:], digests[blocks:])

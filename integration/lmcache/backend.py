@@ -161,7 +161,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     ) -> list[MemoryObj]:
         """In another thread where chunks may have to be waited for: LMCache answers the look-up of `enable_async_loading` with what
         came, and the request waits in its queue until then."""
-        if self._worker is None or self._worker.session.offload_link() is None:
+        if self._worker is None or self._worker.session.tier is None:
             return list(self._get(keys))
         return list(await asyncio.get_running_loop().run_in_executor(None, self._get, keys))
 

@@ -91,7 +91,7 @@ class Foreign:
                 break
             views.append(SlotView.over(flat[:need].to(kv.device, non_blocking=True), local=True))
         try:
-            copy = self._session.scatter(kv, places.load_plan(first, len(views)), views, None) if views else None
+            copy = self._session.copier.scatter(kv, places.load_plan(first, len(views)), views) if views else None
         except LayoutError as error:
             self._session.miss("load", error)
             return 0
@@ -104,10 +104,11 @@ class Foreign:
         """Those that came from the offload tier are in the KV cache, `tokens` of them: count them, and store in the pool again those that
         are there as a whole."""
         session, names, epochs = self._session, [obj.key for obj in objs], {obj.epoch for obj in objs}
-        session.known_offloaded(names)
+        if session.tier is not None:
+            session.tier.known(names)
         nbytes = tokens * places.kv.chunk_bytes(session.chunk_size) // session.chunk_size
         session.stats.count(chunks_offload=len(objs), tokens_retrieved=tokens, bytes_offload=nbytes)
-        if not session.promotes or len(epochs) > 1:
+        if session.tier is None or not session.tier.promotes or len(epochs) > 1:
             return
         try:
             store(session, places, names, [i for i in range(len(objs)) if places.holds(i)], fetched_in=epochs.pop())
@@ -134,7 +135,7 @@ class Foreign:
         # LMCache dies of an exception here. Without its lease the chunk counts as lost.
         lease = obj.shared.take()
         if lease is not None:
-            self._session.release(lease)
+            self._session.leases.release(lease)
         return torch.zeros(obj.form.nbytes, dtype=torch.uint8, device=self._paged().device)
 
     def _clones_held(self, objs: Sequence[MemoryObj]) -> bool:
@@ -144,7 +145,7 @@ class Foreign:
         if shared and self._session.device.ordinal is not None:
             torch.cuda.synchronize(self._session.device.ordinal)
         # Every lease is ended, also after one that did not hold.
-        held = [lease is not None and self._session.verdict(lease) for lease in (one.take() for one in shared)]
+        held = [lease is not None and self._session.leases.verdict(lease) for lease in (one.take() for one in shared)]
         return all(held)
 
     def copy_out(self, written: torch.cuda.Event | None) -> Callable[[DeferredObj], torch.Tensor]:

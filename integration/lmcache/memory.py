@@ -13,7 +13,7 @@ from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat,
 
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.arguments import KVCaches
-from vcache_backend.transfer.session import Lease
+from vcache_backend.transfer.leases import Lease
 
 
 class Form(NamedTuple):

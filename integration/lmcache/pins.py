@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lmcache.utils import CacheEngineKey
 
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.session import Lease
+from vcache_backend.transfer.leases import Lease
 
 MOST = 1024
 NOTHING_SECONDS = 30.0

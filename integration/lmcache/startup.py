@@ -96,7 +96,7 @@ class Starter:
         worker = PoolWorker(session, kvcaches, instance.ranks, under_vllm, self._metadata, config.offload)
         worker.settles = under_vllm
         worker.counts_offloaded = bool(getattr(self._config, "enable_async_loading", False)) or instance.recomputes
-        if session.offload_link() is not None:
+        if session.tier is not None:
             log.warning("vcache: offload tier: %s", config.offload)
             if not worker.counts_offloaded:
                 log.warning("vcache: %s", _NOT_COUNTED)

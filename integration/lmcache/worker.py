@@ -21,9 +21,10 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Location
 from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.keys import TaggedHashKeys, of_rank
+from vcache_backend.transfer.leases import Lease
 from vcache_backend.transfer.load import SLICE_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces
-from vcache_backend.transfer.session import Lease, Session
+from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.paged import PagedKV
 
@@ -73,7 +74,7 @@ class PoolWorker:
         self._ranks, self._needs_scope, self._unscoped = ranks, needs_scope, False
         self._form = Form.of(metadata.get_shapes(session.chunk_size), metadata.get_dtypes(), None)
         self._patience = COPY_SECONDS + offload.get_seconds
-        self._pins = Pins(session.release)
+        self._pins = Pins(session.leases.release)
         self._loading: list[_Loading] = []
 
     # ---- look-ups
@@ -91,7 +92,7 @@ class PoolWorker:
             if not pin or not found:
                 return found
             names = names[:found]
-        lease = session.lease(names)
+        lease = session.leases.acquire(names)
         pooled = len(lease.keys) if lease is not None else 0
         readable = self._readable(lease) if lease is not None else 0
         # A chunk of the pool that is out of this worker's reach ends it: it would not be looked for in the offload tier.
@@ -142,7 +143,7 @@ class PoolWorker:
         """Up to which of `keys` the lease of this look-up reaches; 0 if not past `first`, or if it has no time for a copy."""
         last = min(len(pin.lease.keys) if pin.lease is not None else 0, len(keys)) - 1
         # The last key stands for all before it.
-        if last < first or pin.lease is None or not self.session.good_for_a_copy(pin.lease):
+        if last < first or pin.lease is None or not self.session.leases.good_for_a_copy(pin.lease):
             return 0
         return last + 1 if pin.names[last] == self._names.keys(keys[last : last + 1])[0] else 0
 
@@ -153,7 +154,7 @@ class PoolWorker:
         names = self._names.keys(keys) if self._mine(keys) else []
         try:
             while len(objs) < len(names):
-                lease = self.session.lease(names[len(objs) :])
+                lease = self.session.leases.acquire(names[len(objs) :])
                 rest = len(objs) + (len(lease.keys) if lease is not None else 0)
                 fetch = self.session.fetch(names[rest:])
                 try:
@@ -173,9 +174,9 @@ class PoolWorker:
     def _leased(self, lease: Lease) -> list[LeasedObj]:
         readable = self._readable(lease)
         if not readable:
-            self.session.release(lease)
+            self.session.leases.release(lease)
             return []
-        shared = SharedLease(lease, self.session.release, readable)
+        shared = SharedLease(lease, self.session.leases.release, readable)
         return [LeasedObj(self._form, shared, lease, index, self.foreign.clone) for index in range(readable)]
 
     def load(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots, skip: int) -> int | None:
@@ -205,7 +206,7 @@ class PoolWorker:
 
     def _part(self, lease: Lease | None, keys: list[ChunkKey], locations: list[Location]) -> Lease | None:
         """A lease on these of its chunks, with time for a copy; None if it is over."""
-        if lease is None or not (self.session.good_for_a_copy(lease) or self.session.renew(lease)):
+        if lease is None or not (self.session.leases.good_for_a_copy(lease) or self.session.leases.renew(lease)):
             return None
         return msgspec.structs.replace(lease, keys=keys, locations=locations)
 
@@ -294,9 +295,9 @@ class PoolWorker:
         force: also those that are leased or pinned, and, soon, those in the offload tier. Else it is an eviction from the pool.
         """
         names = self._names.keys(keys)
-        if force:
-            self.session.forget(names)
-        return self.session.remove(names, force)
+        if force and self.session.tier is not None:
+            self.session.tier.forget(names)
+        return self.session.client.remove(names, force)
 
     def clear(self) -> int:
         """Forget every chunk of the namespace, of all instances and ranks, offloaded ones as well; how many were in the pool."""

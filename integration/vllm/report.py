@@ -84,10 +84,10 @@ class Reporter:
 
     def _reached(self) -> Link:
         """How this worker reaches the offload tier: as last time, if there is no noticeable change."""
-        now = self._session.offload_link() if self._session is not None else None
-        if now is None:
+        tier = self._session.tier if self._session is not None else None
+        if tier is None:
             return self._link
-        usable, rate = now
+        usable, rate = tier.usable, tier.bandwidth
         known = self._link.bandwidth
         same = rate == known or (rate is not None and known is not None and abs(rate - known) < NOTICEABLE * known)
         return self._link if same and usable == self._link.usable else Link(usable, rate)

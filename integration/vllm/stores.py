@@ -57,7 +57,7 @@ class Stores:
         self._under_way = [gather for gather in self._under_way if not self._over(gather)]
         for gather in self._under_way:
             if meta.opaque or any(not gather.blocks.isdisjoint(blocks) for blocks in meta.fresh):
-                self._session.fence(gather.copy)
+                self._session.copier.fence(gather.copy)
 
     def start(self, stores: Sequence[StoreSpec], unfilled: AbstractSet[int]) -> set[str]:
         """Store what the step's model run, all of it queued, completes; but nothing that was computed from an `unfilled` block, whosever:

@@ -22,8 +22,9 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer import load as transfer
 from vcache_backend.transfer.keys import of_rank
+from vcache_backend.transfer.leases import FOREIGN, Lease
 from vcache_backend.transfer.places import BlockPlaces
-from vcache_backend.transfer.session import FOREIGN, Lease, Session
+from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
@@ -138,7 +139,7 @@ class WorkerSide:
             raise
         self._worker = _Worker(session, kv)
         self._stores.open(session, kv, self._model.block_size)
-        self.report.open(session, Shard(shard, session.offload_link() is not None))
+        self.report.open(session, Shard(shard, session.tier is not None))
         where = session.device
         log.info("vcache: worker %d lends to and reads from %s, %s B a chunk", self._rank, where, f"{shard.chunk_bytes:,}")
 
@@ -165,7 +166,7 @@ class WorkerSide:
         # A step without a model run stores nothing, and older releases do not call `store` in it.
         self.report.flushed |= meta.flush and meta.idle
         self._stores.fence(meta)
-        mark = worker.session.mark() if meta.loads else None
+        mark = worker.session.copier.mark() if meta.loads else None
         for spec in [spec for spec in meta.loads if not spec.lost]:
             loading = Loading(worker, spec, mark, self._model.block_size)
             (self._asynchronous if spec.lease is None else self._synchronous).append(loading)

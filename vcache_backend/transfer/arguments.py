@@ -52,16 +52,6 @@ def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[n
     return slots if not offset else np.concatenate([np.full(offset, -1, dtype=np.int64), slots])
 
 
-def refuse_shared(slots: npt.NDArray[np.int64], first: int, stop: int) -> None:
-    """ValueError if two of the tokens [first, stop) have one slot: the KV of one of them would be taken for the other's."""
-    ordered = np.sort(slots[first:stop])
-    shared = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
-    if shared.any():
-        slot = int(ordered[1:][shared][0])
-        tokens = (first + np.flatnonzero(slots[first:stop] == slot)[:2]).tolist()
-        raise ValueError(f"slot_mapping gives slot {slot} to the tokens at {tokens}; each token needs a slot of its own")
-
-
 def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
     """One tensor a layer, in the order in which they came."""
     if isinstance(kvcaches, Mapping):

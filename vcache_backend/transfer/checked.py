@@ -1,17 +1,65 @@
-"""A scatter whose bytes are checked, as one completion."""
+"""Copies out of the pool whose bytes are checked, where the namespace has checksums."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vcache_backend.errors import ChecksumError
-from vcache_backend.vram_pool.copier import Completion
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.vram_pool.copier import Completion, Mark
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.planner import CopyPlan
+from vcache_backend.vram_pool.slots import SlotView
 
 if TYPE_CHECKING:
+    from vcache_backend.transfer.session import Session
     from vcache_backend.vram_pool.checksum import Look
+
+log = logging.getLogger(__name__)
+
+STUCK_SECONDS = 10.0
+"""How long a scatter is waited for whose slots cannot be looked at."""
+
+
+def scatter(
+    session: Session, kv: PagedKV, copy: CopyPlan, views: Sequence[SlotView], keys: Sequence[ChunkKey], after: Mark | None
+) -> Completion:
+    """Scatter in one launch, as `Copier.scatter` does, and look at the slots' checksums behind it, if there are any.
+
+    keys: of the chunks in `views`. The answer's `done` and `wait` raise ChecksumError where a slot does not fit; the chunk is then
+    counted and on its way out of the pool.
+    """
+    scattered = session.copier.scatter(kv, copy, views, after)
+    if session.sealer is None:
+        return scattered
+    try:
+        look = session.sealer.verify(views, keys, kv.chunk_bytes(session.chunk_size), scattered)
+    except BaseException as error:
+        # The caller takes a VCacheError to mean that nothing writes into its blocks.
+        if not scattered.wait(STUCK_SECONDS):
+            raise RuntimeError(f"a scatter goes on whose slots cannot be looked at: {error}") from error
+        raise
+
+    def drop(bad: list[int]) -> None:
+        session.committer.remove([keys[i] for i in bad])
+        for i in bad:
+            if session.stats.failed("checksum") == 1:
+                log.error("chunk %s changed after its commit: it does not fit its checksum, and leaves the pool", keys[i].hex())
+
+    return CheckedScatter(scattered, look, drop)
+
+
+def slot_bytes(session: Session, nbytes: int) -> int:
+    """Of a slot for a chunk of `nbytes`, with its checksum if it has one. Raises LayoutError where such chunks can have none."""
+    if session.sealer is None:
+        return nbytes
+    from vcache_backend.vram_pool.checksum import sealed_bytes
+
+    return sealed_bytes(nbytes)
 
 
 class CheckedScatter:

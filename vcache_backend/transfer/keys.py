@@ -9,7 +9,6 @@ what an integration adds. The digests are of three kinds, which never meet, as e
 | --- | --- | --- |
 | the engine's, chunk i | h(i-1) ‖ tokens of chunk i as little-endian uint32, with h(-1) the next line's | `vcache-chunk-1` |
 | its root | the salt | `vcache-salt-1` |
-| a chunk with a token beyond 32 bits | h(i-1) ‖ its tokens as little-endian int64 | `vcache-wide-1` |
 | LMCache's | count of tag names and values ‖ those, sorted, each with its length ‖ LMCache's hash, signed | `vcache-lmcache-1` |
 | vLLM's | nothing: the first 16 bytes of vLLM's hash of the chunk's last block | |
 | vLLM's, with an adapter | that key, keyed with the adapter's digest | |
@@ -23,7 +22,9 @@ bits only; the digest cannot mend that. 128 bits of a cryptographic hash: tokens
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -35,6 +36,7 @@ from vcache_backend.metadata_server.messages import KEY_BYTES, RANK_BYTES, Chunk
 from vcache_backend.transfer.layout import Namespace
 
 HASH_BYTES = 16
+Tokens = npt.NDArray[np.uint32]
 
 
 def of_rank(keys: Sequence[ChunkKey], rank: int) -> list[ChunkKey]:
@@ -54,8 +56,12 @@ def of_all_ranks(keys: Sequence[ChunkKey], ranks: int) -> list[ChunkKey]:
 # ---- the engine's
 
 
-def as_tokens(tokens: Sequence[int] | Any) -> npt.NDArray[Any]:
-    """A 1-D sequence, numpy array or tensor of 64-bit signed integers (on a GPU: copied to the host). ValueError for anything else."""
+def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
+    """A 1-D sequence, numpy array or tensor of integers from 0 to 2^32 - 1 (on a GPU: copied to the host). ValueError for anything else."""
+    if isinstance(tokens, list) and tokens:
+        with suppress(TypeError, OverflowError):
+            # In half of numpy's time, which looks for a type first.
+            return np.frombuffer(array("I", tokens), dtype=np.uint32)
     there: Any = tokens
     try:
         ids = np.asarray(there.cpu() if getattr(there, "is_cuda", False) else there)
@@ -63,48 +69,46 @@ def as_tokens(tokens: Sequence[int] | Any) -> npt.NDArray[Any]:
         raise ValueError(f"tokens are a {type(tokens).__name__} that cannot be read: {type(error).__name__}: {error}") from error
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         raise ValueError(f"tokens have shape {ids.shape} and type {ids.dtype}; expected one dimension of integers")
-    if len(ids) and ids.dtype == np.uint64 and int(ids.max()) >= 1 << 63:
-        # As int64, which is what is hashed, it would be another token.
-        raise ValueError(f"token {ids.max()} does not fit a 64-bit signed integer")
-    return ids
+    narrow = ids.astype(np.uint32, copy=False)
+    if narrow is not ids and not np.array_equal(narrow, ids):
+        raise ValueError(f"tokens are from {ids.min()} to {ids.max()}; expected 0 to {(1 << 32) - 1}")
+    return narrow
 
 
 class _Hashed(NamedTuple):
-    """What was hashed last: the tokens, their salt, and the keys of their whole chunks."""
+    """What was hashed last."""
 
-    ids: npt.NDArray[np.int64]
+    ids: Tokens
     salt: bytes
     keys: list[ChunkKey]
 
 
 class TokenHasher:
-    """Keys of the whole chunks of a token sequence, for one namespace, chunk size and rank. Any thread.
+    """Keys of rank 0 of the whole chunks of a token sequence, for one namespace and chunk size. Any thread.
 
     Chunks that begin the sequence before it, too, are not hashed again: a look-up, a retrieve and a store of one prompt hash it once.
     """
 
-    def __init__(self, namespace: Namespace, chunk_size: int, rank: int = 0) -> None:
+    def __init__(self, namespace: Namespace, chunk_size: int) -> None:
         self.chunk_size = chunk_size
-        self._prefix = namespace.prefix
-        self._suffix = rank.to_bytes(RANK_BYTES, "big")
+        self._prefix, self._suffix = namespace.prefix, bytes(RANK_BYTES)
         self._root = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-salt-1")
-        self._narrow = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-chunk-1")
-        self._wide = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-wide-1")
-        self._last = _Hashed(np.empty(0, dtype=np.int64), b"", [])
+        self._chunk = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-chunk-1")
+        self._last = _Hashed(np.empty(0, dtype=np.uint32), b"", [])
 
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
         """One key for each whole chunk of `tokens` (see `as_tokens`); a tail shorter than a chunk has none."""
-        ids = as_tokens(tokens).astype(np.int64, copy=False)
+        ids, size = as_tokens(tokens), self.chunk_size
         known = self._known(ids, salt)
-        count = len(ids) // self.chunk_size
+        count = len(ids) // size
         if len(known) == count:
             return known
-        keys = known + self._hashed(ids[len(known) * self.chunk_size :], self._chain(known, salt))
+        keys = known + self._hashed(ids[len(known) * size : count * size], self._chain(known, salt))
         # A copy: the caller may write into its array.
-        self._last = _Hashed(ids[: count * self.chunk_size].copy(), salt, keys)
+        self._last = _Hashed(ids[: count * size].copy(), salt, keys)
         return list(keys)
 
-    def _known(self, ids: npt.NDArray[np.int64], salt: bytes) -> list[ChunkKey]:
+    def _known(self, ids: Tokens, salt: bytes) -> list[ChunkKey]:
         """The keys of the leading chunks that were hashed a moment ago."""
         last, size = self._last, self.chunk_size
         both = min(len(ids) // size, len(last.keys)) * size
@@ -121,31 +125,15 @@ class TokenHasher:
         root.update(salt)
         return root.digest()
 
-    def _hashed(self, ids: npt.NDArray[np.int64], digest: bytes) -> list[ChunkKey]:
-        keys = []
-        for template, chunk in self._chunks(ids):
-            link = template.copy()
+    def _hashed(self, ids: Tokens, digest: bytes) -> list[ChunkKey]:
+        raw, step, keys = np.ascontiguousarray(ids, dtype="<u4").data.cast("B"), 4 * self.chunk_size, []
+        for start in range(0, len(raw), step):
+            link = self._chunk.copy()
             link.update(digest)
-            link.update(chunk)
+            link.update(raw[start : start + step])
             digest = link.digest()
             keys.append(ChunkKey(self._prefix + digest + self._suffix))
         return keys
-
-    def _chunks(self, ids: npt.NDArray[np.int64]) -> list[tuple[blake2b, memoryview]]:
-        """The bytes of each whole chunk, narrow if all its tokens fit, and the hash state for their width."""
-        size = self.chunk_size
-        starts = range(0, len(ids) - size + 1, size)
-        narrow = np.ascontiguousarray(ids.astype("<u4"))
-        if np.array_equal(narrow, ids):
-            raw = narrow.data.cast("B") if len(narrow) else memoryview(b"")
-            return [(self._narrow, raw[4 * start : 4 * (start + size)]) for start in starts]
-        wide = np.ascontiguousarray(ids, dtype="<i8")
-        chunks = []
-        for start in starts:
-            part = slice(start, start + size)
-            fits = np.array_equal(narrow[part], ids[part])
-            chunks.append((self._narrow, narrow[part].data) if fits else (self._wide, wide[part].data))
-        return chunks
 
 
 # ---- vLLM's

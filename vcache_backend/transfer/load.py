@@ -10,12 +10,12 @@ from time import perf_counter
 
 from vcache_backend.errors import ChecksumError, VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.leases import AskedLease, Lease
 from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.places import Places
-from vcache_backend.transfer.session import AskedLease, Lease, Session
+from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import POLL_SECONDS, LoadContext, OffloadSource, Part, PoolSource, Source
 from vcache_backend.vram_pool.copier import Mark
-from vcache_backend.vram_pool.planner import CopyPlan
 
 log = logging.getLogger(__name__)
 
@@ -46,26 +46,21 @@ class Load:
         wait_seconds: float = 0.0,
         consume: bool = False,
         offload: bool = True,
-        head: int = 0,
         name: str = "",
     ) -> None:
         """`keys[i]` and `places` are those of chunk i. lease: one on the leading chunks that there is already, or was asked for; this load
-        ends it. mark: see `LoadContext`; None: the current stream goes on behind the copies. wait_seconds: how long chunks that are
-        not there yet may take to come. consume: remove the chunks once they are in place. offload: what the pool has not may lie
-        in the offload tier. head: chunks of the pool that the first `advance` launches, and no more; 0: all of them. name: of the
-        request, for the log."""
+        ends it, and asks for one on the rest. mark: see `LoadContext`; None: the current stream goes on behind the copies.
+        wait_seconds: how long chunks that are not there yet may take to come. consume: remove the chunks once they are in place.
+        offload: what the pool has not may lie in the offload tier. name: of the request, for the log."""
         self.keys, self.places, self.stats = keys, places, LoadStats(session, places.kv, name, len(keys))
         self.loaded, self.cause = 0, ""
-        self.copies: list[CopyPlan] = []
-        """Those that are in place."""
         self.consumed: list[int] = []
         """Numbers of the chunks that left the pool."""
         self._session, self._consume = session, consume
         self._context = LoadContext(session, places, keys, mark, self.stats)
-        self._offload = OffloadSource(self._context) if offload else None
-        pool = PoolSource(self._context, lease, POLL_SECONDS if wait_seconds else 0.0, head)
-        self._head = head
-        self._sources: list[Source] = [pool] if self._offload is None else [pool, self._offload]
+        self._pool = PoolSource(self._context, lease, POLL_SECONDS if wait_seconds else 0.0)
+        self._offload = OffloadSource(self._context, session.tier) if offload and session.tier is not None else None
+        self._sources: list[Source] = [self._pool] if self._offload is None else [self._pool, self._offload]
         self._parts: deque[Part] = deque()
         self._until, self._late = time.monotonic() + wait_seconds, "timeout" if wait_seconds else ABSENT
         self._end = len(keys)
@@ -147,7 +142,7 @@ class Load:
     def to_promote(self) -> list[int]:
         """Once it is over: numbers of the chunks to store in the pool again, since they came from the offload tier."""
         offload = self._offload
-        if offload is None or len(offload.epochs) != 1 or self._cancelled or not self._session.promotes:
+        if offload is None or len(offload.epochs) != 1 or self._cancelled or not offload.tier.promotes:
             return []
         return [chunk for chunk in offload.chunks if chunk < self.loaded and self.places.holds(chunk)]
 
@@ -157,9 +152,6 @@ class Load:
         self._settle()
         while not self._failed and self.reached < self._end and self._launch():
             self._settle()
-            if self._head:
-                self._head = 0
-                return
         if not self._failed and self.reached < self._end:
             self._give_up()
 
@@ -182,8 +174,9 @@ class Load:
             part = source.launch(self.reached)
             if part is not None:
                 self._parts.append(part)
-                for other in self._sources:
-                    other.prepare(self.reached)
+                if not self._pool.more:
+                    for other in self._sources:
+                        other.prepare(self.reached)
                 return True
         return False
 
@@ -192,7 +185,7 @@ class Load:
         if any(source.expects(self.reached) for source in self._sources):
             return
         # That the pool cannot be read does not change; that the offload tier has nothing may.
-        if not self._sources[0].cause and time.monotonic() < self._until:
+        if not self._pool.cause and time.monotonic() < self._until:
             return
         self.hold(next((source.cause for source in self._sources if source.cause), self._late))
 
@@ -209,7 +202,6 @@ class Load:
             if cause:
                 self._fail(cause)
                 return
-            self.copies.append(part.plan)
             if self._consume:
                 self._remove(part)
             self.loaded = part.first + part.count
@@ -217,9 +209,10 @@ class Load:
 
     def _remove(self, part: Part) -> None:
         keys = self.keys[part.first : part.first + part.count]
-        self._session.forget(keys)
+        if self._session.tier is not None:
+            self._session.tier.forget(keys)
         try:
-            self._session.remove(keys)
+            self._session.client.remove(keys)
         except VCacheError as error:
             self._session.miss("consume", error)
             return

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.slots import SlotView
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.session import Session
@@ -30,12 +29,15 @@ class LoadStats:
         self.tokens: Counter[str] = Counter()
         self.metadata_seconds = self.data_seconds = 0.0
 
-    def pooled(self, first: int, views: Sequence[SlotView], tokens: int, seconds: float) -> None:
-        """Chunks of the pool, from the load's chunk `first` on, are in place, `tokens` of them wanted. seconds: of their copy."""
-        device, own, count = self._session.device, sum(view.local for view in views), len(views)
+    def pooled(self, first: int, own: int, count: int, tokens: int, seconds: float) -> None:
+        """`count` chunks of the pool, from the load's chunk `first` on, are in place, `tokens` of them wanted. own: how many of them lay on
+        the reader's own device. seconds: of their copy."""
+        device = self._session.device
         # Of the first and the last chunk only a part may be wanted; in all it is every token.
         of_own, each = tokens * own // count, tokens * self.token_bytes // count
-        self.tokens += Counter({"host" if device.ordinal is None else "own": of_own, "peer": tokens - of_own})
+        for where, brought in (("host" if device.ordinal is None else "own", of_own), ("peer", tokens - of_own)):
+            if brought:
+                self.tokens[where] += brought
         self.data_seconds += seconds
         stats = self._session.stats
         stats.add_time("retrieve_copy", seconds)

@@ -7,19 +7,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.checked import scatter
+from vcache_backend.transfer.leases import FOREIGN, AskedLease, Lease
 from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.places import Places
-from vcache_backend.transfer.session import FOREIGN, AskedLease, Lease, Session
+from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copier import Completion, Mark
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch, Staged
+    from vcache_backend.offload.tier import OffloadTier
 
 POLL_SECONDS = 0.0002
 """How often a load asks for chunks that another instance is still computing."""
@@ -61,34 +64,34 @@ class Part(ABC):
         return perf_counter() - self.launched if seconds is None else seconds
 
 
-class Source(Protocol):
+class Source(ABC):
     """One place that chunks of a load come from. One thread, the worker's; only `wait` waits.
 
     cause: why nothing comes from here now; empty where it is simply not here. may_have: whether `prepare` is worth a try.
     """
 
-    cause: str
-    may_have: bool
+    cause = ""
+    may_have = False
 
     def expects(self, chunk: int) -> bool:
         """Whether this chunk is on its way from here."""
-        ...
+        return False
 
     def prepare(self, chunk: int) -> bool:
         """Begin to bring chunks from this number on, if that takes preparation; whether any are on their way."""
-        ...
+        return False
 
+    @abstractmethod
     def launch(self, chunk: int) -> Part | None:
         """Start the copy of the chunks from this number on that are here now; None if there are none."""
-        ...
 
     def wait(self, seconds: float) -> bool:
         """Wait, at most so long, for what is being prepared; False, at once, if nothing is."""
-        ...
+        return False
 
+    @abstractmethod
     def cancel(self) -> None:
         """Nothing more is wanted. Idempotent."""
-        ...
 
 
 class LoadContext:
@@ -99,10 +102,14 @@ class LoadContext:
         self.session, self.places, self.keys, self.mark, self.stats = session, places, keys, mark, stats
         self.idle_since = perf_counter()
         """Since when the load has had nothing to do but wait."""
+        self._planned: tuple[int, int, CopyPlan] | None = None
 
     def plan(self, chunk: int, count: int) -> CopyPlan:
-        with self.session.stats.timed("plan"):
-            return self.places.load_plan(chunk, count)
+        """The copy of so many chunks from this number on; one that was asked for just before is not made again."""
+        if self._planned is None or self._planned[:2] != (chunk, count):
+            with self.session.stats.timed("plan"):
+                self._planned = chunk, count, self.places.load_plan(chunk, count)
+        return self._planned[2]
 
 
 class _LeasedRun:
@@ -115,7 +122,7 @@ class _LeasedRun:
         """One user less; the last one ends the lease."""
         self.users -= 1
         if not self.users:
-            session.release(self.lease)
+            session.leases.release(self.lease)
 
 
 @dataclass
@@ -126,71 +133,54 @@ class _LeasedPart(Part):
     def keep(self) -> None:
         lease = self.run.lease
         if lease.seconds_left < lease.seconds / 2:
-            self.context.session.renew(lease)
+            self.context.session.leases.renew(lease)
 
     def settle(self) -> str:
         context, seconds, started = self.context, self.seconds, perf_counter()
         self.run.users -= 1
-        held = context.session.verdict(self.run.lease, end=not self.run.users)
+        held = context.session.leases.verdict(self.run.lease, end=not self.run.users)
         context.stats.metadata_seconds += perf_counter() - started
         if not held:
             return "lease_lost"
-        context.stats.pooled(self.first, self.views, self.tokens, seconds)
+        own = sum(view.local for view in self.views)
+        context.stats.pooled(self.first, own, self.count, self.tokens, seconds)
         return ""
 
     def drop(self) -> None:
         self.run.leave(self.context.session)
 
 
-class PoolSource:
-    """Chunks in the pool, each run of them under a lease."""
+class PoolSource(Source):
+    """Chunks in the pool, each run of them under a lease. more: whether the next chunks may be there too, since the lease that was
+    given was only asked for on those before them."""
 
-    may_have = False
-
-    def __init__(self, context: LoadContext, lease: Lease | AskedLease | None, every: float, head: int) -> None:
+    def __init__(self, context: LoadContext, lease: Lease | AskedLease | None, every: float) -> None:
         """lease: one that there is already or that was asked for, on chunks from number 0 on; another process's is the only one.
-        every: seconds between two questions for chunks that are not there; 0: there is no need to bound them. head: chunks that
-        are launched first, while the rest is planned; 0: all at once."""
-        self._context, self._given, self._every, self._head = context, lease, every, head
+        every: seconds between two questions for chunks that are not there; 0: there is no need to bound them."""
+        self._context, self._given, self._every = context, lease, every
         self._only = isinstance(lease, Lease) and lease.connection == FOREIGN
         self._run: _LeasedRun | None = None
         self._next_look = 0.0
-        self.cause = ""
-
-    def expects(self, chunk: int) -> bool:
-        return False
-
-    def prepare(self, chunk: int) -> bool:
-        return False
+        self.more = False
 
     def launch(self, chunk: int) -> Part | None:
-        context, session, most = (
-            self._context,
-            self._context.session,
-            (self._head if chunk == 0 else 0) or len(self._context.keys),
-        )
-        plan, planned = None, 0
+        context, session = self._context, self._context.session
         if self._run is None:
-            if isinstance(self._given, AskedLease):
-                # While the answer is on its way.
-                planned = min(most, len(context.keys) - chunk)
-                plan = context.plan(chunk, planned)
             lease = self._lease(chunk)
             if lease is None:
                 return None
             self._run = _LeasedRun(lease, chunk)
         run, self.cause = self._run, ""
-        views = session.views(run.lease.locations[chunk - run.first :][:most])
+        views = session.views(run.lease.locations[chunk - run.first :])
         if not views:
             self.cause = "segment"
             self._end_run()
             return None
-        if plan is None or planned != len(views):
-            plan = context.plan(chunk, len(views))
-        started = perf_counter()
+        plan, started = context.plan(chunk, len(views)), perf_counter()
         run.users += 1
         try:
-            moving = session.scatter(context.places.kv, plan, views, context.keys[chunk:], context.mark)
+            keys = context.keys[chunk : chunk + len(views)]
+            moving = scatter(session, context.places.kv, plan, views, keys, context.mark)
         except BaseException:
             # Whatever may still read the slots: nothing of it counts.
             run.users -= 1
@@ -208,19 +198,25 @@ class PoolSource:
     def _lease(self, chunk: int) -> Lease | None:
         """On the chunks from this number on, as far as they are there."""
         given, self._given = self._given, None
-        self.cause = ""
+        self.cause, self.more = "", False
         if isinstance(given, AskedLease):
-            return self._answered(given.fetch)
+            if given.keys:
+                # While the answer is on its way.
+                self._context.plan(chunk, len(given.keys))
+            lease = self._answered(given.fetch)
+            asked = len(given.keys)
+            self.more = lease is not None and len(lease.keys) == asked < len(self._context.keys)
+            return lease
         if given is not None or self._only:
             return given
         session, now = self._context.session, time.monotonic()
         if self._every and now < self._next_look:
             return None
         self._next_look = now + self._every
-        if not session.connected:
+        if not session.client.connected:
             self.cause = "server"
             return None
-        return self._answered(lambda: session.lease(self._context.keys[chunk:]))
+        return self._answered(lambda: session.leases.acquire(self._context.keys[chunk:]))
 
     def _answered(self, ask: Callable[[], Lease | None]) -> Lease | None:
         started = perf_counter()
@@ -233,9 +229,6 @@ class PoolSource:
         finally:
             self._context.stats.metadata_seconds += perf_counter() - started
 
-    def wait(self, seconds: float) -> bool:
-        return False
-
     def cancel(self) -> None:
         """End a lease that was given and not used."""
         self._end_run()
@@ -243,7 +236,7 @@ class PoolSource:
         if isinstance(given, AskedLease):
             given.drop()
         elif given is not None:
-            self._context.session.release(given)
+            self._context.session.leases.release(given)
 
 
 @dataclass
@@ -256,7 +249,7 @@ class _StagedPart(Part):
         context, keys = self.context, self.context.keys[self.first : self.first + self.count]
         seconds = self.seconds
         self.drop()
-        context.session.known_offloaded(keys)
+        self.source.tier.known(keys)
         context.stats.offloaded(self.first, keys, self.tokens, perf_counter() - context.idle_since, seconds)
         self.source.epochs |= {staged.epoch for staged in self.staged}
         self.source.chunks += range(self.first, self.first + self.count)
@@ -266,12 +259,12 @@ class _StagedPart(Part):
         self.fetch.give_back(self.staged)
 
 
-class OffloadSource:
+class OffloadSource(Source):
     """Chunks in the offload tier, run by run, each on its way before it is needed. After a run that ended early nothing more is read:
     what failed once may fail again."""
 
-    def __init__(self, context: LoadContext) -> None:
-        self._context, self.may_have, self.cause = context, True, ""
+    def __init__(self, context: LoadContext, tier: OffloadTier) -> None:
+        self._context, self.tier, self.may_have = context, tier, True
         self._fetch: Fetch | None = None
         self._next = self._stop = 0
         self.chunks: list[int] = []
@@ -306,16 +299,16 @@ class OffloadSource:
         return True
 
     def launch(self, chunk: int) -> Part | None:
-        context, fetch = self._context, self._fetch
-        if fetch is None or self._next != chunk:
+        context, fetch, uploader = self._context, self._fetch, self._context.session.uploader
+        if fetch is None or uploader is None or self._next != chunk:
             return None
-        staged = fetch.ready(context.session.most_staged)
+        staged = fetch.ready(uploader.most)
         if not staged:
             return None
         self._next += len(staged)
         try:
             plan, started = context.plan(chunk, len(staged)), perf_counter()
-            moving = context.session.upload(context.places.kv, plan, staged, context.mark)
+            moving = uploader.scatter(context.places.kv, plan, staged, context.mark)
         except VCacheError:
             # After any other error nobody knows whether something reads them: they are lost.
             fetch.give_back(staged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +10,10 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
+from vcache_backend.errors import ChecksumError, ServerUnavailable
 from vcache_backend.histogram import Histogram
+
+log = logging.getLogger(__name__)
 
 TIMES = (
     *("lookup", "retrieve", "store", "acquire", "release", "reserve", "commit", "plan", "retrieve_copy", "store_copy"),
@@ -54,6 +58,15 @@ class EngineStats:
         with self._lock:
             self._failures[cause] += 1
             return self._failures[cause]
+
+    def miss(self, call: str, error: Exception) -> int:
+        """Count a failure, and say each cause once. Always 0."""
+        # What does not fit its checksum was counted and said where it was found.
+        if not isinstance(error, ChecksumError):
+            first = self.failed(f"{call}: {type(error).__name__}") == 1
+            if first and not isinstance(error, ServerUnavailable):
+                log.warning("%s failed, which counts as a miss: %s", call, error)
+        return 0
 
     def not_stored(self) -> dict[str, int]:
         """Chunks that were not stored so far, by cause."""

@@ -1,0 +1,125 @@
+"""What the engine is asked that cannot be meant: a ValueError that says which, and nothing else is ever raised."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import Node, Pair, folder, pair, put, said, shared
+from kv_cases import CHUNK, FLASH, PACKED, SMALL, Cache, Sizes, layout_of, places, prompt
+from processes import SECONDS
+
+from vcache_backend.engine import VCacheEngine
+from vcache_backend.errors import ConfigError, LayoutError
+
+__all__ = ["folder", "pair", "shared"]
+
+
+# ---- arguments
+
+
+def test_arguments_that_cannot_be_meant_are_errors_that_say_which(pair: Pair) -> None:
+    tokens, slots, kv = prompt(CHUNK), places(pair.mine.sizes, CHUNK), pair.mine.tensors
+    true = torch.ones(CHUNK, dtype=torch.bool)
+    hole = true.clone()
+    hole[3] = False
+    calls = [
+        (r"mask .*\(31,\).*expected \(32,\)", lambda e: (tokens, true[1:], kv, slots)),
+        (r"mask .*int64.*torch\.bool", lambda e: (tokens, true.long(), kv, slots)),
+        (r"mask .*list.*torch\.bool", lambda e: (tokens, true.tolist(), kv, slots)),
+        (r"mask must be False on a prefix", lambda e: (tokens, hole, kv, slots)),
+        (r"slot_mapping .*\(31,\).*32 tokens", lambda e: (tokens, None, kv, slots[1:])),
+        (r"slot_mapping .*\(2, 16\)", lambda e: (tokens, None, kv, slots.view(2, 16))),
+        (r"slot_mapping .*float.*integers", lambda e: (tokens, None, kv, slots.float())),
+        (r"tokens .*float.*integers", lambda e: (tokens.float(), None, kv, slots)),
+        (r"tokens .*\(32, 1\)", lambda e: (tokens[:, None], None, kv, slots)),
+        (r"tokens .*bool", lambda e: (true, None, kv, slots)),
+        (
+            rf"slot {slots[4]} to the tokens at \[4, 9\]",
+            lambda e: (tokens, None, kv, slots.index_fill(0, torch.tensor([9]), slots[4])),
+        ),
+        (r"slot_mapping .*18446744073709551615", lambda e: (tokens, None, kv, np.full(CHUNK, -1).astype(np.uint64))),
+        (r"kvcaches .*NoneType", lambda e: (tokens, None, None, slots)),
+    ]
+    for pattern, arguments in calls:
+        for call in (pair.writer.store, pair.writer.retrieve):
+            with pytest.raises(ValueError, match=pattern):
+                call(*arguments(pair.writer))
+    with pytest.raises(ValueError, match=r"slot_mapping .*offset 5"):
+        pair.writer.store(tokens, None, kv, slots, 5)
+    with pytest.raises(ValueError, match=r"slot_mapping .*offset -1"):
+        pair.writer.store(tokens, None, kv, torch.cat([slots, slots[:1]]), -1)
+    with pytest.raises(ValueError, match=r"tokens .*float"):
+        pair.writer.lookup([0.5] * CHUNK)
+    assert pair.writer.get_stats()["failures"] == {}
+
+
+def test_whatever_it_is_asked_an_engine_raises_nothing_but_value_error(shared: Node, pair: Pair) -> None:
+    tokens, slots, kv, e = prompt(CHUNK), places(SMALL, CHUNK), pair.mine.tensors, pair.writer
+    odd: list[object] = [None, 0, -1, 1 << 70, 0.5, float("nan"), "x", b"x", (), [], [[1], [1, 2]], {}, {"a": 1}, object(), Cache]
+    odd += [[None] * CHUNK]
+    odd += [torch.tensor(1), torch.empty(CHUNK, device="meta"), torch.ones(CHUNK).to_sparse(), np.array([object()] * CHUNK)]
+    odd += [
+        [torch.empty_like(layer, device="meta") for layer in kv],
+        [kv[0].to_sparse()] * 3,
+        [torch.ones(CHUNK, dtype=torch.bool)],
+    ]
+    for x in odd:
+        for call in (
+            lambda x: (e.lookup(x), e.lookup(tokens, salt=x)),
+            lambda x: e.store(x, None, kv, slots),
+            lambda x: e.store(tokens, x, kv, slots),
+            lambda x: e.store(tokens, None, x, slots),
+            lambda x: e.store(tokens, None, kv, x),
+            lambda x: e.store(tokens, None, kv, slots, x),
+            lambda x: e.store(tokens, None, kv, slots, salt=x),
+            lambda x: e.retrieve(x, None, kv, slots),
+            lambda x: e.retrieve(tokens, x, kv, slots),
+            lambda x: e.retrieve(tokens, None, x, slots),
+            lambda x: e.retrieve(tokens, None, kv, x),
+            lambda x: e.retrieve(tokens, None, kv, slots, salt=x),
+            e.contains,
+            e.keys,
+            lambda x: e.keys(tokens, salt=x),
+            e.flush,
+        ):
+            with contextlib.suppress(ValueError):
+                call(x)
+    assert e.flush(SECONDS)
+    assert e.keys(tokens, salt=None) == e.keys(tokens)
+    stats = shared.client().stats()
+    assert stats.leases == stats.reservations == stats.quarantined == 0
+
+
+def test_places_outside_of_the_cache_are_a_failure_not_a_write(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    tokens, slots = prompt(2 * CHUNK), places(pair.mine.sizes, 2 * CHUNK)
+    put(pair.writer, pair.mine, tokens)
+    for wrong in (pair.mine.sizes.blocks * pair.mine.sizes.block_size, -2):
+        outside = slots.clone()
+        outside[CHUNK + 7] = wrong
+        assert not pair.reader.retrieve(tokens, None, pair.theirs.tensors, outside).any()
+        assert pair.theirs.holds_only(tokens[:0], slots[:0])
+    outside = torch.where(slots == slots[7], 10**9, slots)
+    pair.writer.store(prompt(2 * CHUNK, 2), None, pair.mine.tensors, outside)
+    assert pair.writer.flush(SECONDS)
+    assert pair.writer.lookup(prompt(2 * CHUNK, 2)) == 0
+    assert pair.writer.get_stats()["server"]["segments"].popitem()[1]["used"] == 2 * pair.mine.chunk_bytes
+    assert len(said(caplog, "load failed")) == len(said(caplog, "store failed")) == 1
+
+
+def test_an_impossible_configuration_is_an_error_at_construction(shared: Node) -> None:
+    mine = Cache()
+    with pytest.raises(ValueError, match=r"layout\.chunk_size is 64, engine\.chunk_size is 32"):
+        VCacheEngine(shared.config("host:a"), layout_of(mine, 64))
+    with pytest.raises(ConfigError, match=r"pool\.device"):
+        VCacheEngine(shared.config("tape:0"), layout_of(mine))
+
+
+def test_register_refuses_kv_caches_that_are_not_what_the_layout_says(shared: Node) -> None:
+    pair = Pair(shared)
+    pair.writer.register(pair.mine.tensors)
+    for wrong in (Cache(PACKED), Cache(FLASH, Sizes(dim=32)), Cache(FLASH, Sizes(layers=2))):
+        with pytest.raises(LayoutError, match="the layout says 3 of"):
+            pair.reader.register(wrong.tensors)

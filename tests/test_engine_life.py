@@ -1,0 +1,139 @@
+"""The engine in several threads, and its end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from engine_cases import ROOMY, Node, Pair, folder, get, node, pair, put, shared
+from kv_cases import CHUNK, Cache, layout_of, places, prompt
+from processes import QUICK, SECONDS, eventually
+
+from vcache_backend.config import ClientConfig
+from vcache_backend.engine import VCacheEngine
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import SegmentInfo
+
+__all__ = ["folder", "pair", "shared"]
+
+
+# ---- threads, and the end
+
+
+def test_lookup_runs_beside_store_and_retrieve(shared: Node) -> None:
+    """The scheduler's side never sees an impossible answer, and the worker's bytes stay right."""
+    pair = Pair(shared, chunks=6)
+    done, odd, lookups = threading.Event(), [], [0]
+
+    def schedule() -> None:
+        while not done.is_set():
+            for family in range(1, 5):
+                found = pair.reader.lookup(prompt(3 * CHUNK, family))
+                pair.reader.contains(pair.reader.keys(prompt(CHUNK, family))[0])
+                if found not in (0, CHUNK, 2 * CHUNK, 3 * CHUNK):
+                    odd.append(found)
+                lookups[0] += 1
+            pair.reader.get_stats()
+
+    thread = threading.Thread(target=schedule)
+    thread.start()
+    try:
+        for turn in range(12):
+            put(pair.writer, pair.mine, prompt(3 * CHUNK, 1 + turn % 4))
+            assert get(pair.reader, pair.theirs, prompt(3 * CHUNK, 1 + turn % 4), seed=turn) == 3 * CHUNK
+            # What it has read may be evicted again: its lease ends behind its back.
+            assert pair.reader.flush(SECONDS)
+    finally:
+        done.set()
+        thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert not odd
+    assert lookups[0] > 12
+    assert pair.reader.get_stats()["failures"] == {}
+
+
+def _held() -> tuple[int, int, int]:
+    """File descriptors, mappings of segments and threads of this process."""
+    gc.collect()
+    mappings = sum("vcache" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return len(os.listdir("/proc/self/fd")), mappings, threading.active_count()
+
+
+def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Over many lives of engines, with heartbeats all the time."""
+    busy = ClientConfig(connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=0.0005)
+    with node(tmp_path, busy) as here:
+        here.serve()
+        mine = Cache()
+        layout = layout_of(mine)
+        keeper = here.engine("host:a", ROOMY, layout)
+        put(keeper, mine, prompt(2 * CHUNK))
+
+        def live(life: int) -> VCacheEngine:
+            engine = VCacheEngine(here.config("host:b", ROOMY), layout)
+            assert get(engine, mine, prompt(2 * CHUNK), seed=life) == 2 * CHUNK
+            put(engine, mine, prompt(CHUNK, 2 + life))
+            return engine
+
+        with live(0):
+            # The keeper maps what the other one lends, for good.
+            eventually(lambda: len(keeper._session.pool.mapped()) == 2)
+        before = _held()
+        closed = []
+        for life in range(1, 6):
+            engine = live(life)
+            assert all(now > was for now, was in zip(_held(), before, strict=True))
+            engine.close()
+            engine.close()
+            closed.append(engine)
+        assert _held() == before
+        assert {engine.lookup(prompt(CHUNK)) for engine in closed} == {0}
+        assert keeper.lookup(prompt(2 * CHUNK)) == 2 * CHUNK
+
+
+def test_a_heartbeat_under_way_maps_nothing_after_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with node(tmp_path, QUICK) as here:
+        here.serve()
+        mine = Cache()
+        here.engine("host:a", ROOMY, layout_of(mine))
+        engine = here.engine("host:b", 0, layout_of(mine))
+        assert len(engine._session.pool.mapped()) == 1
+        whole, asked = Client.list_segments, threading.Event()
+
+        def slow(client: Client) -> list[SegmentInfo]:
+            infos = whole(client)
+            if client is engine._session.client:
+                asked.set()
+                time.sleep(0.2)
+            return infos
+
+        monkeypatch.setattr(Client, "list_segments", slow)
+        assert asked.wait(SECONDS)
+        engine.close()
+        time.sleep(0.3)
+        assert engine._session.pool.mapped() == []
+
+
+def test_close_finishes_the_stores_under_way(shared: Node) -> None:
+    pair = Pair(shared)
+    tokens, slots = prompt(4 * CHUNK), places(pair.mine.sizes, 4 * CHUNK)
+    pair.mine.fill(tokens, slots)
+    pair.writer.store(tokens, None, pair.mine.tensors, slots)
+    pair.writer.close()
+    assert get(pair.reader, pair.theirs, tokens) == 4 * CHUNK
+
+
+def test_what_a_closed_engine_is_asked_is_a_miss(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    put(pair.writer, pair.mine, prompt(CHUNK))
+    pair.writer.close()
+    assert pair.writer.lookup(prompt(CHUNK)) == 0
+    assert get(pair.writer, pair.mine, prompt(CHUNK)) == 0
+    pair.writer.store(prompt(CHUNK), None, pair.mine.tensors, places(pair.mine.sizes, CHUNK))
+    assert pair.writer.contains(pair.writer.keys(prompt(CHUNK))[0]) == -1
+    assert pair.writer.get_stats()["server"] is None
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

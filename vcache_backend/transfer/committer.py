@@ -1,0 +1,101 @@
+"""The background of a session: commits of its stores, beside what the server is told and nobody waits for."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.courier import Courier
+from vcache_backend.transfer.stats import EngineStats
+from vcache_backend.vram_pool.copier import Completion
+
+log = logging.getLogger(__name__)
+
+_SLICE_SECONDS = 0.05
+"""How long a copy is waited for before the rest of the work is looked at again."""
+
+
+class PendingStore(NamedTuple):
+    """Copies under way into reserved slots of the chunks `keys`, `prefix` being those before them.
+
+    `keepalive`: slot views, whose mapping must live until the copy is complete. `sealed`: the writing of their checksums, behind the
+    copy; None where there are none.
+    """
+
+    completion: Completion
+    sealed: Completion | None
+    reservation: int
+    keys: list[ChunkKey]
+    prefix: list[ChunkKey]
+    tokens: int
+    nbytes: int
+    keepalive: Any
+
+
+class Committer(Courier):
+    """Commits the stores of one session, in the order they were submitted: each only after its copy's event, and its checksums'.
+
+    What else there is to tell the server waits for no store.
+    """
+
+    def __init__(
+        self, client: Client, stats: EngineStats, max_inflight: int, listeners: Sequence[Callable[[list[ChunkKey]], None]] = ()
+    ) -> None:
+        """listeners: told, in the commit thread, which chunks others can see from now on; looked at anew every time."""
+        self._stats, self._max_inflight, self._listeners = stats, max_inflight, listeners
+        self._queue: deque[PendingStore] = deque()
+        super().__init__(client)
+
+    def has_room(self) -> bool:
+        """Whether one more store may be submitted."""
+        return len(self._queue) < self._max_inflight
+
+    def submit(self, store: PendingStore) -> None:
+        """Hand over a store whose copy was launched. Never blocks."""
+        with self._changed:
+            self._queue.append(store)
+            self._changed.notify_all()
+
+    def _has_work(self) -> bool:
+        return bool(self._queue) or super()._has_work()
+
+    def _work(self) -> None:
+        store, over = (self._queue[0] if self._queue else None), True
+        try:
+            over = store is None or self._finish(store)
+        except Exception:  # a store that fails is a store that did not happen
+            log.exception("a background commit failed; its chunks are not shared")
+            self._stats.failed("commit_error")
+        super()._work()
+        if store is not None and over:
+            with self._changed:
+                self._queue.popleft()
+
+    def _finish(self, store: PendingStore) -> bool:
+        """Commit a store if nothing of it writes any more; False if something does. Too late, the server says so and takes the slots
+        back, however long that took: nobody else had them meanwhile."""
+        for written in (store.completion, store.sealed):
+            if written is not None and not written.wait(_SLICE_SECONDS):
+                return False
+        if store.completion.seconds is not None:
+            self._stats.add_time("store_copy", store.completion.seconds)
+        try:
+            with self._stats.timed("commit"):
+                visible = self._client.commit(store.reservation, store.prefix)
+        except VCacheError as error:
+            log.debug("commit: %s", error)
+            self._stats.failed("commit_unavailable")
+            self.give_back(store.reservation)
+            return True
+        if not visible:
+            self._stats.failed("reservation_void")
+            return True
+        self._stats.count(chunks_stored=visible, tokens_stored=store.tokens, bytes_stored=store.nbytes)
+        for listener in self._listeners:
+            listener(store.keys)
+        return True
