@@ -1,0 +1,76 @@
+"""What the tests of a failing server have in common: writers in processes of their own, a pool of four chunks."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+from model import chunk_key
+from processes import QUICK, Child, Stage, info
+
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.client import Client
+
+KIB = 1 << 10
+
+WRITER = """
+import os, sys, time
+from pathlib import Path
+from vcache_backend.config import ClientConfig
+from vcache_backend.metadata_server.client import Client
+sys.path.insert(0, "tests")
+from model import chunk_key
+client = Client(Path(sys.argv[1]), ClientConfig(request_seconds=10, heartbeat_seconds=60))
+keys = [chunk_key(n) for n in range(4)]
+"""
+RESERVE_AND_WAIT = WRITER + 'print("reserved", client.reserve(keys, 1024).reservation); time.sleep(60)'
+RESERVE_AND_HANG_UP = WRITER + 'client.reserve(keys, 1024); client.close(); print("hung up"); time.sleep(60)'
+RESERVE_AND_LEAVE_A_CHILD = (
+    WRITER
+    + """
+client.reserve(keys, 1024)
+if os.fork() == 0:
+    os.setsid()
+    print("orphan", os.getpid(), flush=True)
+    time.sleep(60)
+os._exit(0)
+"""
+)
+IN_A_PID_NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+ISOLATES = subprocess.run([*IN_A_PID_NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
+
+
+def pool(stage_: Stage, memfd: int, **config: Any) -> Client:
+    """A client of a new server, with a segment of four chunks that nobody offers again."""
+    stage_.server(**config)
+    client = stage_.client()
+    client.add_segment(info("s0", 4 * KIB), memfd)
+    return client
+
+
+def offering(stage_: Stage, memfd: int) -> Client:
+    """One that is quick to notice what becomes of its server, and then offers its segment again."""
+    client = stage_.client(QUICK)
+    client.offer(info("s0", 4 * KIB), memfd)
+    return client
+
+
+def reserving(stage_: Stage) -> Child:
+    """A process that has reserved the four slots, and goes on as if it wrote."""
+    writer = stage_.script(RESERVE_AND_WAIT)
+    writer.expect("reserved")
+    return writer
+
+
+def put(client: Client, *keys: m.ChunkKey) -> None:
+    """Store chunks, whatever their bytes are."""
+    reserved = client.reserve(list(keys), KIB)
+    assert client.commit(reserved.reservation) == len(keys)
+
+
+def has_room(client: Client) -> bool:
+    """Could four chunks be reserved now? Leaves nothing behind."""
+    reserved = client.reserve([chunk_key(n) for n in range(100, 104)], KIB)
+    if reserved.reservation:
+        client.abort(reserved.reservation)
+    return all(isinstance(slot, m.Location) for slot in reserved.slots)
