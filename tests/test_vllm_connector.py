@@ -156,12 +156,12 @@ def test_a_request_that_leaves_nothing_in_the_pool(here: Node, a: Instance, b: I
     assert b.one(tokens).cached == 0
 
 
-@pytest.mark.parametrize("wishes", [{"anounced": True}, {"wait_seconds": -1}, {"load": "no"}, "announced"], ids=str)
-def test_wishes_we_do_not_understand_are_served_uncached(here: Node, a: Instance, b: Instance, wishes: Any) -> None:
+def test_wishes_we_do_not_understand_are_served_uncached(here: Node, a: Instance, b: Instance) -> None:
+    """Which those are, test_vllm_settings says."""
     tokens = new_tokens(3 * CHUNK + 5)
     computed = here.keep(a, tokens)
     before, chunks, said = here.asked(), here.stats().chunks, len(b.log)
-    answer = b.one(tokens + new_tokens(CHUNK), params={"vcache": wishes})
+    answer = b.one(tokens + new_tokens(CHUNK), params=vcache(anounced=True))
     assert (answer.cached, here.asked(), here.stats().chunks) == (0, before, chunks)
     lines = [line for line in b.log[said:].splitlines() if "is served uncached: kv_transfer_params: vcache: " in line]
     assert len(lines) == 1

