@@ -38,7 +38,7 @@ def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[n
     try:
         offset = operator.index(offset)
         if isinstance(slot_mapping, torch.Tensor):
-            slot_mapping = slot_mapping.detach().cpu().numpy()
+            slot_mapping = (slot_mapping.cpu() if slot_mapping.is_cuda else slot_mapping).numpy()
         given = np.asarray(slot_mapping)
     except Exception as error:  # whatever a foreign object raises
         raise ValueError(f"slot_mapping or offset {offset!r} cannot be read: {type(error).__name__}: {error}") from error

@@ -70,7 +70,7 @@ def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         raise ValueError(f"tokens have shape {ids.shape} and type {ids.dtype}; expected one dimension of integers")
     narrow = ids.astype(np.uint32, copy=False)
-    if narrow is not ids and not np.array_equal(narrow, ids):
+    if narrow is not ids and not (narrow == ids).all():
         raise ValueError(f"tokens are from {ids.min()} to {ids.max()}; expected 0 to {(1 << 32) - 1}")
     return narrow
 

@@ -95,11 +95,11 @@ class SlotPlaces:
         if not (isinstance(starts, range) and starts.step == size) and any(b - a != size for a, b in pairwise(starts)):
             return None
         places = mapping.reshape(-1, block)
-        first = places[:, :1]
+        ids = places[:, 0] // block
         # Every block from its first place to its last, in order.
-        if not (places == first + np.arange(block)).all() or (first % block).any():
+        if not (places == (ids * block)[:, None] + np.arange(block)).all():
             return None
-        return BlockPlaces(self.kv, size, first[:, 0] // block, block, -(-max(self._skip - self._begin, 0) // block))
+        return BlockPlaces(self.kv, size, ids, block, -(-max(self._skip - self._begin, 0) // block))
 
     def refuse_shared(self) -> None:
         """ValueError if two of the tokens that are wanted have one slot: the KV of one of them would be taken for the other's."""

@@ -65,17 +65,16 @@ class Pool:
         Each view keeps its mapping alive: hold them until the copy is complete.
         """
         views: list[SlotView] = []
-        wholes: dict[SegmentId, tuple[torch.Tensor, int, bool]] = {}
+        wholes: dict[SegmentId, tuple[torch.Tensor, int, bool, int]] = {}
         for location in locations:
             segment, offset, length = location.segment, location.offset, location.length
             if segment not in wholes:
                 mapped = self._mapped.get(segment) or self._map_unseen(segment)
                 if mapped is None:
                     break
-                whole = mapped.tensor(0, mapped.nbytes)
-                wholes[segment] = whole, whole.data_ptr(), mapped.device == self.device.name
-            whole, address, local = wholes[segment]
-            if offset + length > whole.numel():
+                wholes[segment] = mapped.whole, mapped.address(0, 1), mapped.device == self.device.name, mapped.nbytes
+            whole, address, local, nbytes = wholes[segment]
+            if offset + length > nbytes:
                 log.error("segment %s has no bytes [%d, %d); this location is not used", segment, offset, offset + length)
                 break
             views.append(SlotView(address + offset, length, local, whole, offset))

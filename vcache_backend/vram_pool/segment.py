@@ -117,6 +117,11 @@ class MappedSegment(_Closing):
         """The same bytes as a 1-D uint8 tensor on the reader's device; a view, never a copy. Raises SegmentError."""
         return self._check(offset, length)[offset : offset + length]
 
+    @property
+    def whole(self) -> torch.Tensor:
+        """All of it, and at its end perhaps some bytes more, as `tensor`; made once."""
+        return self._check(0, self.nbytes)
+
     def close(self) -> None:
         """See the class. May be called again; live tensors stay usable."""
         self._whole = None
