@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import Node, Pair, folder, pair, put, said, shared
-from kv_cases import CHUNK, FLASH, PACKED, SMALL, Cache, Sizes, layout_of, places, prompt
+from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
 from processes import SECONDS
 
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.errors import ConfigError, LayoutError
+from vcache_backend.errors import ConfigError
 
 __all__ = ["folder", "pair", "shared"]
 
@@ -115,11 +115,3 @@ def test_an_impossible_configuration_is_an_error_at_construction(shared: Node) -
         VCacheEngine(shared.config("host:a"), layout_of(mine, 64))
     with pytest.raises(ConfigError, match=r"pool\.device"):
         VCacheEngine(shared.config("tape:0"), layout_of(mine))
-
-
-def test_register_refuses_kv_caches_that_are_not_what_the_layout_says(shared: Node) -> None:
-    pair = Pair(shared)
-    pair.writer.register(pair.mine.tensors)
-    for wrong in (Cache(PACKED), Cache(FLASH, Sizes(dim=32)), Cache(FLASH, Sizes(layers=2))):
-        with pytest.raises(LayoutError, match="the layout says 3 of"):
-            pair.reader.register(wrong.tensors)

@@ -15,6 +15,7 @@ from engine_cases import ROOMY, Node, UnfinishedCopier, counts, get, hanging, he
 from kv_cases import CHUNK, FLASH, MLA, SMALL, Cache, layout_of, places, prompt
 from processes import QUICK, SECONDS, eventually, make_memfd
 
+from vcache_backend.errors import LayoutError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.vram_pool import pool as pools
@@ -35,13 +36,15 @@ class NoCopier(HostCopier):
 # ---- writers that die or hang
 
 
-def test_the_slots_of_a_writer_killed_in_its_copy_come_back_and_nobody_sees_its_chunks(here: Node) -> None:
+@pytest.mark.parametrize("copier", ["pausing", "unfinished"], ids=["in its copy", "between copy and commit"])
+def test_the_slots_of_a_killed_writer_come_back_and_nobody_sees_its_chunks(here: Node, copier: str) -> None:
+    """Also where the bytes are complete, but nobody said so."""
     here.serve()
     mine, theirs = Cache(), Cache()
     reader = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
-    writer = here.worker("host:b", copier="pausing")
+    writer = here.worker("host:b", copier=copier)
     tokens = prompt(2 * CHUNK)
-    writer.until_paused("store", tokens, places(SMALL, 2 * CHUNK))
+    (writer.until_paused if copier == "pausing" else writer.ask)("store", tokens, places(SMALL, 2 * CHUNK))
     client = here.client()
     assert counts(client) == (1, 0)
     assert [reader.contains(key) for key in reader.keys(tokens)] == [-1, -1]
@@ -54,22 +57,6 @@ def test_the_slots_of_a_writer_killed_in_its_copy_come_back_and_nobody_sees_its_
     assert (client.stats().chunks, client.list_segments()[0].used) == (0, 0)
     put(reader, mine, tokens)
     assert get(reader, theirs, tokens) == 2 * CHUNK
-
-
-def test_the_slots_of_a_writer_killed_between_copy_and_commit_come_back(here: Node) -> None:
-    """The bytes are complete, but nobody said so: they are not shared."""
-    here.serve()
-    mine = Cache()
-    reader = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
-    writer = here.worker("host:b", copier="unfinished")
-    writer.ask("store", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
-    client = here.client()
-    assert counts(client) == (1, 0)
-    assert reader.lookup(prompt(2 * CHUNK)) == 0
-    writer.kill()
-    eventually(lambda: counts(client) == (0, 0))
-    assert reader.lookup(prompt(2 * CHUNK)) == 0
-    assert client.list_segments()[0].used == 0
 
 
 @pytest.mark.parametrize("end", ["late commit", "killed"])
@@ -335,6 +322,8 @@ def test_kv_caches_that_are_not_what_the_layout_says_are_misses(
     mine = Cache()
     writer = here.engine("host:a", ROOMY, layout_of(mine))
     liar = here.engine("host:b", 0, layout_of(mine))
+    with pytest.raises(LayoutError, match="the layout says 3 of"):
+        liar.register(planted.tensors)
     put(writer, mine, prompt(2 * CHUNK))
     for family in (2, 3):
         put(liar, planted, prompt(2 * CHUNK, family))
