@@ -350,6 +350,8 @@ def test_a_large_retrieve_is_launched_in_two_parts(pair: Pair, monkeypatch: pyte
     assert pair.reader.get_stats()["retrieve_copy"]["count"] == min(found // (2 * CHUNK), 1) + (found > 2 * CHUNK) + (
         found == CHUNK
     )
+    # Three have no whole quarter.
+    assert get(pair.reader, pair.theirs, tokens[: 3 * CHUNK]) == min(found, 3 * CHUNK)
     slots[-1] = slots[7 * CHUNK]
     pair.theirs.poison()
     with pytest.raises(ValueError, match="each token needs a slot of its own"):

@@ -199,7 +199,7 @@ class VCacheEngine:
 
     def _head(self, chunks: int) -> int:
         """How many of so many chunks are leased and launched before the rest."""
-        return chunks // HEAD_SHARE if chunks * self._session.chunk_bytes >= SPLIT_BYTES else chunks
+        return max(chunks // HEAD_SHARE, 1) if chunks * self._session.chunk_bytes >= SPLIT_BYTES else chunks
 
     def _places(self, call: str, kvcaches: KVCaches, slots: npt.NDArray[np.int64], first: int, chunks: int) -> SlotPlaces | None:
         """Of the chunks from the one with token `first` on, `chunks` in all with those before it. None if the KV caches are not what the
