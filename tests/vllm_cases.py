@@ -256,6 +256,8 @@ QUIET: dict[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCH_COMPILE_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
+    # It would set the other one's, and threads that wait for each other on taken cores take a hundred times as long.
+    "NUMBA_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
