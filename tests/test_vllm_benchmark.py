@@ -277,7 +277,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
         started = {}
         for integration, (parts, _, _) in WHOLE.items():
             out = folder / f"{integration}.json"
-            command = [sys.executable, "-m", "benchmarks.vllm_ttft", "--scale", "tiny", "--rounds", "2", "--seconds", "360"]
+            command = [sys.executable, "-m", "benchmarks.vllm_ttft", "--scale", "tiny", "--rounds", "2", "--seconds", "840"]
             command += ["--only", ",".join(parts), "--out", str(out), "--logs", str(folder / integration), "--commit", "x"]
             command += ["--cache", str(folder / "cache"), "--integration", integration]
             started[integration] = undo.enter_context(Process(command, TRITON_INTERPRET="0")), out
@@ -285,12 +285,12 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
 
 
 @pytest.mark.skipif(not all(map(find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}")
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("integration", WHOLE)
 def test_the_whole_script_runs_on_the_cpu(integration: str, scripts: dict[str, tuple[Process, Path]]) -> None:
     """Right answers, and a byte flipped in the pool is seen; what the figures say of the CPU is nobody's concern."""
     process, out = scripts[integration]
-    _, said = process.wait(400)
+    _, said = process.wait(880)
     assert "; failed: " not in said, said[-6000:]
     found = {row.case: row for row in read(out)}
     _, right, there = WHOLE[integration]

@@ -19,7 +19,7 @@ from .systems import Sizes, mp_arguments, serve_arguments
 
 START_SECONDS = 300.0
 END_SECONDS = 20.0
-CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
+CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 COUNTERS = {
     "queries": "vllm:prefix_cache_queries_total",
     "own": "vllm:prefix_cache_hits_total",

@@ -52,7 +52,13 @@ ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
 }
-CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+CPU_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCH_COMPILE_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    # By itself vLLM binds every instance to the same core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
 class Fleet:
