@@ -61,7 +61,7 @@ def test_the_slots_of_a_killed_writer_come_back_and_nobody_sees_its_chunks(here:
 
 @pytest.mark.parametrize("end", ["late commit", "killed"])
 def test_a_writer_that_hangs_in_its_copy_keeps_its_slot_until_it_is_done_or_gone(here: Node, end: str) -> None:
-    here.serve(reservation_seconds=0.3)
+    here.serve(reservation_seconds=1.0)
     mine, theirs = Cache(), Cache()
     other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
     writer = here.worker("host:b", copier="pausing")
@@ -111,7 +111,7 @@ def test_slots_that_a_hung_server_promised_to_nobody_come_back(hanging: Node) ->
 
 def test_a_store_whose_reservation_ended_gives_its_slots_back_when_its_copy_is_done(here: Node) -> None:
     """A slow copy on a GPU: the committer waits for it; its commit comes too late, and the server takes the slots back."""
-    here.serve(reservation_seconds=0.3)
+    here.serve(reservation_seconds=1.0)
     mine = Cache()
     writer = here.worker("host:b", 2 * mine.chunk_bytes, copier="unfinished")
     writer.ask("store", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
@@ -128,7 +128,7 @@ def test_a_writer_held_up_behind_its_reservation_copies_nothing_and_gives_its_sl
     here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a process may be stopped for as long as somebody likes: between the server's answer and the launch of the copy."""
-    here.serve(reservation_seconds=0.3)
+    here.serve(reservation_seconds=1.0)
     mine, theirs, client = Cache(), Cache(), here.client()
     other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
     writer = here.engine("host:b", 0, layout_of(mine), copier=NoCopier())
@@ -246,7 +246,7 @@ def test_a_killed_reader_holds_nothing(here: Node) -> None:
 def test_a_reader_that_outlives_its_lease_counts_nothing(here: Node, trusting: bool) -> None:
     """Hung between lease and copy, it wakes up over slots that hold other chunks. An engine that did not ask whether its
     lease held would count wrong bytes: that is the planted bug."""
-    here.serve(lease_seconds=0.3)
+    here.serve(lease_seconds=1.0)
     mine = Cache()
     writer = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
     put(writer, mine, prompt(2 * CHUNK))

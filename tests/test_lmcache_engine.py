@@ -225,7 +225,7 @@ def test_a_look_up_leases_until_it_is_unpinned(pair: Pair) -> None:
 
 
 def test_the_lease_of_an_abandoned_look_up_ends_by_itself_and_the_next_look_up_has_one_of_its_own(pool: Pool) -> None:
-    pool.node.serve(lease_seconds=0.5)
+    pool.node.serve(lease_seconds=2.0)
     engine = pool.engine()
     engine.store(chunks(2))
     assert engine.lookup(chunks(2), "aborted") == 2 * CHUNK
@@ -311,7 +311,7 @@ def test_an_abandoned_load_ahead_leaves_no_lease(served: Pool) -> None:
 
 
 def test_chunks_evicted_before_the_load_are_not_retrieved(pool: Pool) -> None:
-    pool.node.serve(lease_seconds=0.4)
+    pool.node.serve(lease_seconds=1.0)
     writer, reader = pool.engine(lent=4), loading_ahead(pool, lent=0)
     writer.store(chunks(3))
     assert reader.do("ask", chunks(3), "all") == 3 * CHUNK

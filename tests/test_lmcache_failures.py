@@ -250,7 +250,7 @@ def outlive_the_lease(inside: Inside) -> None:
 
 
 def test_tokens_read_under_a_lease_that_ended_are_not_marked(pool: Pool) -> None:
-    pool.node.serve(lease_seconds=0.4)
+    pool.node.serve(lease_seconds=1.0)
     engine = pool.engine()
     engine.store(chunks(3))
     engine.do(outlive_the_lease)

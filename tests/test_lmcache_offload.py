@@ -183,7 +183,7 @@ def test_pool_and_store_take_turns(pools: list[Pool], depot: Depot, model: str, 
 def test_what_left_the_pool_after_the_look_up_is_retrieved_from_below(tmp_path: Path, depot: Depot, model: str, way: str) -> None:
     """The lease of the look-up has ended, too."""
     with lmcache_pool(tmp_path) as pool:
-        pool.node.serve(lease_seconds=0.3)
+        pool.node.serve(lease_seconds=1.0)
         made = engine(pool, depot, model, way)
         through(made, chunks(4))
         assert (made.do("ask", chunks(4), "r") if way == "loaded ahead" else made.lookup(chunks(4), "r")) == 4 * CHUNK

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from model import chunk_key
-from processes import HASTY, Child, Stage, eventually, info
+from processes import HASTY, SECONDS, Child, Stage, eventually, info
 from server_cases import (
     IN_A_PID_NAMESPACE,
     ISOLATES,
@@ -102,7 +102,7 @@ def test_a_dead_writer_s_slots_come_back_though_its_child_keeps_the_connection_o
     writer = stage_.script(RESERVE_AND_LEAVE_A_CHILD)
     orphan = int(writer.expect("orphan").split()[1])
     try:
-        writer.process.wait(10)
+        writer.process.wait(SECONDS)
         eventually(lambda: has_room(client))
         os.kill(orphan, 0)
     finally:

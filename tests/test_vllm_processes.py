@@ -29,8 +29,7 @@ LENGTH = 4 * CHUNK
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    # Three processes on two cores: an answer may take longer than a server on a node of its own does.
-    with node(tmp_path_factory.mktemp("vllm"), {"request_seconds": 5.0}) as made:
+    with node(tmp_path_factory.mktemp("vllm")) as made:
         yield made
 
 
