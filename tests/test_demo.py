@@ -103,7 +103,7 @@ def children_of(pid: int) -> list[Path]:
 
 def test_what_one_worker_stores_the_other_retrieves_and_a_changed_byte_is_found(tmp_path: Path) -> None:
     with start_demo(tmp_path) as child:
-        status, said = child.wait(60)
+        status, said = child.wait(100)
     assert status == 0, said
     result = json.loads(said[said.index("{") :])
     assert (result["ok"], result["wrong_bytes"], result["problems"]) == (True, 0, [])
@@ -118,13 +118,13 @@ def test_what_one_worker_stores_the_other_retrieves_and_a_changed_byte_is_found(
 def test_a_demo_that_is_ended_leaves_no_process(how: signal.Signals, tmp_path: Path) -> None:
     with start_demo(tmp_path) as child:
         # A server, two workers, and what multiprocessing runs beside them.
-        eventually(lambda: len(children_of(child.pid)) == 4, 60)
+        eventually(lambda: len(children_of(child.pid)) == 4, 100)
         started = children_of(child.pid)
         child.signal(how)
-        status, said = child.wait(60)
+        status, said = child.wait(100)
     assert status == (130 if how is signal.SIGINT else -signal.SIGKILL), said
     assert how is signal.SIGKILL or "Traceback" not in said
-    eventually(lambda: not any(path.exists() for path in started), 60)
+    eventually(lambda: not any(path.exists() for path in started), 100)
     assert how is signal.SIGKILL or not list(tmp_path.iterdir())
 
 

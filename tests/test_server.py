@@ -340,7 +340,7 @@ def test_a_signal_ends_it_cleanly_and_removes_the_socket(alone: Stage, number: s
     server = alone.server()
     alone.raw()
     server.signal(number)
-    status, said = server.wait(5)
+    status, said = server.wait()
     assert status == 0
     assert "stopped" in said
     assert "Traceback" not in said
