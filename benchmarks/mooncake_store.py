@@ -91,7 +91,7 @@ class Depot:
 
     def offload(self, **more: Any) -> OffloadConfig:
         """An offload tier on it, write_through; `more` of OffloadConfig's values."""
-        mooncake = MooncakeConfig(master=self.address, hostname=HOST, local_buffer_bytes=ByteSize(0))
+        mooncake = MooncakeConfig(master=self.address, hostname=HOST)
         values: dict[str, Any] = {"policy": "write_through", "min_bandwidth": ByteSize(0), "mooncake": mooncake}
         return OffloadConfig(**(values | more))
 

@@ -26,7 +26,7 @@ from processes import SECONDS, Child
 
 from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig
 from vcache_backend.offload.client import OffloadProcess
-from vcache_backend.offload.process import STORED, StoreDown
+from vcache_backend.offload.verbs import STORED, StoreDown
 
 BIN = Path(sys.executable).parent
 MIB = 1 << 20
@@ -227,8 +227,7 @@ class Depot:
 
     def config(self, **more: Any) -> MooncakeConfig:
         """How to reach it, from this machine only."""
-        values: dict[str, Any] = {"master": self.master.address, "hostname": "127.0.0.1", "local_buffer_bytes": ByteSize(0)}
-        return MooncakeConfig(**(values | more))
+        return MooncakeConfig(**({"master": self.master.address, "hostname": "127.0.0.1"} | more))
 
     def offload(self, **more: Any) -> OffloadConfig:
         """A tier on it: write_through, with `more` of OffloadConfig's values; `mooncake` is a dict of MooncakeConfig's."""
@@ -244,8 +243,7 @@ class Raw:
         self._fd = os.memfd_create("raw")
         os.ftruncate(self._fd, nbytes)
         self.memory = mmap.mmap(self._fd, nbytes)
-        self.process = OffloadProcess(config)
-        self.process.share(self._fd)
+        self.process = OffloadProcess(config, self._fd)
 
     def __enter__(self) -> Self:
         try:
@@ -270,14 +268,14 @@ class Raw:
         places, at = [], 0
         for data in objects:
             self.memory[at : at + len(data)] = data
-            places.append((0, at, len(data)))
+            places.append((at, len(data)))
             at += len(data)
         return list(self.call("put", names, places))
 
     def get(self, names: Sequence[str], nbytes: int = MIB) -> list[bytes]:
         """Objects of at most so many bytes; empty where there is none."""
         self.memory[:] = bytes(len(self.memory))
-        sizes = self.call("get", names, [(0, number * nbytes, nbytes) for number in range(len(names))])
+        sizes = self.call("get", names, [(number * nbytes, nbytes) for number in range(len(names))])
         return [self.memory[number * nbytes : number * nbytes + size] for number, size in enumerate(sizes)]
 
     def remove(self, names: Sequence[str]) -> None:

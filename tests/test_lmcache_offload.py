@@ -62,7 +62,6 @@ def engine(pool: Pool, store: Depot, model: str, way: str = "", offload: dict[st
         "get_seconds": 10,
         "mooncake.master": store.master.address,
         "mooncake.hostname": "127.0.0.1",
-        "mooncake.local_buffer_bytes": 0,
     } | (offload or {})
     extra = {f"vcache.offload.{name}": value for name, value in settings.items()} | {"vcache.model": model}
     if way == "loaded ahead":
@@ -346,7 +345,8 @@ def test_what_is_written_late_is_not_found_after_a_clear(pools: list[Pool], own_
 
 
 def writing(inside: Inside) -> bool:
-    return bool(inside.worker.session.tier._writer._writing)
+    writer = inside.worker.session.tier._writer
+    return bool(writer._busy and not writer._copying)
 
 
 def looks_below(inside: Inside) -> bool:

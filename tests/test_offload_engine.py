@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,8 @@ from vcache_backend import engine as engine_module
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Leased, Present
-from vcache_backend.offload import objects, read
+from vcache_backend.offload import objects, read, tier
+from vcache_backend.offload.workers import Workers
 from vcache_backend.offload.write import FIRST_PART
 
 __all__ = ["depot", "model", "nodes", "own_depot"]
@@ -168,6 +168,16 @@ def test_a_bad_object_is_a_miss_and_removed(
 
 
 # ---- failures
+
+
+def test_the_tier_is_there_for_the_first_request(
+    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that is quick enough. Half a second later it would be there in any case."""
+    monkeypatch.setattr(tier, "START_SECONDS", SECONDS)
+    config = msgspec.structs.replace(nodes[0].config("host", ROOMY), offload=depot.offload(**QUICK))
+    with VCacheEngine(config, layout_of(Cache(), model=model)) as made:
+        assert made.get_stats()["offload"]["usable"]
 
 
 def test_without_a_master_everything_else_works(nodes: list[Node], depot: Depot, model: str) -> None:
@@ -319,15 +329,14 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Nod
     one, two = (engine(nodes[0], own_depot, model) for _ in range(2))
     other = engine(nodes[1], own_depot, model)
     keys = one.keys(tokens)
-    tier = one._session.tier
-    assert tier is not None
-    process = one.get_stats()["offload"]["store"]["process"]
-    os.kill(process, signal.SIGSTOP)
+    writes = one._session.tier
+    assert writes is not None
+    own_depot.providers[0].stop()
     put(one, cache, tokens)
-    eventually(lambda: tier._writer is not None and tier._writer._writing)
+    eventually(lambda: writes._writer is not None and writes._writer._busy and not writes._writer._copying)
     with nodes[0].client() as client:
         assert client.clear(keys[0][:NAMESPACE_BYTES], reset=True) == 5
-    os.kill(process, signal.SIGCONT)
+    own_depot.providers[0].cont()
     assert one.flush(SECONDS, through=True)
     assert get(other, cache, tokens) == LENGTH
 
@@ -356,8 +365,7 @@ def test_writing_begins_with_few_chunks_and_goes_on_with_more(
 ) -> None:
     one, _ = pair
     assert one._session.tier is not None
-    writer, store = one._session.tier._writer, one._session.tier._store
-    assert writer is not None
+    store = one._session.tier._store
     sizes, go_on, write = list[int](), threading.Event(), store.put
 
     def slow(names: Any, places: Any) -> Any:
@@ -366,11 +374,11 @@ def test_writing_begins_with_few_chunks_and_goes_on_with_more(
         return write(names, places)
 
     monkeypatch.setattr(store, "put", slow)
-    cache, most = Cache(), writer._batch
-    assert most == 16
+    cache, most = Cache(), 16
     for _ in range(7):
         put(one, cache, fresh(LENGTH))
-    eventually(lambda: sizes and not writer._waiting)
+    eventually(lambda: sizes)
+    assert one.flush(SECONDS)
     go_on.set()
     assert one.flush(SECONDS, through=True)
     # The first when nothing was being written; how many there were to take by then is up to the committer.
@@ -384,14 +392,14 @@ def test_an_object_is_checked_while_the_next_call_is_made(
 ) -> None:
     """The look at what the first call brought waits until the last call has begun: it would wait for ever in the thread that calls."""
     one, two = pair
-    tier = two._session.tier
-    assert tier is not None
-    assert tier._reader is not None
+    reads = two._session.tier
+    assert reads is not None
+    assert reads._reader is not None
     cache, tokens = Cache(), fresh(LENGTH)
     through(one, cache, tokens)
-    monkeypatch.setattr(tier._reader.calls, "_count", 1)
-    monkeypatch.setattr(tier._reader, "batch", 2)
-    calls, last, got, look = list[int](), threading.Event(), tier._store.get, read.Fetch._is_right
+    monkeypatch.setattr(reads._reader, "calls", Workers("read", 1))
+    monkeypatch.setattr(reads._reader, "batch", 2)
+    calls, last, got, look = list[int](), threading.Event(), reads._store.get, read.Fetch._is_right
 
     def counted(names: Any, places: Any) -> Any:
         calls.append(len(names))
@@ -403,7 +411,7 @@ def test_an_object_is_checked_while_the_next_call_is_made(
         assert last.wait(SECONDS)
         return look(*arguments)
 
-    monkeypatch.setattr(tier._store, "get", counted)
+    monkeypatch.setattr(reads._store, "get", counted)
     monkeypatch.setattr(read.Fetch, "_is_right", late)
     assert get(two, cache, tokens) == LENGTH
     assert calls == [1, 2, 1, 1]

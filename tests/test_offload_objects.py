@@ -35,11 +35,11 @@ def sealed(payload: bytes = b"", epoch: int = 0) -> Buffer:
     return buffer
 
 
-def reason(buffer: Buffer, size: int = SIZE, form: Format = FORM, key: ChunkKey = KEY, epoch: int = 0) -> str:
-    """Why it is refused. Fails if it is not, or with another exception."""
-    with pytest.raises(BadObject) as refused:
+def refused(buffer: Buffer, size: int = SIZE, form: Format = FORM, key: ChunkKey = KEY, epoch: int = 0) -> str:
+    """Why. Fails if it is not, or with another exception."""
+    with pytest.raises(BadObject) as why:
         form.check(buffer, size, key, epoch)
-    return refused.value.reason
+    return str(why.value).partition(": ")[2]
 
 
 def test_what_was_sealed_is_found_and_the_rest_of_the_buffer_untouched() -> None:
@@ -47,16 +47,10 @@ def test_what_was_sealed_is_found_and_the_rest_of_the_buffer_untouched() -> None
     buffer = sealed(payload)
     assert FORM.object_bytes == SIZE
     FORM.check(buffer, SIZE, KEY, 0)
-    assert buffer[HEADER_BYTES:SIZE].tobytes() == payload
+    header = buffer[:HEADER_BYTES].tobytes()
+    FORM.seal(buffer, KEY, 0)  # the digest is known no more
+    assert buffer[:SIZE].tobytes() == header + payload
     assert (buffer[SIZE:] == 0xA5).all()
-
-
-def test_a_digest_that_is_known_makes_the_same_object_as_one_that_is_not() -> None:
-    known = sealed()
-    unknown = known.copy()
-    unknown[:HEADER_BYTES] = 0
-    FORM.seal(unknown, KEY, 0)
-    assert np.array_equal(known, unknown)
 
 
 def test_the_format_is_what_the_documentation_of_the_module_says() -> None:
@@ -73,12 +67,10 @@ def test_the_format_is_what_the_documentation_of_the_module_says() -> None:
 
 def test_no_flipped_bit_of_the_header_is_accepted() -> None:
     buffer = sealed()
-    reasons = set()
     for bit in range(8 * HEADER_BYTES):
         buffer[bit // 8] ^= 1 << (bit % 8)
-        reasons.add(reason(buffer))
+        assert "damaged, or another" in refused(buffer)
         buffer[bit // 8] ^= 1 << (bit % 8)
-    assert reasons == {"magic", "version", "header"}
     FORM.check(buffer, SIZE, KEY, 0)
 
 
@@ -86,40 +78,33 @@ def test_no_flipped_bit_of_the_header_is_accepted() -> None:
 def test_no_flipped_bit_of_the_payload_is_accepted(bit: int, also: int) -> None:
     buffer = sealed()
     buffer[HEADER_BYTES + bit // 8] ^= 1 << (bit % 8)
-    assert reason(buffer) == "checksum"
+    assert "checksum" in refused(buffer)
     buffer[HEADER_BYTES + also] ^= 0xFF
-    assert reason(buffer) == "checksum"
+    assert "checksum" in refused(buffer)
 
 
-@pytest.mark.parametrize(
-    "got",
-    [-800, 0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + PAYLOAD_BYTES - 1, HEADER_BYTES + PAYLOAD_BYTES + 1, 10**12],
-)
-def test_a_truncated_or_longer_object_is_refused(got: int) -> None:
-    assert reason(sealed(), got) == "length"
-
-
-def test_a_torn_object_is_refused() -> None:
-    """The first part of one writer, the rest of another: seen with a store that timed out."""
+def test_a_truncated_longer_or_torn_object_is_refused() -> None:
+    """Torn: the first part of one writer, the rest of another: seen with a store that timed out."""
+    for got in (-800, 0, HEADER_BYTES, SIZE - 1, SIZE + 1, 10**12):
+        refused(sealed(), got)
     first, second = sealed(b"a" * PAYLOAD_BYTES), sealed(b"b" * PAYLOAD_BYTES)
-    assert reason(np.concatenate((first[:400], second[400:]))) == "checksum"
+    assert "checksum" in refused(np.concatenate((first[:400], second[400:])))
 
 
 def test_a_whole_object_of_something_else_is_refused() -> None:
     buffer = sealed()
-    assert reason(buffer, key=ChunkKey(bytes(KEY_BYTES))) == "key"
-    assert reason(buffer, form=replace(FORM, fingerprint=bytes(32))) == "fingerprint"
-    assert reason(buffer, form=replace(FORM, codec_id=CODEC + 1)) == "codec"
-    assert reason(buffer, form=replace(FORM, chunk_bytes=CHUNK_BYTES + 1)) == "length"
-    assert reason(buffer, form=replace(FORM, payload_bytes=PAYLOAD_BYTES - 1)) == "length"
-    assert reason(buffer, epoch=7) == reason(sealed(epoch=7)) == "fingerprint"
+    refused(buffer, key=ChunkKey(bytes(KEY_BYTES)))
+    for other in ({"fingerprint": bytes(32)}, {"codec_id": CODEC + 1}, {"chunk_bytes": CHUNK_BYTES + 1}, {"payload_bytes": 776}):
+        refused(buffer, form=replace(FORM, **other))
+    refused(buffer, epoch=7)
+    refused(sealed(epoch=7))
     FORM.check(sealed(epoch=7), SIZE, KEY, 7)
 
 
 @given(st.binary(max_size=400), st.booleans())
 def test_garbage_is_refused(garbage: bytes, like_ours: bool) -> None:
-    buffer = np.frombuffer(b"VCKV\x01\x00" * like_ours + garbage, np.uint8)
-    assert reason(buffer, buffer.nbytes) in {"length", "magic", "version", "header"}
+    data = (b"VCKV\x01\x00" * like_ours + garbage).ljust(SIZE, b"\0")
+    refused(np.frombuffer(data, np.uint8))
 
 
 def test_other_threads_run_while_an_object_is_hashed() -> None:

@@ -351,7 +351,6 @@ def test_an_aborted_request_leaves_nothing_behind(two: Two, a: Instance, b: Inst
 PLACES = [
     FETCH,
     UPLOAD,
-    "vcache_backend.offload.index:Index.known",
     f"{LOAD}.to_promote",
     *(f"vcache_backend.transfer.sources:OffloadSource.{name}" for name in ("prepare", "expects", "launch")),
     "vcache_backend.transfer.sources:_StagedPart.settle",

@@ -45,7 +45,6 @@ class Two:
         mooncake = {
             "master": self.depot.master.address,
             "hostname": "127.0.0.1",
-            "local_buffer_bytes": 0,
             "rpc_seconds": rpc_seconds,
         }
         return {

@@ -121,8 +121,6 @@ class MooncakeConfig(_Section, frozen=True, kw_only=True):
     hostname: str = ""
     replicas: PositiveInt = 1
     tenant: str = ""
-    segment_bytes: ByteSize = ByteSize(0)
-    local_buffer_bytes: ByteSize = ByteSize(16 << 20)
     rpc_seconds: Positive = 1.0
 
     def __post_init__(self) -> None:
@@ -137,7 +135,6 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
     """The offload tier."""
 
     policy: Literal["off", "write_through"] = "off"
-    store: Literal["mooncake"] = "mooncake"
     codec: Literal["raw", "fp8", "int8"] = "raw"
     promote: bool = True
     min_bandwidth: ByteSize | None = None

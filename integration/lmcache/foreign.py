@@ -104,8 +104,6 @@ class Foreign:
         """Those that came from the offload tier are in the KV cache, `tokens` of them: count them, and store in the pool again those that
         are there as a whole."""
         session, names, epochs = self._session, [obj.key for obj in objs], {obj.epoch for obj in objs}
-        if session.tier is not None:
-            session.tier.known(names)
         nbytes = tokens * places.kv.chunk_bytes(session.chunk_size) // session.chunk_size
         session.stats.count(chunks_offload=len(objs), tokens_retrieved=tokens, bytes_offload=nbytes)
         if session.tier is None or not session.tier.promotes or len(epochs) > 1:

@@ -12,15 +12,13 @@ import secrets
 import time
 from collections.abc import Iterator
 
-import msgspec
-
 from vcache_backend.config import ByteSize, Config, OffloadConfig
 from vcache_backend.doctor import packages
 from vcache_backend.doctor.finding import Finding
 from vcache_backend.doctor.gpus import host_available
 from vcache_backend.errors import ConfigError
 from vcache_backend.offload.client import OffloadProcess
-from vcache_backend.offload.process import FULL, STORED, StoreDown, StoreLost
+from vcache_backend.offload.verbs import FULL, STORED, StoreDown, StoreLost
 
 LEAST_CHUNKS = 4
 """With staging memory for fewer a worker has no tier."""
@@ -39,7 +37,7 @@ def check_offload(config: Config) -> Iterator[Finding]:
     if tier.policy == "off":
         yield Finding("offload", "ok", "off: what leaves the pool is computed again (offload.policy)")
         return
-    yield Finding("offload", "ok", f"{tier.policy} to {tier.store} at {tier.mooncake.master}, {tier.mooncake.protocol}")
+    yield Finding("offload", "ok", f"{tier.policy} to Mooncake at {tier.mooncake.master}, {tier.mooncake.protocol}")
     yield _staging(tier, config.engine.chunk_size)
     if tier.mooncake.protocol == "rdma":
         yield _locked_memory(tier)
@@ -79,18 +77,20 @@ def check_store(config: Config) -> Iterator[Finding]:
     """Puts one small object into the store, reads it and removes it again."""
     if not packages.installed(packages.MOONCAKE.name, *packages.MOONCAKE.builds)[1]:
         return  # check_packages says so
-    # It must not lend memory itself: the object would always find room there.
-    settings = msgspec.structs.replace(config.offload.mooncake, segment_bytes=ByteSize(0))
+    fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
+    os.ftruncate(fd, 2 * NBYTES)
     try:
-        process = OffloadProcess(settings)
+        process = OffloadProcess(config.offload.mooncake, fd)
     except (ConfigError, StoreDown) as error:
+        os.close(fd)
         yield Finding(LIBRARY, "fail", str(error), _library_advice(str(error)))
         return
     try:
         yield Finding(LIBRARY, "ok", "loads")
-        yield from _master(process, config)
+        yield from _master(process, config.offload.mooncake.master, fd)
     finally:
         process.kill()
+        os.close(fd)
 
 
 def _library_advice(error: str) -> str:
@@ -103,8 +103,7 @@ def _library_advice(error: str) -> str:
     return "pip install 'vcache-backend[mooncake]'; without CUDA: mooncake-transfer-engine-non-cuda"
 
 
-def _master(process: OffloadProcess, config: Config) -> Iterator[Finding]:
-    master = config.offload.mooncake.master
+def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
     try:
         process.call("open", seconds=SECONDS)
     except StoreDown as error:
@@ -114,41 +113,31 @@ def _master(process: OffloadProcess, config: Config) -> Iterator[Finding]:
         yield Finding(MASTER, "fail", f"{master}: {error}", advice)
         return
     yield Finding(MASTER, "ok", f"{master} answers")
-    yield _provider(process, lends=bool(config.offload.mooncake.segment_bytes))
+    yield _provider(process, fd)
 
 
-def _provider(process: OffloadProcess, lends: bool) -> Finding:
-    """Whether an object comes back. lends: whether workers lend memory to the store themselves."""
-    fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
-    os.ftruncate(fd, 2 * NBYTES)
+def _provider(process: OffloadProcess, fd: int) -> Finding:
+    """Whether an object comes back. fd: the memory that it passes through."""
     names, content, step = [f"vcache1/doctor-{secrets.token_hex(8)}"], secrets.token_bytes(NBYTES), "put"
     try:
         with mmap.mmap(fd, 2 * NBYTES) as memory:
             memory[:NBYTES] = content
-            process.share(fd)
             start = time.monotonic()
-            (outcome,) = process.call("put", names, [(0, 0, NBYTES)], seconds=SECONDS)
+            (outcome,) = process.call("put", names, [(0, NBYTES)], seconds=SECONDS)
             written, step = time.monotonic(), "get"
+            if outcome == FULL:
+                advice = f"start a provider ({START}), or a larger one; what was read in the last seconds is not evicted"
+                return Finding(PROVIDER, "fail", "no room for 1 MiB: no provider lends memory, or all of it is in use", advice)
             if outcome != STORED:
-                return _no_room(lends) if outcome == FULL else _broken(f"put of 1 MiB: {outcome}")
-            (nbytes,) = process.call("get", names, [(0, NBYTES, NBYTES)], seconds=SECONDS)
+                return _broken(f"put of 1 MiB: {outcome}")
+            (nbytes,) = process.call("get", names, [(NBYTES, NBYTES)], seconds=SECONDS)
             read, came = time.monotonic(), bytes(memory[NBYTES:])
             process.call("remove", names, seconds=SECONDS)
     except StoreDown as error:
         return _broken(f"{step} of 1 MiB: {error}")
-    finally:
-        os.close(fd)
     if nbytes != NBYTES or came != content:
         return _broken(f"get of 1 MiB: {nbytes:,} of {NBYTES:,} bytes came back" + ("" if nbytes != NBYTES else ", other ones"))
     return Finding(PROVIDER, "ok", f"1 MiB put in {1e3 * (written - start):.3g} ms, read in {1e3 * (read - written):.3g} ms")
-
-
-def _no_room(lends: bool) -> Finding:
-    if lends:
-        detail = "no provider has room for 1 MiB; workers lend offload.mooncake.segment_bytes each while they run"
-        return Finding(PROVIDER, "warn", detail, f"with a provider objects outlive the workers: {START}")
-    advice = f"start a provider ({START}), or a larger one; what was read in the last seconds is not evicted"
-    return Finding(PROVIDER, "fail", "no room for 1 MiB: no provider lends memory, or all of it is in use", advice)
 
 
 def _broken(detail: str) -> Finding:

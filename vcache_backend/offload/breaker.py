@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 
 class Breaker:
-    """Opens after `failures` failures in a row; a trial is due after `retry_seconds`, doubling up to `retry_max_seconds`.
+    """Open at first, with a trial due, and again after `failures` failures in a row. Trials come after `retry_seconds`, doubling up to
+    `retry_max_seconds`; one that holds closes it.
 
     Any thread. `now`: a monotonic clock in seconds.
     """
@@ -16,11 +17,10 @@ class Breaker:
         self._failures, self._retry, self._retry_max, self._now = failures, retry_seconds, retry_max_seconds, now
         self._lock = threading.Lock()
         self._in_a_row = 0
-        self._pause = retry_seconds
-        self._due = 0.0
-        self.is_open = False
+        self._pause, self._due = retry_seconds, now()
+        self.is_open = True
         self.opened = 0
-        """How often it has opened."""
+        """How often failures have opened it."""
 
     def succeeded(self) -> None:
         """A call held. One that began before the breaker opened does not close it: only a trial does."""
@@ -34,11 +34,16 @@ class Breaker:
             self._in_a_row += 1
             if self.is_open or self._in_a_row < self._failures:
                 return False
-            self.is_open = True
             self.opened += 1
-            self._pause = self._retry
-            self._due = self._now() + self._pause
+            self._open()
+            self._wait()
             return True
+
+    def lost(self) -> None:
+        """There is nothing to call any more: open, with a trial due at once."""
+        with self._lock:
+            if not self.is_open:
+                self._open()
 
     def trial_due(self) -> bool:
         """Whether the breaker is open and the store may be tried."""
@@ -51,5 +56,11 @@ class Breaker:
             if held:
                 self.is_open, self._in_a_row = False, 0
             else:
-                self._pause = min(2 * self._pause, self._retry_max)
-                self._due = self._now() + self._pause
+                self._wait()
+
+    def _open(self) -> None:
+        self.is_open, self._pause, self._due = True, self._retry, self._now()
+
+    def _wait(self) -> None:
+        self._due = self._now() + self._pause
+        self._pause = min(2 * self._pause, self._retry_max)

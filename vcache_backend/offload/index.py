@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.offload import objects
-from vcache_backend.offload.recent import MOST_REMEMBERED, Recent
 from vcache_backend.offload.store import Store
 from vcache_backend.transfer.keys import of_all_ranks
 
-KNOWN_SECONDS = 60.0
 MEASURED_BYTES = 1 << 20
 """A load of fewer says nothing about the bandwidth."""
+MOST_ABSENT = 1 << 16
+
+
+class Recent:
+    """A set whose members leave it `seconds` after they were added, and the oldest when there are more than `bound`. Any thread."""
+
+    def __init__(self, seconds: float, bound: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._bound, self._now = seconds, bound, now
+        self._until: OrderedDict[ChunkKey, float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, keys: Iterable[ChunkKey]) -> None:
+        until = self._now() + self._seconds
+        with self._lock:
+            for key in keys:
+                self._until[key] = until
+                self._until.move_to_end(key)
+            while len(self._until) > self._bound:
+                self._until.popitem(last=False)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._until.clear()
+
+    def first(self, keys: Sequence[ChunkKey]) -> int:
+        """The index of the first of `keys` that is a member; their number if none is."""
+        if not self._until:
+            return len(keys)
+        return next((index for index, key in enumerate(keys) if key in self), len(keys))
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        until = self._until.get(key)
+        return until is not None and self._now() < until
 
 
 class Index:
-    """What is known about the tier's chunks, and look-ups of what is not. Any thread.
+    """Look-ups of the tier's chunks. Any thread.
 
-    recent: chunks that were written or read lately, not to be written again. bandwidth: bytes of KV a second that came lately, over all
-    loads; None before the first; may be set by who has others load. epoch: of the namespace, as the server last said.
+    bandwidth: bytes of KV a second that came lately, over all loads; None before the first; may be set by who has others load. epoch: of
+    the namespace, as the server last said.
     """
 
     def __init__(self, config: OffloadConfig, store: Store, on_gpu: bool) -> None:
         """on_gpu: where the KV caches are."""
         self._config, self._store, self._least = config, store, config.least_bandwidth(on_gpu)
-        self._absent = Recent[ChunkKey](config.negative_seconds, MOST_REMEMBERED, time.monotonic)
-        self.recent = Recent[ChunkKey](KNOWN_SECONDS, MOST_REMEMBERED, time.monotonic)
+        self._absent = Recent(config.negative_seconds, MOST_ABSENT)
         self.bandwidth: float | None = None
         self.epoch = 0
         self._next_try = 0.0
@@ -40,11 +72,10 @@ class Index:
         return self._store.usable
 
     def note_epoch(self, epoch: int) -> None:
-        """The server said that the namespace is in this epoch. What was found out in another is forgotten."""
+        """The server said that the namespace is in this epoch. What was absent in another may be there in this one."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._absent.clear()
-            self.recent.clear()
 
     def may_have(self, key: ChunkKey) -> bool:
         """Whether it is worth asking: the store is usable, and this was not found to be absent a short while ago."""
@@ -74,8 +105,6 @@ class Index:
         found = self._store.lookup([objects.name(key, epoch) for key in keys[:asked]])
         if found is not None and found < asked:
             self.absent(keys[found : found + 1])
-            # Of those behind it nobody said anything.
-            self.recent.discard(keys[found:asked])
         return found or 0
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
@@ -94,9 +123,3 @@ class Index:
     def absent(self, keys: Sequence[ChunkKey]) -> None:
         """These are not there."""
         self._absent.add(keys)
-        self.recent.discard(keys)
-
-    def known(self, keys: Sequence[ChunkKey]) -> None:
-        """These are, since they were written or read just now."""
-        self._absent.discard(keys)
-        self.recent.add(keys)

@@ -1,8 +1,9 @@
 """What lies in the store: a header that says whose bytes these are, then the chunk's bytes as a codec wrote them.
 
 128 bytes, little-endian: magic `VCKV`, format version, codec, decoded and encoded length, xxh3-64 of the payload, chunk key,
-fingerprint, and at the end xxh3-64 of all of that. Stores are shared, lose power and are written by other versions: what does not
-match to the bit is not an object. xxh3 finds damage, it does not keep out who forges objects: for that the store must be trusted.
+fingerprint, and at the end xxh3-64 of all of that. Stores are shared, lose power and are written by other versions: what is not what
+would be written now, to the bit, is not an object. xxh3 finds damage, it does not keep out who forges objects: for that the store must
+be trusted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final, Literal, NoReturn
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,6 @@ from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, 
 Buffer = npt.NDArray[np.uint8]
 """One dimension of host memory, contiguous."""
 
-Reason = Literal["magic", "version", "codec", "key", "fingerprint", "length", "header", "checksum"]
-
 HEADER_BYTES: Final = 128
 MAGIC: Final = b"VCKV"
 VERSION: Final = 1
@@ -31,15 +30,12 @@ FINGERPRINT_BYTES: Final = 32
 
 _FIELDS = struct.Struct(f"<4sHHQQQ{KEY_BYTES}s6x{FINGERPRINT_BYTES}s24x")
 _DIGEST = struct.Struct("<Q")
+_PAYLOAD_DIGEST_AT: Final = 24
 assert _FIELDS.size + _DIGEST.size == HEADER_BYTES
 
 
 class BadObject(VCacheError):
-    """Not the object that was asked for, or not whole. `reason` is one word for counters."""
-
-    def __init__(self, reason: Reason, message: str) -> None:
-        super().__init__(message)
-        self.reason: Reason = reason
+    """Not the object that was asked for, or not whole."""
 
 
 def name(key: ChunkKey, epoch: int = 0) -> str:
@@ -93,34 +89,23 @@ class Format:
         it is read once more."""
         if payload_digest is None:
             payload_digest = digest(buffer[HEADER_BYTES : self.object_bytes])
-        sizes = self.chunk_bytes, self.payload_bytes
-        fields = _FIELDS.pack(MAGIC, VERSION, self.codec_id, *sizes, payload_digest, key, self._in_epoch(epoch))
-        buffer[:HEADER_BYTES] = np.frombuffer(fields + _DIGEST.pack(digest(fields)), np.uint8)
+        buffer[:HEADER_BYTES] = np.frombuffer(self._header(key, epoch, payload_digest), np.uint8)
 
     def check(self, buffer: Buffer, got_bytes: int, key: ChunkKey, epoch: int) -> None:
         """BadObject unless the first `got_bytes` are this very object, whole. Reads the payload once; never beyond `got_bytes`."""
-        if not HEADER_BYTES <= got_bytes <= buffer.nbytes:
-            _bad("length", key, f"{got_bytes:,} B, of a buffer of {buffer.nbytes:,}; a header alone is {HEADER_BYTES}")
+        if got_bytes != self.object_bytes:
+            raise BadObject(f"object of {key.hex()} has {got_bytes:,} B, not {self.object_bytes:,}")
         header = buffer[:HEADER_BYTES].tobytes()
-        magic, version, codec, raw, payload, stored, of_key, of_namespace = _FIELDS.unpack_from(header)
-        fingerprint = self._in_epoch(epoch)
-        if magic != MAGIC:
-            _bad("magic", key, f"begins with {magic!r}, not {MAGIC!r}")
-        if version != VERSION:
-            _bad("version", key, f"format {version}, this is {VERSION}")
-        if _DIGEST.unpack_from(header, _FIELDS.size)[0] != digest(header[: _FIELDS.size]):
-            _bad("header", key, "the header's checksum does not match")
-        if of_key != key:
-            _bad("key", key, f"holds {of_key.hex()}")
-        if of_namespace != fingerprint:
-            _bad("fingerprint", key, f"of namespace {of_namespace[:8].hex()}, this is {fingerprint[:8].hex()}")
-        if codec != self.codec_id:
-            _bad("codec", key, f"written by codec {codec}, this is {self.codec_id}")
-        if (raw, payload, got_bytes) != (self.chunk_bytes, self.payload_bytes, self.object_bytes):
-            sizes = f"a chunk has {self.chunk_bytes:,}, and its payload {self.payload_bytes:,}"
-            _bad("length", key, f"{payload:,} B for {raw:,} decoded, in an object of {got_bytes:,}; {sizes}")
+        (stored,) = _DIGEST.unpack_from(header, _PAYLOAD_DIGEST_AT)
+        if header != self._header(key, epoch, stored):
+            raise BadObject(f"object of {key.hex()}: damaged, or another chunk's, model's, codec's or version's: {header.hex()}")
         if digest(buffer[HEADER_BYTES:got_bytes]) != stored:
-            _bad("checksum", key, f"the checksum of its {payload:,} B does not match")
+            raise BadObject(f"object of {key.hex()}: the checksum of its {self.payload_bytes:,} B does not match")
+
+    def _header(self, key: ChunkKey, epoch: int, payload_digest: int) -> bytes:
+        sizes = self.chunk_bytes, self.payload_bytes
+        fields = _FIELDS.pack(MAGIC, VERSION, self.codec_id, *sizes, payload_digest, key, self._in_epoch(epoch))
+        return fields + _DIGEST.pack(digest(fields))
 
     def _in_epoch(self, epoch: int) -> bytes:
         """The fingerprint in the headers of one epoch."""
@@ -128,7 +113,3 @@ class Format:
             return self.fingerprint
         number = epoch.to_bytes(8, "big")
         return blake2b(number, key=self.fingerprint, digest_size=FINGERPRINT_BYTES, person=b"vcache-epoch-1").digest()
-
-
-def _bad(reason: Reason, key: ChunkKey, text: str) -> NoReturn:
-    raise BadObject(reason, f"object of {key.hex()}: {text}")

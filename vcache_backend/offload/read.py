@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,9 +19,9 @@ from vcache_backend.offload import objects
 from vcache_backend.offload.codecs import Codec
 from vcache_backend.offload.index import Index
 from vcache_backend.offload.objects import HEADER_BYTES, BadObject, Format
-from vcache_backend.offload.process import StoreDown
 from vcache_backend.offload.staging import Buffer, Ring
 from vcache_backend.offload.store import Store
+from vcache_backend.offload.verbs import StoreDown
 from vcache_backend.offload.workers import Workers
 from vcache_backend.transfer.stats import EngineStats
 
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 128 << 20
 """Bytes of one call of the store's: enough that its fixed costs do not count, few enough that the copy of what came goes on beside."""
 BATCH_MOST = 16
-BACKLOG = 1 << 14
 BUFFER_SECONDS = 10.0
 """How long a thread waits for buffers, which come back as the chunks in them are copied: in vLLM once a step. The load that wants them
 looks at the clock itself."""
@@ -73,9 +73,9 @@ class Reader:
 
     def __init__(self, bound: Bound, ring: Ring, config: OffloadConfig, now: Callable[[], float] = time.monotonic) -> None:
         self.bound, self.ring, self.seconds, self.now = bound, ring, config.get_seconds, now
-        self.batch = max(1, min(BATCH_BYTES // bound.format.chunk_bytes, BATCH_MOST, ring.count // 4))
-        self.calls = Workers("vcache-offload-read", config.readers, BACKLOG)
-        self.checks = Workers("vcache-offload-check", max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4)), BACKLOG)
+        self.batch = max(1, min(batch_chunks(bound.format.chunk_bytes), ring.count // 4))
+        self.calls = Workers("vcache-offload-read", config.readers)
+        self.checks = Workers("vcache-offload-check", max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4)))
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch:
         """Begin to read these, which were stored in `epoch`."""
@@ -87,7 +87,7 @@ class Reader:
         if not buffers:
             raise StoreDown("all staging buffers wait for calls of the store's")
         try:
-            self.bound.store.try_get([name], self.ring.places(buffers))
+            self.bound.store.try_get(name, buffers[0].place)
         finally:
             self.ring.give(buffers)
 
@@ -120,9 +120,7 @@ class Fetch:
         """Why it ended early: `absent`, `bad`, `timeout` or `store`."""
         self._parts = parts(len(self.keys), reader.batch)
         for part in self._parts:
-            if not reader.calls.submit(lambda part=part: self._read(part)):  # type: ignore[misc]
-                self._stop(part.start, "store")
-                break
+            reader.calls.submit(partial(self._read, part))
 
     def ready(self, most: int) -> list[Staged]:
         """The next chunks, in order, that are here: `most` at most."""
@@ -197,11 +195,9 @@ class Fetch:
             return
         with self._arrived:
             self._called[part.start] = reader.now()
-        got = self._bound.store.get([objects.name(key, self.epoch) for key in keys], reader.ring.places(buffers))
+        got = self._bound.store.get([objects.name(key, self.epoch) for key in keys], [buffer.place for buffer in buffers])
         for index, buffer, nbytes in zip(part, buffers, got, strict=True):
-            if not reader.checks.submit(lambda i=index, b=buffer, n=nbytes: self._look_at(i, b, n)):  # type: ignore[misc]
-                reader.ring.give([buffer])
-                self._stop(index, "store")
+            reader.checks.submit(partial(self._look_at, index, buffer, nbytes))
 
     def _look_at(self, index: int, buffer: Buffer, nbytes: int) -> None:
         """In a checker thread: hand over one object of `nbytes` bytes, if it is what it should be."""
@@ -228,13 +224,18 @@ class Fetch:
         try:
             bound.format.check(buffer.memory.numpy(), nbytes, key, self.epoch)
         except BadObject as error:
-            if bound.stats.failed(f"offload_bad_{error.reason}") == 1:
+            if bound.stats.failed("offload_bad") == 1:
                 log.error("an object of the store is not what it should be, and is removed: %s", error)
             bound.store.forget([objects.name(key, self.epoch)])
             bound.index.absent([key])
             self._stop(index, "bad")
             return False
         return True
+
+
+def batch_chunks(chunk_bytes: int) -> int:
+    """Chunks of one call of the store's, at most."""
+    return max(1, min(BATCH_BYTES // chunk_bytes, BATCH_MOST))
 
 
 def parts(count: int, most: int) -> list[range]:

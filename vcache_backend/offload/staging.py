@@ -13,61 +13,55 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from vcache_backend.offload.process import Place
+from vcache_backend.offload.verbs import Place
 
 ALIGNMENT = 4096
 
 
 class Buffer(NamedTuple):
-    """`memory`: 1-D uint8, on the host."""
+    """place: in the memory that is shared. memory: the same, 1-D uint8, on the host."""
 
-    number: int
+    place: Place
     memory: torch.Tensor
 
 
-class Ring:
-    """`count` buffers of `nbytes` bytes each, made of one allocation that the offload process shares. Any thread."""
+class Staging:
+    """`count` buffers of `nbytes` bytes each in a memfd, which gets its size here."""
 
-    def __init__(self, nbytes: int, count: int, pinned: bool, share: Callable[[int], int] = lambda fd: 0) -> None:
-        """pinned: page-locked, for copies from and to a GPU. share: is given the memory's fd, which stays open until `close`, and says
-        how places name it. Raises RuntimeError, OSError where there is not so much memory."""
-        self.nbytes, self.count, self._pinned = nbytes, count, pinned
-        self._stride = stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self.fd = os.memfd_create("vcache-staging", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self.fd, stride * count)
-            self._whole = torch.frombuffer(mmap.mmap(self.fd, stride * count), dtype=torch.uint8)
-            # Pages are taken now, not in the middle of somebody's request.
-            self._whole.zero_()
-            if pinned:
-                _cuda("cudaHostRegister", self._whole.data_ptr(), stride * count, 0)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        self._free = [Buffer(i, self._whole[i * stride : i * stride + nbytes]) for i in range(count)]
-        self._returned = threading.Condition()
-        self._number = share(self.fd)
+    def __init__(self, fd: int, nbytes: int, count: int, pinned: bool) -> None:
+        """pinned: page-locked, for copies from and to a GPU. Raises RuntimeError, OSError where there is not so much memory."""
+        stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        os.ftruncate(fd, stride * count)
+        self._whole = torch.frombuffer(mmap.mmap(fd, stride * count), dtype=torch.uint8)
+        # Pages are taken now, not in the middle of somebody's request.
+        self._whole.zero_()
+        if pinned:
+            _cuda("cudaHostRegister", self._whole.data_ptr(), stride * count, 0)
+        self._pinned = pinned
+        self.buffers = [Buffer((at, nbytes), self._whole[at : at + nbytes]) for at in range(0, stride * count, stride)]
 
     def close(self) -> None:
-        """Give back the fd, and the pages' lock; copies must be complete. The memory goes with the last tensor over it. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-            if self._pinned:
-                _cuda("cudaHostUnregister", self._whole.data_ptr())
+        """Give back the pages' lock; copies must be complete. The memory goes with the last tensor over it. Idempotent."""
+        pinned, self._pinned = self._pinned, False
+        if pinned:
+            _cuda("cudaHostUnregister", self._whole.data_ptr())
+
+
+class Ring:
+    """Buffers that are taken by turns. Any thread."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self.count, self._free = len(buffers), list(buffers)
+        self._returned = threading.Condition()
 
     @property
     def free(self) -> int:
         return len(self._free)
-
-    def places(self, buffers: Sequence[Buffer]) -> list[Place]:
-        """Where they are in the memory that is shared."""
-        return [(self._number, buffer.number * self._stride, self.nbytes) for buffer in buffers]
 
     def take(self, count: int, seconds: float) -> list[Buffer]:
         """`count` buffers, all at once; none if there are not so many within so many seconds."""
@@ -76,9 +70,7 @@ class Ring:
             while len(self._free) < count:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._returned.wait(left):
-                    break
-            if len(self._free) < count:
-                return []
+                    return []
             taken, self._free = self._free[-count:], self._free[:-count]
             return taken
 

@@ -7,15 +7,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from time import perf_counter
 from typing import Any
 
 from vcache_backend.config import OffloadConfig
 from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.offload.breaker import Breaker
-from vcache_backend.offload.client import OPEN_SECONDS, Call, OffloadProcess
-from vcache_backend.offload.process import FAILED, STORED, Place, StoreDown
-from vcache_backend.offload.recent import MOST_REMEMBERED, Recent
+from vcache_backend.offload.client import OPEN_SECONDS, OffloadProcess
+from vcache_backend.offload.verbs import FAILED, Place, StoreDown
 from vcache_backend.transfer.stats import EngineStats
 
 log = logging.getLogger(__name__)
@@ -26,9 +26,6 @@ WATCH_SECONDS = 0.25
 CLOSE_SECONDS = 1.0
 MOST_REMOVALS = 64
 """Calls that may be under way; what is to be removed beyond that stays."""
-DOUBT_SECONDS = 30.0
-"""How long the master keeps the place of an object whose put was cut short. Until then it says of further puts that they are stored, and
-stores nothing."""
 
 
 class Store:
@@ -40,106 +37,77 @@ class Store:
 
     def __init__(self, config: OffloadConfig, stats: EngineStats) -> None:
         self._config, self._stats = config, stats
-        self.on_back: Callable[[], None] = lambda: None
-        """Called, in a thread of this object's, whenever the store is opened or answers again."""
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self.memory = os.memfd_create("vcache-staging", os.MFD_CLOEXEC)
+        """What objects are put from and got into. Whoever wants to do that gives it its size. Open until `close`."""
+        self.breaker = Breaker(config.failures, config.retry_seconds, config.retry_max_seconds, time.monotonic)
         self._process: OffloadProcess | None = None
         self._started = 0
-        self._memory: list[int] = []
-        self.breaker = Breaker(config.failures, config.retry_seconds, config.retry_max_seconds, time.monotonic)
-        self._late: Call | None = None
-        self._doubts = Recent[str](DOUBT_SECONDS, MOST_REMEMBERED, time.monotonic)
+        self._late: Future[Any] | None = None
         self._removals = 0
         self._suspect: Callable[[], None] | None = None
         self._said = ""
-        self._wake = threading.Event()
-        self._stop = threading.Event()
+        self._tried, self._wake, self._stop = threading.Event(), threading.Event(), threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="vcache-offload", daemon=True)
         self._keeper.start()
 
     @property
     def usable(self) -> bool:
-        return self._open_process() is not None and not self.breaker.is_open
+        return self._usable_process() is not None
 
-    def share(self, fd: int) -> int:
-        """Memory of a memfd that objects are put from and got into, as places name it. The fd stays the caller's, open until `close`."""
-        with self._lock:
-            self._memory.append(fd)
-            if self._process is not None and self._process.alive:
-                self._share(self._process, fd)
-            return len(self._memory) - 1
+    def wait(self, seconds: float) -> None:
+        """Wait, at most so long, until it is known whether the store can be used."""
+        self._tried.wait(seconds)
 
     # ---- calls
 
     def lookup(self, names: Sequence[str]) -> int | None:
         """How many leading objects are there, within `lookup_seconds`; None: nobody knows. A late answer counts as a failure."""
-        process = self._open_process()
-        if not names or process is None or self.breaker.is_open:
+        process = self._usable_process()
+        if not names or process is None:
             return None
-        if self._late is not None and not self._late.done:
+        if self._late is not None and not self._late.done():
             self.failed("lookup", "another look-up is late already")
             return None
         started = perf_counter()
         call = process.ask("exist", names)
-        if not call.wait(self._config.lookup_seconds):
+        try:
+            there = call.result(self._config.lookup_seconds)
+        except TimeoutError:
             self._late = call
             self.failed("lookup", f"no answer in {self._config.lookup_seconds:g} s")
             return None
-        self._stats.add_time("offload_lookup", perf_counter() - started)
-        try:
-            there = call.result()
         except StoreDown as error:
             self.failed("lookup", str(error))
             return None
+        self._stats.add_time("offload_lookup", perf_counter() - started)
         self.breaker.succeeded()
         return there.index(False) if False in there else len(there)
+
+    def there(self, names: Sequence[str]) -> list[bool]:
+        """Which objects are there, as far as anybody knows. As `get`."""
+        return self._call("exist", names) or [False] * len(names)
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
         """Read objects: the bytes of each, 0 if it is not there, -1 if nobody knows. A place may be larger. For at most `call_seconds`;
         after that nothing writes into its memory."""
-        if not self.usable:
-            return [-1] * len(names)
-        try:
-            return self.try_get(names, places)
-        except StoreDown as error:
-            self.failed("get", str(error))
-            return [-1] * len(names)
-
-    def try_get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
-        """`get`, whatever the breaker says. Raises StoreDown."""
-        return list(self._transfer("get", names, places))
+        return self._call("get", names, places) or [-1] * len(names)
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
         """Write objects: STORED, FULL or FAILED for each. As `get`."""
-        if not self.usable:
-            return [FAILED] * len(names)
-        doubted = [name for name in names if name in self._doubts]
-        try:
-            answers = self._transfer("put", names, places)
-            there = dict(zip(doubted, self._transfer("exist", doubted), strict=True)) if doubted else {}
-        except StoreDown as error:
-            self._doubts.add(names)
-            self.failed("put", str(error))
-            return [FAILED] * len(names)
-        self._doubts.add(name for name, answer in zip(names, answers, strict=True) if answer == FAILED)
-        return [
-            FAILED if answer == STORED and not there.get(name, True) else answer
-            for name, answer in zip(names, answers, strict=True)
-        ]
+        return self._call("put", names, places) or [FAILED] * len(names)
+
+    def try_get(self, name: str, place: Place) -> None:
+        """`get`, whatever the breaker says. Raises StoreDown."""
+        if self._process is not None:
+            self._process.call("get", [name], [place], seconds=self._config.call_seconds)
 
     def forget(self, names: Sequence[str]) -> None:
         """Remove objects, soon. Look-ups neither wait for it nor learn of its failure."""
-        process = self._open_process()
+        process = self._usable_process()
         if process is not None and self._removals < MOST_REMOVALS:
             self._removals += 1
-            process.ask("remove", names, then=self._removed)
-
-    def _removed(self, call: Call) -> None:
-        self._removals -= 1
-        if call.error is not None:
-            self._stats.failed("offload_remove")
-            log.debug("remove: %s", call.error)
+            process.ask("remove", names).add_done_callback(self._removed)
 
     def failed(self, what: str, why: str, again: Callable[[], None] | None = None) -> None:
         """A call failed or was late. again: what failed, to be tried before the store is trusted again; raises StoreDown."""
@@ -153,22 +121,33 @@ class Store:
 
     def snapshot(self) -> dict[str, Any]:
         """For people."""
-        process = self._open_process()
-        return {"process": process.pid if process else None, "processes_started": self._started, "last_error": self._said}
-
-    def _open_process(self) -> OffloadProcess | None:
-        """Ours, if it can be asked."""
         process = self._process
-        usable = process is not None and process.opened and process.alive and os.getpid() == self._pid and not self._stop.is_set()
+        pid = process.pid if process is not None and process.alive else None
+        return {"process": pid, "processes_started": self._started, "last_error": self._said}
+
+    def _usable_process(self) -> OffloadProcess | None:
+        process = self._process
+        usable = process is not None and process.alive and not self.breaker.is_open and os.getpid() == self._pid
         return process if usable else None
 
-    def _transfer(self, verb: str, names: Sequence[str], places: Sequence[Place] | None = None) -> Any:
-        process = self._open_process()
+    def _call(self, verb: str, *arguments: Any) -> Any:
+        """The answer; None if there is none."""
+        process = self._usable_process()
         if process is None:
-            raise StoreDown("the store is not open")
-        answer = process.call(verb, names, *([] if places is None else [places]), seconds=self._config.call_seconds)
+            return None
+        try:
+            answer = process.call(verb, *arguments, seconds=self._config.call_seconds)
+        except StoreDown as error:
+            self.failed(verb, str(error))
+            return None
         self.breaker.succeeded()
         return answer
+
+    def _removed(self, call: Future[Any]) -> None:
+        self._removals -= 1
+        if (error := call.exception()) is not None:
+            self._stats.failed("offload_remove")
+            log.debug("remove: %s", error)
 
     # ---- life
 
@@ -178,32 +157,38 @@ class Store:
             return
         self._stop.set()
         self._wake.set()
-        process, self._process = self._process, None
-        if process is not None:
-            process.leave()
-        if self._keeper is not threading.current_thread():
-            self._keeper.join(CLOSE_SECONDS)
+        if self._process is not None:
+            self._process.kill()
+        self._keeper.join(CLOSE_SECONDS)
+        if self.memory >= 0 and not self._keeper.is_alive():
+            os.close(self.memory)
+            self.memory = -1
 
     def _keep(self) -> None:
-        """The background thread: open the store, and try it while the breaker is open."""
-        pause = self._config.retry_seconds
+        """The background thread: start the process, open the store, and try it while the breaker is open."""
         while not self._stop.is_set():
-            if self._open_process() is None:
-                if self._open():
-                    pause = self._config.retry_seconds
-                    continue
-                self._stop.wait(pause)
-                pause = min(2 * pause, self._config.retry_max_seconds)
-            elif self.breaker.trial_due():
-                self._try()
+            if self._process is not None and not self._process.alive:
+                self.breaker.lost()
+            if self.breaker.trial_due():
+                self.breaker.tried(self._try())
+                self._tried.set()
             else:
                 self._wake.wait(WATCH_SECONDS)
                 self._wake.clear()
+        self._tried.set()
+        if self._process is not None:
+            self._process.kill()
 
-    def _open(self) -> bool:
+    def _try(self) -> bool:
+        """Whether the store answers, and what failed last does not fail again."""
         try:
-            process = self._live_process()
-            settings = process.call("open", seconds=OPEN_SECONDS)
+            if self._process is None or not self._process.alive:
+                self._process = OffloadProcess(self._config.mooncake, self.memory)
+                self._started += 1
+            settings = self._process.call("open", seconds=OPEN_SECONDS)
+            self._process.call("exist", [PROBE], seconds=self._config.call_seconds)
+            if self._suspect is not None:
+                self._suspect()
         except ConfigError as error:
             log.error("no offload tier: %s", error)
             self._stop.set()
@@ -213,45 +198,7 @@ class Store:
                 self._said = str(error)
                 log.warning("no offload tier: %s", error)
             return False
-        log.info("Mooncake: %s", " ".join(f"{name}={value}" for name, value in settings.items() if value))
-        self._said, process.opened = "", True
-        self._try(opened=True)
+        self._suspect, self._said = None, ""
+        said = " ".join(f"{name}={value}" for name, value in settings.items() if value)
+        log.info("the offload tier answers%s", f": {said}" if said else " again")
         return True
-
-    def _live_process(self) -> OffloadProcess:
-        """One that knows its store and its memory."""
-        if self._process is not None and self._process.alive:
-            return self._process
-        process = OffloadProcess(self._config.mooncake)
-        self._started += 1
-        with self._lock:
-            self._process = process
-            for fd in self._memory:
-                self._share(process, fd)
-        if self._stop.is_set():
-            process.kill()
-        return process
-
-    def _share(self, process: OffloadProcess, fd: int) -> None:
-        """Under the lock, since the order makes the numbers."""
-        try:
-            process.share(fd)
-        except StoreDown as error:
-            log.debug("share: %s", error)
-            process.kill()
-
-    def _try(self, opened: bool = False) -> None:
-        try:
-            self._transfer("exist", [PROBE])
-            if self._suspect is not None:
-                self._suspect()
-        except StoreDown as error:
-            log.debug("trying the store: %s", error)
-            self.breaker.tried(held=False)
-            return
-        self._suspect = None
-        if self.breaker.is_open:
-            log.info("the offload tier answers again")
-        if opened or self.breaker.is_open:
-            self.on_back()
-        self.breaker.tried(held=True)

@@ -13,8 +13,8 @@ from vcache_backend.metadata_server.messages import ChunkKey, Location
 from vcache_backend.offload import codecs, objects
 from vcache_backend.offload.index import Index
 from vcache_backend.offload.objects import Format
-from vcache_backend.offload.read import Bound, Fetch, Reader
-from vcache_backend.offload.staging import Ring
+from vcache_backend.offload.read import Bound, Fetch, Reader, batch_chunks
+from vcache_backend.offload.staging import Ring, Staging
 from vcache_backend.offload.store import Store
 from vcache_backend.offload.write import DROPPED, Writer
 from vcache_backend.transfer.layout import Layout
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MOST_BUFFERS = 256
 """Of one direction; more would not be faster."""
+START_SECONDS = 3.0
+"""How long the start of vLLM may wait for the offload process: it takes half a second, and its first request may need it."""
 CLOSE_SECONDS = 3.0
 Views = Callable[[Sequence[Location]], list[SlotView]]
 
@@ -38,16 +40,16 @@ class OffloadTier(Index):
     """
 
     def __init__(self, config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> None:
-        """Looks up only, until `bind`. on_gpu: where the KV caches are. Starts to reach the store, in the background."""
+        """Looks up only, until `bind`. on_gpu: where the KV caches are. Returns once it is known whether the store can be reached, or after
+        START_SECONDS; it is tried in the background from then on."""
         super().__init__(config, Store(config, stats), on_gpu)
         self._settings, self._stats = config, stats
-        # What came back may be another master, which knows no object.
-        self._store.on_back = self.recent.clear
         self._bound: Bound | None = None
         self._reader: Reader | None = None
         self._writer: Writer | None = None
-        self._rings: list[Ring] = []
+        self._staging: Staging | None = None
         self.promotes = config.promote
+        self._store.wait(START_SECONDS)
 
     def bind(self, config: Config, layout: Layout, device: Device, chunk_bytes: int, views: Views) -> None:
         """The chunks of this process's KV caches are known: make the buffers, once. In the worker's thread. views: addresses of slots.
@@ -67,18 +69,19 @@ class OffloadTier(Index):
         if count < 4:
             need = f"offload.staging_bytes must be at least {4 * size:,}, four chunks of {size:,} B each"
             raise ConfigError(f"{need}; it is {int(settings.staging_bytes):,}")
-        pinned = device.ordinal is not None
         try:
-            for buffers in (count // 2, count - count // 2):
-                self._rings.append(Ring(size, buffers, pinned, self._store.share))
+            self._staging = Staging(self._store.memory, size, count, pinned=device.ordinal is not None)
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"no {count * size:,} B of host memory for offload.staging_bytes: {error}") from error
-        writing, reading = self._rings
         self._bound = Bound(self._store, self, self._stats, form, codec)
-        self._reader = Reader(self._bound, reading, settings)
+        # What writing has no use for is for reading.
+        writers, buffers = min(settings.writers + 1, count // 2), self._staging.buffers
+        batch = min(batch_chunks(chunk_bytes), count // 2 // writers)
+        shares = [buffers[at : at + batch] for at in range(0, writers * batch, batch)]
+        self._reader = Reader(self._bound, Ring(buffers[writers * batch :]), settings)
         client = Client(config.server.path, config.client, device.name, device.medium)
-        self._writer = Writer(self._bound, writing, settings, client, views, device.ordinal)
-        log.info("offload tier: %s; %d buffers of %s B, %s", settings, count, f"{size:,}", "pinned" if pinned else "host")
+        self._writer = Writer(self._bound, shares, settings, client, views, device.ordinal)
+        log.info("offload tier: %s; %d buffers of %s B", settings, count, f"{size:,}")
 
     # ---- reads and writes
 
@@ -127,8 +130,8 @@ class OffloadTier(Index):
         self._store.close()
         if self._reader is not None:
             self._reader.close(seconds)
-        for ring in self._rings:
-            ring.close()
+        if self._staging is not None:
+            self._staging.close()
 
 
 def open_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> OffloadTier | None:
@@ -137,6 +140,6 @@ def open_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> Offloa
         return None
     try:
         return OffloadTier(config, stats, on_gpu)
-    except VCacheError as error:
+    except (VCacheError, OSError) as error:
         log.error("no offload tier: %s", error)
         return None

@@ -5,63 +5,36 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 
 log = logging.getLogger(__name__)
 
 
 class Workers:
-    """`count` daemon threads and at most `backlog` calls that wait for one. Started with the first calls; not before a fork.
+    """`count` threads that make calls in the order they came. Daemons, unlike an executor's: the process can end while one hangs."""
 
-    begin: what each thread does first.
-    """
+    def __init__(self, name: str, count: int) -> None:
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(count)]
+        for thread in self._threads:
+            thread.start()
 
-    def __init__(self, name: str, count: int, backlog: int, begin: Callable[[], None] = lambda: None) -> None:
-        self._name, self._count, self._backlog, self._begin = name, count, backlog, begin
-        self._queue: deque[Callable[[], object]] = deque()
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
-        self._busy = 0
-        self._stopping = False
+    def submit(self, call: Callable[[], object]) -> None:
+        """Let a thread make this call. Never blocks. After `close` nobody does."""
+        self._queue.put(call)
 
-    def submit(self, call: Callable[[], object]) -> bool:
-        """Let a thread make this call; False if too many wait already, or after `close`. Never blocks."""
-        with self._changed:
-            if self._stopping or len(self._queue) >= self._backlog:
-                return False
-            self._queue.append(call)
-            if len(self._threads) < self._count and self._busy + len(self._queue) > len(self._threads):
-                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._changed.notify()
-        return True
-
-    def close(self, seconds: float) -> bool:
-        """Drop what waits, and wait for what runs; False if something still does after so many seconds."""
-        with self._changed:
-            self._stopping = True
-            self._queue.clear()
-            self._changed.notify_all()
+    def close(self, seconds: float) -> None:
+        """Wait for what was submitted so far, at most so long."""
+        for _ in self._threads:
+            self._queue.put(None)
         deadline = time.monotonic() + seconds
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(deadline - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in self._threads)
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _run(self) -> None:
-        self._begin()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._stopping)
-                if not self._queue:
-                    return
-                call = self._queue.popleft()
-                self._busy += 1
+        while (call := self._queue.get()) is not None:
             try:
                 call()
             except Exception:  # the thread's last line of defence: what comes next is not to suffer
-                log.exception("%s: a call failed", self._name)
-            with self._changed:
-                self._busy -= 1
+                log.exception("a call of the offload tier's failed")

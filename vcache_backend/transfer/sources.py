@@ -249,7 +249,6 @@ class _StagedPart(Part):
         context, keys = self.context, self.context.keys[self.first : self.first + self.count]
         seconds = self.seconds
         self.drop()
-        self.source.tier.known(keys)
         context.stats.offloaded(self.first, keys, self.tokens, perf_counter() - context.idle_since, seconds)
         self.source.epochs |= {staged.epoch for staged in self.staged}
         self.source.chunks += range(self.first, self.first + self.count)

@@ -1,0 +1,189 @@
+"""Mooncake's verbs, and what its return codes mean here. Only the offload process (process.py) imports the library.
+
+The library keeps the interpreter's lock while it connects (4.4 s without a master, measured), may take half a minute for one call, and
+crashes where it is used before its set-up or after its end.
+
+The master did not answer (-900): StoreLost, since each further call would take 4 s to say the same. It was late (-901): StoreDown. A
+transfer failed (-800), as after a provider's death, which the master notices 10 s late: that object is not there; StoreDown if none of
+its batch could be had. No room (-200): FULL; Mooncake says the same of an object larger than its largest segment. Anything else below
+zero: that object is not there, or was not stored.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from vcache_backend.config import MooncakeConfig, mooncake_environment
+from vcache_backend.errors import ConfigError, VCacheError
+
+STORED, FULL, FAILED = "stored", "full", "failed"
+"""What becomes of an object that is put. FULL: again later may do. FAILED: its bytes did not arrive, or nobody knows; the store shows no
+half written object under its name. STORED is no proof: the store says it for half a minute of an object whose put was cut short."""
+NO_ROOM, TRANSFER_FAILED, RPC_FAILED, RPC_TIMED_OUT = -200, -800, -900, -901
+Place = tuple[int, int]
+"""First byte in the shared memory, bytes."""
+
+
+class StoreDown(VCacheError):
+    """The store, or the way to it, failed; nothing is known about the objects. Counts against the breaker."""
+
+
+class StoreLost(StoreDown):
+    """The same, and this process is of no further use."""
+
+
+class Mooncake:
+    """The verbs. Objects by name, first writer wins; whoever puts and gets them checks their contents (objects.py). Any thread.
+
+    Calls block for as long as the library does. All raise StoreDown. The library has no call before `open`.
+    """
+
+    def __init__(self, config: MooncakeConfig, memory: int) -> None:
+        """Load the library. memory: a memfd that objects are put from and got into; it may get its size later. Raises ConfigError with
+        what to install."""
+        self._config, self._fd = config, memory
+        mooncake_environment(config)
+        self._library = _load_library()
+        # The master keeps tenants apart only if it was started for that.
+        self._prefix = f"{config.tenant}/" if config.tenant else ""
+        self._lock = threading.Lock()
+        self._memory: mmap.mmap | None = None
+        self._raw: Any = None
+        self._is_open = False
+
+    def open(self) -> dict[str, str]:
+        """Connect: what is in force, for people; nothing if it is open already. Blocks for 30 ms, or until the master has not answered for
+        `rpc_seconds`."""
+        if self._is_open:
+            return {}
+        config = self._config
+        _check_master(config.master, config.rpc_seconds)
+        hostname = config.hostname or _way_out(config.master)
+        environment = mooncake_environment(msgspec.structs.replace(config, hostname=hostname))
+        # `setup` ignores what it does not know. Memory is lent by providers, which outlive us, and no scratch memory is needed.
+        settings = {
+            "local_hostname": hostname,
+            "metadata_server": config.metadata,
+            "global_segment_size": "0",
+            "local_buffer_size": "0",
+            "protocol": config.protocol,
+            "rdma_devices": config.devices,
+            "master_server_addr": config.master,
+            "tenant_id": config.tenant or "default",
+        }
+        # Kept, since its destructor would take 13 s.
+        self._raw = self._library.MooncakeDistributedStore()
+        code = self._raw.setup(settings)
+        if code:
+            raise StoreLost(f"setup failed ({code})")
+        self._is_open = True
+        self._addresses([])
+        return settings | environment
+
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        """Which are there; without a lease where the library can (0.3.14), since one keeps an object from being evicted for 10 s."""
+        raw = self._opened()
+        codes = _checked("look-up", getattr(raw, "batch_probe_key", raw.batch_is_exist)(self._full(names)))
+        return [code == 1 for code in codes]
+
+    def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
+        """Write objects, in one batched call: STORED, FULL or FAILED for each."""
+        config = self._library.ReplicateConfig()
+        config.replica_num = self._config.replicas
+        raw, sizes = self._opened(), [nbytes for _, nbytes in places]
+        codes = _checked("put", raw.batch_put_from(self._full(names), self._addresses(places), sizes, config))
+        return [STORED if code == 0 else FULL if code == NO_ROOM else FAILED for code in codes]
+
+    def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
+        """Read objects, in one batched call: the bytes of each, 0 if it is not there or could not be read. A place may be larger."""
+        raw, sizes = self._opened(), [nbytes for _, nbytes in places]
+        return [max(0, code) for code in _checked("get", raw.batch_get_into(self._full(names), self._addresses(places), sizes))]
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Forget objects, also such as are being read."""
+        _checked("remove", self._opened().batch_remove(self._full(names), True))
+
+    def remove_under(self, start: str) -> int:
+        """Forget all objects whose names begin with `start`, whoever wrote them, also such as are being read: how many."""
+        (code,) = _checked("remove", [self._opened().remove_by_regex("^" + re.escape(self._prefix + start), True)])
+        if code < 0:
+            raise StoreDown(f"objects under {start!r} could not be removed ({code})")
+        return code
+
+    def _opened(self) -> Any:
+        if not self._is_open:
+            raise StoreDown("the store is not open")
+        return self._raw
+
+    def _full(self, names: Sequence[str]) -> list[str]:
+        return [self._prefix + name for name in names]
+
+    def _addresses(self, places: Sequence[Place]) -> list[int]:
+        """Here. Maps the memory once it has a size. Raises StoreDown for what is not in it."""
+        with self._lock:
+            size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
+            if self._memory is None and size:
+                # Populated, so that no page is missing in the middle of a transfer.
+                self._memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                if self._config.protocol == "rdma" and self._raw.register_buffer(self._base(), size):
+                    raise StoreLost(f"{size:,} B of memory could not be registered")
+        for start, nbytes in places:
+            if self._memory is None or not 0 <= start <= start + nbytes <= len(self._memory):
+                raise StoreDown(f"bytes {start:,} to {start + nbytes:,} are not in the shared memory")
+        return [self._base() + start for start, _ in places]
+
+    def _base(self) -> int:
+        assert self._memory is not None
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+
+def _checked(what: str, codes: list[int]) -> list[int]:
+    if RPC_FAILED in codes:
+        raise StoreLost(f"{what}: no connection to the master ({RPC_FAILED})")
+    if RPC_TIMED_OUT in codes:
+        raise StoreDown(f"{what}: no answer from the master in time ({RPC_TIMED_OUT})")
+    if TRANSFER_FAILED in codes and all(code < 0 for code in codes):
+        raise StoreDown(f"{what}: none of {len(codes)} objects could be transferred ({TRANSFER_FAILED})")
+    return codes
+
+
+def _load_library() -> Any:
+    try:
+        from mooncake import store
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "mooncake":
+            raise ConfigError("the offload tier needs Mooncake's client: pip install vcache-backend[mooncake]") from error
+        hint = " (apt install libibverbs1)" if "libibverbs" in str(error) else ""
+        raise ConfigError(f"Mooncake's client does not load: {error}{hint}") from error
+    return store
+
+
+def _check_master(master: str, seconds: float) -> None:
+    """Raises StoreDown unless something at HOST:PORT answers. What is sent is no request of Mooncake's: a master that lives hangs up."""
+    host, _, port = master.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), seconds) as probe:
+            probe.sendall(bytes(64))
+            probe.recv(1)
+    except ConnectionResetError:
+        return
+    except OSError as error:
+        raise StoreDown(f"no answer from the master at {master}: {error}") from error
+
+
+def _way_out(master: str) -> str:
+    """The address of this host that packets to `master` leave from. Raises OSError."""
+    host, _, port = master.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
