@@ -175,7 +175,7 @@ def test_the_tier_is_there_for_the_first_request(
 ) -> None:
     """On a machine that is quick enough. Half a second later it would be there in any case."""
     monkeypatch.setattr(tier, "START_SECONDS", SECONDS)
-    config = msgspec.structs.replace(nodes[0].config("host", ROOMY), offload=depot.offload(**QUICK))
+    config = msgspec.structs.replace(nodes[0].config("host", ROOMY), offload=depot.offload())
     with VCacheEngine(config, layout_of(Cache(), model=model)) as made:
         assert made.get_stats()["offload"]["usable"]
 
