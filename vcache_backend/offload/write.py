@@ -133,9 +133,15 @@ class Writer:
         return []
 
     def _copy_out(self, keys: list[ChunkKey], buffers: Sequence[Buffer]) -> Sealed:
-        """Those that the pool still has, and the store has not. What comes after one that the pool has not waits again."""
+        """Those that the pool still has, and the store has not: it has what was read from there and is in the pool again, and what others
+        wrote. What comes after one that the pool has not waits again."""
         later = keys
         try:
+            epoch = self._client.present(keys).epoch
+            there = self._bound.store.there([objects.name(key, epoch) for key in keys])
+            later = keys = [key for key, known in zip(keys, there, strict=True) if not known]
+            if not keys:
+                return []
             leased = self._client.acquire(keys)
             run = len(leased.locations)
             self._dropped("gone", len(keys[run : run + 1]))
@@ -157,17 +163,13 @@ class Writer:
     def _sealed(self, keys: Sequence[ChunkKey], leased: Leased, buffers: Sequence[Buffer]) -> Sealed:
         """Leased chunks as objects in buffers; what cannot be copied is dropped."""
         bound, sealed = self._bound, Sealed()
-        names, views = [objects.name(key, leased.epoch) for key in keys], self._views(leased.locations)
+        views = self._views(leased.locations)
         self._dropped("gone", len(keys) - len(views))
-        # What was read from there and stored in the pool again is there already, as is what another instance wrote.
-        there = bound.store.there(names)
-        for key, name, known, view, buffer in zip(keys, names, there, views, buffers, strict=False):
-            if known:
-                continue
+        for key, view, buffer in zip(keys, views, buffers, strict=False):
             try:
                 digest = self._copy(view.tensor[: bound.format.chunk_bytes], buffer.memory[HEADER_BYTES:])
                 bound.format.seal(buffer.memory.numpy(), key, leased.epoch, digest)
-                sealed.append((name, buffer.place))
+                sealed.append((objects.name(key, leased.epoch), buffer.place))
             except (CodecError, RuntimeError) as error:
                 if bound.stats.failed("offload_codec") == 1:
                     log.warning("chunk %s is not written to the store: %s", key.hex(), error)
