@@ -109,37 +109,28 @@ def refuse(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
     raise LayoutError("no such slot")
 
 
+PACKED, APART = "K and V packed, tokens first", "K and V apart"
+
+
 @pytest.mark.parametrize(
-    ("copier", "said"),
+    ("name", "copier", "said"),
     [
-        (Faulty(gather=flip_in_slot), "gathered wrongly into the pool: layer 1, block 2, byte 5 is"),
-        (Faulty(gather=ignore_ids), "gathered wrongly into the pool: layer 0, block 0"),
-        (Faulty(scatter=flip_in_cache), "scattered wrongly from the pool: layer 2, block 3, byte 7 is"),
-        (Faulty(scatter=overrun), "scattered wrongly from the pool: layer 0, block 4, byte 0 is"),
-        (Faulty(gather=fail), "failed: a launch that failed"),
-        (Faulty(scatter=refuse), "failed: no such slot"),
+        (PACKED, Faulty(gather=flip_in_slot), "gathered wrongly into the pool: layer 1, block 2, byte 5 is"),
+        (APART, Faulty(gather=flip_in_slot), "layer 1, block 2, part 0, byte 5"),
+        (PACKED, Faulty(gather=ignore_ids), "gathered wrongly into the pool: layer 0, block 0"),
+        (PACKED, Faulty(scatter=flip_in_cache), "scattered wrongly from the pool: layer 2, block 3, byte 7 is"),
+        (PACKED, Faulty(scatter=overrun), "scattered wrongly from the pool: layer 0, block 4, byte 0 is"),
+        (PACKED, Faulty(gather=fail), "failed: a launch that failed"),
+        (PACKED, Faulty(scatter=refuse), "failed: no such slot"),
     ],
 )
-def test_a_copy_that_goes_wrong_is_seen_and_the_kv_cache_is_as_before(copier: Faulty, said: str) -> None:
-    kv = described("K and V packed, tokens first")
+def test_a_copy_that_goes_wrong_is_seen_and_the_kv_cache_is_as_before(name: str, copier: Faulty, said: str) -> None:
+    kv = described(name)
     before = contents(kv)
     answer = round_trip(kv, copier, slot(kv), CHUNK)
     assert answer is not None
     assert said in answer
     assert all(torch.equal(one[:-1], other[:-1]) for one, other in zip(before, contents(kv), strict=True))
-
-
-def test_parts_are_named_where_there_are_some() -> None:
-    kv = described("K and V apart")
-    answer = round_trip(kv, Faulty(gather=flip_in_slot), slot(kv), CHUNK)
-    assert answer is not None
-    assert "layer 1, block 2, part 0, byte 5" in answer
-
-
-def test_a_slot_that_is_too_small_is_a_reason() -> None:
-    kv = described("K and V apart")
-    small = SlotView.over(torch.zeros(64, dtype=torch.uint8), local=True)
-    assert "64 B" in (round_trip(kv, HostCopier(), small, CHUNK) or "")
 
 
 class Hung(Finished):

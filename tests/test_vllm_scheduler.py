@@ -285,42 +285,6 @@ def test_what_vllms_own_cache_has_is_not_asked_for(asynchronous: Side) -> None:
     eventually(lambda: asynchronous.asked() == before + 1)
 
 
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        lambda request: setattr(request, "skip_reading_prefix_cache", True),
-        lambda request: setattr(request.sampling_params, "prompt_logprobs", 1),
-    ],
-    ids=["skip", "logprobs"],
-)
-def test_a_request_that_must_compute_its_prompt_is_not_asked_for(side: Side, prepare: Callable[[Request], None]) -> None:
-    request, before = new_request(), side.asked()
-    prepare(request)
-    side.half.arrived(request)
-    assert side.matched(request) == (0, False)
-    assert side.asked() == before
-
-
-def test_an_announced_request_waits_for_all_of_it_and_asks_nothing(side: Side) -> None:
-    request, before = new_request(announced=True, wait_seconds=5), side.asked()
-    side.half.arrived(request)
-    assert side.matched(request) == (CHUNKS * CHUNK, True)
-    side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
-    (load,) = side.step().loads
-    assert (load.wait_seconds, load.lease, len(load.keys)) == (5.0, None, CHUNKS)
-    assert side.asked() == before
-
-
-def test_without_a_server_everything_is_a_miss(tmp_path: Path) -> None:
-    with node(tmp_path, QUICK) as made:
-        server = made.serve()
-        side, request = Side(made, made.undo), new_request()
-        server.kill()
-        side.half.arrived(request)
-        assert side.matched(request) == (0, False)
-        side.half.finished(request)
-
-
 # ---- what a step stores
 
 
@@ -349,13 +313,6 @@ def test_tokens_guessed_ahead_are_not_stored_and_answers_if_wanted(make: Callabl
     assert side.step(cached=(request, CHUNK + 1, CHUNK, [20, 21, 22, 23])).stores == []
     request.append_output_token_ids([5] * (CHUNK - 1))
     assert len(side.step(cached=(request, 2 * CHUNK, 1, None)).stores) == count
-
-
-@pytest.mark.parametrize("vcache", [{"store": False}, {"misspelt": 1}], ids=str)
-def test_a_request_that_wants_nothing_stored_stores_nothing(side: Side, vcache: dict[str, Any]) -> None:
-    request = new_request(**vcache)
-    side.matched(request)
-    assert side.step((request, PROMPT)).stores == []
 
 
 def test_what_was_loaded_is_not_stored_again_unless_the_load_failed(asynchronous: Side) -> None:

@@ -30,6 +30,7 @@ class SchedulerSide:
         """loads, stores: what the instance's role allows."""
         self._settings, self._size = config.connector, config.engine.chunk_size
         self._loads_allowed, self._stores_allowed, self._least = loads, stores, config.connector.min_hit_tokens
+        self._prompts_only = config.connector.store == "prompt"
         model = model_spec.read_model(vllm_config, config.connector.model)
         self._block = model.block_size
         self._per_chunk = self._size // self._block
@@ -138,7 +139,8 @@ class SchedulerSide:
         flush, self._flush = self._flush, False
         self._scheduled, self._promised, self._leased_ahead = output.num_scheduled_tokens, 0, 0
         fresh, idle = [load.blocks for load in loads], not output.total_num_scheduled_tokens
-        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, not self.instance.over)
+        introduce = self.instance.keys is None and not self.instance.over
+        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce)
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
         """What they store in it, and which blocks get a new owner."""
@@ -268,7 +270,7 @@ class SchedulerSide:
         """So many chunks from the start are in the pool or on their way."""
         tracked.stored = chunks
         stores = self._stores_allowed and tracked.params.store and not self.instance.refused
-        if stores and self._settings.store == "prompt":
+        if stores and self._prompts_only:
             stores = tracked.request.num_prompt_tokens >= (chunks + 1) * self._size
         tracked.complete_at = (chunks + 1) * self._size if stores else inf
 
@@ -280,7 +282,7 @@ class SchedulerSide:
         if computed < tracked.complete_at:
             return
         request, size, first = tracked.request, self._size, tracked.stored
-        known = request.num_prompt_tokens if self._settings.store == "prompt" else request.num_tokens
+        known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
         ready = min(
             min(computed, known) // size, len(request.block_hashes) // self._hashes, len(tracked.blocks) // self._per_chunk
         )
