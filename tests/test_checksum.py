@@ -174,9 +174,9 @@ def test_bad_slots_are_named_among_good_ones() -> None:
 # ---- what it refuses
 
 
-@pytest.mark.parametrize("nbytes", [0, -8, 4, 12, checksum.MAX_BYTES + 8])
+@pytest.mark.parametrize("nbytes", [0, -8, 4, 12])
 def test_a_chunk_of_odd_size_is_refused(nbytes: int) -> None:
-    with pytest.raises(LayoutError, match="expected a multiple of 8 up to"):
+    with pytest.raises(LayoutError, match="expected a multiple of 8"):
         HOST.seal([], [], nbytes, DONE)
 
 

@@ -84,7 +84,9 @@ def test_two_processes_share_every_byte_and_a_successor_finds_them(
 
 @pytest.mark.gpu(count=2)
 @pytest.mark.timeout(300)
-def test_two_processes_that_see_one_gpu_each_share_every_byte(tmp_path: Path) -> None:
-    """As two instances with `CUDA_VISIBLE_DEVICES=0` and `=1` do: each calls its own GPU cuda:0, and cannot name the other's."""
-    visible = (devices.resolve("cuda:0").name, devices.resolve("cuda:1").name)
+@pytest.mark.parametrize("seen", [("{0}", "{1}"), ("{0},{1}", "{1},{0}")], ids=["one each", "numbered differently"])
+def test_two_processes_that_call_their_own_gpu_cuda_0_share_every_byte(tmp_path: Path, seen: tuple[str, str]) -> None:
+    """As two instances with a `CUDA_VISIBLE_DEVICES` of their own do, which may not even name the other's GPU."""
+    names = [devices.resolve(f"cuda:{ordinal}").name for ordinal in range(2)]
+    visible = (seen[0].format(*names), seen[1].format(*names))
     share(tmp_path, (("cuda:0", "cuda:0"), GPUS[1]), FLASH, visible)

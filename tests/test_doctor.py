@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from fake_cuda import UUIDS, FakeCuda
 from processes import stage
-from test_cuda_segments import UUIDS, FakeCuda
 
 from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict

@@ -15,13 +15,14 @@ from engine_cases import ROOMY, Node, UnfinishedCopier, counts, get, hanging, he
 from kv_cases import CHUNK, FLASH, MLA, SMALL, Cache, layout_of, places, prompt
 from processes import QUICK, SECONDS, eventually, make_memfd
 
-from vcache_backend.errors import LayoutError
+from vcache_backend.errors import LayoutError, SegmentError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.vram_pool import pool as pools
+from vcache_backend.vram_pool import segment as segments
 from vcache_backend.vram_pool.copier import Finished, HostCopier
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.pool import Pool
+from vcache_backend.vram_pool.segment import MappedSegment
 
 __all__ = ["hanging", "here"]
 
@@ -356,12 +357,24 @@ def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(here:
     assert get(third, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
 
 
+def out_of_reach(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """From now on nobody here can map segments on `device`, as a GPU cannot that has no peer access."""
+    mapping = segments.map_segment
+
+    def refusing(info: m.SegmentInfo, fd: int, reader: Device) -> MappedSegment:
+        if info.device == device:
+            raise SegmentError(f"{reader} has no peer access to {device}")
+        return mapping(info, fd, reader)
+
+    monkeypatch.setattr(segments, "map_segment", refusing)
+
+
 def test_a_segment_that_a_worker_cannot_map_does_not_keep_it_from_storing(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the most room, so that every store would go there; as a GPU's without peer access, or one that is forged."""
     here.serve()
     mine = Cache()
     here.engine("host:far", 8 * ROOMY, layout_of(mine))
-    monkeypatch.setattr(pools, "can_read", lambda reader, owner: owner != "host:far")
+    out_of_reach(monkeypatch, "host:far")
     here.engine("host:a", ROOMY, layout_of(mine))
     engine = here.engine("host:b", 0, layout_of(mine))
     for family in range(2, 6):
@@ -394,9 +407,12 @@ def test_a_segment_dropped_in_the_middle_of_a_copy_waits_for_it(here: Node) -> N
     eventually(lambda: client.list_segments() == [])
 
 
-def test_a_segment_that_cannot_be_mapped_is_a_miss(here: Node, caplog: pytest.LogCaptureFixture) -> None:
-    """Somebody registers memory on a device that no host process can read."""
+def test_a_segment_that_cannot_be_mapped_is_a_miss(
+    here: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody registers memory on a device that no process here can read."""
     here.serve()
+    out_of_reach(monkeypatch, "tape:0")
     client, mine = here.client(), Cache()
     fd = make_memfd(ROOMY)
     client.add_segment(m.SegmentInfo(m.SegmentId("f0f0f0f0f0f0"), "tape:0", "host", ROOMY), fd)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.planner import Int64s, plan_blocks, plan_chunks
+from vcache_backend.vram_pool.paged import Int64s, PagedKV
+from vcache_backend.vram_pool.planner import plan_blocks, plan_chunks
 
 BLOCK = 4
 CHUNK = 16
@@ -18,15 +18,8 @@ PAGE = 96
 VIRTUAL_BYTES = 2 * PAGE
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """4 blocks of 4 tokens a chunk."""
-
-    layers: int = 3
-    parts: int = 2
-    page_bytes: int = PAGE
-    block_size: int = BLOCK
-    num_blocks: int = 32
+KV = PagedKV.describe([torch.zeros((2, 32, BLOCK, 2, 6), dtype=torch.float16) for _ in range(3)], BLOCK)
+"""4 blocks of 4 tokens a chunk."""
 
 
 def places(*ids: int) -> Int64s:
@@ -36,7 +29,7 @@ def places(*ids: int) -> Int64s:
 
 def test_whole_chunks_are_their_blocks_in_order() -> None:
     ids = [7, 3, 30, 4, 0, 31, 9, 8]
-    by_slot, by_block = plan_chunks(Sizes(), CHUNK, places(*ids), [0, CHUNK]), plan_blocks(Sizes(), CHUNK, np.array(ids))
+    by_slot, by_block = plan_chunks(KV, CHUNK, places(*ids), [0, CHUNK]), plan_blocks(KV, CHUNK, np.array(ids))
     for copy in (by_slot, by_block):
         rows = [[0, 0, 7], [0, 192, 3], [0, 384, 30], [0, 576, 4], [1, 0, 0], [1, 192, 31], [1, 384, 9], [1, 576, 8]]
         assert copy.blocks.tolist() == rows
@@ -46,21 +39,21 @@ def test_whole_chunks_are_their_blocks_in_order() -> None:
 
 
 def test_chunks_may_stand_anywhere_in_the_mapping() -> None:
-    copy = plan_chunks(Sizes(), CHUNK, places(*range(12)), [32, 0])
+    copy = plan_chunks(KV, CHUNK, places(*range(12)), [32, 0])
     assert copy.blocks[:, [0, 2]].tolist() == [[0, 8], [0, 9], [0, 10], [0, 11], [1, 0], [1, 1], [1, 2], [1, 3]]
     assert copy.covered(48).tolist() == [True] * 16 + [False] * 16 + [True] * 16
 
 
 def test_of_blocks_some_may_be_wanted() -> None:
-    copy = plan_blocks(Sizes(), CHUNK, np.array([-1, 3, 30, 4, 99]), 1, 4)
+    copy = plan_blocks(KV, CHUNK, np.array([-1, 3, 30, 4, 99]), 1, 4)
     assert copy.blocks.tolist() == [[0, 192, 3], [0, 384, 30], [0, 576, 4]]
     assert copy.complete(1).tolist() == [False]
     with pytest.raises(LayoutError, match="blocks 3 to 6 are wanted of 5"):
-        plan_blocks(Sizes(), CHUNK, np.arange(5), 3, 6)
+        plan_blocks(KV, CHUNK, np.arange(5), 3, 6)
 
 
 def test_nothing_wanted_is_an_empty_plan() -> None:
-    for copy in (plan_chunks(Sizes(), CHUNK, places(), []), plan_chunks(Sizes(), CHUNK, places(1, 2, 3, 4), [0], 16)):
+    for copy in (plan_chunks(KV, CHUNK, places(), []), plan_chunks(KV, CHUNK, places(1, 2, 3, 4), [0], 16)):
         assert (len(copy.blocks), copy.nbytes) == (0, 0)
 
 
@@ -69,25 +62,25 @@ def test_a_place_outside_of_the_cache_is_refused_with_figures(bad: int) -> None:
     mapping = places(7, 3, 30, 4)
     mapping[5] = bad
     with pytest.raises(LayoutError, match=r"names blocks .* but the KV cache has 32 blocks of 4 tokens"):
-        plan_chunks(Sizes(), CHUNK, mapping, [0])
+        plan_chunks(KV, CHUNK, mapping, [0])
     for ids in ([7, 3, 32, 4], [7, 3, -1, 4]):
         with pytest.raises(LayoutError, match=r"names blocks .* but the KV cache has 32 blocks of 4 tokens"):
-            plan_blocks(Sizes(), CHUNK, np.array(ids))
+            plan_blocks(KV, CHUNK, np.array(ids))
 
 
 def test_places_that_are_not_wanted_are_not_looked_at() -> None:
-    assert plan_chunks(Sizes(), CHUNK, places(99, 3, 30, 4), [0], 4).blocks[:, 2].tolist() == [3, 30, 4]
+    assert plan_chunks(KV, CHUNK, places(99, 3, 30, 4), [0], 4).blocks[:, 2].tolist() == [3, 30, 4]
 
 
 @pytest.mark.parametrize("starts", [[-1], [1], [0, 16], [1 << 40]])
 def test_a_chunk_outside_of_the_mapping_is_refused(starts: list[int]) -> None:
     with pytest.raises(LayoutError, match="are not in a slot mapping of 16"):
-        plan_chunks(Sizes(), CHUNK, places(1, 2, 3, 4), starts)
+        plan_chunks(KV, CHUNK, places(1, 2, 3, 4), starts)
 
 
 @pytest.mark.parametrize("chunk_size", [0, -4, 6])
 def test_a_chunk_must_be_whole_blocks(chunk_size: int) -> None:
-    for plan in (lambda: plan_chunks(Sizes(), chunk_size, places(1), []), lambda: plan_blocks(Sizes(), chunk_size, places())):
+    for plan in (lambda: plan_chunks(KV, chunk_size, places(1), []), lambda: plan_blocks(KV, chunk_size, places())):
         with pytest.raises(LayoutError, match="no multiple of the KV block size 4"):
             plan()
 
@@ -111,7 +104,7 @@ def test_a_block_is_moved_if_and_only_if_it_is_wanted_whole_and_lies_in_one_bloc
     request_: tuple[Int64s, list[int], int],
 ) -> None:
     mapping, starts, skip = request_
-    copy, rows, covered = plan_chunks(Sizes(), CHUNK, mapping, starts, skip), [], np.zeros(len(mapping), dtype=np.bool_)
+    copy, rows, covered = plan_chunks(KV, CHUNK, mapping, starts, skip), [], np.zeros(len(mapping), dtype=np.bool_)
     for slot, start in enumerate(starts):
         for virtual in range(CHUNK // BLOCK):
             first = start + virtual * BLOCK

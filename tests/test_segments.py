@@ -6,10 +6,6 @@ import fcntl
 import gc
 import os
 import resource
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -19,69 +15,17 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from processes import SECONDS
 
 from vcache_backend.errors import ConfigError, SegmentError
 from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import devices, host_segment
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.segment import MappedSegment, OwnedSegment, create, map_segment, new_id
+from vcache_backend.vram_pool.segment import MappedSegment, OwnedSegment, create, map_segment
 
 HOST = Device("host", "host")
 NBYTES = 1 << 20
-CHILD_SECONDS = 30
 CYCLES = 50
-
-# Children get the number of a connected Unix socket in argv[1]. The creator needs vcache, the others only Python.
-CREATOR = """
-import signal, socket, sys
-from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.segment import create, map_segment
-channel = socket.socket(fileno=int(sys.argv[1]))
-host = Device("host", "host")
-with create(host, 1 << 20) as owned, map_segment(owned.info, owned.fd, host) as mapped:
-    mapped.tensor(4096, 5).copy_(__import__("torch").tensor(list(b"alive"), dtype=__import__("torch").uint8))
-    socket.send_fds(channel, [owned.id.encode()], [owned.fd])
-    signal.pause()
-"""
-READER = """
-import mmap, socket, sys
-channel = socket.socket(fileno=int(sys.argv[1]))
-_, (fd,), _, _ = socket.recv_fds(channel, 16, 1)
-memory = mmap.mmap(fd, 0)
-channel.sendall(memory[4096:4101])
-memory[0:5] = b"reply"
-channel.sendall(b"!")
-"""
-HOLDER = """
-import socket, sys
-channel = socket.socket(fileno=int(sys.argv[1]))
-_, fds, _, _ = socket.recv_fds(channel, 16, 1)
-channel.sendall(b"held")
-channel.recv(1)
-socket.send_fds(channel, [b"back"], fds)
-"""
-
-
-@contextmanager
-def child(script: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
-    """A Python child and our end of its socket, every wait on which ends. Killed and reaped on the way out."""
-    ours, theirs = socket.socketpair()
-    ours.settimeout(CHILD_SECONDS)
-    with ours:
-        with theirs:
-            number = theirs.fileno()
-            process = subprocess.Popen([sys.executable, "-c", script, str(number)], pass_fds=[number])
-        try:
-            yield process, ours
-        finally:
-            process.kill()
-            process.wait(CHILD_SECONDS)
-
-
-def receive_fd(channel: socket.socket) -> tuple[bytes, int]:
-    data, fds, _, _ = socket.recv_fds(channel, 4096, 1)
-    assert len(fds) == 1, f"the child sent {data!r} and {len(fds)} fds"
-    return data, fds[0]
 
 
 def open_fds() -> int:
@@ -116,38 +60,6 @@ def mapped(owned: OwnedSegment) -> Iterator[MappedSegment]:
         yield segment
 
 
-# ---- what outlives whom
-
-
-def test_bytes_written_by_one_process_are_read_by_another(owned: OwnedSegment, mapped: MappedSegment) -> None:
-    mapped.tensor(4096, 5).copy_(torch.tensor(list(b"hello"), dtype=torch.uint8))
-    with child(READER) as (_, channel):
-        socket.send_fds(channel, [b"segment"], [owned.fd])
-        assert channel.recv(5) == b"hello"
-        assert channel.recv(1) == b"!"
-    assert bytes(mapped.tensor(0, 5).tolist()) == b"reply"
-
-
-def test_a_segment_outlives_its_creator_while_a_plain_process_holds_the_fd() -> None:
-    with child(HOLDER) as (_, holder):
-        with child(CREATOR) as (creator, channel):
-            id, fd = receive_fd(channel)
-            socket.send_fds(holder, [b"segment"], [fd])
-            os.close(fd)
-            assert holder.recv(4) == b"held"
-            creator.send_signal(signal.SIGKILL)
-            assert creator.wait(CHILD_SECONDS) == -signal.SIGKILL
-        holder.sendall(b"?")
-        _, fd = receive_fd(holder)
-    info = SegmentInfo(SegmentId(id.decode()), "host", "host", NBYTES)
-    try:
-        with map_segment(info, fd, HOST) as mapped:
-            assert bytes(mapped.tensor(4096, 5).tolist()) == b"alive"
-            assert int(mapped.tensor(0, NBYTES).count_nonzero()) == 5
-    finally:
-        os.close(fd)
-
-
 def test_a_mapped_segment_can_be_offered_again_from_its_own_fd(owned: OwnedSegment, mapped: MappedSegment) -> None:
     mapped.tensor(9, 1).fill_(9)
     assert mapped.fd != owned.fd
@@ -166,34 +78,16 @@ def test_a_new_segment_is_zero_and_exactly_as_large_as_asked() -> None:
         assert int(mapped.tensor(0, 12_345).count_nonzero()) == 0
 
 
-def test_an_id_is_twelve_random_hex_digits_unless_given() -> None:
-    ids = {new_id() for _ in range(1000)}
-    assert len(ids) == 1000
-    assert all(len(id) == 12 and int(id, 16) >= 0 for id in ids)
-    with create(HOST, 1, SegmentId("0123456789ab")) as owned:
-        assert owned.id == "0123456789ab"
-    with pytest.raises(SegmentError, match="'../../evil' is not up to 64 letters"):
-        create(HOST, 1, SegmentId("../../evil"))
-
-
 @pytest.mark.parametrize("nbytes", [0, -1, 1 << 60])
 def test_an_impossible_size_is_refused(nbytes: int) -> None:
     with pytest.raises(SegmentError, match=f"{nbytes:,} B"):
         create(HOST, nbytes)
 
 
-def test_address_and_tensor_are_the_same_bytes(mapped: MappedSegment) -> None:
-    view = mapped.tensor(100, 28)
-    assert mapped.address(100, 28) == view.data_ptr() == mapped.address(0, 1) + 100
-    assert (view.dtype, view.shape, view.device.type) == (torch.uint8, (28,), "cpu")
-    assert mapped.tensor(NBYTES - 1, 1).numel() == 1
-
-
 @pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, 0), (0, -5), (0, NBYTES + 1), (NBYTES, 1), (NBYTES - 4, 5)])
 def test_bytes_outside_the_segment_have_no_address(mapped: MappedSegment, offset: int, length: int) -> None:
-    for ask in (mapped.address, mapped.tensor):
-        with pytest.raises(SegmentError, match=rf"not in segment {mapped.id} of 1,048,576 B"):
-            ask(offset, length)
+    with pytest.raises(SegmentError, match=rf"not in segment {mapped.id} of 1,048,576 B"):
+        mapped.tensor(offset, length)
 
 
 # ---- what is refused
@@ -243,6 +137,11 @@ def test_a_forged_fd_is_refused_with_the_figures_and_leaves_nothing(kind: str, m
         assert open_fds() == before
 
 
+def test_an_id_that_is_none_is_refused(owned: OwnedSegment) -> None:
+    with pytest.raises(SegmentError, match=r"'\.\./\.\./evil' is not up to 64 letters"):
+        map_segment(msgspec.structs.replace(owned.info, id="../../evil"), owned.fd, HOST)
+
+
 def test_an_fd_that_is_none_is_refused(owned: OwnedSegment) -> None:
     spare = os.dup(owned.fd)
     os.close(spare)
@@ -285,22 +184,17 @@ def test_running_out_of_fds_is_a_segment_error_and_leaks_none(owned: OwnedSegmen
 def test_close_may_be_called_again_and_what_is_closed_says_so(owned: OwnedSegment, mapped: MappedSegment) -> None:
     number = owned.fd
     for segment in (owned, mapped):
-        assert not segment.closed
         segment.close()
         # The number may be another file's by now: closing again must not close that.
         replacement = os.open("/dev/null", os.O_RDONLY)
         segment.close()
         os.fstat(replacement)
         os.close(replacement)
-        assert segment.closed
         with pytest.raises(SegmentError, match=f"segment {segment.id} is closed"):
             _ = segment.fd
     assert number >= 0
     with pytest.raises(SegmentError, match="is closed"):
-        mapped.address(0, 1)
-    with pytest.raises(SegmentError, match="is closed"):
         mapped.tensor(0, 1)
-    assert repr(mapped) == f"MappedSegment({mapped.id}, host for host, 1,048,576 B, closed)"
 
 
 def test_a_tensor_outlives_the_close_of_its_segment_and_the_mapping_goes_with_the_last(owned: OwnedSegment) -> None:
@@ -354,7 +248,7 @@ def test_segments_are_made_and_closed_from_many_threads() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(CHILD_SECONDS)
+            thread.join(SECONDS)
 
     assert left_behind(lives, cycles=4) == (0, 0)
 
@@ -366,8 +260,6 @@ def test_host_memory_may_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "current_gpu", lambda: None)
     assert devices.resolve("auto") == devices.resolve("host") == HOST
     assert devices.resolve("host:worker-1") == Device("host:worker-1", "host")
-    assert devices.can_read(HOST, "host:worker-1")
-    assert devices.can_read(devices.resolve("host:a"), devices.resolve("host:b"))
 
 
 @pytest.mark.parametrize("spec", ["", "gpu", "host:", "host:a/b", "cuda:", "cuda:-1", "cuda:x", "GPU-123", "Host", "cuda:0 "])

@@ -100,9 +100,6 @@ class Driver:
         name: bytes = self.call("cuDeviceGetName", 128, self._device(ordinal))
         return name.split(b"\0", 1)[0].decode(errors="replace").strip()
 
-    def total_bytes(self, ordinal: int) -> int:
-        return int(self.call("cuDeviceTotalMem", self._device(ordinal)))
-
     def shares_memory(self, ordinal: int) -> bool:
         """Whether the GPU has virtual memory management with POSIX fds, without which it can hold no segment."""
         names = (

@@ -55,21 +55,28 @@ def resolve(spec: str) -> Device:
 
     Raises ConfigError: not one of the forms, no such GPU here, or a GPU that cannot be used as installed.
     """
-    if spec == "auto":
-        ordinal = current_gpu()
-        return Device("host", "host") if ordinal is None else _gpu(spec, ordinal)
     if _HOST.fullmatch(spec):
         return Device(spec, "host")
-    if spec == "cuda":
-        ordinal = current_gpu()
-        if ordinal is None:
+    if not (_UUID.fullmatch(spec) or re.fullmatch(r"auto|cuda(:\d{1,4})?", spec)):
+        raise ConfigError(f"pool.device: {spec!r} is not a device; expected {_FORMS}")
+    name = spec.lower()
+    if name in ("auto", "cuda"):
+        current = current_gpu()
+        if current is None and name == "auto":
+            return Device("host", "host")
+        if current is None:
             raise ConfigError("pool.device: cuda, but torch sees no GPU here; run `vcache doctor`, or set pool.device: host")
-        return _gpu(spec, ordinal)
-    if re.fullmatch(r"cuda:\d{1,4}", spec):
-        return _gpu(spec, int(spec[5:]))
-    if _UUID.fullmatch(spec):
-        return _named(spec)
-    raise ConfigError(f"pool.device: {spec!r} is not a device; expected {_FORMS}")
+        name = f"cuda:{current}"
+    try:
+        driver = cuda_driver.load()
+        uuids = [driver.uuid(ordinal) for ordinal in range(driver.count())]
+    except SegmentError as error:
+        raise ConfigError(f"pool.device: {spec}: {error}") from error
+    for ordinal, uuid in enumerate(uuids):
+        if name in (f"cuda:{ordinal}", uuid.lower()):
+            return Device(uuid, "cuda", ordinal)
+    seen = ", ".join(uuids) or "none"
+    raise ConfigError(f"pool.device: {spec} is not visible to this process (see CUDA_VISIBLE_DEVICES); visible: {seen}")
 
 
 def gpus() -> list[Gpu]:
@@ -96,19 +103,6 @@ def gpus() -> list[Gpu]:
     return found
 
 
-def can_read(reader: Device, other: Device | str) -> bool:
-    """Whether `reader` can map a segment that lies on `other` (a device, or its name as in `SegmentInfo.device`).
-
-    Host memory reads host memory, a GPU itself and the peers it has access to. A GPU that this process does not see is
-    answered True: only mapping can tell. Raises SegmentError where the driver cannot be asked.
-    """
-    name = other if isinstance(other, str) else other.name
-    if reader.ordinal is None or not _UUID.fullmatch(name):
-        return reader.medium == "host" and _HOST.fullmatch(name) is not None
-    owner = visible_ordinal(name)
-    return owner is None or cuda_driver.load().can_access_peer(reader.ordinal, owner)
-
-
 def visible_ordinal(uuid: str) -> int | None:
     """The ordinal of a GPU in this process; None if this process does not see it. Raises SegmentError without a driver."""
     driver = cuda_driver.load()
@@ -120,26 +114,3 @@ def current_gpu() -> int | None:
     import torch  # seconds to import, and `vcache doctor` works without it
 
     return torch.cuda.current_device() if torch.cuda.is_available() else None
-
-
-def _gpu(spec: str, ordinal: int) -> Device:
-    try:
-        driver = cuda_driver.load()
-        count = driver.count()
-        if ordinal >= count:
-            raise ConfigError(f"pool.device: {spec} means GPU {ordinal}, but this process sees {count}")
-        return Device(driver.uuid(ordinal), "cuda", ordinal)
-    except SegmentError as error:
-        raise ConfigError(f"pool.device: {spec}: {error}") from error
-
-
-def _named(spec: str) -> Device:
-    try:
-        ordinal = visible_ordinal(spec)
-        if ordinal is not None:
-            return _gpu(spec, ordinal)
-        driver = cuda_driver.load()
-        seen = ", ".join(driver.uuid(i) for i in range(driver.count())) or "none"
-    except SegmentError as error:
-        raise ConfigError(f"pool.device: {spec}: {error}") from error
-    raise ConfigError(f"pool.device: {spec} is not visible to this process (see CUDA_VISIBLE_DEVICES); visible: {seen}")

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.cuda_driver import Driver
-from vcache_backend.vram_pool.paged import PagedKV, alignment
-from vcache_backend.vram_pool.planner import CopyPlan, Int64s
+from vcache_backend.vram_pool.paged import Int64s, PagedKV, alignment
+from vcache_backend.vram_pool.planner import CopyPlan
 
 _COLUMNS = tl.constexpr(3)
 

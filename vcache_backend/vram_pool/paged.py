@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.planner import Int64s
 
+Int64s = npt.NDArray[np.int64]
 AXES = ("part", "block", "token", "head", "dim")
 """Names for `axes`: K and V; which block; token in the block; KV head; elements of one head (of K and V where they are packed)."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)

@@ -1,33 +1,17 @@
-"""From places in a paged KV cache to a list of block copies. Pure numpy: no tensor, no device, nothing is copied here."""
+"""From places in a paged KV cache to a list of block copies. Pure numpy: nothing is copied here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.errors import LayoutError
+from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
-Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-
-
-class Geometry(Protocol):
-    """The sizes the planner needs; `PagedKV` has them. `page_bytes` are the bytes of one (layer, block, part)."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def parts(self) -> int: ...
-    @property
-    def page_bytes(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +41,7 @@ class CopyPlan:
         return whole
 
 
-def plan_chunks(kv: Geometry, chunk_size: int, slot_mapping: Int64s, starts: Sequence[int], skip: int = 0) -> CopyPlan:
+def plan_chunks(kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Sequence[int], skip: int = 0) -> CopyPlan:
     """Plan chunks in slots 0, 1, ..., whose tokens stand at `slot_mapping[starts[i] : starts[i] + chunk_size]`.
 
     slot_mapping: (tokens,) int64, `block id * block_size + token in block`, -1 for no place. A block is moved if and only if its
@@ -90,7 +74,7 @@ def plan_chunks(kv: Geometry, chunk_size: int, slot_mapping: Int64s, starts: Seq
     return _plan(kv, chunk_size, number, ids, index)
 
 
-def plan_blocks(kv: Geometry, chunk_size: int, ids: Int64s, first: int = 0, stop: int | None = None) -> CopyPlan:
+def plan_blocks(kv: PagedKV, chunk_size: int, ids: Int64s, first: int = 0, stop: int | None = None) -> CopyPlan:
     """Plan whole blocks: block `i` of consecutive chunks in slots 0, 1, ... has its place at block `ids[i]` of the KV cache.
 
     Only the blocks [first, stop) are moved, all from `first` on by default; the places of others do not matter. Raises LayoutError
@@ -104,7 +88,7 @@ def plan_blocks(kv: Geometry, chunk_size: int, ids: Int64s, first: int = 0, stop
     return _plan(kv, chunk_size, number, ids[first:stop], number * kv.block_size)
 
 
-def _plan(kv: Geometry, chunk_size: int, number: Int64s, ids: Int64s, index: Int64s) -> CopyPlan:
+def _plan(kv: PagedKV, chunk_size: int, number: Int64s, ids: Int64s, index: Int64s) -> CopyPlan:
     """number: of each block, counted over the chunks."""
     # Unsigned, a negative number is a large one: one pass finds both.
     if len(ids) and int(ids.view(np.uint64).max()) >= kv.num_blocks:
@@ -116,19 +100,19 @@ def _plan(kv: Geometry, chunk_size: int, number: Int64s, ids: Int64s, index: Int
     return CopyPlan(chunk_size, kv.block_size, rows, index, kv.layers * kv.parts * len(ids) * kv.page_bytes)
 
 
-def _blocks_in(kv: Geometry, chunk_size: int) -> int:
+def _blocks_in(kv: PagedKV, chunk_size: int) -> int:
     if chunk_size <= 0 or chunk_size % kv.block_size:
         raise LayoutError(f"chunk_size {chunk_size} is no multiple of the KV block size {kv.block_size}; set engine.chunk_size")
     return chunk_size // kv.block_size
 
 
-def _check_places(kv: Geometry, places: Int64s) -> None:
+def _check_places(kv: PagedKV, places: Int64s) -> None:
     """LayoutError for a place that is neither -1 nor in the KV cache."""
     low, high = int(places.min()), int(places.max())
     if low < -1 or high >= kv.num_blocks * kv.block_size:
         raise _outside(kv, low // kv.block_size, high // kv.block_size)
 
 
-def _outside(kv: Geometry, low: int, high: int) -> LayoutError:
+def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:
     named = f"blocks {low} to {high}"
     return LayoutError(f"slot_mapping names {named} but the KV cache has {kv.num_blocks} blocks of {kv.block_size} tokens")

@@ -15,7 +15,7 @@ from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import Lendable, Location, SegmentId, SegmentInfo
 from vcache_backend.vram_pool import segment as segments
-from vcache_backend.vram_pool.devices import Device, can_read
+from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.segment import MappedSegment
 from vcache_backend.vram_pool.slots import SlotView
 
@@ -72,7 +72,8 @@ class Pool:
                 mapped = self._mapped.get(segment) or self._map_unseen(segment)
                 if mapped is None:
                     break
-                wholes[segment] = mapped.whole, mapped.address(0, 1), mapped.device == self.device.name, mapped.nbytes
+                whole = mapped.whole
+                wholes[segment] = whole, whole.data_ptr(), mapped.device == self.device.name, mapped.nbytes
             whole, address, local, nbytes = wholes[segment]
             if offset + length > nbytes:
                 log.error("segment %s has no bytes [%d, %d); this location is not used", segment, offset, offset + length)
@@ -133,7 +134,11 @@ class Pool:
     def _lend(self, lendable: Lendable) -> bool:
         """Make a segment and hand it over; False if that is to be tried again."""
         try:
-            mapped = self._make(lendable.nbytes)
+            reason = self._over_budget(self._segment_bytes, lendable.nbytes)
+            if reason is not None:
+                raise SegmentError(reason)
+            with segments.create(self.device, lendable.nbytes) as owned:
+                mapped = segments.map_segment(owned.info, owned.fd, self.device)
         except SegmentError as error:
             self._waits -= 1
             if self._waits >= 0:
@@ -152,13 +157,6 @@ class Pool:
         log.info("lent %s B of %s to the pool as segment %s", f"{mapped.nbytes:,}", self.device, mapped.id)
         return True
 
-    def _make(self, nbytes: int) -> MappedSegment:
-        reason = self._over_budget(self._segment_bytes, nbytes)
-        if reason is not None:
-            raise SegmentError(reason)
-        with segments.create(self.device, nbytes) as owned:
-            return segments.map_segment(owned.info, owned.fd, self.device)
-
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
         """A segment that appeared since the last heartbeat."""
         with self._lock:
@@ -173,8 +171,6 @@ class Pool:
         try:
             info, fd = self._client.open_segment(info.id)
             try:
-                if not can_read(self.device, info.device):
-                    raise SegmentError(f"{self.device} has no peer access to {info.device}")
                 mapped = segments.map_segment(info, fd, self.device)
             finally:
                 os.close(fd)

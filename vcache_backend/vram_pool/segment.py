@@ -24,21 +24,19 @@ from vcache_backend.vram_pool import cuda_segment, host_segment
 from vcache_backend.vram_pool.devices import Device
 
 
-def new_id() -> SegmentId:
-    """12 random hex digits: the same name means the same bytes, on this node, for as long as they exist."""
-    return SegmentId(secrets.token_hex(6))
+class _Held:
+    """What `undo` gives back, once. Close from one thread at a time; the destructor closes too."""
 
-
-class _Closing:
-    """Gives back what `undo` holds, once. Close from one thread at a time; the destructor closes too."""
-
-    def __init__(self, undo: ExitStack) -> None:
-        self._undo = undo
-        self._closed = False
+    def __init__(self, info: SegmentInfo, fd: int, undo: ExitStack) -> None:
+        self.info, self.id, self.device, self.nbytes = info, info.id, info.device, info.nbytes
+        self._fd, self._undo, self._closed = fd, undo, False
 
     @property
-    def closed(self) -> bool:
-        return self._closed
+    def fd(self) -> int:
+        """For SCM_RIGHTS; it stays this object's. Raises SegmentError once closed, as its number may be another file's."""
+        if self._closed:
+            raise SegmentError(f"segment {self.id} is closed")
+        return self._fd
 
     def close(self) -> None:
         """Give back what this object holds. May be called again, and never raises for what is gone already."""
@@ -56,32 +54,13 @@ class _Closing:
             self.close()
 
 
-class OwnedSegment(_Closing):
+class OwnedSegment(_Held):
     """An allocation made by this process. Its memory lives as long as anyone holds the fd or a mapping: after `close()`
     it is whoever was handed the fd that keeps it. `nbytes` may exceed what was asked (GPU granularity)."""
 
-    def __init__(self, info: SegmentInfo, fd: int, undo: ExitStack) -> None:
-        super().__init__(undo)
-        self.info = info
-        self.id = info.id
-        self.device = info.device
-        self.medium = info.medium
-        self.nbytes = info.nbytes
-        self._fd = fd
 
-    @property
-    def fd(self) -> int:
-        """For SCM_RIGHTS; it stays this object's. Raises SegmentError once closed, as its number may be another file's."""
-        if self._closed:
-            raise SegmentError(f"segment {self.id} is closed")
-        return self._fd
-
-    def __repr__(self) -> str:
-        return f"OwnedSegment({self.id}, {self.device}, {self.nbytes:,} B{', closed' if self._closed else ''})"
-
-
-class MappedSegment(_Closing):
-    """An allocation at an address of this process, for kernels and copies on `reader`.
+class MappedSegment(_Held):
+    """An allocation at an address of this process, for kernels and copies on one reader device.
 
     It keeps an fd of its own, so that it can be offered again when the metadata server has lost its. Callable from
     every thread. `close()` gives back the fd and this object's hold on the mapping. The mapping itself goes when the last
@@ -89,62 +68,35 @@ class MappedSegment(_Closing):
     for it first. On a GPU that unmapping waits for the reader device's work.
     """
 
-    def __init__(self, info: SegmentInfo, reader: Device, fd: int, whole: torch.Tensor, undo: ExitStack) -> None:
-        super().__init__(undo)
-        self.info = info
-        self.id = info.id
-        self.device = info.device
-        self.medium = info.medium
-        self.nbytes = info.nbytes
-        self.reader = reader
-        self._fd = fd
+    def __init__(self, info: SegmentInfo, fd: int, whole: torch.Tensor, undo: ExitStack) -> None:
+        super().__init__(info, fd, undo)
         self._whole: torch.Tensor | None = whole
-        self._address = whole.data_ptr()
-
-    @property
-    def fd(self) -> int:
-        """This object's own fd of the allocation. Raises SegmentError once closed."""
-        if self._closed:
-            raise SegmentError(f"segment {self.id} is closed")
-        return self._fd
-
-    def address(self, offset: int, length: int) -> int:
-        """Where bytes `offset` to `offset + length` lie on the reader: a raw 64-bit address. Raises SegmentError."""
-        self._check(offset, length)
-        return self._address + offset
 
     def tensor(self, offset: int, length: int) -> torch.Tensor:
-        """The same bytes as a 1-D uint8 tensor on the reader's device; a view, never a copy. Raises SegmentError."""
-        return self._check(offset, length)[offset : offset + length]
+        """These bytes as a 1-D uint8 tensor on the reader's device; a view, never a copy. Raises SegmentError."""
+        if offset < 0 or length < 1 or offset + length > self.nbytes:
+            raise SegmentError(f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id} of {self.nbytes:,} B")
+        return self.whole[offset : offset + length]
 
     @property
     def whole(self) -> torch.Tensor:
         """All of it, and at its end perhaps some bytes more, as `tensor`; made once."""
-        return self._check(0, self.nbytes)
+        if self._whole is None:
+            raise SegmentError(f"segment {self.id} is closed")
+        return self._whole
 
     def close(self) -> None:
         """See the class. May be called again; live tensors stay usable."""
         self._whole = None
         super().close()
 
-    def _check(self, offset: int, length: int) -> torch.Tensor:
-        if self._whole is None:
-            raise SegmentError(f"segment {self.id} is closed")
-        if offset < 0 or length < 1 or offset + length > self.nbytes:
-            raise SegmentError(f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id} of {self.nbytes:,} B")
-        return self._whole
 
-    def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
-        return f"MappedSegment({self.id}, {self.device} for {self.reader.name}, {self.nbytes:,} B{state})"
-
-
-def create(device: Device, nbytes: int, id: SegmentId | None = None) -> OwnedSegment:
-    """Allocate a segment of at least `nbytes` on `device`; `id` is random unless an earlier life's is given.
+def create(device: Device, nbytes: int) -> OwnedSegment:
+    """Allocate a segment of at least `nbytes` on `device`, with a random id.
 
     Raises SegmentError: impossible size, memory or fds exhausted, driver missing. Leaves nothing behind when it does.
     """
-    id = id or new_id()
+    id = SegmentId(secrets.token_hex(6))
     _check_claim(id, nbytes)
     with raising_as({OSError: SegmentError}, f"segment of {nbytes:,} B on {device}"), ExitStack() as undo:
         if device.medium == "cuda":
@@ -172,7 +124,7 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
             whole = cuda_segment.map_fd(own, info.nbytes, info.device, reader)
         else:
             whole = host_segment.map_fd(own, info.nbytes)
-        return MappedSegment(info, reader, own, whole, undo.pop_all())
+        return MappedSegment(info, own, whole, undo.pop_all())
 
 
 def _check_claim(id: SegmentId, nbytes: int) -> None:

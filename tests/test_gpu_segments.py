@@ -1,0 +1,121 @@
+"""Segments of GPU memory on real GPUs. What several processes do with them: test_cross_process_store_retrieve.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from processes import eventually
+from test_segments import forged, left_behind
+
+from vcache_backend.errors import SegmentError
+from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
+from vcache_backend.vram_pool import devices
+from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.segment import MappedSegment, OwnedSegment, create, map_segment
+
+MIB = 1 << 20
+SIZE = 64 * MIB
+
+
+def pattern(device: torch.device, nbytes: int = SIZE) -> torch.Tensor:
+    return (torch.arange(nbytes, device=device) % 251).to(torch.uint8)
+
+
+def free_bytes(ordinal: int) -> int:
+    torch.cuda.synchronize(ordinal)
+    return torch.cuda.mem_get_info(ordinal)[0]
+
+
+@contextmanager
+def written(device: Device) -> Iterator[tuple[OwnedSegment, MappedSegment]]:
+    with create(device, SIZE) as owned, map_segment(owned.info, owned.fd, device) as mapped:
+        whole = mapped.tensor(0, SIZE)
+        whole.copy_(pattern(whole.device))
+        torch.cuda.synchronize(device.ordinal)
+        yield owned, mapped
+
+
+@pytest.mark.gpu
+def test_a_gpu_segment_is_mapped_by_its_own_process() -> None:
+    device = devices.resolve("cuda:0")
+    with written(device) as (owned, mapped):
+        view = mapped.tensor(4096, 8192)
+        assert (view.device, view.dtype) == (torch.device("cuda:0"), torch.uint8)
+        assert torch.equal(view, pattern(view.device)[4096 : 4096 + 8192])
+        with map_segment(mapped.info, mapped.fd, device) as again:
+            mapped.tensor(0, 1).fill_(99)
+            assert again.tensor(0, 1).item() == 99
+            assert again.tensor(0, 1).data_ptr() != mapped.tensor(0, 1).data_ptr()
+        assert owned.nbytes == SIZE
+
+
+@pytest.mark.gpu
+def test_closing_the_last_fd_gives_the_memory_back() -> None:
+    device = devices.resolve("cuda:0")
+    torch.zeros(1, device="cuda:0")
+    before = free_bytes(0)
+    owned = create(device, SIZE)
+    kept = os.dup(owned.fd)
+    owned.close()
+    assert before - free_bytes(0) >= SIZE
+    os.close(kept)
+    eventually(lambda: before - free_bytes(0) < 2 * MIB)
+
+
+@pytest.mark.gpu
+def test_an_fd_of_something_else_is_refused_by_the_real_driver() -> None:
+    device = devices.resolve("cuda:0")
+    info = SegmentInfo(SegmentId("0123456789ab"), device.name, "cuda", SIZE)
+    for kind in ("plain", "small", "device"):
+        with forged(kind) as fd, pytest.raises(SegmentError, match=f"segment 0123456789ab of {device.name}"):
+            map_segment(info, fd, device)
+
+
+@pytest.mark.gpu
+def test_more_memory_than_the_gpu_has_is_refused_with_the_figures() -> None:
+    with pytest.raises(SegmentError, match=r"needs [\d,]+ B but [\d,]+ of [\d,]+ B are free; set pool.segment_bytes <= \d+"):
+        create(devices.resolve("cuda:0"), 4 << 40)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_200_lives_of_a_gpu_segment_leave_no_fd_and_no_memory() -> None:
+    device = devices.resolve("cuda:0")
+
+    def life() -> None:
+        with create(device, 2 * MIB) as owned, map_segment(owned.info, owned.fd, device) as mapped:
+            mapped.tensor(0, 1).fill_(1)
+
+    life()
+    before = free_bytes(0)
+    assert left_behind(life) == (0, 0)
+    eventually(lambda: before - free_bytes(0) < 8 * MIB)
+
+
+@pytest.mark.gpu
+def test_mapping_leaves_the_threads_device_as_it_was() -> None:
+    last = torch.cuda.device_count() - 1
+    torch.cuda.set_device(last)
+    try:
+        with written(devices.resolve("cuda:0")):
+            assert torch.cuda.current_device() == last
+            assert torch.zeros(1, device="cuda").device.index == last
+    finally:
+        torch.cuda.set_device(0)
+
+
+@pytest.mark.gpu(count=2)
+def test_a_peer_reads_and_writes_the_segment_of_the_other_gpu() -> None:
+    with written(devices.resolve("cuda:0")) as (owned, mapped):
+        with map_segment(owned.info, owned.fd, devices.resolve("cuda:1")) as peer:
+            whole = peer.tensor(0, SIZE)
+            assert whole.device == torch.device("cuda:1")
+            assert torch.equal(whole, pattern(whole.device))
+            peer.tensor(5, 1).fill_(254)
+            torch.cuda.synchronize(1)
+            del whole
+        assert mapped.tensor(5, 1).item() == 254
