@@ -45,12 +45,6 @@ def test_keys_are_equal_if_and_only_if_the_whole_prefix_is(first: list[int], sec
     assert len(set(ours)) == len(ours) == len(first) // CHUNK
 
 
-@given(tokens, st.integers(0, 3))
-def test_more_tokens_keep_the_keys_of_their_prefix(prefix: list[int], more: int) -> None:
-    keys = hasher().keys(prefix)
-    assert hasher().keys(prefix + [1] * more * CHUNK)[: len(keys)] == keys
-
-
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=CHUNK, max_size=3 * CHUNK))
 def test_lists_arrays_and_tensors_agree(values: list[int]) -> None:
     keys = hasher().keys(values)
@@ -73,11 +67,6 @@ def test_what_was_hashed_before_makes_no_difference(calls: list[tuple[list[int],
         ids = np.array(values, dtype=np.int64)
         assert one.keys(ids, salt) == hasher().keys(values, salt)
         ids += 1
-
-
-@pytest.mark.parametrize("count", range(CHUNK))
-def test_less_than_a_chunk_has_no_key(count: int) -> None:
-    assert hasher().keys([7] * count) == []
 
 
 @pytest.mark.parametrize("field", [name for name in LAYOUT.__struct_fields__ if name != "extra"])
