@@ -19,8 +19,6 @@ def beside_vllm(device_type: str, utilization: float | None) -> Callable[[int, i
         if device_type == "cpu" or not torch.cuda.is_available():
             return None
         free, total = torch.cuda.mem_get_info()
-        return memory_budget.shortfall(total, free, whole, utilization, adds=False) or memory_budget.shortfall(
-            total, free, new, None
-        )
+        return memory_budget.shortfall(total, free, whole, new, utilization)
 
     return over_budget

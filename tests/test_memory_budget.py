@@ -28,32 +28,32 @@ TOTAL = 80 * GIB
     ],
 )
 def test_pool_and_utilization_share_95_percent(segment: int, utilization: float | None, free: int, fits: bool) -> None:
-    assert (shortfall(TOTAL, free, segment, utilization) is None) == fits
+    assert (shortfall(TOTAL, free, segment, segment, utilization) is None) == fits
 
 
 def test_the_message_says_both_things_one_can_set() -> None:
-    assert shortfall(TOTAL, TOTAL, 8 * GIB, 0.92) == (
+    assert shortfall(TOTAL, TOTAL, 8 * GIB, 0, 0.92) == (
         "gpu_memory_utilization 0.92 and pool.segment_bytes 8 GiB are 102.0% of 80 GiB, more than 95%: "
         "set gpu_memory_utilization to 0.85 or less, or pool.segment_bytes to 2457 MiB or less"
     )
 
 
 def test_a_utilization_that_leaves_nothing_can_only_be_lowered() -> None:
-    said = shortfall(TOTAL, TOTAL, GIB, 0.96)
+    said = shortfall(TOTAL, TOTAL, GIB, GIB, 0.96)
     assert said is not None
     assert said.endswith("set gpu_memory_utilization to 0.93 or less")
 
 
 def test_a_segment_without_room_says_how_much_there_is() -> None:
-    assert shortfall(TOTAL, 3 * GIB + 1, 4 * GIB, 0.9) == (
-        "pool.segment_bytes 4 GiB needs more than the 3 GiB that are free: "
+    assert shortfall(TOTAL, 3 * GIB + 1, 4 * GIB, 4 * GIB, 0.9) == (
+        "4 GiB of pool.segment_bytes are more than the 3 GiB that are free: "
         "set pool.segment_bytes to 3 GiB or less, or gpu_memory_utilization lower"
     )
 
 
 def test_a_segment_that_is_there_already_needs_no_free_memory_but_counts() -> None:
-    assert shortfall(TOTAL, 0, 4 * GIB, 0.9, adds=False) is None
-    assert shortfall(TOTAL, 0, 8 * GIB, 0.9, adds=False) is not None
+    assert shortfall(TOTAL, 0, 4 * GIB, 0, 0.9) is None
+    assert shortfall(TOTAL, 0, 8 * GIB, 0, 0.9) is not None
 
 
 @given(
@@ -63,16 +63,17 @@ def test_a_segment_that_is_there_already_needs_no_free_memory_but_counts() -> No
 )
 def test_doing_what_a_message_says_helps(total: int, share: float, utilization: float) -> None:
     segment = int(total * share)
-    said = shortfall(total, total, segment, utilization)
+    said = shortfall(total, total, segment, segment, utilization)
     if said is None:
         assert segment / total + utilization <= MAX_SHARE + 1e-6
         return
     lower = re.search(r"gpu_memory_utilization to ([\d.]+) or", said)
     if lower:
-        assert shortfall(total, total, segment, float(lower[1])) is None
+        assert shortfall(total, total, segment, segment, float(lower[1])) is None
     smaller = re.search(r"pool.segment_bytes to ([\d.]+ \w+) or", said)
     if smaller:
-        assert shortfall(total, total, ByteSize.parse(smaller[1]), utilization) is None
+        fitting = ByteSize.parse(smaller[1])
+        assert shortfall(total, total, fitting, fitting, utilization) is None
     assert lower or smaller or "leaves nothing" in said
 
 

@@ -22,11 +22,11 @@ def most_segment(total: int, utilization: float) -> ByteSize:
     return ByteSize(max(0, math.floor(total * (MAX_SHARE - utilization) + _ROUNDING)))
 
 
-def shortfall(total: int, free: int, segment: int, utilization: float | None, *, adds: bool = True) -> str | None:
+def shortfall(total: int, free: int, segment: int, new: int, utilization: float | None) -> str | None:
     """None if `segment` bytes of pool fit on a GPU of `total` bytes with `free` bytes free now, else what is wrong and what to set.
 
+    new: how many of them are yet to be made. What outlived its worker is in use already, yet counts in the budget all the same.
     utilization: vLLM's gpu_memory_utilization, None where it is unknown or does not apply (kv_cache_memory_bytes).
-    adds: the segment is yet to be made. One that outlived its worker is in use already, yet counts in the budget all the same.
     """
     size = ByteSize(segment)
     if not segment:
@@ -40,9 +40,9 @@ def shortfall(total: int, free: int, segment: int, utilization: float | None, *,
         room = _whole_mib(most_segment(total, utilization))
         second = f", or pool.segment_bytes to {room} or less" if room else ""
         return f"{taken} of {ByteSize(total).about}, more than {MAX_SHARE:.0%}: {first}{second}"
-    if adds and segment > free:
+    if new > free:
         advice = f"set pool.segment_bytes to {_whole_mib(free)} or less, or gpu_memory_utilization lower"
-        return f"pool.segment_bytes {size} needs more than the {ByteSize(free).about} that are free: {advice}"
+        return f"{ByteSize(new)} of pool.segment_bytes are more than the {ByteSize(free).about} that are free: {advice}"
     return None
 
 

@@ -54,24 +54,15 @@ def plan_chunks(kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Sequ
         raise LayoutError(
             f"chunks of {chunk_size} tokens from {list(starts)} on are not in a slot mapping of {len(slot_mapping)}"
         )
-    number = np.arange(len(starts) * each)
-    index: Int64s
-    if isinstance(starts, range) and starts.step == chunk_size:
-        index = number * size + starts.start
-        places = slot_mapping[starts.start : starts.start + len(starts) * chunk_size].reshape(-1, size)
-    else:
-        index = (np.array(starts, dtype=np.int64)[:, None] + np.arange(each) * size).reshape(-1)
-        places = slot_mapping[index[:, None] + np.arange(size)]
-    if skip > index.min(initial=skip):
-        number = np.flatnonzero(index >= skip)
-        index, places = index[number], places[number]
+    index: Int64s = (np.array(starts, dtype=np.int64)[:, None] + np.arange(each) * size).reshape(-1)
+    number = np.flatnonzero(index >= skip)
+    places = slot_mapping[index[number][:, None] + np.arange(size)]
+    low, high = int(places.min(initial=-1)), int(places.max(initial=-1))
+    if low < -1 or high >= kv.num_blocks * size:
+        raise _outside(kv, low // size, high // size)
     ids = places[:, 0] // size
-    in_order = places == (ids * size)[:, None] + np.arange(size)
-    if not in_order.all() or places[:, 0].min(initial=0) < 0:
-        _check_places(kv, places)
-        whole = np.flatnonzero(in_order.all(1) & (ids >= 0))
-        number, index, ids = number[whole], index[whole], ids[whole]
-    return _plan(kv, chunk_size, number, ids, index)
+    whole = np.flatnonzero((ids >= 0) & (places == (ids * size)[:, None] + np.arange(size)).all(1))
+    return _plan(kv, chunk_size, number[whole], ids[whole], index[number[whole]])
 
 
 def plan_blocks(kv: PagedKV, chunk_size: int, ids: Int64s, first: int = 0, stop: int | None = None) -> CopyPlan:
@@ -104,13 +95,6 @@ def _blocks_in(kv: PagedKV, chunk_size: int) -> int:
     if chunk_size <= 0 or chunk_size % kv.block_size:
         raise LayoutError(f"chunk_size {chunk_size} is no multiple of the KV block size {kv.block_size}; set engine.chunk_size")
     return chunk_size // kv.block_size
-
-
-def _check_places(kv: PagedKV, places: Int64s) -> None:
-    """LayoutError for a place that is neither -1 nor in the KV cache."""
-    low, high = int(places.min()), int(places.max())
-    if low < -1 or high >= kv.num_blocks * kv.block_size:
-        raise _outside(kv, low // kv.block_size, high // kv.block_size)
 
 
 def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:
