@@ -182,9 +182,9 @@ class DirectoryMachine(Clients):
     @invariant()
     def the_order_of_eviction_is_the_order_of_use(self) -> None:
         live = self.directory.contents.live
-        orders = [segment.order for segment in self.directory.segments.values()]
-        uses = {use: entry.key for order in orders for entry, use in order.items() if live.holds(entry)}
-        assert all(list(order.values()) == sorted(set(order.values())) for order in orders)
+        orders = [list(segment.order) for segment in self.directory.segments.values()]
+        uses = {entry.use: entry.key for order in orders for entry in order if live.holds(entry)}
+        assert orders == [sorted(order, key=lambda entry: entry.use) for order in orders]
         assert [uses[use] for use in sorted(uses)] == self.model.order
 
     @invariant()

@@ -36,10 +36,10 @@ class Contents:
     def use(self, entries: list[Entry]) -> None:
         """Chunks that nobody reads become recent, the first one most: tails are evicted before what they hang on."""
         for use, entry in enumerate(reversed(entries), self._uses):
-            order = entry.segment.order
-            if entry in order:
-                order[entry] = use
-                order.move_to_end(entry)
+            if entry.newer is not None:
+                order = entry.segment.order
+                order.remove(entry)
+                order.append(entry, use)
         self._uses += len(entries)
 
     def lying(self, keys: list[ChunkKey], locations: list[Location]) -> Iterator[Live]:
@@ -61,7 +61,7 @@ class Contents:
         entries = self.occupy(list(state.chunks), list(state.chunks.values()), 0)
         self.resting.put(entries)
         for use, entry in enumerate(entries):
-            entry.segment.order[entry] = use
+            entry.segment.order.append(entry, use)
         for entry in reversed(entries):
             entry.segment.returning.append(entry)
         self._uses = len(entries)
@@ -80,6 +80,7 @@ class Contents:
             segment, offset = segments[location.segment], location.offset
             entry = Entry(key, location, segment, size, reservation)
             segment.occupants[offset] = segment.ending[offset + size] = entry
+            segment.reserved += reservation != 0
             entries.append(entry)
         return entries
 
@@ -90,7 +91,8 @@ class Contents:
         for use, entry in enumerate(reversed(entries), self._uses):
             segment = entry.segment
             entry.reservation = 0
-            segment.order[entry] = use
+            segment.reserved -= 1
+            segment.order.append(entry, use)
             if segment.state == "draining":
                 draining.append(entry)
             if resting and (before := resting.get(entry.key)) is not None:
@@ -123,10 +125,10 @@ class Contents:
                 slots += free
             if len(slots) == wanted or left <= 0:
                 return slots
-            victims, equal = self.placement.victims(nbytes, wanted - len(slots), peer)
+            victims, equal, looked = self.placement.victims(nbytes, wanted - len(slots), peer, left)
             if not victims:
                 return slots
-            left -= len(victims)
+            left -= looked
             self._evict(victims)
             if equal:
                 slots += self.placement.reuse(victims, nbytes)
@@ -143,7 +145,7 @@ class Contents:
             if not entry.leases:
                 segment = entry.segment
                 segment.leased += 1
-                del segment.order[entry]
+                segment.order.remove(entry)
             entry.leases += 1
 
     def let_go(self, entries: list[Entry]) -> None:
@@ -156,7 +158,7 @@ class Contents:
                 if entry.doomed:
                     segment.free(entry)
                 else:
-                    segment.order[entry] = use
+                    segment.order.append(entry, use)
         self._uses += len(entries)
 
     # ---- chunks go
@@ -204,7 +206,7 @@ class Contents:
         gone = self.live.drop(victims) + self.resting.drop(victims)
         for victim in victims:
             segment = victim.segment
-            del segment.order[victim]
+            segment.order.remove(victim)
             segment.evictions += 1
         self.counters["evicted"] += len(gone)
         if gone:

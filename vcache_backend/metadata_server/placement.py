@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import count, islice
-from operator import itemgetter
+from operator import attrgetter
+from typing import cast
 
 import msgspec
 
@@ -23,7 +23,8 @@ SAME_SEGMENT = 64
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """One occupied slot of `size` bytes. `reservation` is 0 once its chunk is committed; `doomed` once that was removed under a lease."""
+    """One occupied slot of `size` bytes. `reservation` is 0 once its chunk is committed; `doomed` once that was removed under a lease.
+    `use` grows with every use; `older` and `newer` are its neighbours in the order of its segment, None if it is not in there."""
 
     key: ChunkKey
     location: Location
@@ -32,11 +33,52 @@ class Entry(msgspec.Struct, gc=False, eq=False):
     reservation: int = 0
     leases: int = 0
     doomed: bool = False
+    use: int = 0
+    older: Entry | None = None
+    newer: Entry | None = None
 
     @property
     def end(self) -> int:
         """Where its slot ends."""
         return self.location.offset + self.size
+
+
+class Order:
+    """The chunks of a segment that may go, the coldest first: those that are committed and that nobody reads.
+
+    It runs through the entries themselves, in a ring. A table, however fast, would be built anew for all of them now and then."""
+
+    def __init__(self) -> None:
+        self._ends = Entry(ChunkKey(b""), Location(SegmentId(""), 0, 0, 0), cast("Segment", None), 0)
+        self._ends.older = self._ends.newer = self._ends
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Not to be used after the next change."""
+        entry = self._ends.newer
+        while entry is not None and entry is not self._ends:
+            yield entry
+            entry = entry.newer
+
+    def append(self, entry: Entry, use: int) -> None:
+        """It is the most recent now, and was not in there."""
+        ends, last = self._ends, self._ends.older
+        if last is not None:
+            entry.use, entry.older, entry.newer = use, last, ends
+            last.newer = ends.older = entry
+
+    def remove(self, entry: Entry) -> None:
+        """It may not go, or has gone. Not in there: nothing happens."""
+        older, newer = entry.older, entry.newer
+        if older is not None and newer is not None:
+            older.newer, newer.older = newer, older
+            entry.older = entry.newer = None
+
+    def clear(self) -> None:
+        """No entry names another one any more; this is not used again."""
+        entry: Entry | None = self._ends
+        while entry is not None:
+            following, entry.older, entry.newer = entry.newer, None, None
+            entry = following
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -50,10 +92,9 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Segment:
-    """One segment: its holes, its occupants by offset (and by where they end), and how many of these are leased.
+    """One segment: its holes, its occupants by offset (and by where they end), and how many of these are reserved and leased.
 
-    `order`: the chunks that may go, the coldest first, each with a number that grows with every use: those that are committed and
-    that nobody reads. `state`: live; absent, of before a restart, until its fd is offered again; draining, until nobody reads or
+    `state`: live; absent, of before a restart, until its fd is offered again; draining, until nobody reads or
     writes there any more.
     """
 
@@ -61,14 +102,14 @@ class Segment:
         self.id, self.device, self.medium, self.nbytes = info.id, info.device, info.medium, info.nbytes
         self.state: SegmentState = info.state
         self.extents = Extents(info.nbytes)
-        self.order: OrderedDict[Entry, int] = OrderedDict()
+        self.order = Order()
         self.occupants: dict[int, Entry] = {}
         self.ending: dict[int, Entry] = {}
         self.staying: dict[int, Entry] = {}
         """Occupants of a draining segment that go when somebody is done with them."""
         self.returning: list[Entry] = []
         """Chunks that an absent segment will bring back, unless they have gone meanwhile; the coldest last."""
-        self.leased = self.evictions = 0
+        self.reserved = self.leased = self.evictions = 0
 
     def info(self) -> SegmentInfo:
         """What people and the protocol see."""
@@ -78,9 +119,9 @@ class Segment:
             medium=self.medium,
             nbytes=self.nbytes,
             used=self.nbytes - self.extents.free,
-            chunks=len(self.order) + self.leased,
+            chunks=len(self.ending) - self.reserved,
             leased=self.leased,
-            reserved=len(self.ending) - len(self.order) - self.leased,
+            reserved=self.reserved,
             largest_hole=self.extents.largest,
             evictions=self.evictions,
             state=self.state,
@@ -100,13 +141,15 @@ class Segment:
         if self.occupants.pop(offset, None) is None:
             del self.staying[offset]
         del self.ending[entry.end]
-        self.order.pop(entry, None)
+        self.order.remove(entry)
+        self.reserved -= entry.reservation != 0
         self.extents.give(offset, entry.size)
 
     def let_go(self) -> None:
         """The segment is in the pool no more. (It and its entries name each other, and nobody collects garbage.)"""
-        for table in (self.occupants, self.staying, self.ending, self.order):
+        for table in (self.occupants, self.staying, self.ending):
             table.clear()
+        self.order.clear()
         self.returning.clear()
 
     def window(self, first: Entry, size: int, most: int) -> tuple[list[Entry], bool]:
@@ -117,13 +160,13 @@ class Segment:
         start = self.extents.hole_before(first.location.offset)
         while end - start < size and len(run) < most:
             after = self.occupants.get(end)
-            if after is None or after not in self.order:
+            if after is None or after.newer is None:
                 break
             run.append(after)
             end = self.extents.hole_at(after.end)
         while end - start < size and len(run) < most:
             before = self.ending.get(start)
-            if before is None or before not in self.order:
+            if before is None or before.newer is None:
                 break
             run.append(before)
             start = self.extents.hole_before(before.location.offset)
@@ -162,28 +205,29 @@ class Placement:
         """The slots of evicted chunks for others of the same padded size, to be occupied at once: no detour through the holes."""
         return [Location(e.location.segment, e.location.offset, nbytes, next(self.generations)) for e in entries]
 
-    def victims(self, nbytes: int, most: int, peer: Peer) -> tuple[list[Entry], bool]:
-        """Which chunks of a peer's medium to evict for slots of `nbytes`, and whether each of them leaves such a slot.
+    def victims(self, nbytes: int, most: int, peer: Peer, left: int) -> tuple[list[Entry], bool, int]:
+        """Which chunks of a peer's medium to evict for slots of `nbytes`, whether each of them leaves such a slot, and how many chunks
+        were looked at: about `left` at most.
 
         Up to `most` of the coldest ones as long as they have that size; if the coldest has another one, the run from it on that
         leaves one slot; no victims if none can go, or if too many would have to.
         """
-        size, attempts, left = padded(nbytes), 0, MAX_SEARCH
+        size, attempts, looked = padded(nbytes), 0, 0
         equal: list[Entry] = []
-        orders = [segment.order.items() for segment in self.usable(peer) if segment.order and size <= segment.nbytes]
-        for entry, _ in islice(heapq.merge(*orders, key=itemgetter(1)), MAX_SEARCH):
+        orders = [segment.order for segment in self.usable(peer) if size <= segment.nbytes]
+        for entry in islice(heapq.merge(*orders, key=attrgetter("use")), left):
             if entry.size == size:
                 equal.append(entry)
                 if len(equal) == most:
                     break
-            elif equal or attempts == MAX_WINDOW_ATTEMPTS or left <= 0:
+            elif equal or attempts == MAX_WINDOW_ATTEMPTS or looked >= left:
                 break
             else:
-                run, wide = entry.segment.window(entry, size, left)
+                run, wide = entry.segment.window(entry, size, left - looked)
+                attempts, looked = attempts + 1, looked + len(run)
                 if wide:
-                    return run, False
-                attempts, left = attempts + 1, left - len(run)
-        return equal, bool(equal)
+                    return run, False, looked
+        return equal, bool(equal), looked + len(equal)
 
     def usable(self, peer: Peer) -> Iterator[Segment]:
         """Where a peer may store."""
