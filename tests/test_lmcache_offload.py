@@ -324,35 +324,6 @@ def clear(inside: Inside) -> None:
     inside.engine.clear()
 
 
-def test_what_is_written_late_is_not_found_after_a_clear(pools: list[Pool], own_depot: Depot, model: str) -> None:
-    """A put hangs while another instance of the node clears, and ends after that: those may be chunks of other weights."""
-    writer, reader = (engine(pools[0], own_depot, model) for _ in range(2))
-    own_depot.providers[0].stop()
-    writer.store(chunks(4))
-    eventually(lambda: writer.do(writing))
-    reader.do(clear)
-    eventually(lambda: reader.do(looks_below))
-    own_depot.providers[0].cont()
-    assert writer.do(flushed)
-    assert writer.do("stats")["bytes"]["offload_written"] > 0
-    for made in (reader, writer):
-        assert made.lookup(chunks(4)) == 0
-    # It goes on, for both.
-    through(writer, chunks(4))
-    pools[0].client.clear()
-    eventually(lambda: reader.lookup(chunks(4)) == 4 * CHUNK)
-    assert said(reader.retrieve(chunks(4))) == (0, 4 * CHUNK, True)
-
-
-def writing(inside: Inside) -> bool:
-    writer = inside.worker.session.tier._writer
-    return bool(writer._busy and not writer._copying)
-
-
-def looks_below(inside: Inside) -> bool:
-    return bool(inside.worker.session.tier.usable)
-
-
 # ---- failures
 
 

@@ -215,30 +215,10 @@ def test_an_absent_master_is_told_and_found_when_it_comes(tmp_path: Path, caplog
         depot.master.restart()
         eventually(lambda: store.usable)
         # Said once, though tried again and again; then what is in force.
-        refused, in_force = caplog.messages
-        assert "Connection refused" in refused
-        assert f"master_server_addr={depot.master.address}" in in_force
+        assert sum("Connection refused" in message for message in caplog.messages) == 1
+        in_force, *_ = (message for message in caplog.messages if f"master_server_addr={depot.master.address}" in message)
         assert "MC_RPC_TIMEOUT_MS=" in in_force
         store.close()
-
-
-def test_a_killed_master_costs_one_call_and_its_successor_knows_nothing(own_depot: Depot) -> None:
-    store, (buffer, *_) = opened(own_depot.offload(**QUICK))
-    names = new_names(2)
-    assert store.put(names, places(buffer, buffer)) == [STORED] * 2
-    process = pid(store)
-    own_depot.master.kill()
-    assert store.lookup(names) is None
-    # It would take 4 s for each further call: it is replaced.
-    eventually(lambda: gone(process))
-    assert not store.usable
-    own_depot.master.restart()
-    eventually(own_depot.master.segments)
-    eventually(lambda: store.usable)
-    assert store.lookup(names) == 0
-    eventually(lambda: store.put(names, places(buffer, buffer)) == [STORED] * 2)
-    assert store.lookup(names) == 2
-    store.close()
 
 
 def test_a_hung_master_opens_the_breaker_and_all_is_well_when_it_goes_on(own_depot: Depot) -> None:

@@ -185,7 +185,8 @@ class Store:
             if self._process is None or not self._process.alive:
                 self._process = OffloadProcess(self._config.mooncake, self.memory)
                 self._started += 1
-            settings = self._process.call("open", seconds=OPEN_SECONDS)
+            if settings := self._process.call("open", seconds=OPEN_SECONDS):
+                log.info("Mooncake: %s", " ".join(f"{name}={value}" for name, value in settings.items() if value))
             self._process.call("exist", [PROBE], seconds=self._config.call_seconds)
             if self._suspect is not None:
                 self._suspect()
@@ -199,6 +200,5 @@ class Store:
                 log.warning("no offload tier: %s", error)
             return False
         self._suspect, self._said = None, ""
-        said = " ".join(f"{name}={value}" for name, value in settings.items() if value)
-        log.info("the offload tier answers%s", f": {said}" if said else " again")
+        log.info("the offload tier answers")
         return True

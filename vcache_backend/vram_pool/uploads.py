@@ -40,25 +40,18 @@ class HostChunk(Protocol):
         ...
 
 
-class Uploader(Protocol):
-    """Scatters chunks that lie in host memory. In the worker's thread that launches kernels."""
-
-    most: int
-    """Chunks of one call."""
-
-    def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None) -> Completion:
-        """As `Copier.scatter`, with `chunks` in place of slots; they stay as they are until it is complete."""
-        ...
-
-
 class HostUploader:
-    """The KV cache lies in host memory itself."""
+    """Scatters chunks that lie in host memory, as the KV cache does. In the worker's thread that launches kernels.
+
+    most: chunks of one call.
+    """
 
     def __init__(self, copier: Copier, chunk_bytes: int) -> None:
         self._copier, self._chunk_bytes = copier, chunk_bytes
         self.most = BOUNCE_MOST
 
     def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None) -> Completion:
+        """As `Copier.scatter`, with `chunks` in place of slots; they stay as they are until it is complete."""
         return self._copier.scatter(kv, plan, [SlotView.over(self._decoded(chunk), local=True) for chunk in chunks], after)
 
     def _decoded(self, chunk: HostChunk) -> Tensor:
@@ -70,7 +63,7 @@ class HostUploader:
 
 
 class CudaUploader:
-    """By the copy engine into a bounce buffer on the KV cache's GPU, and from there by the copier, on a stream beside the model's."""
+    """The same for a KV cache on a GPU: by the copy engine into a bounce buffer there, then by the copier; beside the model's stream."""
 
     def __init__(self, copier: Copier, kv: PagedKV, chunk_bytes: int) -> None:
         """Raises torch.OutOfMemoryError where there is no memory for the bounce buffer."""
@@ -103,6 +96,9 @@ class CudaUploader:
             copy = self._copier.scatter(kv, plan, views, None if after is None else CudaMark(arrived))
         self._last = copy if isinstance(copy, CudaCompletion) else None
         return copy
+
+
+Uploader = HostUploader | CudaUploader
 
 
 def make_uploader(copier: Copier, kv: PagedKV, chunk_bytes: int) -> Uploader:
