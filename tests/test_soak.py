@@ -8,7 +8,7 @@ from mooncake_cases import needs_mooncake
 from benchmarks.soak import __main__ as soak
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("store", [False, pytest.param(True, marks=needs_mooncake)], ids=["node", "store"])
 def test_no_byte_is_wrong_whatever_happens_and_one_would_be_seen(store: bool) -> None:
     result = soak.run(retrieves=200, seed=7, workers=3, pause=0.15, store=store)
