@@ -204,3 +204,52 @@ def lmcache_pool(folder: Path) -> Iterator[Pool]:
     """Without its server yet: `pool.node.serve()`."""
     with engine_node(folder) as here:
         yield Pool(folder, here)
+
+
+# ---- what test modules import: fixtures, and how they say what a retrieval should have brought
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    with lmcache_pool(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def served(pool: Pool) -> Pool:
+    pool.node.serve()
+    return pool
+
+
+class Pair(NamedTuple):
+    """A pool with nothing in it and two engines, which the tests of this module share."""
+
+    pool: Pool
+    writer: Engine
+    reader: Engine
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with lmcache_pool(tmp_path_factory.mktemp("shared")) as made:
+        made.node.serve()
+        yield Pair(made, made.engine(), made.engine())
+
+
+@pytest.fixture
+def pair(shared: Pair) -> Pair:
+    assert shared.pool.settled()
+    shared.pool.client.clear()
+    return shared
+
+
+def all_of(count: int, first: int = 0) -> tuple[int, int, bool]:
+    """What a retrieval says that brought `count` tokens from `first` on, and every byte is right."""
+    return first, count, True
+
+
+def said(found: Retrieved) -> tuple[int, int, bool]:
+    return (found.first, found.tokens, found.right)
+
+
+NOTHING = all_of(0)

@@ -43,10 +43,7 @@ class Inside:
         self.config = load_engine_config_with_overrides()
         self.metadata = metadata(setup)
         connector = CreateGPUConnector(self.config, self.metadata, EngineType.MOCK)
-        self.broadcasts = Broadcasts()
-        self.engine: Any = LMCacheEngineBuilder.get_or_create(
-            ENGINE, self.config, self.metadata, connector, self.broadcasts.tensor, self.broadcasts.object
-        )
+        self.engine: Any = LMCacheEngineBuilder.get_or_create(ENGINE, self.config, self.metadata, connector, print, print)
         self.server = LookupClientFactory.create_lookup_server(self.engine, self.metadata) if setup.service else None
         asynchronous = {"async_lookup_server": self.server} if self.config.enable_async_loading else {}
         self.engine.post_init(**asynchronous)
@@ -166,26 +163,6 @@ class Inside:
 
     def close(self) -> None:
         LMCacheEngineBuilder.destroy(ENGINE)
-
-
-class Broadcasts:
-    """LMCache's broadcast from the first rank: what it sends is kept, what it receives was put here before."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-        self.coming: list[Any] = []
-
-    def tensor(self, tensor: torch.Tensor, source: int) -> None:
-        if self.coming:
-            tensor.copy_(self.coming.pop(0))
-        else:
-            self.sent.append(tensor.clone())
-
-    def object(self, value: Any, source: int) -> Any:
-        if self.coming:
-            return self.coming.pop(0)
-        self.sent.append(value)
-        return value
 
 
 class Lines(logging.Handler):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from engine_cases import SNAPPY, PausingCopier
 from kv_cases import CHUNK, SMALL, Arrangement
-from lmcache_cases import Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
+from lmcache_cases import Pool, Retrieved, chunks, needs_lmcache, pool, served
 from processes import QUICK, SECONDS, eventually
 
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
@@ -22,20 +20,9 @@ from vcache_backend.vram_pool.copier import Finished, HostCopier
 if TYPE_CHECKING:
     from lmcache_worker import Inside
 
+__all__ = ["pool", "served"]
 pytestmark = needs_lmcache
 STEPPED_ASIDE = "vcache stepped aside"
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    with lmcache_pool(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-def served(pool: Pool) -> Pool:
-    pool.node.serve()
-    return pool
 
 
 def nothing(found: Retrieved) -> bool:
@@ -129,7 +116,6 @@ def every_method(inside: Inside, keys: list[Any], objs: list[Any]) -> dict[str, 
         "allocate": there.allocate(shapes, dtypes) is not None,
         "allocate, too small": there.allocate([torch.Size([1])], dtypes),
         "batched_from_gpu": connector.batched_from_gpu(objs, starts, ends, **where),
-        "batched_to_gpu": connector.batched_to_gpu(objs, starts, ends, **where),
     }
 
 
@@ -158,7 +144,6 @@ SILENCE: dict[str, Any] = {
     "allocate": True,
     "allocate, too small": None,
     "batched_from_gpu": None,
-    "batched_to_gpu": None,
 }
 
 

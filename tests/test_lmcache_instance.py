@@ -281,7 +281,7 @@ def test_what_lmcache_lacks_is_seen_where_it_is_replaced(monkeypatch: pytest.Mon
     for replaced, said in (
         (patches.take_allocator_role, "StorageManager has no _get_allocator_backend with config"),
         (lambda: patches.engine_of(None), "LMCacheEngineBuilder has no _instances"),
-        (lambda: patches.install(engine, SimpleNamespace(), None), "has no token_database, lookup_pins"),
+        (lambda: patches.install(engine, SimpleNamespace(), None), "has no token_database, retrieve_locations"),
     ):
         with pytest.raises(patches.StepAside, match=f"{said}.*install lmcache>=0.5.3,<0.6"):
             replaced()
@@ -328,6 +328,7 @@ def test_the_example_is_supported_without_a_remark() -> None:
         ({}, {"context_parallel": 2}, "context parallel"),
         ({}, {"dynamic_kv_scales": True}, "without --calculate-kv-scales"),
         ({}, {"prompt_embeds": True}, "without --enable-prompt-embeds"),
+        ({"extra_config": {}}, {"use_mla": True}, "set save_only_first_rank: false"),
     ],
 )
 def test_what_cannot_work_is_named_with_what_to_set(changes: dict[str, Any], model: dict[str, Any], said: str) -> None:
@@ -345,7 +346,6 @@ def test_what_cannot_work_is_named_with_what_to_set(changes: dict[str, Any], mod
         ({"local_cpu": True}, {}, "set local_cpu: false"),
         ({"pre_caching_hash_algorithm": "builtin"}, {}, "set pre_caching_hash_algorithm: sha256"),
         ({}, {"load_failure_policy": "fail"}, '"kv_load_failure_policy":"recompute"'),
-        ({"extra_config": {}}, {"model": msgspec.structs.replace(GOOD.model, use_mla=True)}, "set save_only_first_rank: false"),
         (
             {"storage_plugins": ["other", "pool"], "extra_config": {"storage_plugin.pool.class_name": "VCacheBackend"}},
             {},

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import vllm_cases
-from kv_cases import CHUNK, FLASH, places
+from kv_cases import CHUNK, FLASH
 from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
 from mooncake_cases import Depot, Raw, depot, needs_mooncake, own_depot
 from processes import QUICK, SECONDS, eventually
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["depot", "own_depot"]
 pytestmark = [needs_lmcache, needs_mooncake]
 
-WAYS = ["looked up", "not looked up", "loaded ahead"]
-"""To retrieve: under the lease of the look-up in one go, through memory objects, and through such as were made before the answer to
-the look-up."""
+WAYS = ["looked up", "loaded ahead"]
+"""To retrieve: under the lease of the look-up, or what was read before the look-up was answered."""
 
 
 @pytest.fixture
@@ -87,12 +86,7 @@ def through(made: Engine, prompt: list[int]) -> None:
 
 def fetch(made: Engine, way: str, prompt: list[int], request: str = "r", **more: Any) -> tuple[int, Retrieved]:
     """Look up, where that is the way, and retrieve what was found: how many tokens the look-up promised, and what came."""
-    if way == "looked up":
-        promised = made.lookup(prompt, request)
-    elif way == "loaded ahead":
-        promised = made.do("ask", prompt, request)
-    else:
-        promised = len(prompt)
+    promised = made.lookup(prompt, request) if way == "looked up" else made.do("ask", prompt, request)
     if not promised:
         return 0, Retrieved(0, 0, True, 0.0)
     return promised, made.retrieve(prompt[:promised], request=request, **more)
@@ -114,8 +108,8 @@ def names(inside: Inside, prompt: list[int]) -> list[Any]:
 
 
 def held(inside: Inside) -> int:
-    """Bytes of chunks from below that memory objects have."""
-    return int(inside.worker.memory.held)
+    """Bytes of chunks from below that were read ahead."""
+    return int(inside.worker.host.memory.held)
 
 
 def buffers_back(inside: Inside) -> bool:
@@ -151,7 +145,7 @@ def copy_in_pairs(inside: Inside) -> None:
     inside.worker.session.uploader.most = 2
 
 
-@pytest.mark.parametrize("way", WAYS[::2])
+@pytest.mark.parametrize("way", WAYS)
 def test_tokens_that_vllm_has_are_never_written_nor_promoted_in_part(
     pools: list[Pool], depot: Depot, model: str, way: str
 ) -> None:
@@ -178,7 +172,7 @@ def test_pool_and_store_take_turns(pools: list[Pool], depot: Depot, model: str, 
     assert pools[1].settled()
 
 
-@pytest.mark.parametrize("way", WAYS[::2])
+@pytest.mark.parametrize("way", WAYS)
 def test_what_left_the_pool_after_the_look_up_is_retrieved_from_below(tmp_path: Path, depot: Depot, model: str, way: str) -> None:
     """The lease of the look-up has ended, too."""
     with lmcache_pool(tmp_path) as pool:
@@ -203,39 +197,6 @@ def test_requests_that_begin_alike_each_get_their_own_chunks_from_below(pools: l
     for i in (1, 0):
         assert said(reader.retrieve(prompts[i], request=f"r{i}")) == (0, 4 * CHUNK, True)
     assert pools[1].settled()
-
-
-def drop_uncounted(inside: Inside, prompt: list[int]) -> tuple[int, int]:
-    """Bytes held while memory objects are there, and after they are gone without a word."""
-    objs = inside.worker.get(inside.keys(prompt))
-    before = held(inside)
-    del objs
-    return before, held(inside)
-
-
-def test_memory_of_objects_that_nobody_counted_down_comes_back(pools: list[Pool], depot: Depot, model: str) -> None:
-    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model)
-    through(writer, chunks(2))
-    before, after = reader.do(drop_uncounted, chunks(2))
-    assert before > after == 0
-
-
-def load_freed(inside: Inside, prompt: list[int]) -> int | None:
-    """Memory objects whose last reference is gone, their memory with it."""
-    objs = inside.worker.get(inside.keys(prompt))
-    for obj in objs:
-        obj.ref_count_down()
-    slots = places(inside.setup.sizes, len(prompt)).numpy()
-    failed_from: int | None = inside.worker.load(objs, range(0, len(prompt), CHUNK), slots, 0)
-    return failed_from
-
-
-def test_freed_objects_are_not_loaded(pools: list[Pool], depot: Depot, model: str) -> None:
-    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model)
-    through(writer, chunks(2))
-    assert reader.do(load_freed, chunks(2)) == 0
-    assert reader.do(flushed)
-    assert pools[1].stats().chunks == 0
 
 
 def test_ranks_hit_what_all_of_them_have(pools: list[Pool], depot: Depot, model: str) -> None:
@@ -327,7 +288,7 @@ def clear(inside: Inside) -> None:
 # ---- failures
 
 
-@pytest.mark.parametrize("way", WAYS[::2])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_damaged_object_ends_the_hit_before_it(pools: list[Pool], depot: Depot, store: Raw, model: str, way: str) -> None:
     writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, way)
     through(writer, chunks(5))
@@ -348,7 +309,7 @@ def damage(store: Raw, name: str) -> None:
     store.change(name, lambda data: data[:-1] + bytes([data[-1] ^ 1]))
 
 
-@pytest.mark.parametrize("way", WAYS[::2])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_dead_master_costs_the_hits_below_and_nothing_else(pools: list[Pool], own_depot: Depot, model: str, way: str) -> None:
     """One chunk is in the pool, three below. Nothing raises, and no call waits longer than its deadline."""
     writer, reader = engine(pools[0], own_depot, model), engine(pools[1], own_depot, model, way, client=QUICK)
@@ -366,7 +327,7 @@ def test_a_dead_master_costs_the_hits_below_and_nothing_else(pools: list[Pool], 
     assert pools[1].settled()
 
 
-@pytest.mark.parametrize("way", WAYS[::2])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_provider_that_hangs_is_waited_for_within_a_deadline(pools: list[Pool], own_depot: Depot, model: str, way: str) -> None:
     offload = {"failures": 1, "get_seconds": 0.5}
     writer, reader = engine(pools[0], own_depot, model), engine(pools[1], own_depot, model, way, offload)
@@ -378,7 +339,7 @@ def test_a_provider_that_hangs_is_waited_for_within_a_deadline(pools: list[Pool]
     own_depot.providers[0].cont()
 
 
-def test_memory_objects_hold_a_bounded_part_of_the_host(pools: list[Pool], depot: Depot, model: str) -> None:
+def test_what_is_read_ahead_holds_a_bounded_part_of_the_host(pools: list[Pool], depot: Depot, model: str) -> None:
     """Of two requests loaded ahead the second gets what there is room for, until the first has been retrieved."""
     writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, "loaded ahead", {"promote": False})
     through(writer, chunks(5))
@@ -395,7 +356,7 @@ def test_memory_objects_hold_a_bounded_part_of_the_host(pools: list[Pool], depot
 
 
 def hold_at_most(inside: Inside, count: int) -> None:
-    inside.worker.memory.most = count * inside.worker.session.bind(inside.cache.tensors).chunk_bytes(CHUNK)
+    inside.worker.host.memory.most = count * inside.worker.session.bind(inside.cache.tensors).chunk_bytes(CHUNK)
 
 
 # ---- vLLM

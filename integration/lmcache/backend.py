@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj
+from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj, TensorMemoryObj
 from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface, StoragePluginInterface
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.transfer.arguments import as_slots
 
-from .memory import DeferredObj, Form, NoAllocator
+from .memory import NoAllocator, StoredObj, described
 from .patches import StepAside
 from .startup import Starter
-from .worker import PoolWorker, Slots
+from .verbs import Verbs
+from .worker import PoolWorker
 
 log = logging.getLogger(__name__)
 
@@ -64,119 +63,90 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         **_: Any,
     ) -> None:
         super().__init__(dst_device=dst_device, config=config, metadata=metadata, local_cpu_backend=local_cpu_backend, loop=loop)
-        self._worker: PoolWorker | None = None
+        self.worker: PoolWorker | None = None
+        self.verbs: Verbs | None = None
         self._failures: set[str] = set()
         self.reason = ""
         self._starter = Starter(config, metadata, self)
         try:
-            self._worker = self._starter.start()
+            self.worker = self._starter.start()
         except Exception as error:  # noqa: BLE001 LMCache would swallow it, and go on without us but with our GPU connector
             self._step_aside(error)
 
-    # ---- for the GPU connector
+    # ---- for the GPU connector, and the engine's verbs
 
     def bind(self, kvcaches: Any) -> PoolWorker | None:
         """The worker, made when KV caches are first seen and turned to these; None if the plugin stepped aside."""
-        if self._worker is not None:
-            self._worker.kvcaches = kvcaches
+        if self.worker is not None:
+            self.worker.kvcaches = kvcaches
         elif not self.reason:
             try:
-                self._worker = self._starter.bind(kvcaches)
+                self.worker = self._starter.bind(kvcaches)
             except Exception as error:  # noqa: BLE001 as in the constructor
                 self._step_aside(error)
-        return self._worker
+        return self.worker
 
     @answers(None)
     def note_sources(self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]) -> None:
         """See `PoolWorker.note`. more: LMCache's `kvcaches`, `slot_mapping`, ..."""
-        worker = self.bind(more["kvcaches"])
+        worker, mapping = self.bind(more["kvcaches"]), more["slot_mapping"]
         if worker is not None:
-            worker.note(objs, starts, _slots(more)[0])
-
-    def load(self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]) -> int | None:
-        """See `PoolWorker.load`. A failure is one of all tokens from the first on."""
-        try:
-            worker = self.bind(more["kvcaches"])
-            if worker is None or not objs:
-                return starts[0] if objs else None
-            return worker.load(objs, starts, *_slots(more))
-        except Exception as error:  # noqa: BLE001 as above
-            self.note_failure("load", error)
-            return starts[0] if starts else 0
-
-    @answers(0)
-    def load_found(self, keys: list[CacheEngineKey], first: int, more: dict[str, Any]) -> int:
-        """See `PoolWorker.retrieve`."""
-        worker = self.bind(more["kvcaches"])
-        return worker.retrieve(keys, first, *_slots(more)) if worker is not None else 0
+            worker.note(objs, starts, as_slots(mapping, len(mapping), 0))
 
     @answers(set)
     def settle(self, block_size: int) -> set[int]:
         """See `PoolWorker.settle`."""
-        return self._worker.settle(block_size) if self._worker is not None else set()
+        return self.worker.settle(block_size) if self.worker is not None else set()
 
     def shape(self, num_tokens: int) -> torch.Size:
         """What LMCache takes the KV of so many tokens for."""
         shapes: list[torch.Size] = self.metadata.get_shapes(num_tokens)
         return shapes[0]
 
-    # ---- look-ups
+    # ---- look-ups and reads that are no request's: those are the engine's verbs (`verbs`)
 
     @answers(False)
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
-        return bool(self.batched_contains([key], pin))
+        return bool(self.batched_contains([key]))
 
     @answers(0)
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
-        return self._worker.contains(keys, pin) if self._worker is not None else 0
+        return self.worker.contains(keys) if self.worker is not None else 0
 
     async def batched_async_contains(self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False) -> int:
-        """No lease: LMCache gets what it asked for at once, and memory objects hold theirs."""
-        return int(self.batched_contains(keys, False))
+        return 0
 
-    @answers(False)
+    async def batched_get_non_blocking(
+        self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: Any = None
+    ) -> list[MemoryObj]:
+        return []
+
+    def get_non_blocking(self, key: CacheEngineKey, location: str | None = None) -> None:
+        return None
+
     def pin(self, key: CacheEngineKey) -> bool:
-        return bool(self.batched_contains([key], True))
+        return False
 
-    @answers(False)
     def unpin(self, key: CacheEngineKey) -> bool:
-        return self._worker is not None and self._worker.unpin(key)
+        return False
 
     def touch_cache(self) -> None:
         """The server touches what it leases."""
-
-    # ---- reads
 
     @answers(None)
     def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
         return self.batched_get_blocking([key])[0]
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
-        """One memory object for each leading chunk that is there, one reference each for the caller; None for the rest."""
+        """Copies of the leading chunks that are in the pool; None for the rest."""
         found = self._get(keys)
         return [*found, *[None] * (len(keys) - len(found))]
 
-    async def batched_get_non_blocking(
-        self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: Any = None
-    ) -> list[MemoryObj]:
-        """In another thread where chunks may have to be waited for: LMCache answers the look-up of `enable_async_loading` with what
-        came, and the request waits in its queue until then."""
-        if self._worker is None or self._worker.session.tier is None:
-            return list(self._get(keys))
-        return list(await asyncio.get_running_loop().run_in_executor(None, self._get, keys))
-
-    def get_non_blocking(self, key: CacheEngineKey, location: str | None = None) -> Future[MemoryObj] | None:
-        """A future that is over: a chunk of the pool costs no more than its lease. None if there is no such chunk."""
-        obj = self.get_blocking(key)
-        if obj is None:
-            return None
-        there: Future[MemoryObj] = Future()
-        there.set_result(obj)
-        return there
-
     @answers(list)
     def _get(self, keys: list[CacheEngineKey]) -> list[MemoryObj]:
-        return list(self._worker.get(keys)) if self._worker is not None else []
+        shapes, dtypes = self.metadata.get_shapes(self.config.chunk_size), self.metadata.get_dtypes()
+        copies = self.worker.read(keys) if self.worker is not None else []
+        return [TensorMemoryObj(copy, described(shapes, dtypes, None), None) for copy in copies]
 
     # ---- stores
 
@@ -205,31 +175,22 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
         if self.reason or listed != self.metadata.get_shapes(self.config.chunk_size):
             return None
-        form = Form.of(listed, kinds, fmt)
-        return [DeferredObj(form) for _ in range(batch_size)]
+        return [StoredObj(described(listed, kinds, fmt)) for _ in range(batch_size)]
 
     @answers(None)
     def batched_submit_put_task(
         self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], transfer_spec: Any = None, on_complete_callback: Any = None
     ) -> None:
-        """Reserve, launch one copy, and return. What is in the pool already is not copied. Commits follow in the background.
-
-        With a callback, wait for them, and call it for those of `keys` that are in the pool now.
-        """
-        if self._worker is None:
-            return
-        self._worker.put(keys, objs)
-        for key in self._worker.stored(keys) if on_complete_callback is not None else ():
-            try:
-                on_complete_callback(key)
-            except Exception as error:  # noqa: BLE001 it is not ours, and the others want theirs
-                log.warning("on_complete_callback failed for %s: %s", key, error)
+        """Reserve, launch one copy, and return. What is in the pool already is not copied. Commits follow in the background; nobody is
+        called back, which LMCache's storage manager asks of no backend."""
+        if self.worker is not None:
+            self.worker.put(keys, objs)
 
     async def async_batched_submit_put_task(
         self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], transfer_spec: Any = None, on_complete_callback: Any = None
     ) -> None:
         """`batched_submit_put_task`, which does not wait for the copy either."""
-        self.batched_submit_put_task(keys, objs, transfer_spec, on_complete_callback)
+        self.batched_submit_put_task(keys, objs)
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         return False
@@ -242,12 +203,12 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(0)
     def batched_remove(self, keys: list[CacheEngineKey], force: bool = True) -> int:
-        return self._worker.remove(keys, force) if self._worker is not None else 0
+        return self.worker.remove(keys, force) if self.worker is not None else 0
 
     @answers(0)
     def clear(self) -> int:
         """Forget every chunk of this namespace, of all instances that share it; how many tokens."""
-        return self._worker.clear() * int(self.config.chunk_size) if self._worker is not None else 0
+        return self.worker.clear() * int(self.config.chunk_size) if self.worker is not None else 0
 
     def get_allocator_backend(self) -> AllocatorBackendInterface:
         return self
@@ -265,16 +226,18 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     @answers(None)
     def close(self) -> None:
         """Finish stores, and leave the pool; its chunks stay."""
-        worker, self._worker = self._worker, None
+        worker, self.worker = self.worker, None
         self.reason = self.reason or "closed"
+        if self.verbs is not None:
+            self.verbs.close()
         if worker is not None:
             worker.session.close()
 
     def note_failure(self, call: str, error: Exception) -> None:
         """Count a failure, and say each cause once."""
         cause = f"{call}: {type(error).__name__}"
-        if self._worker is not None:
-            self._worker.session.miss(call, error)
+        if self.worker is not None:
+            self.worker.session.miss(call, error)
         elif cause not in self._failures:
             log.warning("%s failed, which counts as a miss: %s", call, error)
         self._failures.add(cause)
@@ -282,9 +245,3 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def _step_aside(self, error: Exception) -> None:
         self.reason = str(error) or type(error).__name__
         self._starter.say_stepped_aside(self.reason, None if isinstance(error, StepAside | VCacheError) else error)
-
-
-def _slots(more: dict[str, Any]) -> tuple[Slots, int]:
-    """Of LMCache's arguments: where each token has its place, and how many leading ones are not to be written."""
-    mapping = more["slot_mapping"]
-    return as_slots(mapping, len(mapping), 0), int(more.get("vllm_cached_tokens") or 0)

@@ -58,11 +58,17 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
 def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None]:
     yield model_spec.chunk_misfit(lm_config.chunk_size, instance.model.block_size, "chunk_size")
     yield from model_spec.misfits(instance.model, instance.kv_groups)
+    extra = getattr(lm_config, "extra_config", None) or {}
+    if instance.model.use_mla and instance.model.tp_size > 1 and extra.get("save_only_first_rank", True):
+        yield (
+            "LMCache's first rank would read MLA chunks and broadcast them: set save_only_first_rank: false in extra_config, and every "
+            "rank reads the pool itself; chunks are stored once all the same"
+        )
 
 
 def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
     """Settings with which it works, but not as one may expect."""
-    ours, extra = _our_names(lm_config), getattr(lm_config, "extra_config", None) or {}
+    ours = _our_names(lm_config)
     location, host = getattr(lm_config, "store_location", None), getattr(lm_config, "max_local_cpu_size", 0) > 0
     if getattr(lm_config, "save_unfull_chunk", False):
         yield "save_unfull_chunk is true, but vcache keeps whole chunks only: set save_unfull_chunk: false"
@@ -78,11 +84,6 @@ def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
         yield (
             "kv_load_failure_policy is fail, so that a chunk lost between look-up and load fails its request: "
             'put "kv_load_failure_policy":"recompute" into --kv-transfer-config'
-        )
-    if instance.model.use_mla and instance.model.tp_size > 1 and extra.get("save_only_first_rank", True):
-        yield (
-            "LMCache lets the first rank read and broadcast MLA chunks: set save_only_first_rank: false in extra_config, "
-            "and every rank reads the pool itself; chunks are stored once all the same"
         )
 
 

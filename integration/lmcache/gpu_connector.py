@@ -14,17 +14,10 @@ if TYPE_CHECKING:
 
 
 class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
-    """What LMCacheEngine moves KV with. All calls come from the worker's main thread, inside `store` and `retrieve`.
+    """What LMCacheEngine moves KV with. All calls come from the worker's main thread, inside `store`."""
 
-    `failed_from`: index of the first token of the last `batched_to_gpu` that is not valid; None if all are.
-    """
-
-    def __init__(self, backend: VCacheBackend | None = None, load_stream: Any = None) -> None:
-        """`load_stream`: that of the connector replaced. LMCache's broadcast of MLA runs on it."""
+    def __init__(self, backend: VCacheBackend | None = None) -> None:
         self.backend = backend
-        self.failed_from: int | None = None
-        if load_stream is not None:
-            self.load_stream = load_stream
 
     def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
         """`kvcaches`: one tensor a layer, as vLLM has them."""
@@ -38,8 +31,10 @@ class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
     def batched_to_gpu(
         self, memory_objs: Any = None, starts: list[int] | None = None, ends: list[int] | None = None, **kwargs: Any
     ) -> None:
-        """Fill `kvcaches`; nothing before token `vllm_cached_tokens` is written. Returns when the bytes are in place."""
-        self.failed_from = self._there().load(list(memory_objs or []), starts or [], kwargs)
+        """Never called: the engine's `retrieve` is ours (`verbs`), and needs no memory objects."""
+        raise RuntimeError(
+            "LMCache loads memory objects where vcache loads chunks by itself; is this another version of LMCache?"
+        )
 
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         self.batched_from_gpu([memory_obj], [start], [end], **kwargs)

@@ -84,27 +84,14 @@ def discover(metadata: Any, settings: Settings) -> Instance:
     dtype = model_spec.plain(metadata.kv_dtype)
     model = ModelSpec(
         model=settings.model or metadata.model_name,
-        revision="",
         dtype=dtype,
         kv_cache_dtype=dtype,
-        quantization="",
-        rope="",
         layers=metadata.kv_shape[0],
         kv_heads=metadata.kv_shape[3],
         head_dim=metadata.kv_shape[4],
         tp_size=metadata.world_size,
-        pp_size=1,
         use_mla=metadata.use_mla,
-        lora_enabled=False,
-        prompt_embeds=False,
-        dynamic_kv_scales=False,
-        context_parallel=1,
-        sleep_mode=False,
-        gpu_memory_utilization=None,
-        device_type="",
         block_size=settings.block_size,
-        hash_algorithm="",
-        recomputes=True,
     )
     return Instance(model=model, rank=metadata.worker_id % ranks, ranks=ranks)
 

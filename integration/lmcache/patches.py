@@ -28,6 +28,7 @@ from .scope import Scheduler
 
 if TYPE_CHECKING:
     from .backend import VCacheBackend
+    from .verbs import Verbs
 
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 CONNECTOR_CLASS = "LMCacheConnectorV1"
@@ -218,21 +219,27 @@ def engine_of(metadata: Any) -> Any:
     return next((engine for engine in builder._instances.values() if engine.metadata is metadata), None)
 
 
-def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
+def install(engine: Any, backend: VCacheBackend, adapter: Any) -> Verbs:
     """Put `backend` into its engine, and into LMCache's adapter in vLLM where there is one, in place of a backend before it.
 
     `recreate_backend` of LMCache, and of any other tier, makes a new one: LMCache goes on allocating from the one before, and closes
     that only if it was the one to be made again.
     """
     from .gpu_connector import VCacheGPUConnector
+    from .verbs import Verbs
 
-    _must_have(
-        engine, "token_database lookup_pins async_loading save_only_first_rank remove_after_retrieve stats_monitor lookup_unpin"
-    )
-    _must_have(engine.stats_monitor, "on_retrieve_request on_retrieve_finished")
-    _replace(engine, "retrieve", functools.partial(_retrieve, engine, backend), "tokens mask kwargs")
-    engine.gpu_connector = VCacheGPUConnector(backend, getattr(engine.gpu_connector, "load_stream", None))
-    guard_hot_cache(backend.local_cpu_backend)
+    _must_have(engine, "token_database retrieve_locations lookup_pins is_healthy stats_monitor")
+    _must_have(engine.stats_monitor, "on_lookup_request on_lookup_finished on_retrieve_request on_retrieve_finished")
+    verbs, look_up = Verbs(engine, backend), "hashes offsets search_range lookup_id pin request_configs"
+    for name, verb, wanted in (
+        ("lookup", verbs.lookup, look_up),
+        ("async_lookup_and_prefetch", verbs.fetch, look_up),
+        ("lookup_unpin", verbs.unpin, "lookup_id"),
+        ("cleanup_memory_objs", verbs.clean_up, "lookup_id"),
+        ("retrieve", verbs.retrieve, "tokens mask kwargs"),
+    ):
+        _replace(engine, name, lambda theirs, verb=verb: functools.partial(verb, theirs), wanted)  # type: ignore[misc]
+    engine.gpu_connector = VCacheGPUConnector(backend)
     if engine.storage_manager is not None:
         for before in list(engine.storage_manager.storage_backends.values()):
             if getattr(before, "is_vcache", False) and before is not backend:
@@ -244,66 +251,7 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
         _replace(adapter, "get_block_ids_with_load_errors", functools.partial(_report_blocks, adapter, backend))
         # Moved to a GPU, as the adapter would have it, a slot mapping waits for the forward pass. Copies are planned on the host.
         adapter.device = importlib.import_module("torch").device("cpu")
-
-
-def _retrieve(engine: Any, backend: VCacheBackend, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """`engine.retrieve` that answers False for tokens whose copy failed after LMCache had marked them.
-
-    A prompt whose look-up found everything in our tier, as nearly all are, is loaded from the keys of that look-up: what LMCache does
-    for each chunk (hash its tokens again, a memory object, a look into each table) takes it 2 ms for 32k tokens before the copy begins.
-    """
-    torch: Any = importlib.import_module("torch")
-    size = engine.token_database.chunk_size
-
-    def retrieve(tokens: Any, mask: Any = None, **kwargs: Any) -> Any:
-        engine.gpu_connector.failed_from = None
-        # Only leading tokens are left out; most often none.
-        first = 0 if mask is None or bool(mask[:1].all()) else int(mask.numel() - mask.sum())
-        keys = _found(engine, backend, kwargs.get("req_id"), len(tokens) // size) if first % size == 0 else None
-        if keys:
-            started = engine.stats_monitor.on_retrieve_request(len(tokens) - first)
-            loaded = backend.load_found(keys, first // size, kwargs) * size if len(keys) * size > first else 0
-            retrieved = torch.zeros(len(tokens), dtype=torch.bool)
-            retrieved[first : first + loaded] = True
-            # LMCache's own retrievals leave tensors of that mode in its counters, to which this adds.
-            with torch.inference_mode():
-                engine.stats_monitor.on_retrieve_finished(started, loaded)
-            log.info("[req_id=%s] retrieved %d of %d tokens from the pool", kwargs["req_id"], loaded, len(tokens) - first)
-            return retrieved
-        # The host tier may have been made again since (`recreate_backend`).
-        guard_hot_cache(getattr(engine.storage_manager, "local_cpu_backend", None))
-        retrieved = theirs(tokens, mask, **kwargs)
-        if engine.gpu_connector.failed_from is not None:
-            with torch.inference_mode():
-                retrieved[engine.gpu_connector.failed_from :] = False
-        return retrieved
-
-    return retrieve
-
-
-def _found(engine: Any, backend: VCacheBackend, request: str | None, chunks: int) -> list[Any] | None:
-    """The keys of a request's first `chunks` chunks, if its look-up found them in our tier alone and LMCache does nothing else."""
-    pins = engine.lookup_pins.get(request) if request is not None else None
-    if not pins or len(pins) > 1 or engine.async_loading or engine.save_only_first_rank or engine.remove_after_retrieve:
-        return None
-    ((name, keys),) = pins.items()
-    ours = engine.storage_manager.storage_backends.get(name) is backend
-    return keys[:chunks] if ours and 0 < chunks <= len(keys) and engine.is_healthy() else None
-
-
-def guard_hot_cache(local_cpu: Any) -> None:
-    """LMCache's host tier caches what it gets from others by reference. It must not hold a slot of the pool, which will be reused."""
-    if local_cpu is None or hasattr(local_cpu.submit_put_task, _THEIRS):
-        return
-
-    def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
-        def submit_put_task(key: Any, memory_obj: Any, *args: Any, **kwargs: Any) -> Any:
-            return None if getattr(memory_obj, "is_vcache", False) else theirs(key, memory_obj, *args, **kwargs)
-
-        return submit_put_task
-
-    # The batched call makes one of these of each object.
-    _replace(local_cpu, "submit_put_task", make, "key memory_obj")
+    return verbs
 
 
 def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,9 +13,12 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..vllm.adapters import Adapters
+
+if TYPE_CHECKING:
+    from vcache_backend.transfer.keys import Tags
 
 TAG_PREFIX = "lmcache.tag."
 TAG_NAME = "vcache"
@@ -46,9 +49,14 @@ def scope(salt: str | None, adapter: tuple[str, ...] | None) -> str:
     return digest.hexdigest()
 
 
-def scoped(key: Any) -> bool:
-    """Whether a key of LMCache's carries our tag. One without it comes from a scheduler that did not load our plugin for vLLM."""
-    return any(name == TAG_NAME for name, _ in key.tags or ())
+def scoped(tags: Tags) -> bool:
+    """Whether our tag is among those of a key of LMCache's. Without it they come from a scheduler that did not load our plugin."""
+    return any(name == TAG_NAME for name, _ in tags or ())
+
+
+def tags_of(configs: Mapping[str, Any] | None) -> Tags:
+    """The tags that LMCache writes into the keys of a request with these `request_configs`."""
+    return tuple((name.removeprefix(TAG_PREFIX), value) for name, value in (configs or {}).items() if name.startswith(TAG_PREFIX))
 
 
 def has_own_tag(extra_args: Mapping[str, Any] | None) -> bool:

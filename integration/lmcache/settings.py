@@ -9,7 +9,7 @@ from environment variables.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -20,7 +20,6 @@ from vcache_backend.errors import ConfigError
 
 PREFIX = "vcache."
 SOURCE = "LMCache's extra_config"
-_OWN = ("config", "block_size", "model", "start_server")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +36,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     start_server: bool = False
 
 
+class _Own(msgspec.Struct, rename=lambda name: PREFIX + name):
+    """The settings that are no part of our own configuration."""
+
+    config: str = ""
+    block_size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    model: str = ""
+    start_server: bool = False
+
+
 def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
     """The settings among `extra_config`; keys that do not begin with `vcache.` are others'. `chunk_size`: LMCache's, which counts.
 
@@ -45,35 +53,39 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
     given = {key: value for key, value in extra_config.items() if str(key).startswith(PREFIX)}
     if "vcache" in extra_config:
         raise ConfigError(f"{SOURCE}: vcache: write flat keys, such as vcache.server.socket, not a mapping under vcache")
-    path = _own(given, "config", str, "")
-    base = configuration.load(path or None)
+    try:
+        own = msgspec.convert(given, _Own, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{SOURCE}: {error}") from error
+    base = configuration.load(own.config or None)
     values = configuration.dump(base)
     # `dump` writes the default socket out, which is no setting of anybody's.
     values["server"]["socket"] = base.server.socket
-    for key, value in given.items():
-        name = key.removeprefix(PREFIX)
-        if name not in _OWN:
-            _put(values, key, value)
-    _agree(values["engine"], chunk_size, PREFIX + "engine.chunk_size" in given, path)
-    return Settings(
-        config=configuration.from_dict(values, SOURCE),
-        block_size=_own(given, "block_size", Annotated[int, msgspec.Meta(ge=0)], 0),
-        model=_own(given, "model", str, ""),
-        start_server=_own(given, "start_server", bool, False),
-    )
+    for key in given.keys() - set(_Own.__struct_encode_fields__):
+        _put(values, key, given[key])
+    _agree(values["engine"], chunk_size, PREFIX + "engine.chunk_size" in given, own.config)
+    config = configuration.from_dict(values, SOURCE)
+    return Settings(config=config, block_size=own.block_size, model=own.model, start_server=own.start_server)
 
 
 def _put(values: dict[str, Any], key: str, value: object) -> None:
     """Set the value that `key` names, which must be there: every default is written out."""
+    known = list(_names(values, PREFIX))
+    if key not in known:
+        near = difflib.get_close_matches(key, [*_Own.__struct_encode_fields__, *known], n=1, cutoff=0.75)
+        advice = (
+            f"did you mean {near[0]}?" if near else f"there are {', '.join(_Own.__struct_encode_fields__)} and vcache.SECTION.KEY"
+        )
+        raise ConfigError(f"{SOURCE}: {key} is no setting of vcache; {advice}")
     *path, name = key.removeprefix(PREFIX).split(".")
-    section: Any = values
     for part in path:
-        section = section.get(part) if isinstance(section, dict) else None
-    if not isinstance(section, dict) or name not in section:
-        raise ConfigError(f"{SOURCE}: {key} is no setting of vcache{_advice(key)}")
-    if isinstance(section[name], dict):
-        raise ConfigError(f"{SOURCE}: {key} is a section; write its keys one by one{_advice(key + '.')}")
-    section[name] = _plain(value) if isinstance(value, str) and not isinstance(section[name], str) else value
+        values = values[part]
+    values[name] = _plain(value) if isinstance(value, str) and not isinstance(values[name], str) else value
+
+
+def _names(values: dict[str, Any], above: str) -> Iterator[str]:
+    for name, value in values.items():
+        yield from _names(value, f"{above}{name}.") if isinstance(value, dict) else [above + name]
 
 
 def _plain(text: str) -> object:
@@ -92,27 +104,3 @@ def _agree(engine: dict[str, Any], chunk_size: int, written: bool, path: str) ->
         where = f"{SOURCE}: {PREFIX}engine.chunk_size" if written else f"{path or 'VCACHE_CONFIG'}: engine.chunk_size"
         raise ConfigError(f"{where} is {ours} but LMCache's chunk_size is {chunk_size}, which counts: leave ours out")
     engine["chunk_size"] = chunk_size
-
-
-def _own(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
-    value = given.get(PREFIX + name, default)
-    try:
-        return msgspec.convert(_plain(value) if isinstance(value, str) and kind is not str else value, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{SOURCE}: {PREFIX}{name}: {error}") from error
-
-
-def _advice(key: str) -> str:
-    """The settings that look most like `key`."""
-    near = difflib.get_close_matches(key, _known(), n=1, cutoff=0.75)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(_known()[: len(_OWN)])} and vcache.SECTION.KEY"
-
-
-def _known() -> list[str]:
-    def names(values: dict[str, Any], above: str) -> list[str]:
-        found = []
-        for name, value in values.items():
-            found += names(value, f"{above}{name}.") if isinstance(value, dict) else [above + name]
-        return found
-
-    return [PREFIX + name for name in _OWN] + names(configuration.dump(Config()), PREFIX)

@@ -60,7 +60,7 @@ class Starter:
         _refuse(model_spec.seed(hash_seed()) if self._instance.adapter is not None else None)
         for line in checks.remarks(self._config, self._instance):
             log.warning("%s", line)
-        patches.install(self._engine, self._backend, self._instance.adapter)
+        self._backend.verbs = patches.install(self._engine, self._backend, self._instance.adapter)
         if self._settings.start_server:
             _start_server(self._settings.config)
         kvcaches = self._instance.kvcaches
@@ -93,7 +93,7 @@ class Starter:
             f"not connected: {trouble}" if trouble else f"at {config.server.path}",
         )
         under_vllm = instance.adapter is not None
-        worker = PoolWorker(session, kvcaches, instance.ranks, under_vllm, self._metadata, config.offload)
+        worker = PoolWorker(session, kvcaches, instance.ranks, under_vllm, config.offload)
         worker.settles = under_vllm
         worker.counts_offloaded = bool(getattr(self._config, "enable_async_loading", False)) or instance.recomputes
         if session.tier is not None:
@@ -101,7 +101,7 @@ class Starter:
             if not worker.counts_offloaded:
                 log.warning("vcache: %s", _NOT_COUNTED)
         if self._backend.local_cpu_backend is not None:
-            worker.foreign.share()
+            worker.host.share(kvcaches)
         return worker
 
     def say_stepped_aside(self, reason: str, error: Exception | None) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,28 +17,39 @@ from lmcache.v1.memory_management import MemoryObj
 
 from vcache_backend.config import OffloadConfig
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey, Location
+from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.arguments import KVCaches
-from vcache_backend.transfer.keys import TaggedHashKeys, of_rank
+from vcache_backend.transfer.held import HeldChunk
+from vcache_backend.transfer.keys import TaggedHashKeys, Tags, of_rank
 from vcache_backend.transfer.leases import Lease
 from vcache_backend.transfer.load import SLICE_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
-from vcache_backend.vram_pool.paged import PagedKV
 
-from .foreign import Foreign
-from .memory import ChunkObj, DeferredObj, FetchedObj, Form, HostMemory, LeasedObj, NotedSlots, SharedLease
-from .pins import Pin, Pins
+from .host import Host
+from .memory import NotedSlots, StoredObj
 from .scope import scoped
 
 log = logging.getLogger(__name__)
 
 COPY_SECONDS = 10.0
 """How long a load waits for its next chunk, beside what the offload tier may take; a copy takes milliseconds."""
-HELD_SHARE = 8
-"""Memory objects hold so many times `offload.staging_bytes` of host memory, at most; that much once is kept for next time."""
 Slots = npt.NDArray[np.int64]
+
+
+@dataclass
+class Hit:
+    """What a look-up found: the names of the leading chunks that it promises.
+
+    leases: with the number of the first chunk of each. held: chunks by number that are in host memory already. elsewhere: chunks that
+    another tier of LMCache's has: the number of the first, the tier's name, their keys.
+    """
+
+    names: list[ChunkKey] = field(default_factory=list)
+    leases: list[tuple[int, Lease]] = field(default_factory=list)
+    held: dict[int, HeldChunk] = field(default_factory=dict)
+    elsewhere: list[tuple[int, str, list[CacheEngineKey]]] = field(default_factory=list)
 
 
 @dataclass
@@ -53,7 +63,7 @@ class _Loading:
 
 
 class PoolWorker:
-    """One rank's chunks in the pool. Look-ups and `get` in any thread; the rest in the worker's main thread.
+    """One rank's chunks in the pool. Look-ups in any thread; the rest in the worker's main thread.
 
     kvcaches: those that loads go to, and that the next `note` is of.
     settles: loads are only launched, and the caller will ask `settle`, in the same step, which of them held. What is queued on the
@@ -62,37 +72,33 @@ class PoolWorker:
     recomputed, and not every vLLM does so rightly (see `Instance.recomputes`).
     """
 
-    def __init__(
-        self, session: Session, kvcaches: KVCaches, ranks: int, needs_scope: bool, metadata: Any, offload: OffloadConfig
-    ) -> None:
-        """ranks: how many hold a shard of every chunk. needs_scope: leave alone keys that do not say whose they are (see `scope`).
-        metadata: LMCache's, which knows the shapes it takes a chunk for."""
+    def __init__(self, session: Session, kvcaches: KVCaches, ranks: int, needs_scope: bool, offload: OffloadConfig) -> None:
+        """ranks: how many hold a shard of every chunk. needs_scope: leave alone requests that do not say whose they are (see `scope`)."""
         self.session, self.kvcaches, self.settles, self.counts_offloaded = session, kvcaches, False, True
-        self.memory = HostMemory(HELD_SHARE * offload.staging_bytes, offload.staging_bytes)
-        self.foreign = Foreign(session, self.paged)
+        self.host = Host(session, offload.staging_bytes)
         self._names = TaggedHashKeys(session.namespace, session.rank)
         self._ranks, self._needs_scope, self._unscoped = ranks, needs_scope, False
-        self._form = Form.of(metadata.get_shapes(session.chunk_size), metadata.get_dtypes(), None)
         self._patience = COPY_SECONDS + offload.get_seconds
-        self._pins = Pins(session.leases.release)
         self._loading: list[_Loading] = []
 
     # ---- look-ups
 
-    def contains(self, keys: Sequence[CacheEngineKey], pin: bool) -> int:
-        """How many leading chunks every rank can retrieve, from the pool or the offload tier. pin: lease this rank's, as far as they
-        are in the pool, until `unpin` of the first key, or the lease's end."""
-        if not self._mine(keys):
-            return 0
+    def names(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:
+        """What the chunks of a request are called; none if it does not say whose it is."""
+        return self._names.of_request(hashes, tags) if hashes and self._mine(tags) else []
+
+    def contains(self, keys: Sequence[CacheEngineKey]) -> int:
+        """How many leading chunks every rank has, in the pool or the offload tier. No lease."""
+        return self.session.lookup(of_rank(self._named(keys), 0), self._ranks)
+
+    def promise(self, names: list[ChunkKey]) -> Hit:
+        """What every rank can load, from the pool or the offload tier, with a lease on what this rank has in the pool."""
         session, counts, found = self.session, self.counts_offloaded, None
-        names = self._names.keys(keys)
-        if self._ranks > 1 or not pin:
+        if self._ranks > 1:
             first = of_rank(names, 0)
-            found = session.lookup(first, self._ranks) if counts or not pin else session.client.lookup(first, self._ranks)
-            if not pin or not found:
-                return found
+            found = session.lookup(first, self._ranks) if counts else session.client.lookup(first, self._ranks)
             names = names[:found]
-        lease = session.leases.acquire(names)
+        lease = session.leases.acquire(names) if names else None
         pooled = len(lease.keys) if lease is not None else 0
         readable = self._readable(lease) if lease is not None else 0
         # A chunk of the pool that is out of this worker's reach ends it: it would not be looked for in the offload tier.
@@ -100,9 +106,31 @@ class PoolWorker:
             found = readable
         elif found is None:
             found = self._extended(names, pooled)
-        if lease is not None or found:
-            self._pins.keep(keys[0], Pin(names, lease))
-        return found
+        return Hit(names[:found], [(0, lease)] if lease is not None else [])
+
+    def fetch_ahead(self, names: list[ChunkKey]) -> Hit:
+        """Lease what is in the pool, and wait for what is in the offload tier."""
+        hit, there = Hit(), 0
+        names = names[: self.session.lookup(of_rank(names, 0), self._ranks)] if self._ranks > 1 else names
+        try:
+            while there < len(names):
+                lease = self.session.leases.acquire(names[there:])
+                if lease is not None:
+                    hit.leases.append((there, lease))
+                    there += (readable := self._readable(lease))
+                    if readable < len(lease.keys):
+                        break
+                fetch = self.session.fetch(names[there:])
+                came = self.host.fetched(fetch) if fetch is not None else []
+                hit.held |= dict(enumerate(came, there))
+                there += len(came)
+                if not came:
+                    break
+        except VCacheError as error:
+            self.session.miss("get", error)
+        self.session.stats.count(chunks_missed=len(names) - there)
+        hit.names = names[:there]
+        return hit
 
     def _readable(self, lease: Lease) -> int:
         """How many leading chunks of it are within this worker's reach; their segments are mapped now."""
@@ -116,103 +144,20 @@ class PoolWorker:
             self.session.miss("lookup", error)
             return pooled
 
-    def unpin(self, key: CacheEngineKey) -> bool:
-        """End the oldest look-up that began with `key`; nothing for the keys after it."""
-        return self._pins.end(key)
-
     # ---- loads
 
-    def retrieve(self, keys: Sequence[CacheEngineKey], first: int, slots: Slots, skip: int) -> int:
-        """Load the chunks `keys[first:]` of a request that was looked up, as `load` does: how many of them there are.
+    def load(self, hit: Hit, first: int, count: int, slots: Slots, skip: int) -> int:
+        """Load the chunks [first, count) of a request that was looked up; no token before `skip` is written. How many of them are in
+        place and right, or will be if the worker `settles`.
 
-        With the names and under the lease of the look-up, if it reaches that far and has time for a copy.
+        Under the lease of the look-up if it has time for a copy, and with what was brought. What is there no more is looked for anew.
         """
-        size, count = self.session.chunk_size, len(keys)
-        pin = self._pins.take(keys[0], lambda pin: self._covered(pin, keys, first))
-        if pin is None and not self._mine(keys):
-            return 0
-        # The look-up may be another request's, which begins alike; the last key stands for all before it.
-        looked_up = pin is not None and len(pin.names) >= count and pin.names[count - 1] == self._names.keys(keys[-1:])[0]
-        names = pin.names[:count] if pin is not None and looked_up else self._names.keys(keys)
-        held = pin.lease if pin is not None else None
-        lease = self._part(held, held.keys[first:count], held.locations[first:count]) if held is not None else None
-        places = SlotPlaces(self.paged(), size, slots, range(first * size, count * size, size), skip, whole=True)
-        return self._bring(places, names[first:], range(first * size, count * size, size), skip, lease)
-
-    def _covered(self, pin: Pin, keys: Sequence[CacheEngineKey], first: int) -> int:
-        """Up to which of `keys` the lease of this look-up reaches; 0 if not past `first`, or if it has no time for a copy."""
-        last = min(len(pin.lease.keys) if pin.lease is not None else 0, len(keys)) - 1
-        # The last key stands for all before it.
-        if last < first or pin.lease is None or not self.session.leases.good_for_a_copy(pin.lease):
-            return 0
-        return last + 1 if pin.names[last] == self._names.keys(keys[last : last + 1])[0] else 0
-
-    def get(self, keys: Sequence[CacheEngineKey]) -> list[ChunkObj]:
-        """The leading chunks that are there: those of the pool under leases, those of the offload tier in memory of their own, waited
-        for."""
-        objs: list[ChunkObj] = []
-        names = self._names.keys(keys) if self._mine(keys) else []
-        try:
-            while len(objs) < len(names):
-                lease = self.session.leases.acquire(names[len(objs) :])
-                rest = len(objs) + (len(lease.keys) if lease is not None else 0)
-                fetch = self.session.fetch(names[rest:])
-                try:
-                    objs += self._leased(lease) if lease is not None else []
-                    fetched = self.foreign.fetched(self._form, self.memory, fetch) if fetch and len(objs) == rest else []
-                finally:
-                    if fetch is not None:
-                        fetch.cancel()
-                objs += fetched
-                if not fetched:
-                    break
-        except VCacheError as error:
-            self.session.miss("get", error)
-        self.session.stats.count(chunks_missed=len(keys) - len(objs))
-        return objs
-
-    def _leased(self, lease: Lease) -> list[LeasedObj]:
-        readable = self._readable(lease)
-        if not readable:
-            self.session.leases.release(lease)
-            return []
-        shared = SharedLease(lease, self.session.leases.release, readable)
-        return [LeasedObj(self._form, shared, lease, index, self.foreign.clone) for index in range(readable)]
-
-    def load(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots, skip: int) -> int | None:
-        """Bring chunks into the KV cache, in one launch for those of one lease, and wait unless the worker `settles`.
-
-        The chunk of `objs[i]` begins with token `starts[i]`; no token before `skip` is written. Returns the index of the first
-        token that is not valid now: its lease did not hold, its bytes were not there or not right; None if all are.
-        """
-        kv, size, failed = self.paged(), self.session.chunk_size, []
-        pairs = list(zip(objs, starts, strict=True))
-        for origin, group in groupby(pairs, key=lambda pair: getattr(pair[0], "shared", type(pair[0]))):
-            part = list(group)
-            its: list[Any] = [obj for obj, _ in part]
-            begins = [start for _, start in part]
-            places = SlotPlaces(kv, size, slots, begins, skip, whole=True)
-            if isinstance(origin, SharedLease):
-                lease = self._part(origin.take(), [obj.key for obj in its], [obj.location for obj in its])
-                loaded = self._bring(places, [obj.key for obj in its], begins, skip, lease)
-            else:
-                loaded = self.foreign.load(places, its)
-                if origin is FetchedObj and loaded:
-                    tokens = sum(size - min(max(skip - start, 0), size) for start in begins[:loaded])
-                    self.foreign.keep(places, its[:loaded], tokens)
-            if loaded < len(part):
-                failed.append(begins[loaded])
-        return min(failed, default=None)
-
-    def _part(self, lease: Lease | None, keys: list[ChunkKey], locations: list[Location]) -> Lease | None:
-        """A lease on these of its chunks, with time for a copy; None if it is over."""
-        if lease is None or not (self.session.leases.good_for_a_copy(lease) or self.session.leases.renew(lease)):
-            return None
-        return msgspec.structs.replace(lease, keys=keys, locations=locations)
-
-    def _bring(self, places: SlotPlaces, names: list[ChunkKey], starts: Sequence[int], skip: int, lease: Lease | None) -> int:
-        """Load these chunks: how many leading ones are valid, or will be if the worker `settles`."""
-        loading = _Loading(Load(self.session, places, names, lease=lease), places.slots, starts, skip)
+        size, names = self.session.chunk_size, hit.names[first:count]
+        starts = range(first * size, count * size, size)
+        places = SlotPlaces(self.session.bind(self.kvcaches), size, slots, starts, skip, whole=True)
+        lease = self._part(hit, first, count)
+        held = {number - first: hit.held.pop(number) for number in range(first, count) if number in hit.held}
+        loading = _Loading(Load(self.session, places, names, lease=lease, held=held), slots, starts, skip)
         if not self.settles:
             return self._finished(loading)
         load, reached, until = loading.load, 0, time.monotonic() + self._patience
@@ -221,11 +166,23 @@ class PoolWorker:
                 reached, until = load.reached, time.monotonic() + self._patience
             elif time.monotonic() > until:
                 break
-            load.wait(SLICE_SECONDS)
+            else:
+                load.wait(SLICE_SECONDS)
         load.hold()
         loading.starts = starts[: load.reached]
         self._loading.append(loading)
         return load.reached
+
+    def _part(self, hit: Hit, first: int, count: int) -> Lease | None:
+        """The first of its leases that is on some of these chunks, as far as it is on them, with time for a copy; None if it is over."""
+        for number, lease in hit.leases:
+            part = slice(max(first - number, 0), max(count - number, 0))
+            if keys := lease.keys[part]:
+                if not (self.session.leases.good_for_a_copy(lease) or self.session.leases.renew(lease)):
+                    return None
+                hit.leases.remove((number, lease))
+                return msgspec.structs.replace(lease, keys=keys, locations=lease.locations[part])
+        return None
 
     def _finished(self, loading: _Loading) -> int:
         """Wait for a load, and store in the pool again what came from the offload tier: how many leading chunks are valid."""
@@ -257,9 +214,10 @@ class PoolWorker:
     def note(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots) -> None:
         """Remember where the chunks of a store lie, until `put`. Work queued on the current stream has written them by then."""
         written = torch.cuda.current_stream().record_event() if self.session.device.ordinal is not None else None
+        copy_out = self.host.copy_out(written)
         for obj, start in zip(objs, starts, strict=True):
-            if isinstance(obj, DeferredObj):
-                obj.source, obj.copy_out = NotedSlots(self.kvcaches, slots, start), self.foreign.copy_out(written)
+            if isinstance(obj, StoredObj):
+                obj.source, obj.copy_out = NotedSlots(self.kvcaches, slots, start), copy_out
 
     def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
         """Store noted chunks, those of one `note` in one launch. Visible once copied; those that are there already are not copied again.
@@ -268,26 +226,25 @@ class PoolWorker:
         """
         pairs = [(key, getattr(obj, "source", None)) for key, obj in zip(keys, objs, strict=False)]
         sources = [(key, source) for key, source in pairs if source is not None]
-        refused = sum(not isinstance(obj, ChunkObj) for obj in objs)
+        refused = sum(not isinstance(obj, StoredObj) for obj in objs)
         if refused and self.session.stats.failed("not_stored: another allocator's") == 1:
             log.warning(
                 "%d chunks are not stored, nor will others be: another allocator made them, and the pool takes only what lies in KV blocks",
                 refused,
             )
-        if not sources or not self._mine([key for key, _ in sources]):
-            return
+        names = self._named([key for key, _ in sources])
         # Those of one `note`, which LMCache puts at once, lie at the same slots.
-        for _, noted in groupby(sources, key=lambda pair: (id(pair[1].kvcaches), id(pair[1].slots))):
+        for _, noted in groupby(zip(names, sources, strict=False), key=lambda one: (id(one[1][1].kvcaches), id(one[1][1].slots))):
             part = list(noted)
-            kvcaches, slots, _ = part[0][1]
-            places = SlotPlaces(self.session.bind(kvcaches), self.session.chunk_size, slots, [source.start for _, source in part])
-            store(self.session, places, self._names.keys([key for key, _ in part]), range(len(part)))
+            kvcaches, slots, _ = part[0][1][1]
+            places = SlotPlaces(
+                self.session.bind(kvcaches), self.session.chunk_size, slots, [source.start for _, (_, source) in part]
+            )
+            store(self.session, places, [name for name, _ in part], range(len(part)))
 
-    def stored(self, keys: Sequence[CacheEngineKey]) -> list[CacheEngineKey]:
-        """Those of `keys` that are in the pool, once this rank's stores so far are over, which is waited for."""
-        self.session.flush()
-        names = self._names.keys(keys)
-        return [key for key, name in zip(keys, names, strict=True) if self.session.contains(name) == 0]
+    def read(self, keys: Sequence[CacheEngineKey]) -> list[torch.Tensor]:
+        """The leading chunks that are in the pool, copied into host memory. Any thread."""
+        return self.host.read(self._named(keys))
 
     def remove(self, keys: Sequence[CacheEngineKey], force: bool) -> int:
         """Forget chunks of this rank; how many were in the pool.
@@ -305,13 +262,14 @@ class PoolWorker:
 
     # ---- inside
 
-    def paged(self) -> PagedKV:
-        return self.session.bind(self.kvcaches)
+    def _named(self, keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
+        """The names of the chunks of one call, which are of one request; none if they do not say whose they are."""
+        return self._names.keys(keys) if keys and self._mine(keys[0].tags) else []
 
-    def _mine(self, keys: Sequence[CacheEngineKey]) -> bool:
-        """Whether these keys say whose they are. Those of one call are of one request."""
-        if not keys or not self._needs_scope or scoped(keys[0]):
-            return bool(keys)
+    def _mine(self, tags: Tags) -> bool:
+        """Whether these tags say whose a chunk is."""
+        if not self._needs_scope or scoped(tags):
+            return True
         if not self._unscoped:
             self._unscoped = True
             text = (

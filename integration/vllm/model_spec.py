@@ -30,27 +30,27 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
-    revision: str
     dtype: str
     kv_cache_dtype: str
-    quantization: str
-    rope: str
     layers: int
     kv_heads: int
     head_dim: int
     tp_size: int
-    pp_size: int
     use_mla: bool
-    lora_enabled: bool
-    prompt_embeds: bool
-    dynamic_kv_scales: bool
-    context_parallel: int
-    sleep_mode: bool
-    gpu_memory_utilization: float | None
-    device_type: str
     block_size: int
-    hash_algorithm: str
-    recomputes: bool
+    revision: str = ""
+    quantization: str = ""
+    rope: str = ""
+    pp_size: int = 1
+    lora_enabled: bool = False
+    prompt_embeds: bool = False
+    dynamic_kv_scales: bool = False
+    context_parallel: int = 1
+    sleep_mode: bool = False
+    gpu_memory_utilization: float | None = None
+    device_type: str = ""
+    hash_algorithm: str = ""
+    recomputes: bool = True
     extra: dict[str, str] = {}
 
 

@@ -56,8 +56,8 @@ def _classes() -> Any:
 
         def wait(self) -> None:
             """Until what was put is there: LMCache's host tier has it at once, and the tests count on that."""
-            if self._worker is not None:
-                self._worker.session.flush()
+            if self.worker is not None:
+                self.worker.session.flush()
 
     class Alone(Plugin):
         """One without an engine, with KV caches of its own that its chunks are stored from."""
@@ -147,6 +147,7 @@ def _classes() -> Any:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    from lmcache.observability import LMCStatsMonitor
     from lmcache.v1.cache_engine import LMCacheEngine
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.gpu_connector.mock_gpu_connector import MockGPUConnector
@@ -202,11 +203,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         config = LMCacheEngineConfig.from_defaults(chunk_size=metadata.kv_shape[2])
         database = ChunkedTokenDatabase(config, metadata)
         engine = SimpleNamespace(
-            gpu_connector=None, storage_manager=None, token_database=database, lookup_unpin=None, lookup_pins={}
+            gpu_connector=None, storage_manager=None, token_database=database, lookup_pins={}, retrieve_locations=None
         )
-        engine.async_loading = engine.save_only_first_rank = engine.remove_after_retrieve = False
-        engine.retrieve, engine.mark_init_failed = lambda tokens, mask=None, **kwargs: None, lambda reason: None
-        engine.stats_monitor = SimpleNamespace(on_retrieve_request=None, on_retrieve_finished=None)
+        for name in ("lookup", "async_lookup_and_prefetch", "lookup_unpin", "cleanup_memory_objs", "retrieve"):
+            setattr(engine, name, functools.partial(getattr(LMCacheEngine, name), engine))
+        engine.is_healthy, engine.mark_init_failed = lambda: True, lambda reason: None
+        engine.stats_monitor = LMCStatsMonitor.GetOrCreate()
         return engine
 
     patches.engine_of = engine_or_stand_in

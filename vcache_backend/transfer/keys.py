@@ -198,15 +198,13 @@ class TaggedHashKeys:
         """One key for each of `keys`. ValueError for a key of a single layer, which is no chunk."""
         if keys and getattr(keys[0], "layer_id", None) is not None:
             raise ValueError("a key of one layer: LMCache runs with use_layerwise, which vcache does not support")
-        prefix, suffix = self._prefix, self._suffix
-        tags: Tags = None
-        start, texts, made = self._tagged(None), True, []
-        for key in keys:
-            # Equal text is the same text; 1 and True are equal too but are not written alike, so such tags are not kept.
-            if not texts or key.tags != tags:
-                tags = key.tags
-                start, texts = self._tagged(tags), tags is None or all(type(value) is str for _, value in tags)
-            digest, number = start.copy(), key.chunk_hash
+        return [self.of_request([key.chunk_hash], key.tags)[0] for key in keys]
+
+    def of_request(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:
+        """The keys of chunks with these hashes and all the same tags."""
+        prefix, suffix, start, made = self._prefix, self._suffix, self._tagged(tags), []
+        for number in hashes:
+            digest = start.copy()
             digest.update(number.to_bytes((number.bit_length() >> 3) + 1, "big", signed=True))
             made.append(ChunkKey(prefix + digest.digest() + suffix))
         return made

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from time import perf_counter
 
 from vcache_backend.errors import ChecksumError, VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.held import HeldChunk, HeldSource
 from vcache_backend.transfer.leases import AskedLease, Lease
 from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.places import Places
@@ -26,6 +28,8 @@ NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "checksum")
 """Causes that are not counted as failures here: a chunk that does not fit its checksum was, where it was found."""
 SLICE_SECONDS = 0.005
 """How long `run` waits before it goes on: a chunk of another source may have come meanwhile."""
+_ABANDONED: list[Load] = []
+"""Loads whose copies may still read and write: all that they refer to stays."""
 
 
 class Load:
@@ -47,11 +51,13 @@ class Load:
         consume: bool = False,
         offload: bool = True,
         name: str = "",
+        held: Mapping[int, HeldChunk] | None = None,
     ) -> None:
         """`keys[i]` and `places` are those of chunk i. lease: one on the leading chunks that there is already, or was asked for; this load
         ends it, and asks for one on the rest. mark: see `LoadContext`; None: the current stream goes on behind the copies.
         wait_seconds: how long chunks that are not there yet may take to come. consume: remove the chunks once they are in place.
-        offload: what the pool has not may lie in the offload tier. name: of the request, for the log."""
+        offload: what the pool has not may lie in the offload tier. name: of the request, for the log. held: chunks that
+        somebody has in host memory already, by number; a lease then begins with the first of the others."""
         self.keys, self.places, self.stats = keys, places, LoadStats(session, places.kv, name, len(keys))
         self.loaded, self.cause = 0, ""
         self.consumed: list[int] = []
@@ -60,7 +66,8 @@ class Load:
         self._context = LoadContext(session, places, keys, mark, self.stats)
         self._pool = PoolSource(self._context, lease, POLL_SECONDS if wait_seconds else 0.0)
         self._offload = OffloadSource(self._context, session.tier) if offload and session.tier is not None else None
-        self._sources: list[Source] = [self._pool] if self._offload is None else [self._pool, self._offload]
+        self._held = HeldSource(self._context, held or {})
+        self._sources: list[Source] = [self._pool, *([self._offload] if self._offload is not None else ()), self._held]
         self._parts: deque[Part] = deque()
         self._until, self._late = time.monotonic() + wait_seconds, "timeout" if wait_seconds else ABSENT
         self._end = len(keys)
@@ -132,19 +139,20 @@ class Load:
         if not self._over:
             self._fail("copy")
             self._finish()
+            if self._parts:
+                _ABANDONED.append(self)
 
     @property
     def epoch(self) -> int:
         """The one in which chunks of the offload tier were stored that it brought; see `to_promote`."""
-        assert self._offload is not None
-        return min(self._offload.epochs)
+        return min(self._context.epochs)
 
     def to_promote(self) -> list[int]:
         """Once it is over: numbers of the chunks to store in the pool again, since they came from the offload tier."""
-        offload = self._offload
-        if offload is None or len(offload.epochs) != 1 or self._cancelled or not offload.tier.promotes:
+        context, offload = self._context, self._offload
+        if len(context.epochs) != 1 or self._cancelled or offload is None or not offload.tier.promotes:
             return []
-        return [chunk for chunk in offload.chunks if chunk < self.loaded and self.places.holds(chunk)]
+        return [chunk for chunk in context.fetched if chunk < self.loaded and self.places.holds(chunk)]
 
     # ---- inside
 
@@ -174,7 +182,7 @@ class Load:
             part = source.launch(self.reached)
             if part is not None:
                 self._parts.append(part)
-                if not self._pool.more:
+                if not self._pool.more and not self._held.expects(self.reached):
                     for other in self._sources:
                         other.prepare(self.reached)
                 return True

@@ -74,7 +74,7 @@ class Session:
         self.leases = Leases(self.client, self.committer, self.stats, self.note_epoch)
         self.miss = self.stats.miss
         self.uploader: Uploader | None = None
-        """Scatters what the offload tier brought; None until it is bound."""
+        """Scatters what the offload tier brought; None until it is bound. See `uploads`."""
         self._paged: PagedKV | None = None
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -104,6 +104,12 @@ class Session:
         known = self._tensors
         same = isinstance(kvcaches, list | tuple) and len(kvcaches) == len(known) and all(map(operator.is_, kvcaches, known))
         return same and [tensor.data_ptr() for tensor in known] == self._addresses
+
+    def uploads(self, kv: PagedKV) -> Uploader:
+        """What scatters chunks that lie in host memory. It takes memory on the device, so it is made when there are such."""
+        if self.uploader is None:
+            self.uploader = make_uploader(self.copier, kv, kv.chunk_bytes(self.chunk_size))
+        return self.uploader
 
     @property
     def chunk_bytes(self) -> int:

@@ -103,6 +103,17 @@ class LoadContext:
         self.idle_since = perf_counter()
         """Since when the load has had nothing to do but wait."""
         self._planned: tuple[int, int, CopyPlan] | None = None
+        self.fetched: list[int] = []
+        """Numbers of the chunks that came from the offload tier."""
+        self.epochs: set[int] = set()
+        """In which they were stored there."""
+
+    def settled_offloaded(self, part: Part, epochs: set[int], seconds: float) -> None:
+        """A part that came from the offload tier is in place. seconds: of its copy."""
+        keys = self.keys[part.first : part.first + part.count]
+        self.stats.offloaded(part.first, keys, part.tokens, perf_counter() - self.idle_since, seconds)
+        self.epochs |= epochs
+        self.fetched += range(part.first, part.first + part.count)
 
     def plan(self, chunk: int, count: int) -> CopyPlan:
         """The copy of so many chunks from this number on; one that was asked for just before is not made again."""
@@ -207,6 +218,9 @@ class PoolSource(Source):
             asked = len(given.keys)
             self.more = lease is not None and len(lease.keys) == asked < len(self._context.keys)
             return lease
+        if given is not None and given.keys[0] != self._context.keys[chunk]:
+            self._context.session.leases.release(given)
+            given = None
         if given is not None or self._only:
             return given
         session, now = self._context.session, time.monotonic()
@@ -241,17 +255,13 @@ class PoolSource(Source):
 
 @dataclass
 class _StagedPart(Part):
-    source: OffloadSource
     fetch: Fetch
     staged: list[Staged]
 
     def settle(self) -> str:
-        context, keys = self.context, self.context.keys[self.first : self.first + self.count]
         seconds = self.seconds
         self.drop()
-        context.stats.offloaded(self.first, keys, self.tokens, perf_counter() - context.idle_since, seconds)
-        self.source.epochs |= {staged.epoch for staged in self.staged}
-        self.source.chunks += range(self.first, self.first + self.count)
+        self.context.settled_offloaded(self, {staged.epoch for staged in self.staged}, seconds)
         return ""
 
     def drop(self) -> None:
@@ -266,10 +276,6 @@ class OffloadSource(Source):
         self._context, self.tier, self.may_have = context, tier, True
         self._fetch: Fetch | None = None
         self._next = self._stop = 0
-        self.chunks: list[int] = []
-        """Those that came from here."""
-        self.epochs: set[int] = set()
-        """In which they were stored."""
 
     def expects(self, chunk: int) -> bool:
         fetch = self._fetch
@@ -312,7 +318,7 @@ class OffloadSource(Source):
             # After any other error nobody knows whether something reads them: they are lost.
             fetch.give_back(staged)
             raise
-        return _StagedPart(context, chunk, len(staged), plan, moving, started, self, fetch, staged)
+        return _StagedPart(context, chunk, len(staged), plan, moving, started, fetch, staged)
 
     def wait(self, seconds: float) -> bool:
         if self._fetch is None:

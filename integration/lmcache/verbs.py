@@ -1,0 +1,271 @@
+"""LMCache's engine's calls for a request, ours in place of its own: look-up, retrieve, and the end of a look-up.
+
+LMCache names a request's chunks three times, makes objects for each of them, and looks into every tier's tables for each; for 32k tokens
+that is 2 ms before the copy begins, and it copies what one tier brought beside what another did. Here a look-up is kept under its
+request's id, with all that the load needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lmcache.utils import CacheEngineKey
+
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.arguments import as_slots
+from vcache_backend.transfer.leases import Lease
+
+from .scope import tags_of
+from .worker import Hit, PoolWorker
+
+if TYPE_CHECKING:
+    from .backend import VCacheBackend
+
+log = logging.getLogger(__name__)
+
+MOST = 1024
+"""Look-ups that are remembered; those of requests that were never scheduled leave theirs behind."""
+READERS = 4
+"""Requests whose chunks are read ahead at the same time."""
+
+
+class Hits:
+    """Look-ups by their requests' ids. Any thread."""
+
+    def __init__(self, release: Callable[[Lease], None]) -> None:
+        self._release = release
+        self._kept: OrderedDict[str, Hit] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, request: str, hit: Hit) -> None:
+        """Until `take`; in place of an earlier look-up of that name."""
+        with self._lock:
+            over = [self._kept.pop(request, None)]
+            if hit.names:
+                self._kept[request] = hit
+            else:
+                over.append(hit)
+            if len(self._kept) > MOST:
+                over.append(self._kept.popitem(last=False)[1])
+        for one in over:
+            self.end(one)
+
+    def take(self, request: str | None) -> Hit | None:
+        """Whoever takes it ends it."""
+        with self._lock:
+            return self._kept.pop(request, None) if request is not None else None
+
+    def end(self, hit: Hit | None) -> None:
+        """It is not wanted any more."""
+        if hit is not None:
+            for _, lease in hit.leases:
+                self._release(lease)
+            for chunk in hit.held.values():
+                chunk.give_back()
+
+
+class Verbs:
+    """Of one engine. Nothing raises: whatever goes wrong is a miss. `lookup` and `fetch` in any thread; `retrieve` in the worker's main
+    thread. `theirs`: the engine's own method."""
+
+    def __init__(self, engine: Any, backend: VCacheBackend) -> None:
+        self._engine, self._backend = engine, backend
+        self._size: int = engine.token_database.chunk_size
+        self._hits = Hits(self._release)
+        self._readers = ThreadPoolExecutor(READERS, "vcache-ahead")
+        self._other_tiers = threading.Lock()
+
+    # ---- look-ups
+
+    def lookup(
+        self,
+        theirs: Callable[..., int],
+        tokens: Any = None,
+        hashes: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
+        search_range: list[str] | None = None,
+        lookup_id: str | None = None,
+        pin: bool = False,
+        request_configs: dict[str, Any] | None = None,
+    ) -> int:
+        """How many leading tokens are there; kept for `lookup_id` if `pin`. Else it is LMCache's."""
+        worker, engine = self._backend.worker, self._engine
+        if not pin or lookup_id is None or worker is None or not engine.is_healthy():
+            asked = {"tokens": tokens, "hashes": hashes, "offsets": offsets, "search_range": search_range}
+            return theirs(**asked, lookup_id=lookup_id, pin=pin, request_configs=request_configs)
+        found = 0
+        stats = engine.stats_monitor.on_lookup_request(len(tokens) if tokens is not None else sum(offsets or ()))
+        try:
+            hashes = self._hashes(tokens) if hashes is None else hashes
+            found = self._look_up(worker, worker.promise, lookup_id, hashes, request_configs, search_range) * self._size
+        except Exception as error:  # noqa: BLE001 vLLM's scheduler would wait for an answer
+            self._backend.note_failure("lookup", error)
+        finally:
+            engine.stats_monitor.on_lookup_finished(stats, found)
+        return found
+
+    def fetch(
+        self,
+        theirs: Callable[..., None],
+        lookup_id: str,
+        tokens: Any = None,
+        hashes: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
+        search_range: list[str] | None = None,
+        pin: bool = False,
+        request_configs: dict[str, Any] | None = None,
+    ) -> None:
+        """The look-up of `enable_async_loading`: it answers LMCache's scheduler once the chunks are at hand, and the request waits in its
+        queue until then."""
+        manager = self._engine.storage_manager
+
+        def answer() -> None:
+            found, worker = 0, self._backend.worker
+            try:
+                if worker is not None and self._engine.is_healthy():
+                    known = self._hashes(tokens) if hashes is None else hashes
+                    found = self._look_up(worker, worker.fetch_ahead, lookup_id, known, request_configs, search_range)
+            except Exception as error:  # noqa: BLE001 the request would wait for ever
+                self._backend.note_failure("lookup", error)
+            # The socket belongs to this loop.
+            manager.loop.call_soon_threadsafe(
+                manager.async_lookup_server.send_response_to_scheduler, lookup_id, found * self._size
+            )
+
+        try:
+            self._readers.submit(answer)
+        except RuntimeError:
+            # It was closed.
+            theirs(lookup_id, tokens, hashes, offsets, search_range, pin, request_configs)
+
+    def unpin(self, theirs: Callable[[str], None], lookup_id: str) -> None:
+        """The end of a look-up, retrieved or not."""
+        self._hits.end(self._hits.take(lookup_id))
+        theirs(lookup_id)
+
+    def clean_up(self, theirs: Callable[[str], None], lookup_id: str) -> None:
+        """The end of a look-up that was answered when its request was gone."""
+        self._engine.lookup_unpin(lookup_id)
+
+    def _release(self, lease: Lease) -> None:
+        worker = self._backend.worker
+        if worker is not None:
+            worker.session.leases.release(lease)
+
+    def _hashes(self, tokens: Any) -> list[int]:
+        return [known for _, _, known in self._engine.token_database.process_tokens(tokens, make_key=False)]
+
+    def _look_up(
+        self,
+        worker: PoolWorker,
+        find: Callable[[list[ChunkKey]], Hit],
+        request: str,
+        hashes: Sequence[int],
+        configs: dict[str, Any] | None,
+        search_range: list[str] | None = None,
+    ) -> int:
+        """How many leading chunks are there, tier by tier in LMCache's order; kept for the request. find: asks for those of ours."""
+        hit, count = Hit(), 0
+        names = worker.names(hashes, tags_of(configs))
+        tiers = self._engine.storage_manager.get_active_storage_backends(
+            search_range=search_range or self._engine.retrieve_locations
+        )
+        try:
+            for name, tier in tiers:
+                if count == len(names):
+                    break
+                if tier is self._backend:
+                    found = find(names[count:])
+                    hit.leases += [(count + at, lease) for at, lease in found.leases]
+                    hit.held |= {count + at: chunk for at, chunk in found.held.items()}
+                    count += len(found.names)
+                elif keys := self._theirs(request, name, tier, hashes[count:], configs):
+                    hit.elsewhere.append((count, name, keys))
+                    count += len(keys)
+            hit.names = names[:count]
+            if find == worker.fetch_ahead:
+                self._bring(worker, hit)
+        finally:
+            self._hits.keep(request, hit)
+        return len(hit.names)
+
+    def _theirs(
+        self, request: str, name: str, tier: Any, hashes: Sequence[int], configs: dict[str, Any] | None
+    ) -> list[CacheEngineKey]:
+        """The keys of the leading chunks that another tier has. They are pinned until LMCache's own `lookup_unpin`."""
+        sizes = [self._size] * len(hashes)
+        keys = [
+            key for _, _, key in self._engine.token_database.process_tokens(hashes=hashes, offsets=sizes, request_configs=configs)
+        ]
+        found = keys[: tier.batched_contains(keys, True)]
+        if found:
+            self._engine.lookup_pins[request][name] = found
+        return found
+
+    # ---- loads
+
+    def retrieve(self, theirs: Callable[..., Any], tokens: Any, mask: Any = None, **kwargs: Any) -> Any:
+        """Which tokens are in the KV cache now, or will be: see `PoolWorker.settles`. Those that `mask` leaves out are not loaded."""
+        engine, size = self._engine, self._size
+        # Only leading tokens are left out; most often none. In numpy: an operation of torch's after a pause takes it up to 0.2 ms.
+        wanted = None if mask is None else mask.numpy()
+        first = 0 if wanted is None or wanted[:1].all() else int(wanted.size - np.count_nonzero(wanted))
+        worker = self._backend.bind(kwargs["kvcaches"]) if "kvcaches" in kwargs else None
+        if worker is None or first % size or not engine.is_healthy():
+            return theirs(tokens, mask, **kwargs)
+        started, loaded, request = engine.stats_monitor.on_retrieve_request(len(tokens) - first), 0, kwargs.get("req_id")
+        try:
+            loaded = self._load(worker, tokens, first // size, request, kwargs) * size
+        except Exception as error:  # noqa: BLE001 LMCache would die of it
+            self._backend.note_failure("load", error)
+        retrieved = np.zeros(len(tokens), dtype=np.bool_)
+        retrieved[first : first + loaded] = True
+        # LMCache's own retrievals leave tensors of that mode in its counters, to which this adds.
+        with torch.inference_mode():
+            engine.stats_monitor.on_retrieve_finished(started, loaded)
+        log.info("[req_id=%s] retrieved %d of %d tokens", request, loaded, len(tokens) - first)
+        return torch.from_numpy(retrieved)
+
+    def _load(self, worker: PoolWorker, tokens: Any, first: int, request: str | None, kwargs: dict[str, Any]) -> int:
+        """How many chunks from number `first` on are in place."""
+        hit, own = self._hits.take(request), f"{request} of vcache"
+        if hit is None:
+            # Nobody looked it up, or that is long ago.
+            self._look_up(worker, Hit, own, self._hashes(tokens), kwargs.get("request_configs"))
+            hit = self._hits.take(own) or Hit()
+        try:
+            self._bring(worker, hit)
+            count = min(len(hit.names), len(tokens) // self._size)
+            if first >= count:
+                return 0
+            mapping, skip = kwargs["slot_mapping"], int(kwargs.get("vllm_cached_tokens") or 0)
+            return worker.load(hit, first, count, as_slots(mapping, len(mapping), 0), skip)
+        finally:
+            self._hits.end(hit)
+            if own in self._engine.lookup_pins:
+                self._engine.lookup_unpin(own)
+
+    def _bring(self, worker: PoolWorker, hit: Hit) -> None:
+        """Get what other tiers have; where one has lost something, the hit ends."""
+        elsewhere, hit.elsewhere = hit.elsewhere, []
+        for first, name, keys in elsewhere:
+            with self._other_tiers:
+                objs = self._engine.storage_manager.batched_get(keys, location=name)
+            for number, obj in enumerate(objs, first):
+                chunk = worker.host.lent(obj) if obj is not None else None
+                if chunk is None:
+                    hit.names = hit.names[:number]
+                    if obj is not None:
+                        obj.ref_count_down()
+                else:
+                    hit.held[number] = chunk
+
+    def close(self) -> None:
+        self._readers.shutdown(wait=False, cancel_futures=True)

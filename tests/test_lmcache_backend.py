@@ -1,0 +1,237 @@
+"""The plugin as one of LMCache's storage backends: beside its host tier, closed and made again, asked for what is no request's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from kv_cases import CHUNK, FLASH, MLA, Arrangement
+from lmcache_cases import Pair, Pool, all_of, chunks, needs_lmcache, pair, pool, said, served, shared
+
+if TYPE_CHECKING:
+    from lmcache_worker import Inside
+
+__all__ = ["pair", "pool", "served", "shared"]
+pytestmark = needs_lmcache
+
+
+# ---- what others ask of a storage backend
+
+
+def read_and_drop(inside: Inside, prompt: list[int]) -> list[bytes]:
+    """As a tier that wants bytes: get the chunks, read the first one's, drop them all."""
+    objs = inside.manager.batched_get(inside.keys(prompt), location="vcache")
+    read = [bytes(objs[0].byte_array), objs[0].tensor.view(torch.uint8).numpy().tobytes()]
+    for obj in objs:
+        obj.ref_count_down()
+    return read
+
+
+def test_reading_the_bytes_of_a_chunk_costs_no_other_retrieve(pair: Pair) -> None:
+    served, writer, reader = pair
+    writer.store(chunks(2))
+    writer.store(chunks(3, family=2))
+    first, second = reader.do(read_and_drop, chunks(2))
+    assert first == second == writer.do(read_and_drop, chunks(2))[0]
+    assert served.settled()
+    assert said(reader.retrieve(chunks(3, family=2))) == all_of(3 * CHUNK)
+
+
+def remove_gently(inside: Inside, prompt: list[int]) -> tuple[bool, int]:
+    keys = inside.keys(prompt)
+    return inside.backend.remove(keys[0], force=False), inside.backend.batched_remove(keys, force=False)
+
+
+def test_only_a_forced_removal_takes_a_pinned_chunk(pair: Pair) -> None:
+    served, writer, reader = pair
+    writer.store(chunks(3))
+    assert reader.lookup(chunks(2), "r") == 2 * CHUNK
+    for engine in (reader, writer):
+        assert engine.do(remove_gently, chunks(2)) == (False, 0)
+    assert said(reader.retrieve(chunks(2), request="r")) == all_of(2 * CHUNK)
+    assert served.settled()
+    assert writer.do(remove_gently, chunks(4)) == (True, 2)
+    assert writer.lookup(chunks(3)) == served.stats().chunks == 0
+
+
+def put_anothers(inside: Inside, prompt: list[int]) -> list[str]:
+    """Put copies of our own chunks that another allocator made: what is said of it."""
+    from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
+
+    keys, slots = inside.keys(prompt), inside.prefill(prompt)
+    shapes, dtypes = inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()
+    where = {"kvcaches": inside.cache.tensors, "slot_mapping": slots}
+    ours: list[Any] = [inside.backend.allocate(shapes, dtypes) for _ in keys]
+    inside.engine.gpu_connector.batched_from_gpu(ours, [i * CHUNK for i in range(len(keys))], [], **where)
+    theirs = [AdHocMemoryAllocator(device="cpu").allocate(shapes, dtypes) for _ in keys]
+    for copy, obj in zip(theirs, ours, strict=True):
+        copy.raw_tensor[:] = obj.raw_tensor
+    inside.backend.batched_submit_put_task(keys, theirs)
+    return inside.logged("another allocator")
+
+
+def test_what_another_allocator_made_is_refused_and_said(pair: Pair) -> None:
+    """Its bytes need not be laid out as the KV blocks of those who would read them from the pool."""
+    served, engine, _ = pair
+    for _ in range(2):
+        assert (len(engine.do(put_anothers, chunks(2))), served.stats().chunks) == (1, 0)
+    assert engine.do("stats")["failures"] == {"not_stored: another allocator's": 2}
+
+
+# ---- LMCache's host tier beside us
+
+HOST_TIER: dict[str, Any] = {"local_cpu": True, "max_local_cpu_size": 0.01}
+
+
+def slots_in_hot_cache(inside: Inside) -> tuple[int, int]:
+    """Chunks that the host tier holds, and how many of them are ours."""
+    held = inside.manager.local_cpu_backend.hot_cache.values()
+    return len(held), sum(type(one).__module__.startswith("vcache_backend") for one in held)
+
+
+def forget_pool(inside: Inside) -> None:
+    inside.engine.clear(locations=["vcache"])
+
+
+@pytest.mark.parametrize("arrangement", [FLASH, MLA], ids=lambda arrangement: arrangement.name)
+def test_the_host_tier_gets_copies_of_its_own_and_serves_them(served: Pool, arrangement: Arrangement) -> None:
+    engine = served.engine(arrangement, **HOST_TIER)
+    engine.store(chunks(3))
+    assert engine.do(slots_in_hot_cache) == (3, 0)
+    engine.do(forget_pool)
+    assert served.stats().chunks == 0
+    assert engine.lookup(chunks(3), "r") == 3 * CHUNK
+    assert said(engine.retrieve(chunks(3), cached=CHUNK + 3)) == all_of(2 * CHUNK, CHUNK)
+
+
+def test_a_prompt_half_in_the_host_tier_and_half_in_the_pool_is_retrieved_whole(served: Pool) -> None:
+    engine, other = served.engine(**HOST_TIER), served.engine()
+    engine.store(chunks(2))
+    other.store(chunks(5))
+    assert engine.lookup(chunks(5), "r") == 5 * CHUNK
+    assert said(engine.retrieve(chunks(5))) == all_of(5 * CHUNK)
+    # What came from the pool is not kept: its slots will be used again.
+    assert engine.do(slots_in_hot_cache) == (2, 0)
+    assert served.settled()
+
+
+def recreate_host_tier(inside: Inside) -> None:
+    """LMCache makes all storage plugins again, too."""
+    inside.manager.recreate_backend("LocalCPUBackend")
+    inside.show_kv_caches()
+
+
+def test_a_host_tier_made_again_is_guarded_too(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine(**HOST_TIER)
+    writer.store(chunks(3))
+    reader.do(recreate_host_tier)
+    assert said(reader.retrieve(chunks(3))) == all_of(3 * CHUNK)
+    assert reader.do(slots_in_hot_cache) == (0, 0)
+    assert reader.do(allocators)[0]
+    # The writer, the reader, and the test: the backend before is closed.
+    assert served.stats().clients == 3
+
+
+# ---- the allocator's role
+
+
+def allocators(inside: Inside) -> tuple[bool, list[str]]:
+    return inside.manager.allocator_backend is inside.backend, list(inside.manager.storage_backends)
+
+
+def test_the_plugin_allocates_beside_a_host_tier_too(served: Pool) -> None:
+    assert served.engine().do(allocators) == (True, ["vcache"])
+    engine = served.engine(**HOST_TIER, store_location="vcache")
+    assert engine.do(allocators) == (True, ["LocalCPUBackend", "vcache"])
+    engine.store(chunks(3))
+    assert engine.do(slots_in_hot_cache) == (0, 0)
+    assert said(engine.retrieve(chunks(3))) == all_of(3 * CHUNK)
+
+
+def stock_allocator(inside: Inside, yaml: Path) -> list[str]:
+    """The allocator of another engine in this process, which has no plugin of ours."""
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache_worker import metadata
+
+    engine = LMCacheEngineBuilder.get_or_create(
+        "stock", LMCacheEngineConfig.from_file(str(yaml)), metadata(inside.setup), None, print, print
+    )
+    engine.post_init()
+    return [type(engine.storage_manager.allocator_backend).__name__, *engine.storage_manager.storage_backends]
+
+
+def test_an_engine_without_the_plugin_is_left_alone(served: Pool) -> None:
+    stock = served.yaml(0, storage_plugins=[], **HOST_TIER)
+    assert served.engine().do(stock_allocator, stock) == ["LocalCPUBackend", "LocalCPUBackend"]
+
+
+def put_two_requests_at_once(inside: Inside, prompts: list[list[int]]) -> bool:
+    keys, objs = [], []
+    inside.cache.poison()
+    for seed, prompt in enumerate(prompts):
+        shapes, dtypes = inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()
+        keys.append(inside.keys(prompt)[0])
+        objs.append(inside.backend.allocate(shapes, dtypes))
+        slots = torch.arange(CHUNK) + seed * CHUNK
+        inside.cache.fill(inside.shard(prompt), slots)
+        where = {"kvcaches": inside.cache.tensors, "slot_mapping": slots}
+        inside.engine.gpu_connector.batched_from_gpu([objs[-1]], [0], [CHUNK], **where)
+    inside.backend.batched_submit_put_task(keys, objs)
+    return inside.flush()
+
+
+def test_chunks_of_two_requests_put_at_once_are_stored_each_from_its_own_slots(pair: Pair) -> None:
+    _, engine, _ = pair
+    prompts = [chunks(1), chunks(1, family=2)]
+    assert engine.do(put_two_requests_at_once, prompts)
+    for prompt in prompts:
+        assert said(engine.retrieve(prompt)) == all_of(CHUNK)
+
+
+# ---- forgetting
+
+
+def test_clear_forgets_the_namespace(served: Pool) -> None:
+    engine, other = served.engine(), served.engine(extra={"vcache.model": "another"})
+    for one in (engine, other):
+        one.store(chunks(3))
+    assert served.stats().chunks == 6
+    assert engine.do(clear) == 3 * CHUNK
+    assert (engine.lookup(chunks(3)), other.lookup(chunks(3))) == (0, 3 * CHUNK)
+    other.store(chunks(2, family=2))
+    assert other.do(clear, chunks(2, family=2)) == 2
+    assert (other.lookup(chunks(2, family=2)), other.lookup(chunks(3))) == (0, 3 * CHUNK)
+
+
+def clear(inside: Inside, prompt: list[int] | None = None) -> int:
+    return int(inside.engine.clear(prompt))
+
+
+def recreate(inside: Inside) -> bool:
+    before = inside.backend
+    inside.manager.recreate_backend("vcache")
+    inside.show_kv_caches()
+    return inside.manager.allocator_backend is inside.backend is not before
+
+
+def close_and_create(inside: Inside) -> bool:
+    before = inside.backend
+    inside.manager.close_backend("vcache")
+    inside.manager.create_backends()
+    inside.show_kv_caches()
+    return inside.manager.allocator_backend is inside.backend is not before
+
+
+@pytest.mark.parametrize("again", [recreate, close_and_create])
+def test_a_backend_closed_and_made_again_works_as_before(served: Pool, again: Any) -> None:
+    engine, reader = served.engine(), served.engine()
+    engine.store(chunks(2))
+    assert engine.do(again)
+    assert said(engine.retrieve(chunks(2))) == all_of(2 * CHUNK)
+    engine.store(chunks(2, family=2))
+    assert said(reader.retrieve(chunks(2, family=2))) == all_of(2 * CHUNK)
+    assert engine.do("healthy")
+    assert served.settled()

@@ -1,0 +1,81 @@
+"""A source of a load: chunks that somebody has in host memory already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.transfer.sources import LoadContext, Part, Source
+
+
+@dataclass
+class HeldChunk:
+    """One chunk's bytes, 1-D uint8 on the host, until it is given back, once. epoch: the one in which the offload tier it came from had
+    stored it; None where it came from elsewhere, and is no chunk of ours to keep."""
+
+    payload: Tensor
+    give_back: Callable[[], None]
+    epoch: int | None = None
+
+    @property
+    def codec(self) -> None:
+        """The payload is the chunk."""
+
+    def write_to(self, chunk: Tensor) -> None:
+        chunk.copy_(self.payload, non_blocking=True)
+
+
+@dataclass
+class _HeldPart(Part):
+    chunks: list[HeldChunk]
+
+    def settle(self) -> str:
+        seconds, epochs = self.seconds, {chunk.epoch for chunk in self.chunks if chunk.epoch is not None}
+        self.drop()
+        if epochs:
+            self.context.settled_offloaded(self, epochs, seconds)
+        return ""
+
+    def drop(self) -> None:
+        for chunk in self.chunks:
+            chunk.give_back()
+
+
+class HeldSource(Source):
+    """Chunks by number. They come from here and nowhere else, and are given back once they are in place, or are not wanted any more."""
+
+    def __init__(self, context: LoadContext, held: Mapping[int, HeldChunk]) -> None:
+        self._context, self._held = context, dict(held)
+
+    def expects(self, chunk: int) -> bool:
+        return chunk in self._held
+
+    def prepare(self, chunk: int) -> bool:
+        return self.expects(chunk)
+
+    def launch(self, chunk: int) -> Part | None:
+        """Those of one origin: from the offload tier, or not."""
+        if chunk not in self._held:
+            return None
+        context, ours, count = self._context, self._held[chunk].epoch is not None, 1
+        uploader = context.session.uploads(context.places.kv)
+        while count < uploader.most and (after := self._held.get(chunk + count)) and (after.epoch is not None) == ours:
+            count += 1
+        plan, started = context.plan(chunk, count), perf_counter()
+        chunks = [self._held.pop(chunk + i) for i in range(count)]
+        try:
+            moving = uploader.scatter(context.places.kv, plan, chunks, context.mark)
+        except VCacheError:
+            # After any other error nobody knows whether something reads them: they are lost.
+            for held in chunks:
+                held.give_back()
+            raise
+        return _HeldPart(context, chunk, count, plan, moving, started, chunks)
+
+    def cancel(self) -> None:
+        while self._held:
+            self._held.popitem()[1].give_back()
