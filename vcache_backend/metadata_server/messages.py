@@ -310,7 +310,7 @@ class Opened(Reply, frozen=True, tag="opened"):
 
 
 class Dropped(Reply, frozen=True, tag="dropped"):
-    """`gone`: False while leases or reservations still hold it."""
+    """`gone`: False while its chunks are being forgotten, or leases or reservations still hold it."""
 
     chunks: int
     gone: bool
