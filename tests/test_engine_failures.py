@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from engine_cases import ROOMY, Node, UnfinishedCopier, counts, get, hanging, here, put, said
 from kv_cases import CHUNK, FLASH, MLA, SMALL, Cache, layout_of, places, prompt
-from processes import QUICK, SECONDS, eventually, make_memfd
+from processes import QUICK, SECONDS, eventually, make_memfd, nursery
 
 from vcache_backend.errors import LayoutError, SegmentError
 from vcache_backend.metadata_server import messages as m
@@ -192,34 +192,28 @@ def test_whatever_a_copier_raises_is_a_miss(here: Node, caplog: pytest.LogCaptur
 # ---- workers that start together
 
 
-def _lend(path: Path, barrier: Any) -> None:
-    with Client(path, QUICK, "host", "host") as client:
-        barrier.wait(SECONDS)
-        Pool(client, Device("host", "host"), ROOMY)
-        barrier.wait(SECONDS)
-        barrier.wait(SECONDS)
+class Lender:
+    """A worker that lends its share of a device when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        self.client = Client(path, QUICK, "host", "host")
+
+    def lend(self) -> None:
+        self.pool = Pool(self.client, Device("host", "host"), ROOMY)
 
 
 def test_workers_of_one_device_that_start_at_once_lend_its_share_exactly_once(here: Node) -> None:
     here.serve()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "vcache_backend.engine"])
-    barrier = context.Barrier(7)
-    children = [context.Process(target=_lend, args=(here.path, barrier), daemon=True) for _ in range(6)]
-    try:
-        for child in children:
-            child.start()
-        barrier.wait(SECONDS)
-        barrier.wait(SECONDS)
-        client = here.client()
-        eventually(lambda: client.list_segments())
-        time.sleep(3 * QUICK.heartbeat_seconds)
-        assert [segment.nbytes for segment in client.list_segments()] == [ROOMY]
-        barrier.wait(SECONDS)
-    finally:
-        for child in children:
-            child.kill()
-            child.join(SECONDS)
+    lenders = [here.undo.enter_context(processes.Worker(nursery("engine_cases"), Lender, here.path)) for _ in range(6)]
+    for lender in lenders:
+        lender.made()
+    for lender in lenders:
+        lender.tell("lend")
+    for lender in lenders:
+        lender.answer()
+    client = here.client()
+    time.sleep(3 * QUICK.heartbeat_seconds)
+    assert [segment.nbytes for segment in client.list_segments()] == [ROOMY]
 
 
 # ---- readers that die or hang
