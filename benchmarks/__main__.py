@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: run the subjects this machine can run, print their rows, write them as they come."""
+"""`python -m benchmarks`, or `vcache bench`: run the subjects this machine can run, print their rows, write them as they come."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -276,6 +277,16 @@ def doctor(config_file: ConfigFile = None, socket: Socket = None, as_json: Json 
         _show(table(None, ("", "check", "~finding", "~what to do"), rows))
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def bench(ctx: typer.Context) -> None:
+    """Measure this machine, from a checkout; `vcache bench --help` lists the cases."""
+    checkout = Path(__file__).resolve().parent.parent
+    if not (checkout / "benchmarks" / "__main__.py").is_file():
+        raise ConfigError("the benchmarks are not part of the package: in a checkout of vcache run `python -m benchmarks`")
+    sys.path.insert(0, str(checkout))
+    raise typer.Exit(int(import_module("benchmarks.__main__").main(ctx.args) or 0))
 
 
 @app.command()
