@@ -25,11 +25,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-import msgpack
 import msgspec
+from raw_protocol import Raw
 
 from vcache_backend.config import ClientConfig, ServerConfig
 from vcache_backend.metadata_server import messages as m
@@ -455,65 +454,3 @@ def write_at(fd: int, place: m.Location, data: bytes) -> None:
 def read_at(fd: int, place: m.Location) -> bytes:
     with mmap.mmap(fd, 0) as memory:
         return memory[place.offset : place.offset + place.length]
-
-
-# ---- the protocol as somebody else would speak it
-
-
-class Raw:
-    """The protocol by hand: a socket and the `msgpack` package. Nothing of ours."""
-
-    def __init__(self, path: Path, hello: bool = True) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(SECONDS)
-        self.fds: list[int] = []
-        try:
-            self.socket.connect(str(path))
-            self.welcome = self.ask("hello", m.PROTOCOL_VERSION, "host", "host", {}) if hello else None
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Raw:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.socket.close()
-        while self.fds:
-            os.close(self.fds.pop())
-
-    def send(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
-        """A server that has closed the connection already may have said why: that is for `receive`."""
-        with suppress(BrokenPipeError):
-            self.send_bytes(msgpack.packb(list(message), use_bin_type=True), fds)
-
-    def send_bytes(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        socket.send_fds(self.socket, [data], list(fds)) if fds else self.socket.send(data)
-
-    def receive(self) -> list[Any] | None:
-        """The next message, or None if the server closed the connection."""
-        try:
-            data, fds, _, _ = socket.recv_fds(self.socket, m.MAX_MESSAGE_BYTES, 4)
-        except ConnectionResetError:  # told once, before the last that the server said
-            data, fds, _, _ = socket.recv_fds(self.socket, m.MAX_MESSAGE_BYTES, 4)
-        self.fds += fds
-        message: list[Any] | None = msgpack.unpackb(data, raw=False, strict_map_key=False) if data else None
-        return message
-
-    def ask(self, *message: Any, fds: tuple[int, ...] = ()) -> list[Any] | None:
-        """A message and its answer. If the server has closed the connection, the last it said, or None."""
-        with suppress(BrokenPipeError):
-            self.send(*message, fds=fds)
-        return self.receive()
-
-    def closed(self) -> bool:
-        """Read to the end: does the server close (rather than leave us waiting)?"""
-        try:
-            while self.socket.recv(1 << 16):
-                pass
-        except ConnectionResetError:
-            pass
-        return True
