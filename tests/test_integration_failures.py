@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
 import pytest
-from processes import PATIENT, eventually, info, make_memfd
+from processes import PATIENT, eventually
 from vllm_cases import (
     ANSWER_SECONDS,
     CHUNK,
@@ -42,7 +42,7 @@ from vllm_cases import (
 )
 
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Medium, SegmentId, SegmentInfo
 
 pytestmark = [
     pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
@@ -152,8 +152,8 @@ def make_case(fleet: Fleet, a: Instance) -> Case:
 
 
 @contextmanager
-def client(here: Node, device: str = "host") -> Iterator[Client]:
-    with Client(here.socket, PATIENT, device, "host", reconnect=False) as made:
+def client(here: Node, device: str = "host", medium: Medium = "host") -> Iterator[Client]:
+    with Client(here.socket, PATIENT, device, medium, reconnect=False) as made:
         yield made
 
 
@@ -290,11 +290,11 @@ def test_a_segment_dropped_while_it_is_mapped_is_no_worse_than_a_miss(
 
 @ours
 def test_chunks_in_a_segment_that_cannot_be_mapped_are_computed(here: Node, reader: Instance, case: Case) -> None:
-    """The last two are moved there, to a device that the reader has no access to."""
-    fd = make_memfd(8 << 20)
-    with client(here, "far") as other:
+    """The last two are moved there, to a GPU that the reader has no access to."""
+    fd, gpu = os.open("/dev/null", os.O_RDWR), "GPU-00000000-0000-0000-0000-000000000000"
+    with client(here, gpu, "cuda") as other:
         try:
-            other.add_segment(info("broken", 8 << 20, "far"), fd)
+            other.add_segment(SegmentInfo(SegmentId("broken"), gpu, "cuda", 8 << 20), fd)
         finally:
             os.close(fd)
 
