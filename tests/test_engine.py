@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from engine_cases import ROOMY, Node, Pair, UnfinishedCopier, folder, fresh, get, pair, put, said, shared
-from kv_cases import ARRANGEMENTS, CHUNK, FLASH, MLA, PACKED, SMALL, Arrangement, Cache, layout_of, places, prompt
+from kv_cases import ARRANGEMENTS, CHUNK, FLASH, MLA, PACKED, SMALL, Arrangement, Cache, Sizes, layout_of, places, prompt
 from processes import SECONDS, eventually
 
 from vcache_backend import engine as engine_module
@@ -109,17 +109,29 @@ def test_a_block_is_brought_as_a_whole_or_not_at_all(pair: Pair) -> None:
     assert pair.writer.lookup(other) == 0
 
 
-@pytest.mark.parametrize("hole", [0, CHUNK + 5, 3 * CHUNK - 1])
-def test_a_chunk_is_stored_if_all_its_tokens_have_a_slot(pair: Pair, hole: int) -> None:
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("hole", [0, CHUNK + 5, 3 * CHUNK - 2])
+def test_a_chunk_is_stored_if_it_lies_in_whole_blocks(pair: Pair, hole: int, swapped: bool) -> None:
+    """One that does not, since a token has no slot or two have each other's, costs the others nothing."""
     tokens, slots = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK)
     pair.mine.fill(tokens, slots)
-    slots[hole] = -1
+    slots[[hole, hole + 1]] = slots[[hole + 1, hole]] if swapped else -1
     pair.writer.store(tokens, None, pair.mine.tensors, slots)
     assert pair.writer.flush(SECONDS)
     there = [pair.reader.contains(key) == 0 for key in pair.reader.keys(tokens)]
     assert there == [chunk != hole // CHUNK for chunk in range(3)]
     put(pair.writer, pair.mine, tokens)
     assert get(pair.reader, pair.theirs, tokens) == 3 * CHUNK
+
+
+def test_a_token_without_a_slot_costs_no_other_where_blocks_have_one_token(shared: Node) -> None:
+    pair = Pair(shared, MLA, sizes=Sizes(blocks=4 * CHUNK, block_size=1))
+    tokens, slots = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK, 1)
+    put(pair.writer, pair.mine, tokens)
+    slots[5] = slots[2 * CHUNK + 3 :] = -1
+    mask = pair.reader.retrieve(tokens, None, pair.theirs.tensors, slots)
+    assert torch.equal(mask, slots >= 0)
+    assert pair.theirs.holds_only(tokens[mask], slots[mask])
 
 
 @pytest.mark.parametrize("offset", [CHUNK, CHUNK + 16, 5])

@@ -96,8 +96,8 @@ class SlotPlaces:
             return None
         places = mapping.reshape(-1, block)
         ids = places[:, 0] // block
-        # Every block from its first place to its last, in order.
-        if not (places == (ids * block)[:, None] + np.arange(block)).all():
+        # Every block from its first place to its last, in order; -1 is a block's first place, too, where it has only one.
+        if not (places == (ids * block)[:, None] + np.arange(block)).all() or ids.min() < 0:
             return None
         return BlockPlaces(self.kv, size, ids, block, -(-max(self._skip - self._begin, 0) // block))
 
@@ -140,4 +140,6 @@ class SlotPlaces:
 
     def holds(self, chunk: int) -> bool:
         start = self._starts[chunk]
-        return start >= self._skip and bool(self.slots[start : start + self._size].min(initial=0) >= 0)
+        if start < self._skip or self._blocks is not None:
+            return start >= self._skip
+        return bool(plan_chunks(self.kv, self._size, self.slots, [start]).complete(1).all())
