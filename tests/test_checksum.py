@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool import checksum
+from vcache_backend.vram_pool import checksum, devices
 from vcache_backend.vram_pool.checksum import COLUMNS, GPU_PIECE, TRAILER_BYTES, Sealer, sealed_bytes
 from vcache_backend.vram_pool.copier import Completion, Finished
 from vcache_backend.vram_pool.cuda_copier import CudaCompletion
+from vcache_backend.vram_pool.segment import create, map_segment
 from vcache_backend.vram_pool.slots import SlotView
 
 ROW = COLUMNS * 4
@@ -256,8 +257,9 @@ def test_seals_and_looks_come_after_the_copy() -> None:
 
 @pytest.mark.gpu(count=1)
 def test_a_look_does_not_wait_for_a_seal_whose_copy_does() -> None:
-    stored, loaded = ([slot.cuda() for slot in noise(4096, 64, seed)] for seed in (1, 2))
-    keys, side, sealer = [key(i) for i in range(64)], torch.cuda.Stream(), cuda_sealer(4096)
+    # Each seal is some 13 entries of a queue that holds 1,024: a full one makes the host wait.
+    stored, loaded = ([slot.cuda() for slot in noise(4096, 32, seed)] for seed in (1, 2))
+    keys, side, sealer = [key(i) for i in range(32)], torch.cuda.Stream(), cuda_sealer(4096)
     assert sealer.seal(views(loaded), keys, 4096, DONE).wait(10)
     with torch.cuda.stream(side):
         torch.cuda._sleep(1_000_000_000)
@@ -266,3 +268,23 @@ def test_a_look_does_not_wait_for_a_seal_whose_copy_does() -> None:
     assert not seals[0].done()
     assert all(seal.wait(10) for seal in seals)
     assert bad(sealer.verify(views(stored), keys, 4096, DONE)) == []
+
+
+@pytest.mark.gpu(count=2)
+def test_slots_on_another_gpu_are_sealed_and_looked_at() -> None:
+    """By a thread on the GPU that owns them, as a host would see them."""
+    nbytes, owner, reader = 4 * GPU_PIECE + ROW + 24, devices.resolve("cuda:0"), devices.resolve("cuda:1")
+    room, keys, slots = sealed_bytes(nbytes), [key(i) for i in range(3)], noise(nbytes, 3)
+    with create(owner, 3 * room) as owned, map_segment(owned.info, owned.fd, owner) as own:
+        own.tensor(0, 3 * room).copy_(torch.cat(slots))
+        with map_segment(owned.info, owned.fd, reader) as peer:
+            there = [SlotView.over(peer.tensor(i * room, room), local=False) for i in range(3)]
+            sealer = Sealer(1)
+            assert sealer.seal(there, keys, nbytes, DONE).wait(10)
+            HOST.seal(views(slots), keys, nbytes, DONE)
+            assert torch.equal(own.tensor(0, 3 * room).cpu(), torch.cat(slots))
+            own.tensor(room + 5, 1).add_(1)
+            torch.cuda.synchronize(0)
+            assert bad(sealer.verify(there, keys, nbytes, DONE)) == [1]
+            assert torch.cuda.current_device() == 0
+            del there, sealer

@@ -84,7 +84,7 @@ class Sealer:
         self._device = torch.device("cpu") if ordinal is None else torch.device("cuda", ordinal)
         # Seals wait for what the model computes: no look may stand behind them.
         self._streams = None if ordinal is None else {"seal": torch.cuda.Stream(ordinal), "look": torch.cuda.Stream(ordinal)}
-        self._columns, self._rows = self._factors(COLUMNS, _COLUMN_SALTS), self._factors(0, _ROW_SALTS)
+        self._columns, self._rows = self._factors(COLUMNS, _COLUMN_SALTS)[:, None], self._factors(0, _ROW_SALTS)
         self._under_way: list[CudaCompletion] = []
 
     def prepare(self, nbytes: int) -> None:
@@ -102,7 +102,9 @@ class Sealer:
         # The streams do not wait for the one that made these.
         torch.cuda.synchronize(self._device)
         self._rows = rows
-        self.verify([slot], [b""], size, self.seal([slot], [b""], size, Finished(0.0))).over.wait(_READY_SECONDS)
+        # One slot and several run other kernels of torch's, and the first launch of each waits for the device.
+        seal = self.seal([slot], [b""], size, Finished(0.0))
+        self.verify([slot] * 2, [b""] * 2, size, seal).over.wait(_READY_SECONDS)
 
     def seal(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, copy: Completion) -> Completion:
         """Write the trailers. Only once the completion is done may others read the slots."""
@@ -175,7 +177,9 @@ class Sealer:
                 # A copy, so that what lies on another GPU is read once.
                 here = functional.pad(piece, (0, -len(piece) % COLUMNS)).view(-1, COLUMNS)
                 first = at // COLUMNS
-                torch.sum(here * self._columns[:, None], -1, out=its[:, first : first + len(here)])
+                torch.sum(here * self._columns, -1, out=its[:, first : first + len(here)])
+                # Before the next one: torch keeps whatever was once in use at the same time.
+                del here
         digests = torch.frombuffer(bytearray(b"".join(_seed(key, nbytes) for key in keys)), dtype=torch.int64).view(-1, 2)
         if self._streams is not None:
             digests = digests.pin_memory().to(self._device, non_blocking=True)
