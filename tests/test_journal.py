@@ -159,6 +159,27 @@ def test_records_of_unknown_reservations_and_chunks_change_nothing() -> None:
     assert state_of(records) == r.JournalState(EPOCH, len(records))
 
 
+def test_a_clear_takes_its_namespace_out_and_goes_through_no_other_one() -> None:
+    def of(letter: bytes, number: int) -> ChunkKey:
+        return ChunkKey(letter * 8 + number.to_bytes(18, "big"))
+
+    state = state_of([HISTORY[0], r.Live([of(b"a", 1), of(b"b", 2), of(b"a", 3)], PLACE[:3]), r.Cleared(b"a" * 8)])
+    chunks = state.chunks
+    records: list[r.Record] = [
+        r.Gone([of(b"b", 2)]),
+        r.Held(1, WRITER, [of(b"c", 4), of(b"b", 2), of(b"a", 3)], PLACE[3:6]),
+        r.Published(1),
+        r.Cleared(b"a" * 8),
+    ]
+    for record in records:
+        state.apply(record)
+    assert state.chunks is chunks, "made anew for each clear, a long journal takes minutes to read"
+    assert list(chunks) == [of(b"b", 2), of(b"c", 4)]
+    for record in (r.Cleared(b""), r.Live([of(b"a", 1)], PLACE[:1]), r.Cleared(b"b" * 8)):
+        state.apply(record)
+    assert list(state.chunks) == [of(b"a", 1)]
+
+
 CLIENT = Peer(1, WRITER, "gpu-0", "cuda")
 
 

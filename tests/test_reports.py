@@ -17,9 +17,13 @@ from vcache_backend.config import from_dict
 from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.directory import Directory, Limits
 from vcache_backend.metadata_server.layouts import MAX_REPORTS, Reports
 from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.records import JournalState, ProcessId
+from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.succession import Predecessor
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
 
@@ -90,6 +94,25 @@ def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_it
     assert second.text == "x" * 1024
     assert f"WARNING pid {os.getpid()} on GPU-3 reports: {SEED}" in shared.servers[0].expect("stepped aside")
     assert "INFO" in shared.servers[0].expect("xxx")
+
+
+def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_and_the_list_readable(memfd: int) -> None:
+    directory = Directory(Limits(), lambda: 0.0)
+    service = Service(directory, 1, Predecessor(directory, JournalState(), 1), max_segments=4096)
+    for number in range(MAX_REPORTS):
+        service.answer(peer(), m.Report("info", f"{number} " + "\N{SNOWMAN}" * 1000 + "\N{GRINNING FACE}" * 20), [])
+    for number in range(800):
+        fds = [os.dup(memfd)]
+        service.answer(peer(), m.AddSegment(m.SegmentId(f"{number}"), "d" * 256, "host", 4096), fds)
+        wire.close_fds(fds)
+    stats, segments = (service.answer(peer(), request, [])[0] for request in (m.Stats(), m.ListSegments()))
+    assert isinstance(stats, m.ServerStats)
+    assert isinstance(segments, m.Segments)
+    assert wire.encode(segments)
+    assert wire.encode(stats)
+    assert len(stats.segments) == len(segments.segments) > 400
+    assert stats.reports[-1].text.startswith(f"{MAX_REPORTS - 1} ")
+    service.close()
 
 
 # ---- what a person sees

@@ -219,6 +219,9 @@ def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: in
             assert guest.receive() == ["count", 0]
         reply = guest.ask("add_segment", "two", "host", "host", 4096, fds=(memfd, memfd))
         assert "2 fds came along" in reply[1]
+        guest.send("lookup", "no keys", fds=(memfd, memfd))
+        assert guest.receive()[0] == "error"
+        assert guest.ask("lookup", [A], 1) == ["count", 0]
         assert not [name for name in server.fds() if "vcache-test" in name]
         guest.send("lookup", [A], 1, fds=(memfd,) * 40)
         assert guest.receive() == ["count", 0]

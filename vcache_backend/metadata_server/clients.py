@@ -148,6 +148,7 @@ class Clients:
             self._directory.counters["protocol_errors"] += 1
             if connection.client is None:
                 raise ProtocolError(f"the first message is no hello of protocol {m.PROTOCOL_VERSION}: {error}") from error
+            connection.close_fds()
             connection.queue(m.Error(str(error)))
             return
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice, pairwise
 
 import msgspec
 
 from vcache_backend.metadata_server.allocator import ALIGNMENT, padded
-from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Location, Medium, SegmentId
+from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey, Location, Medium, SegmentId
 
 SLICE = 2048
 """Chunks in one record of a snapshot: about a millisecond of the server's time."""
@@ -98,6 +98,8 @@ class JournalState(msgspec.Struct):
     chunks: dict[ChunkKey, Location] = {}
     held: dict[int, Held] = {}
     epochs: dict[bytes, int] = {}
+    spaces: dict[bytes, set[ChunkKey]] | None = None
+    """From the first `Cleared` on, which would go through all chunks else: the keys of each namespace, some of them gone since."""
 
     def apply(self, record: Record) -> None:
         """The next record."""
@@ -113,13 +115,14 @@ class JournalState(msgspec.Struct):
                 self.generation = max([self.generation, *(location.generation for location in record.locations)])
             case Published(reservation=reservation):
                 held = self.held.pop(reservation, None)
-                self.chunks.update(reversed(list(zip(held.keys, held.locations, strict=True))) if held else [])
+                if held:
+                    self._publish(held.keys[::-1], held.locations[::-1])
             case Returned(reservation=reservation):
                 self.held.pop(reservation, None)
             case Live(keys=keys, locations=locations):
-                self.chunks.update(zip(keys, locations, strict=True))
+                self._publish(keys, locations)
             case Cleared(namespace=namespace):
-                self.chunks = {key: location for key, location in self.chunks.items() if not key.startswith(namespace)}
+                self._clear(namespace)
             case Counted(generation=generation):
                 self.generation = max(self.generation, generation)
             case Gone(keys=keys):
@@ -127,6 +130,26 @@ class JournalState(msgspec.Struct):
                     self.chunks.pop(key, None)
             case EpochTable(epochs=epochs):
                 self.epochs = epochs
+
+    def _publish(self, keys: list[ChunkKey], locations: list[Location]) -> None:
+        self.chunks.update(zip(keys, locations, strict=True))
+        if self.spaces is not None:
+            self._note(self.spaces, keys)
+
+    def _clear(self, namespace: bytes) -> None:
+        if not namespace:
+            self.chunks, self.spaces = {}, None
+            return
+        if self.spaces is None:
+            self.spaces = {}
+            self._note(self.spaces, self.chunks)
+        for key in self.spaces.pop(namespace, ()):
+            self.chunks.pop(key, None)
+
+    @staticmethod
+    def _note(spaces: dict[bytes, set[ChunkKey]], keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            spaces.setdefault(key[:NAMESPACE_BYTES], set()).add(key)
 
     def records(self) -> Iterator[Record]:
         """The shortest history that tells the same."""

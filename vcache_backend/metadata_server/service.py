@@ -19,6 +19,10 @@ from vcache_backend.metadata_server.succession import Predecessor
 
 log = logging.getLogger(__name__)
 
+MAX_LISTED_BYTES = 3 * m.MAX_MESSAGE_BYTES // 4
+"""Segments that one message can list, with other things beside them: about a thousand."""
+_LISTED_BYTES = 100
+"""At most, of a segment in such a list, beside its id and its device."""
 _LOG_LEVELS: dict[m.Level, int] = {"info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 
 
@@ -129,6 +133,9 @@ class Service:
             raise Refuse(f"segment {request.id}: {reason}")
         if len(self.fds) >= self.max_segments:
             raise Refuse(f"segment {request.id}: {len(self.fds)} segments are there, more would leave no descriptors for clients")
+        listed = sum(_LISTED_BYTES + len(id_) + len(s.device.encode()) for id_, s in self.directory.segments.items())
+        if listed > MAX_LISTED_BYTES:
+            raise Refuse(f"segment {request.id}: {len(self.directory.segments)} segments are there, no message could list more")
         if request.claim and not self.directory.redeem(client, request.claim, request.device, request.nbytes):
             raise Refuse(
                 f"segment {request.id}: its claim on {request.device} has ended, or is on less; ask again what may be lent"
@@ -178,7 +185,7 @@ class Service:
         directory = self.directory
         open_, quarantined = directory.reservations.counts()
         counters = dict(directory.counters) | {"expired_leases": directory.leases.expired} | self.longest.told()
-        return m.ServerStats(
+        stats = m.ServerStats(
             epoch=self.epoch,
             uptime_seconds=time.monotonic() - self._started,
             clients=0,
@@ -195,10 +202,26 @@ class Service:
             quarantined_slots=dict(directory.reservations.writers()),
             mismatches=self.layouts.mismatches(),
         )
+        while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES and (
+            stats.reports or stats.mismatches or stats.namespaces
+        ):
+            stats = _less_told(stats)
+        return stats
 
 
 def _in_epoch(reply: m.Leased | m.Reserved, epoch: int) -> m.Reply:
     return msgspec.structs.replace(reply, epoch=epoch) if epoch else reply
+
+
+def _less_told(stats: m.ServerStats) -> m.ServerStats:
+    """Half of what clients said of themselves, the newest of it."""
+    namespaces = list(stats.namespaces.items())
+    return msgspec.structs.replace(
+        stats,
+        reports=stats.reports[(len(stats.reports) + 1) // 2 :],
+        mismatches=stats.mismatches[: len(stats.mismatches) // 2],
+        namespaces=dict(namespaces[(len(namespaces) + 1) // 2 :]),
+    )
 
 
 def _rss_bytes() -> int:
