@@ -88,8 +88,8 @@ def test_nothing_but_poison_is_left_after_a_request() -> None:
 # ---- the whole thing, with real processes
 
 
-def start_demo(folder: Path) -> Child:
-    return Child([sys.executable, "-m", "vcache_backend.cli", "demo", "--json"], TMPDIR=str(folder))
+def start_demo(folder: Path, *options: str) -> Child:
+    return Child([sys.executable, "-m", "vcache_backend.cli", "demo", "--json", *options], TMPDIR=str(folder))
 
 
 def children_of(pid: int) -> list[Path]:
@@ -116,7 +116,11 @@ def test_what_one_worker_stores_the_other_retrieves_and_a_changed_byte_is_found(
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "sigkill"])
 def test_a_demo_that_is_ended_leaves_no_process(how: signal.Signals, tmp_path: Path) -> None:
-    with start_demo(tmp_path) as child:
+    # It must not be through before this test has seen that it has begun.
+    long, folder = tmp_path / "long.yaml", tmp_path / "folder"
+    long.write_text("engine: {chunk_size: 4096}\n")
+    folder.mkdir()
+    with start_demo(folder, "--config", str(long)) as child:
         # A server, two workers, and what multiprocessing runs beside them.
         eventually(lambda: len(children_of(child.pid)) == 4, 100)
         started = children_of(child.pid)
@@ -125,7 +129,7 @@ def test_a_demo_that_is_ended_leaves_no_process(how: signal.Signals, tmp_path: P
     assert status == (130 if how is signal.SIGINT else -signal.SIGKILL), said
     assert how is signal.SIGKILL or "Traceback" not in said
     eventually(lambda: not any(path.exists() for path in started), 100)
-    assert how is signal.SIGKILL or not list(tmp_path.iterdir())
+    assert how is signal.SIGKILL or not list(folder.iterdir())
 
 
 def test_a_worker_that_fails_is_reported_with_its_words() -> None:
