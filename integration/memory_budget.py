@@ -14,11 +14,13 @@ def beside_vllm(device_type: str, utilization: float | None) -> Callable[[int, i
 
     device_type: vLLM's. utilization: its gpu_memory_utilization, None where that does not apply.
     """
+    # `Pool` also asks from its client's thread, in which another GPU is the current one.
+    device = torch.cuda.current_device() if device_type != "cpu" and torch.cuda.is_available() else None
 
     def over_budget(whole: int, new: int) -> str | None:
-        if device_type == "cpu" or not torch.cuda.is_available():
+        if device is None:
             return None
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info(device)
         return memory_budget.shortfall(total, free, whole, new, utilization)
 
     return over_budget

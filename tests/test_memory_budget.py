@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from integration.memory_budget import beside_vllm
 from vcache_backend.config import ByteSize
 from vcache_backend.vram_pool.memory_budget import MAX_SHARE, most_segment, most_utilization, shortfall
 
@@ -81,3 +85,18 @@ def test_the_bounds_never_go_below_nothing() -> None:
     assert most_utilization(TOTAL, TOTAL) == 0.0
     assert most_segment(TOTAL, 1.0) == 0
     assert most_utilization(TOTAL, 8 * GIB) == 0.85
+
+
+def test_the_workers_gpu_is_asked_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Pool` lends again from its client's thread, whose current device is the first one: here GPU 0 is full, the worker's is not."""
+    own = threading.current_thread()
+
+    def info(device: int | None = None) -> tuple[int, int]:
+        return (TOTAL if (torch.cuda.current_device() if device is None else device) else 0), TOTAL
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: int(threading.current_thread() is own))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", info)
+    over_budget = beside_vllm("cuda", 0.5)
+    with ThreadPoolExecutor(1) as others:
+        assert others.submit(over_budget, GIB, GIB).result() is None
