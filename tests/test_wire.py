@@ -127,6 +127,7 @@ def test_a_message_above_the_limit_is_not_sent_and_the_largest_request_and_lease
         ["add_segment", "", "host", "host", 4096],
         ["add_segment", "s" * 65, "host", "host", 4096],
         ["add_segment", "s", "host", "tape", 4096],
+        ["unusable", "s" * 65],
         ["add_segment", "s", "host", "host", 0],
         {"lookup": []},
         "lookup",

@@ -159,7 +159,7 @@ class OpenSegment(Request, frozen=True, tag="open_segment"):
 class Unusable(Request, frozen=True, tag="unusable"):
     """This client cannot map a segment: none of its reservations is to get a slot there → `Count` of segments it avoids."""
 
-    id: SegmentId
+    id: Annotated[SegmentId, msgspec.Meta(max_length=64)]
 
 
 class DropSegment(Request, frozen=True, tag="drop_segment"):
