@@ -99,8 +99,11 @@ class History:
             name = pick.choice(list(directory.segments) or [m.SegmentId("s0")])
             if name in directory.segments:
                 directory.drop_segment(name)
+        elif what < 0.94:
+            directory.clear(pick.choice((b"", _key(0)[: m.NAMESPACE_BYTES])))
         else:
             directory.tick()
+        directory.go_on(pick.choice((0, 3, 1000)))
 
 
 def _key(number: int) -> m.ChunkKey:
