@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from engine_cases import SNAPPY, Node, node, put
-from kv_cases import CHUNK, Cache, layout_of, prompt
+from engine_cases import SNAPPY, Copied, Node, node, put
+from kv_cases import CHUNK, Cache, layout_of, places, prompt
 from processes import eventually
 
-from vcache_backend.errors import ServerTimeout
+from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
 from vcache_backend.transfer.leases import FOREIGN, AskedLease, Lease
+from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.copier import HostCopier, Mark
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.planner import CopyPlan
+from vcache_backend.vram_pool.slots import SlotView
 
 
 @pytest.fixture
@@ -146,3 +153,58 @@ def test_a_release_that_another_call_keeps_waiting_too_long_is_not_lost(here: No
         reading.session.leases.release(reading.lease)
         assert not reading.session.flush(2 * SNAPPY.request_seconds)
     eventually(lambda: reading.leases() == 0)
+
+
+# ---- leases of loads that come to nothing
+
+
+def test_a_retrieve_that_is_refused_gives_back_what_it_asked_for(here: Node) -> None:
+    here.serve(lease_seconds=60.0)
+    cache, tokens = Cache(), prompt(2 * CHUNK)
+    engine, bystander = here.engine("host:a", 2 * cache.chunk_bytes, layout_of(cache)), here.client()
+    put(engine, cache, tokens)
+    slots = places(cache.sizes, 2 * CHUNK)
+    slots[-1] = slots[0]
+    for _ in range(3):
+        with pytest.raises(ValueError, match="each token needs a slot of its own"):
+            engine.retrieve(tokens, None, cache.tensors, slots)
+    eventually(lambda: bystander.stats().latency["Acquire"].count == 3 and bystander.stats().leases == 0)
+
+
+class HalfFailing(HostCopier):
+    """Its first scatter fails once `failing` is set; another one goes on until `finished` is."""
+
+    def __init__(self) -> None:
+        self.failing, self.finished = threading.Event(), threading.Event()
+        self.launched = 0
+
+    def scatter(  # type: ignore[override]
+        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
+    ) -> Copied:
+        self.launched += 1
+        return Failed(self.failing) if self.launched == 1 else Copied(self.finished)
+
+
+class Failed(Copied):
+    def done(self) -> bool:
+        if super().done():
+            raise VCacheError("planted")
+        return False
+
+
+def test_a_load_that_failed_is_not_over_while_another_part_of_it_may_still_write(here: Node) -> None:
+    here.serve(lease_seconds=60.0)
+    cache, tokens, copier = Cache(), prompt(4 * CHUNK), HalfFailing()
+    put(here.engine("host:a", 4 * cache.chunk_bytes, layout_of(cache)), cache, tokens)
+    reader, bystander = here.engine("host:b", 0, layout_of(cache), copier=copier), here.client()
+    session, keys = reader._session, reader.keys(tokens)
+    where = SlotPlaces(session.bind(cache.tensors), CHUNK, places(cache.sizes, 4 * CHUNK).numpy(), range(0, 4 * CHUNK, CHUNK))
+    load = Load(session, where, keys, lease=session.leases.ask(keys[:2]))
+    assert not load.advance()
+    assert copier.launched == 2
+    copier.failing.set()
+    assert not load.advance()
+    copier.finished.set()
+    assert load.advance()
+    assert (load.loaded, load.cause) == (0, "copy")
+    eventually(lambda: bystander.stats().leases == 0)
