@@ -168,7 +168,13 @@ def test_a_retrieve_that_is_refused_gives_back_what_it_asked_for(here: Node) -> 
     for _ in range(3):
         with pytest.raises(ValueError, match="each token needs a slot of its own"):
             engine.retrieve(tokens, None, cache.tensors, slots)
-    eventually(lambda: bystander.stats().latency["Acquire"].count == 3 and bystander.stats().leases == 0)
+
+    def ended() -> bool:
+        stats = bystander.stats()
+        asked = stats.latency.get("Acquire")
+        return asked is not None and asked.count == 3 and not stats.leases
+
+    eventually(ended)
 
 
 class HalfFailing(HostCopier):
