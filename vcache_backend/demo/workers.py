@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -86,14 +87,20 @@ def workers(config: Config, devices: list[str], shape: Shape, segment_bytes: int
 
 @contextmanager
 def _process(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
-    """A process that does not hear Ctrl-C: that ends the demo, and the demo ends it."""
+    """A process that does not hear Ctrl-C: that ends the demo, and the demo ends it. One during the start waits until that is over."""
     process = _spawn.Process(target=target, args=arguments, daemon=True)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child inherits this
+    resource_tracker.ensure_running()  # it would unblock the signal
+    came = list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child inherits this
     try:
         process.start()
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         signal.signal(signal.SIGINT, before)
     try:
+        if came:
+            raise KeyboardInterrupt
         yield process
     finally:
         process.terminate()

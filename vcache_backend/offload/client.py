@@ -115,12 +115,13 @@ class OffloadProcess:
 
     def _listen(self) -> None:
         """Hand out answers, and reap the process."""
-        lost = False
+        ends = False
         try:
-            while not lost:
+            while not ends:
                 number, error, answer = msgspec.msgpack.decode(self._connection.recv_bytes())
-                lost = error is not None and error[0] == "StoreLost"
-                self._leaving = self._leaving or lost
+                # Whoever asked says why.
+                ends = error is not None and error[0] in ("StoreLost", "ConfigError")
+                self._leaving = self._leaving or ends
                 call = self._calls.pop(number)
                 if error is None:
                     call.set_result(answer)
