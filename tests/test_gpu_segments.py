@@ -85,15 +85,15 @@ def test_more_memory_than_the_gpu_has_is_refused_with_the_figures() -> None:
 @pytest.mark.timeout(180)
 def test_200_lives_of_a_gpu_segment_leave_no_fd_and_no_memory() -> None:
     device = devices.resolve("cuda:0")
+    # Tests beside this one take and free memory of the same GPU. So a life takes so much that 200 would not fit.
+    nbytes = torch.cuda.mem_get_info(0)[1] // 60 // (2 * MIB) * (2 * MIB)
 
     def life() -> None:
-        with create(device, 2 * MIB) as owned, map_segment(owned.info, owned.fd, device) as mapped:
+        with create(device, nbytes) as owned, map_segment(owned.info, owned.fd, device) as mapped:
             mapped.tensor(0, 1).fill_(1)
 
     life()
-    before = free_bytes(0)
     assert left_behind(life) == (0, 0)
-    eventually(lambda: before - free_bytes(0) < 8 * MIB)
 
 
 @pytest.mark.gpu

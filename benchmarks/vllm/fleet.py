@@ -113,7 +113,7 @@ class Fleet:
         for name in new if not self.scale.cpu else ():
             spec = INSTANCES[name]
             key = spec.kind, spec.tensor_parallel, spec.variant == "alone"
-            if key not in self._compiled and not KINDS[spec.kind].arguments.get("enforce_eager"):
+            if key not in self._compiled and KINDS[spec.kind].shares_code:
                 first.setdefault(key, name)
         if first:
             with self._alone():

@@ -51,6 +51,11 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     arguments: dict[str, Any] = {}
     environment: dict[str, str] = {}
 
+    @property
+    def shares_code(self) -> bool:
+        """Whether vLLM compiles it and keeps that for other processes. It keeps nothing where batches are invariant."""
+        return not self.arguments.get("enforce_eager") and "VLLM_BATCH_INVARIANT" not in self.environment
+
     def of(self, scale: Scale) -> Scale:
         """The scale as instances of this kind have it: as many tokens fit into their KV cache as into the plain one's."""
         model = {**(scale.model if self.over else {}), **self.model} if self.model else scale.model
