@@ -102,6 +102,7 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
 class ConnectorConfig(_Section, frozen=True, kw_only=True):
     """Our connector in vLLM. Token counts are of what vLLM's own prefix cache does not have."""
 
+    share: Literal["pool", "in_place"] = "pool"
     min_hit_tokens: PositiveInt = 256
     sync_below_tokens: Annotated[int, msgspec.Meta(ge=0)] = 2048
     store: Literal["all", "prompt"] = "all"
