@@ -25,7 +25,7 @@ DOORS = ("vcache_backend.integration", "integration", "benchmarks")
 
 TOOLS = ("vcache_backend.cli", "vcache_backend.demo", "vcache_backend.doctor", "vcache_backend.status")
 """On top of everything."""
-ROOMS = ("metadata_server", "vram_pool", "offload", "transfer", "engine")
+ROOMS = ("metadata_server", "vram_pool", "resident", "offload", "transfer", "engine")
 """From the bottom up: none imports one above it, but for what `offload` shares with `transfer`: layouts, keys and statistics."""
 SHARED = tuple(f"vcache_backend.transfer.{name}" for name in ("layout", "keys", "stats"))
 
@@ -35,6 +35,7 @@ FORBIDDEN = [
     *((f"vcache_backend.{room}", (*TOOLS, "vllm", "lmcache")) for room in ROOMS),
     ("vcache_backend.metadata_server", GPU_CODE),
     ("vcache_backend.vram_pool", ("mooncake",)),
+    ("vcache_backend.resident", ("mooncake",)),
     ("vcache_backend.transfer", ("mooncake",)),
     ("vcache_backend.config", GPU_CODE),
     ("vcache_backend.errors", GPU_CODE),

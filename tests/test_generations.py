@@ -1,0 +1,313 @@
+"""Generation tables: what they say of a block, who can write them, and what is refused. Real memfds, real processes."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import platform
+import struct
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import Worker, eventually, nursery
+
+from vcache_backend.errors import SegmentError
+from vcache_backend.resident import generations
+from vcache_backend.resident.generations import F_SEAL_FUTURE_WRITE, MAX_BLOCKS, SEALS, Generations, GenerationView
+
+ME = bytes(range(16))
+OTHER = bytes(16)
+BLOCKS = 64
+READS = 20_000
+
+
+@pytest.fixture
+def table() -> Iterator[Generations]:
+    made = Generations(ME, BLOCKS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def view(table: Generations) -> GenerationView:
+    return GenerationView.open(table.fd, ME, BLOCKS)
+
+
+def u32(*values: int) -> Any:
+    return np.array(values, dtype=np.uint32)
+
+
+def u64(*values: int) -> Any:
+    return np.array(values, dtype=np.uint64)
+
+
+# ---- what it says
+
+
+def test_every_block_begins_with_the_same_even_number_which_is_not_zero(view: GenerationView) -> None:
+    assert (view.counters == 2).all()
+    assert len(view.counters) == BLOCKS
+
+
+def test_what_changed_is_not_what_was_published(table: Generations, view: GenerationView) -> None:
+    blocks, published = u32(3, 4, 5, 6, 7, 8), table.counters[[3, 4, 5, 6, 7, 8]].copy()
+    assert view.leading(blocks, published, 2) == 3
+    table.change([5])
+    assert view.leading(blocks, published, 2) == 1
+    assert view.leading(blocks, published, 1) == 2
+    table.change([3, 3])
+    assert view.leading(blocks, published, 2) == 0
+    assert table.counters[3:9].tolist() == [4, 2, 4, 2, 2, 2]
+
+
+def test_after_a_reset_no_block_is_what_it_was(table: Generations, view: GenerationView) -> None:
+    published = table.counters.copy()
+    table.change_all()
+    assert [view.leading(u32(block), published[block : block + 1], 1) for block in range(BLOCKS)] == [0] * BLOCKS
+
+
+def test_an_odd_number_equals_nothing_not_even_itself(table: Generations, view: GenerationView) -> None:
+    table.counters[9] = 5
+    assert view.leading(u32(9), u64(5), 1) == 0
+    table.counters[9] = 6
+    assert view.leading(u32(9), u64(6), 1) == 1
+
+
+def test_a_block_that_the_cache_does_not_have_equals_nothing(view: GenerationView) -> None:
+    for block in (BLOCKS, 1 << 31, (1 << 32) - 1):
+        assert view.leading(u32(0, block), u64(2, 2), 1) == 1
+
+
+def test_only_whole_chunks_count_and_what_is_missing_is_not_there(view: GenerationView) -> None:
+    assert view.leading(u32(0, 1, 2), u64(2, 2, 2), 2) == 1
+    assert view.leading(u32(0, 1, 2, 3), u64(2, 2, 2), 2) == 1
+    assert view.leading(u32(), u64(), 2) == 0
+
+
+def test_of_a_table_that_was_given_up_nothing_is_believed(table: Generations, view: GenerationView) -> None:
+    assert not view.dead
+    table.give_up()
+    assert view.dead
+    assert view.leading(u32(0), u64(2), 1) == 0
+
+
+def test_a_closed_table_is_given_up_and_can_be_given_up_and_closed_again(table: Generations, view: GenerationView) -> None:
+    table.close()
+    assert view.dead
+    table.give_up()
+    table.close()
+
+
+def test_a_change_that_cannot_be_made_is_told_and_changes_nothing(table: Generations) -> None:
+    with pytest.raises(IndexError):
+        table.change([1, BLOCKS])
+    assert (table.counters == 2).all()
+
+
+# ---- who can write it
+
+
+def test_nobody_but_its_owner_can_write_it_or_change_its_size(table: Generations) -> None:
+    with pytest.raises(PermissionError):
+        mmap.mmap(table.fd, 0)
+    with pytest.raises(PermissionError):
+        os.pwrite(table.fd, b"\0", mmap.PAGESIZE)
+    for nbytes in (0, mmap.PAGESIZE, 3 * mmap.PAGESIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(table.fd, nbytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(table.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def test_a_view_cannot_write(view: GenerationView) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        view.counters[0] = 4
+
+
+# ---- what is refused
+
+
+@contextmanager
+def forged(kind: str) -> Iterator[int]:
+    size = 2 * mmap.PAGESIZE
+    if kind == "pipe":
+        fd, other = os.pipe()
+        os.close(other)
+    elif kind == "plain":
+        fd, path = tempfile.mkstemp(dir="/var/tmp")
+        os.unlink(path)
+        os.ftruncate(fd, size)
+    else:
+        fd = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, {"short": mmap.PAGESIZE, "long": 2 * size}.get(kind, size))
+        magic, version = (b"nonsense", 1) if kind == "magic" else (generations.MAGIC, 2 if kind == "version" else 1)
+        if kind == "empty":
+            os.ftruncate(fd, 0)
+        else:
+            os.pwrite(fd, struct.pack("<8sII16sQ", magic, version, 0, ME, BLOCKS - (kind == "count")), 0)
+        missing = {"growing": fcntl.F_SEAL_GROW, "shrinking": fcntl.F_SEAL_SHRINK, "writable": F_SEAL_FUTURE_WRITE}.get(kind, 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS & ~missing)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("pipe", "is no memfd but p"),
+        ("plain", "is a plain file|has seals 0x1, needs"),
+        ("growing", "has seals 0x13, needs 0x17"),
+        ("shrinking", "has seals 0x15, needs 0x17"),
+        ("writable", "has seals 0x7, needs 0x17"),
+        ("empty", "holds 0 B, but one of 64 blocks has 8,192"),
+        ("short", "holds 4,096 B, but one of 64 blocks has 8,192"),
+        ("long", "holds 16,384 B, but one of 64 blocks has 8,192"),
+        ("magic", r"begins with b'nonsense', version 1, not b'vcache-g', 1"),
+        ("version", r"begins with b'vcache-g', version 2, not b'vcache-g', 1"),
+        ("count", "with 63 blocks, not of .* with 64"),
+    ],
+)
+def test_what_is_no_table_is_refused_with_the_figures_and_leaves_nothing(kind: str, message: str) -> None:
+    with forged(kind) as fd:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(SegmentError, match=f"generation table: .*({message})"):
+            GenerationView.open(fd, ME, BLOCKS)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_table_of_another_instance_is_refused_so_that_nobody_answers_for_its_predecessor(table: Generations) -> None:
+    with pytest.raises(SegmentError, match=f"of instance {ME.hex()} with 64 blocks, not of {OTHER.hex()} with 64"):
+        GenerationView.open(table.fd, OTHER, BLOCKS)
+
+
+@pytest.mark.parametrize("blocks", [-1, 0, BLOCKS + 512, MAX_BLOCKS + 1, 1 << 62])
+def test_a_number_of_blocks_that_does_not_fit_is_refused(table: Generations, blocks: int) -> None:
+    with pytest.raises(SegmentError, match=f"holds 8,192 B, but one of {blocks:,} blocks"):
+        GenerationView.open(table.fd, ME, blocks)
+
+
+def test_an_fd_that_is_none_is_refused() -> None:
+    with pytest.raises(SegmentError, match="generation table: .*Bad file descriptor"):
+        GenerationView.open(-1, ME, BLOCKS)
+
+
+@pytest.mark.parametrize(("instance", "blocks"), [(b"short", 1), (ME, 0), (ME, MAX_BLOCKS + 1)])
+def test_an_impossible_table_is_not_made(instance: bytes, blocks: int) -> None:
+    with pytest.raises(SegmentError, match=f"16 bytes of instance and 1 to .* not {len(instance)} and {blocks:,}"):
+        Generations(instance, blocks)
+
+
+def test_a_machine_that_does_not_order_stores_is_refused(table: Generations, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    for make in (lambda: Generations(ME, BLOCKS), lambda: GenerationView.open(table.fd, ME, BLOCKS)):
+        with pytest.raises(SegmentError, match=r"as x86_64 does, not aarch64; set connector\.share: pool"):
+            make()
+
+
+# ---- two processes
+
+
+def tables_mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:vcache-generations")
+
+
+class Owner:
+    """A process that hands out blocks of its cache, fills them and publishes them, as fast as it can. Page b: the bytes of block b.
+    The last page: the generation of each block as it was published."""
+
+    def __init__(self, blocks: int) -> None:
+        self.table = Generations(ME, blocks)
+        self.fd = os.memfd_create("vcache-test")
+        os.ftruncate(self.fd, (blocks + 1) * mmap.PAGESIZE)
+        memory = np.frombuffer(mmap.mmap(self.fd, 0), dtype=np.uint64).reshape(blocks + 1, -1)
+        self.pages, self.published = memory[:-1], memory[-1]
+
+    def fds(self) -> tuple[int, int, int]:
+        return os.getpid(), self.table.fd, self.fd
+
+    def work(self) -> None:
+        while True:
+            for block in range(self.table.blocks):
+                self.table.change([block])
+                self.pages[block] = self.table.counters[block]
+                self.published[block] = self.table.counters[block]
+
+    def carry(self) -> None:
+        """Each change is a carry into the upper half."""
+        while True:
+            self.table.counters[:] = 0xFFFF_FFFE
+            self.table.change_all()
+            self.table.counters[:] = 0xFFFF_FFFE
+            self.table.change(range(self.table.blocks))
+
+
+def taken(owner: Worker) -> tuple[int, int]:
+    """The table's fd and the cache's, of this process."""
+    pid, *fds = owner.ask("fds")
+    return tuple(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR) for fd in fds)  # type: ignore[return-value]
+
+
+def test_what_equals_its_generation_after_a_copy_is_what_was_published() -> None:
+    """The whole protocol, between two processes that do nothing else."""
+    blocks = 4
+    with Worker(nursery("test_generations"), Owner, blocks, name="an owner") as owner:
+        table_fd, cache_fd = taken(owner)
+        view = GenerationView.open(table_fd, ME, blocks)
+        memory = mmap.mmap(cache_fd, 0, prot=mmap.PROT_READ)
+        cache = np.frombuffer(memory, dtype=np.uint64).reshape(blocks + 1, -1)
+        os.close(table_fd)
+        os.close(cache_fd)
+        owner.tell("work")
+        eventually(lambda: cache[-1, :blocks].all())
+        seen: Counter[tuple[bool, bool]] = Counter()
+
+        def read() -> bool:
+            """Many times. Whether both happened: what was read held, and what did not hold was different."""
+            for number in range(READS):
+                block = number % blocks
+                generation, copy = cache[-1, block : block + 1].copy(), cache[block].copy()
+                held = view.leading(u32(block), generation, 1) == 1
+                seen[held, bool((copy == generation).all())] += 1
+            return seen[True, True] > 0 and seen[False, False] > 0
+
+        eventually(read)
+        assert seen[True, False] == 0
+
+
+def test_a_number_is_never_read_in_halves() -> None:
+    with Worker(nursery("test_generations"), Owner, BLOCKS, name="an owner") as owner:
+        table_fd, _ = taken(owner)
+        view = GenerationView.open(table_fd, ME, BLOCKS)
+        owner.tell("carry")
+        os.close(table_fd)
+        every, seen = np.arange(BLOCKS, dtype=np.uint32), set[int]()
+        eventually(lambda: view.counters.min() > 2)
+
+        def read() -> bool:
+            for _ in range(READS // 4):
+                seen.update(view.counters.take(every).tolist())
+            return len(seen) > 1
+
+        eventually(read)
+        assert seen == {0xFFFF_FFFE, 0x1_0000_0000}
+
+
+def test_a_table_outlives_its_owner_as_it_was() -> None:
+    with Worker(nursery("test_generations"), Owner, BLOCKS, name="an owner") as owner:
+        table_fd, _ = taken(owner)
+        view = GenerationView.open(table_fd, ME, BLOCKS)
+        os.close(table_fd)
+        owner.kill()
+        assert view.leading(u32(0, 1), u64(2, 2), 1) == 2
+    before = tables_mapped()
+    del view
+    assert tables_mapped() == before - 1

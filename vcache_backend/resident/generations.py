@@ -1,0 +1,178 @@
+"""Which bytes a block of a KV cache holds: a counter for each block, in memory that its owner writes and all others only read.
+
+A counter changes before its block may be written again, so whoever finds the published even number after a copy has copied what the
+number stood for. Odd: the block is being handed out, and equals nothing.
+
+One memfd: a page with the header (`_HEADER`), then the counters, little-endian, 64 bits each, aligned, so that none is ever read in
+halves. It is sealed: its size does not change, and only its owner, who mapped it before, can write it.
+
+Nothing here is a fence. The owner stores the counter and then has the block written, the reader loads the block and then the counter:
+x86-64 keeps stores in order, and loads too (TSO), and no compiler moves numpy's across a call. On other machines both classes refuse.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import platform
+import stat
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from vcache_backend.errors import SegmentError, raising_as
+
+MAGIC = b"vcache-g"
+VERSION = 1
+INSTANCE_BYTES = 16
+MAX_BLOCKS = 1 << 28
+MACHINE = "x86_64"
+_HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQ")
+"""Magic, version, 1 once the owner gave the table up, instance, blocks."""
+_DEAD_AT = 12
+F_SEAL_FUTURE_WRITE = 0x10
+"""Linux 5.1; not in Python's fcntl before 3.13."""
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | F_SEAL_FUTURE_WRITE
+"""What every reader insists on: a file that shrinks under a mapping is a SIGBUS, and one that others write says nothing."""
+
+UInt32s = npt.NDArray[np.uint32]
+UInt64s = npt.NDArray[np.uint64]
+
+
+class Generations:
+    """The owner's table. One thread, the scheduler's; `give_up` from any. `fd` is for others, and stays this object's.
+
+    counters: as they are now, one for each of `blocks`. All start at 2, and 0 is never published.
+    """
+
+    def __init__(self, instance: bytes, blocks: int) -> None:
+        """Raises SegmentError where there is no memory or descriptor for it, or the machine does not order stores."""
+        _check_machine()
+        if len(instance) != INSTANCE_BYTES or not 0 < blocks <= MAX_BLOCKS:
+            raise SegmentError(
+                f"a generation table needs {INSTANCE_BYTES} bytes of instance and 1 to {MAX_BLOCKS:,} blocks, "
+                f"not {len(instance)} and {blocks:,}"
+            )
+        self.instance, self.blocks = instance, blocks
+        with raising_as({OSError: SegmentError}, f"generation table of {blocks:,} blocks"), ExitStack() as undo:
+            self.fd = os.memfd_create("vcache-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            undo.callback(os.close, self.fd)
+            os.ftruncate(self.fd, _size(blocks))
+            self._memory = mmap.mmap(self.fd, _size(blocks))
+            undo.callback(self._release)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+            self._undo = undo.pop_all()
+        self.counters: UInt64s = np.frombuffer(self._memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks)
+        self.counters[:] = 2
+        _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks)
+
+    def change(self, blocks: Sequence[int]) -> None:
+        """These may be written by somebody else from now on. IndexError, and no change, if one of them is none of the cache's."""
+        self.counters[np.asarray(blocks, dtype=np.intp)] += np.uint64(2)
+
+    def change_all(self) -> None:
+        """What every block holds means something else from now on."""
+        self.counters += np.uint64(2)
+
+    def give_up(self) -> None:
+        """Nothing here is to be believed any more, whatever happens next. Never raises."""
+        with suppress(ValueError, TypeError):  # closed, which gave it up
+            struct.pack_into("<I", self._memory, _DEAD_AT, 1)
+
+    def close(self) -> None:
+        """Give it up, and let go of the memory: those who have it mapped see that nobody keeps it. Idempotent."""
+        self.give_up()
+        self._undo.close()
+
+    def _release(self) -> None:
+        self.counters = np.empty(0, dtype=np.uint64)
+        # Somebody else still looks at the counters: the mapping goes with that array.
+        with suppress(BufferError):
+            self._memory.close()
+
+
+class GenerationView:
+    """Another instance's table, which is mapped as long as this object lives. Any thread."""
+
+    def __init__(self, memory: mmap.mmap, instance: bytes, blocks: int) -> None:
+        self.instance, self.blocks = instance, blocks
+        self.counters: UInt64s = np.frombuffer(memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks)
+        self._dead: UInt32s = np.frombuffer(memory, dtype="<u4", offset=_DEAD_AT, count=1)
+
+    @classmethod
+    def open(cls, fd: int, instance: bytes, blocks: int) -> GenerationView:
+        """The table behind `fd`, which stays the caller's, if it is `instance`'s, of so many blocks, and sealed.
+
+        Raises SegmentError for everything else, before it is touched where touching it could kill this process.
+        """
+        _check_machine()
+        with raising_as({OSError: SegmentError}, "generation table"):
+            _check(fd, blocks)
+            memory = mmap.mmap(fd, _size(blocks), flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        magic, version, _, theirs, count = _HEADER.unpack_from(memory)
+        if magic != MAGIC or version != VERSION:
+            raise SegmentError(
+                f"generation table: begins with {magic!r}, version {version}, not {MAGIC!r}, {VERSION}; install the same vcache-backend"
+            )
+        if theirs != instance or count != blocks:
+            raise SegmentError(
+                f"generation table: of instance {theirs.hex()} with {count:,} blocks, not of {instance.hex()} with {blocks:,}"
+            )
+        return cls(memory, instance, blocks)
+
+    @property
+    def dead(self) -> bool:
+        """Whether its owner gave it up. False says nothing about an owner that was killed."""
+        return bool(self._dead[0])
+
+    def leading(self, blocks: UInt32s, generations: UInt64s, each: int) -> int:
+        """How many leading chunks, of `each` blocks, still hold what `generations` stand for.
+
+        The number of a block that is being handed out, or that the cache does not have, equals nothing; of a dead table none does.
+        """
+        count = min(len(blocks), len(generations)) // each
+        blocks, generations = blocks[: count * each], generations[: count * each]
+        now = self.counters.take(blocks, mode="clip")
+        same = (now == generations) & (generations & np.uint64(1) == 0) & (blocks < self.blocks)
+        # After the counters: an owner whose counters fail it gives up before it hands out a block.
+        if self.dead:
+            return 0
+        if same.all():
+            return count
+        return int(same.reshape(count, each).all(axis=1).argmin())
+
+
+def _check(fd: int, blocks: int) -> None:
+    """Refuse what could shrink under a mapping, be written by others, or is smaller than it should be. SegmentError, OSError."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise SegmentError(f"generation table: fd {fd} is no memfd but {stat.filemode(status.st_mode)}")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise SegmentError(f"generation table: fd {fd} is a plain file of {status.st_size:,} B, not a memfd ({error})") from error
+    if seals & SEALS != SEALS:
+        raise SegmentError(
+            f"generation table: fd {fd} has seals {seals:#x}, needs {SEALS:#x} (shrink, grow, seal, future write): others could write it"
+        )
+    if not 0 < blocks <= MAX_BLOCKS or status.st_size != _size(blocks):
+        raise SegmentError(
+            f"generation table: fd {fd} holds {status.st_size:,} B, but one of {blocks:,} blocks has {_size(blocks):,}"
+        )
+
+
+def _check_machine() -> None:
+    if platform.machine() != MACHINE:
+        raise SegmentError(
+            f"sharing in place needs a machine that orders stores and loads as {MACHINE} does, not {platform.machine()}; "
+            "set connector.share: pool"
+        )
+
+
+def _size(blocks: int) -> int:
+    """Whole pages: the header's, and the counters'."""
+    return mmap.PAGESIZE * (1 + -(-blocks * 8 // mmap.PAGESIZE))
