@@ -104,6 +104,50 @@ def test_an_empty_plan_is_complete_at_once(device: str, make: Callable[[], Copie
     assert bool((slots[0] == POISON).all())
 
 
+@COPIERS
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ((1, 0, 3), "origins 0 to 1, but there are 1"),
+        ((0, 0, 12), "blocks 0 to 12, but there are 12"),
+        ((-1, 0, 3), "origins -1"),
+    ],
+)
+def test_a_pull_to_no_block_or_from_no_origin_is_refused(
+    device: str, make: Callable[[], Copier], row: tuple[int, int, int], why: str
+) -> None:
+    kv, _, _ = request(device)
+    before = [page.clone() for page in kv.pages]
+    with pytest.raises(LayoutError, match=why):
+        make().pull(kv, np.array([(0, 0, 0), row]), kv.planes[None, :, 0])
+    with pytest.raises(LayoutError, match=r"origins of 6 planes are needed; given are \(2, 3\) and \(1, 5\)"):
+        make().pull(kv, np.array([(0, 0, 0), (0, 0, 1)]), kv.planes[None, :5, 0])
+    assert all(torch.equal(page, was) for page, was in zip(kv.pages, before, strict=True))
+
+
+@COPIERS
+def test_a_pull_moves_blocks_of_another_cache_and_of_its_own(device: str, make: Callable[[], Copier]) -> None:
+    mine, theirs = (PagedKV.describe(tensors(device, 3, blocks), BLOCK) for blocks in (12, 20))
+    expected = [page.clone() for page in mine.pages]
+    for page, other in zip(expected, theirs.pages, strict=True):
+        page[2], page[11], page[7] = other[19], other[0], page[4].clone()
+    rows = np.array([(0, 19 * theirs.planes[0, 1], 2), (0, 0, 11), (1, 4 * mine.planes[0, 1], 7)])
+    held = Held()
+    alive = weakref.ref(held)
+    pulled = make().pull(mine, rows, np.stack([theirs.planes[:, 0], mine.planes[:, 0]]), None, held)
+    del held
+    assert pulled.wait(10)
+    gc.collect()
+    assert alive() is None
+    assert all(torch.equal(page, right) for page, right in zip(mine.pages, expected, strict=True))
+
+
+@COPIERS
+def test_a_pull_of_nothing_is_complete_at_once(device: str, make: Callable[[], Copier]) -> None:
+    kv, _, _ = request(device)
+    assert make().pull(kv, np.empty((0, 3), dtype=np.int64), kv.planes[None, :, 0]).done()
+
+
 # ---- completions
 
 
@@ -209,6 +253,24 @@ def test_the_cuda_copier_moves_the_bytes_the_host_copier_moves() -> None:
         cache.fill_(POISON)
     assert copier.scatter(kv, copy, views(slots)).wait(10)
     assert all(torch.equal(cache, right) for cache, right in zip(caches, before, strict=True))
+
+
+@pytest.mark.gpu
+def test_what_a_pull_reads_is_held_until_it_is_over() -> None:
+    _, kv, _, _ = large(1)
+    _, other, _, _ = large(1)
+    held = Held()
+    alive = weakref.ref(held)
+    torch.cuda._sleep(LONG)
+    rows = np.stack([np.zeros(256, dtype=np.int64), np.arange(256) * other.planes[0, 1], np.arange(256)], axis=1)
+    pulled = CudaCopier(0).pull(kv, rows, other.planes[None, :, 0], None, held)
+    del held
+    gc.collect()
+    assert not pulled.done()
+    assert alive() is not None
+    assert pulled.wait(10)
+    assert alive() is None
+    assert torch.equal(kv.pages[0], other.pages[0])
 
 
 @pytest.mark.gpu

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime import interpreter
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool import kernels, reference
+from vcache_backend.vram_pool.copier import slot_rows
 from vcache_backend.vram_pool.kernels import Tuning
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.paged import Int64s, PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks
+from vcache_backend.vram_pool.slots import SlotView
 
 POISON = 0xA5
 SMALL = Tuning(ctas=3, block_bytes=512, num_warps=4, stages=3)
@@ -64,10 +68,16 @@ def twin(kv: PagedKV) -> PagedKV:
 
 
 def run_kernel(kv: PagedKV, copy: CopyPlan, slots: list[Tensor], to_slot: bool, tuning: Tuning) -> None:
-    rows = np.empty((kernels.table_rows(kv, copy), 3), dtype=np.int64)
-    aligned = kernels.fill_table(kv, copy, np.array([slot.data_ptr() for slot in slots], dtype=np.int64), rows)
-    table = torch.from_numpy(rows).to(kv.device)
-    kernels.launch(kv, copy, table, to_slot=to_slot, tuning=tuning, aligned=aligned)
+    launch(kv, *slot_rows(kv, copy, [SlotView.over(slot, local=True) for slot in slots]), to_slot, tuning)
+
+
+def launch(kv: PagedKV, rows: Int64s, origins: Int64s, to_origin: bool, tuning: Tuning, many: bool | None = None) -> int:
+    """Returns the alignment."""
+    filled = np.empty((kernels.table_rows(kv, rows, origins), 3), dtype=np.int64)
+    aligned = kernels.fill_table(kv, rows, origins, filled)
+    table, many = torch.from_numpy(filled).to(kv.device), len(origins) > 1 if many is None else many
+    kernels.launch(kv, len(rows), table, to_origin=to_origin, tuning=tuning, many=many, aligned=aligned)
+    return aligned
 
 
 def check(kv: PagedKV, copy: CopyPlan, slots: int, to_slot: bool, tuning: Tuning, shift: int = 0) -> None:
@@ -181,10 +191,11 @@ def test_blocks_with_gaps_between_them_keep_what_lies_in_the_gaps(device: str) -
 
 def test_addresses_beyond_32_bits_survive_the_table() -> None:
     kv = cache((12, 4, 64), 4, "cpu")
-    copy = some(kv, 2)
-    table = np.empty((kernels.table_rows(kv, copy), 3), dtype=np.int64)
     high = (1 << 46) + (5 << 32) + 16
-    assert kernels.fill_table(kv, copy, np.array([high], dtype=np.int64), table) == 16
+    slot = SlotView(high, kv.chunk_bytes(8), True, torch.empty(0), 0)
+    rows, origins = slot_rows(kv, some(kv, 2), [slot])
+    table = np.empty((kernels.table_rows(kv, rows, origins), 3), dtype=np.int64)
+    assert kernels.fill_table(kv, rows, origins, table) == 16
     assert table[2:, 0].tolist() == [high, high + kv.page_bytes]
     assert table[:2, 0].tolist() == [page.data_ptr() for page in kv.pages]
 
@@ -206,10 +217,144 @@ def test_a_block_far_from_the_first_one_is_addressed_in_64_bits() -> None:
 
 def test_a_copy_of_too_many_pieces_is_refused() -> None:
     kv = cache((12, 4, 64), 4, "cpu")
-    copy = some(kv, 2)
-    huge = replace(copy, blocks=np.broadcast_to(copy.blocks[:1], (1 << 30, 3)))
     with pytest.raises(LayoutError, match="is too large; move fewer chunks at once"):
-        kernels.launch(kv, huge, torch.empty(0), to_slot=True, tuning=SMALL)
+        kernels.launch(kv, 1 << 30, torch.empty(0), to_origin=True, tuning=SMALL)
+
+
+# ---- out of other KV caches, and out of them and slots at once
+
+
+class Owners(NamedTuple):
+    """KV caches of others, their planes' addresses, and bytes from block to block; tensors: what keeps them."""
+
+    caches: list[PagedKV]
+    tensors: list[Tensor]
+    origins: Int64s
+
+    def rows(self, chosen: list[tuple[int, int, int]]) -> Int64s:
+        """(owner, its block, the reader's block)."""
+        strides = [int(kv.planes[0, 1]) for kv in self.caches]
+        return np.array([(owner, block * strides[owner], place) for owner, block, place in chosen], dtype=np.int64).reshape(-1, 3)
+
+
+def owners(count: int, page_bytes: int, layers: int, device: str, gaps: list[int], shift: int = 0) -> Owners:
+    """Each with its own number of blocks, and `gaps[i]` bytes from the end of a block to the next one."""
+    caches, tensors, bases = [], [], []
+    for owner in range(count):
+        blocks, stride = 7 + 3 * owner, page_bytes + gaps[owner]
+        raw = [noise((shift + blocks * stride,), torch.uint8, device, 31 * owner + layer) for layer in range(layers)]
+        pages = tuple(memory.as_strided((blocks, page_bytes), (stride, 1), shift) for memory in raw)
+        planes = np.array([(page.data_ptr(), stride) for page in pages], dtype=np.int64)
+        fields = {"layers": layers, "parts": 1, "page_bytes": page_bytes, "block_size": 4, "num_blocks": blocks, "name": "x"}
+        caches.append(PagedKV(raw[0].device, "uint8", pages=pages, planes=planes, **fields))  # type: ignore[arg-type]
+        tensors += raw
+        bases.append(planes[:, 0])
+    return Owners(caches, tensors, np.array(bases))
+
+
+def taken(reader: PagedKV, there: Owners, chosen: list[tuple[int, int, int]]) -> list[Tensor]:
+    """What the reader's pages must be: poison, and the owners' bytes in the places chosen. By indexing alone."""
+    pages = [torch.full_like(page, POISON) for page in reader.pages]
+    for owner, block, place in chosen:
+        for page, source in zip(pages, there.caches[owner].pages, strict=True):
+            page[place] = source[block]
+    return pages
+
+
+def choose(count: int, there: Owners, reader: PagedKV, seed: int) -> list[tuple[int, int, int]]:
+    random = np.random.default_rng(seed)
+    places = random.permutation(reader.num_blocks)[:count].tolist()
+    owned = [int(random.integers(len(there.caches))) for _ in places]
+    return [
+        (owner, int(random.integers(there.caches[owner].num_blocks)), place) for owner, place in zip(owned, places, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize(("page_bytes", "gaps"), [(8, 0), (512, 512), (1032, 24), (50, 2)])
+@TUNINGS
+@DEVICE
+def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
+    count: int, page_bytes: int, gaps: int, tuning: Tuning, device: str
+) -> None:
+    there = owners(count, page_bytes, 3, device, [gaps * (owner + 1) for owner in range(count)])
+    reader = owners(1, page_bytes, 3, device, [16]).caches[0]
+    chosen = choose(6, there, reader, page_bytes + count)
+    expected = taken(reader, there, chosen)
+    for page in reader.pages:
+        page.fill_(POISON)
+    launch(reader, there.rows(chosen), there.origins, False, tuning)
+    assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_the_reference_of_a_pull_is_what_indexing_gives(data: st.DataObject) -> None:
+    page_bytes, count, layers = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    there = owners(count, page_bytes, layers, "cpu", data.draw(st.lists(st.integers(0, 40), min_size=count, max_size=count)))
+    reader = owners(1, page_bytes, layers, "cpu", [data.draw(st.integers(0, 9))]).caches[0]
+    chosen = choose(data.draw(st.integers(0, 7)), there, reader, data.draw(st.integers(0, 999)))
+    expected = taken(reader, there, chosen)
+    for page in reader.pages:
+        page.fill_(POISON)
+    reference.pull(reader, there.rows(chosen), there.origins)
+    assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))
+
+
+@settings(max_examples=25)
+@given(st.data())
+@pytest.mark.skipif(COMPILED, reason="needs TRITON_INTERPRET=1, which GPU runs do not set")
+def test_the_kernel_pulls_what_the_reference_pulls(data: st.DataObject) -> None:
+    page_bytes, count = data.draw(st.sampled_from([8, 48, 100, 513])), data.draw(st.integers(1, 4))
+    there = owners(count, page_bytes, 2, "cpu", data.draw(st.lists(st.integers(0, 40), min_size=count, max_size=count)))
+    found, right = (owners(1, page_bytes, 2, "cpu", [data.draw(st.integers(0, 9))]).caches[0] for _ in range(2))
+    rows = there.rows(choose(data.draw(st.integers(1, 7)), there, right, data.draw(st.integers(0, 999))))
+    for page in (*found.pages, *right.pages):
+        page.fill_(POISON)
+    tuning = data.draw(st.sampled_from([SMALL, REGISTERS, replace(SMALL, ctas=1), replace(SMALL, ctas=9)]))
+    launch(found, rows, there.origins, False, tuning)
+    reference.pull(right, rows, there.origins)
+    assert all(torch.equal(mine, other) for mine, other in zip(found.pages, right.pages, strict=True))
+
+
+@TUNINGS
+@DEVICE
+def test_slots_and_other_caches_are_read_in_one_launch(tuning: Tuning, device: str) -> None:
+    kv = cache((12, 4, 64), 4, device)
+    other, found = cache((9, 4, 64), 4, device), twin(kv)
+    copy = some(kv, 4)
+    slots = [noise((kv.chunk_bytes(8),), torch.uint8, device, 7 + i) for i in range(2)]
+    rows, origin = slot_rows(kv, copy, [SlotView.over(slot, local=True) for slot in slots])
+    free = sorted(set(range(12)) - set(copy.blocks[:, 2].tolist()))
+    for page in (*kv.pages, *found.pages):
+        page.fill_(POISON)
+    reference.scatter(kv, copy, slots)
+    for mine, theirs in zip(kv.pages, other.pages, strict=True):
+        mine[free[0]], mine[free[1]] = theirs[8], theirs[0]
+    more = np.array([(1, 8 * other.planes[0, 1], free[0]), (1, 0, free[1])], dtype=np.int64)
+    launch(found, np.concatenate([more[:1], rows, more[1:]]), np.concatenate([origin, other.planes[None, :, 0]]), False, tuning)
+    assert all(torch.equal(mine, right) for mine, right in zip(found.pages, kv.pages, strict=True))
+
+
+@pytest.mark.parametrize(("shift", "gap", "aligned"), [(0, 0, 16), (8, 0, 8), (0, 8, 8), (4, 16, 4), (0, 2, 2), (1, 16, 1)])
+@DEVICE
+def test_words_are_as_wide_as_the_owners_addresses_and_strides_allow(shift: int, gap: int, aligned: int, device: str) -> None:
+    there = owners(2, 512, 2, device, [0, gap], shift)
+    reader = owners(1, 512, 2, device, [0]).caches[0]
+    chosen = [(0, 1, 0), (1, 3, 1), (1, 2, 5)]
+    expected = taken(reader, there, chosen)
+    for page in reader.pages:
+        page.fill_(POISON)
+    assert launch(reader, there.rows(chosen), there.origins, False, SMALL) == aligned
+    assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))
+
+
+def test_one_origin_is_not_looked_up() -> None:
+    """Small copies would feel one more look-up before their first byte; the table of one origin ends with its rows."""
+    there = owners(1, 512, 2, "cpu", [0])
+    assert kernels.table_rows(there.caches[0], there.rows([(0, 1, 0)]), there.origins) == 3
+    both = np.concatenate([there.origins, there.origins])
+    assert kernels.table_rows(there.caches[0], there.rows([(0, 1, 0)]), both) == 3 + 2
 
 
 def test_tunings_are_chosen_by_place_and_bounded_by_max_ctas() -> None:

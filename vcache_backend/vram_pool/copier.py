@@ -8,14 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool import reference
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.paged import Int64s, PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
@@ -66,6 +68,25 @@ class Copier(Protocol):
         """Copy slots into KV blocks. Work queued before this call reads the old bytes, work queued after it the new ones."""
         ...
 
+    def pull(
+        self,
+        kv: PagedKV,
+        rows: Int64s,
+        origins: Int64s,
+        after: Mark | None = None,
+        keep: object = None,
+        *,
+        local: bool = False,
+    ) -> Completion:
+        """Copy blocks from anywhere into KV blocks, in one launch, ordered as `scatter` is.
+
+        rows: (n, 3) int64: number of an origin, offset in bytes, KV block. origins: (k, planes) int64: the page of plane p of row r is
+        the bytes from address `origins[r's origin, p] + r's offset` on. Nobody here can tell what lies there: the caller answers for
+        it until the copy is over, until when this holds on to `keep`. local: all of it is on the KV cache's device.
+        Raises LayoutError, and moves nothing, where rows name a block or an origin that there is not.
+        """
+        ...
+
     def mark(self) -> Mark:
         """Now, in the work of the current stream."""
         ...
@@ -104,6 +125,23 @@ class HostCopier:
     def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Finished:
         return self._run(reference.scatter, kv, plan, slots)
 
+    def pull(
+        self,
+        kv: PagedKV,
+        rows: Int64s,
+        origins: Int64s,
+        after: Mark | None = None,
+        keep: object = None,
+        *,
+        local: bool = False,
+    ) -> Finished:
+        check_rows(kv, rows, origins)
+        if kv.device.type != "cpu":
+            raise LayoutError(f"the KV cache is on {kv.device}, and this copier knows addresses of host memory only")
+        started = time.perf_counter()
+        reference.pull(kv, rows, origins)
+        return Finished(time.perf_counter() - started)
+
     def mark(self) -> Mark:
         return Finished(0.0)
 
@@ -134,3 +172,36 @@ def check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
     smallest = min(slots, key=lambda slot: slot.nbytes, default=None)
     if smallest is not None and smallest.nbytes < need:
         raise LayoutError(f"a chunk needs {need:,} B but slot {slots.index(smallest)} has {smallest.nbytes:,} B")
+
+
+def check_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
+    """LayoutError unless every row has its origin and its place in the KV cache."""
+    planes = len(kv.planes)
+    if rows.ndim != 2 or rows.shape[1] != 3 or origins.ndim != 2 or origins.shape[1] != planes:
+        raise LayoutError(f"rows of 3 and origins of {planes} planes are needed; given are {rows.shape} and {origins.shape}")
+    for column, name, count in ((0, "origin", len(origins)), (2, "block", kv.num_blocks)):
+        low, high = int(rows[:, column].min(initial=0)), int(rows[:, column].max(initial=-1))
+        if low < 0 or high >= count:
+            raise LayoutError(f"a copy names {name}s {low} to {high}, but there are {count}")
+
+
+def slot_rows(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> tuple[Int64s, Int64s]:
+    """Rows and origin, as `Copier.pull` takes them, of a copy out of slots, which are one origin: a plane begins in each of them where it
+    does in a chunk. Raises LayoutError like `check`."""
+    check(kv, plan, slots)
+    addresses = np.array([slot.address for slot in slots], dtype=np.int64)
+    rows = np.empty((len(plan.blocks), 3), dtype=np.int64)
+    rows[:, 0] = 0
+    rows[:, 1] = addresses[plan.blocks[:, 0]]
+    rows[:, 1] += plan.blocks[:, 1]
+    rows[:, 2] = plan.blocks[:, 2]
+    return rows, plane_offsets(len(kv.planes), kv.parts, plan.chunk_size // kv.block_size, kv.page_bytes)
+
+
+@lru_cache
+def plane_offsets(planes: int, parts: int, blocks: int, page_bytes: int) -> Int64s:
+    """Shape (1, planes): where in a chunk of so many blocks the first page of each plane is. Not to be written to."""
+    layer, part = np.divmod(np.arange(planes, dtype=np.int64), parts)
+    offsets: Int64s = ((layer * blocks * parts + part) * page_bytes)[None]
+    offsets.flags.writeable = False
+    return offsets

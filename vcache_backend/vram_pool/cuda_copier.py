@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from vcache_backend.errors import LayoutError, VCacheError, raising_as
 from vcache_backend.vram_pool import cuda_driver, kernels
-from vcache_backend.vram_pool.copier import Completion, Finished, Mark, check
-from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks
+from vcache_backend.vram_pool.copier import Completion, Finished, Mark, check_rows, slot_rows
+from vcache_backend.vram_pool.paged import Int64s, PagedKV
+from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 CLOSE_SECONDS = 5.0
@@ -95,16 +94,30 @@ class CudaCopier:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
         with torch.cuda.device(self.device):
             table = torch.empty((len(kv.planes), 3), dtype=torch.int64, device=self.device)
-            nothing = plan_blocks(kv, kv.block_size, np.empty(0, dtype=np.int64))
             for tuning in (kernels.PEER, kernels.LOCAL):
-                for to_slot in (True, False):
-                    kernels.launch(kv, nothing, table, to_slot=to_slot, tuning=tuning)
+                for to_origin, many in ((True, False), (False, False), (False, True)):
+                    kernels.launch(kv, 0, table, to_origin=to_origin, many=many, tuning=tuning)
 
     def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
-        return self._run(self._gathers, kv, plan, slots, after, to_slot=True)
+        rows, origins = slot_rows(kv, plan, slots)
+        return self._run(self._gathers, kv, rows, origins, after, tuple(slots), _all_local(slots), to_origin=True)
 
     def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
-        return self._run(self._scatters, kv, plan, slots, after, to_slot=False)
+        rows, origins = slot_rows(kv, plan, slots)
+        return self._run(self._scatters, kv, rows, origins, after, tuple(slots), _all_local(slots))
+
+    def pull(
+        self,
+        kv: PagedKV,
+        rows: Int64s,
+        origins: Int64s,
+        after: Mark | None = None,
+        keep: object = None,
+        *,
+        local: bool = False,
+    ) -> Completion:
+        check_rows(kv, rows, origins)
+        return self._run(self._scatters, kv, rows, origins, after, keep, local)
 
     def mark(self) -> CudaMark:
         return CudaMark(torch.cuda.current_stream(self.device).record_event())
@@ -121,40 +134,48 @@ class CudaCopier:
         self,
         side: torch.cuda.Stream,
         kv: PagedKV,
-        plan: CopyPlan,
-        slots: Sequence[SlotView],
+        rows: Int64s,
+        origins: Int64s,
         after: Mark | None,
+        keep: object,
+        local: bool,
         *,
-        to_slot: bool,
+        to_origin: bool = False,
     ) -> Completion:
-        check(kv, plan, slots)
         if kv.device != self.device:
             raise LayoutError(f"the KV cache is on {kv.device} but this copier drives {self.device}")
-        if not plan.nbytes:
+        if not len(rows):
             return Finished(0.0)
         # What a kernel uses must live until it ends, even if the caller gave up and dropped its completion.
         with self._lock:
             self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
-        local = all(slot.local for slot in slots)
         tuning = kernels.tuning_for(local=local, max_ctas=0 if local else self.max_ctas)
-        rows = kernels.table_rows(kv, plan)
-        addresses = np.array([slot.address for slot in slots], dtype=np.int64)
+        size, many = kernels.table_rows(kv, rows, origins), len(origins) > 1
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # The current device belongs to the thread, and launches go by it. Everything here is queued by handle: torch's stream
         # contexts and copies would cost the host as much as the rest of a retrieve.
         with torch.cuda.device(self.device) if torch.cuda.current_device() != self.device.index else nullcontext():
-            table = self._table(rows, side)
-            aligned = kernels.fill_table(kv, plan, addresses, table.array[:rows])
+            table = self._table(size, side)
+            aligned = kernels.fill_table(kv, rows, origins, table.array[:size])
             current = torch.cuda.current_stream()
             try:
                 # Before the wait, so that the table travels while earlier work still computes.
-                table.upload(rows, self._driver, side.cuda_stream)
+                table.upload(size, self._driver, side.cuda_stream)
                 if isinstance(after, CudaMark):
                     side.wait_event(after.event)
                 else:
                     self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
                 start.record(side)
-                kernels.launch(kv, plan, table.there, to_slot=to_slot, tuning=tuning, aligned=aligned, stream=side.cuda_stream)
+                kernels.launch(
+                    kv,
+                    len(rows),
+                    table.there,
+                    to_origin=to_origin,
+                    many=many,
+                    tuning=tuning,
+                    aligned=aligned,
+                    stream=side.cuda_stream,
+                )
                 end.record(side)
                 if after is None:
                     current.wait_event(end)
@@ -162,7 +183,7 @@ class CudaCopier:
                 # The current stream may not be waiting for the kernel: nothing may run behind the caller's back.
                 side.synchronize()
                 raise
-        completion = CudaCompletion(self.device, start, end, (kv, tuple(slots)), lambda: self._tables.append(table))
+        completion = CudaCompletion(self.device, start, end, (kv, keep), lambda: self._tables.append(table))
         with self._lock:
             self._under_way.append(completion)
         return completion
@@ -178,6 +199,10 @@ class CudaCopier:
         # that has not run, and the table is written without waiting for that.
         with torch.cuda.stream(side):
             return kernels.Table(max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device, self._driver)
+
+
+def _all_local(slots: Sequence[SlotView]) -> bool:
+    return all(slot.local for slot in slots)
 
 
 def _poll(done: Callable[[], bool], timeout_s: float) -> bool:

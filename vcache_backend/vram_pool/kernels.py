@@ -1,13 +1,18 @@
-"""One Triton kernel that moves all layers and all chunks of a request in one launch. Reference: `reference.gather`, `.scatter`.
+"""One Triton kernel that moves all layers and all chunks of a request in one launch. Reference: `reference.gather`, `.pull`.
 
 Its input is one int64 table of rows of three, on the device of the KV cache:
 
-    planes   (layers * parts): address of block 0, bytes from block to block, offset of the plane in a chunk
-    blocks   address of the virtual block in its slot (plane 0), block id, 0
+    planes    (layers * parts): address of block 0, bytes from block to block, base of the plane in origin 0
+    blocks    offset of the block from the bases of its origin, block id, where in the table (in words) the bases of its origin begin
+    origins   the bases of each origin, one behind the other; left out where there is only one
 
-Addresses are raw, so slots may lie in any segment on any device that the executing one can reach. A fixed number of programs
-strides over (plane, row, piece of a page). Pages are software-pipelined: while one piece is written, the next ones and the table
-rows they need are on their way, which hides NVLink's two microseconds.
+An origin is memory in which the planes of a block lie at fixed distances: somebody's KV cache, whose bases are addresses and whose
+offsets are multiples of its stride; or all slots of all segments, whose bases are the planes' offsets in a chunk and whose offsets
+are addresses. Addresses are raw, so an origin may lie on any device that the executing one can reach. A copy with one origin finds
+its base beside the plane: it is not to wait for one more look-up before its first byte, which small copies would feel.
+
+A fixed number of programs strides over (plane, row, piece of a page). Pages are software-pipelined: while one piece is written, the
+next ones and the table rows they need are on their way, which hides NVLink's two microseconds.
 """
 
 # Triton's decorator has no types, and its arguments are Triton's own.
@@ -29,7 +34,6 @@ from torch import Tensor
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.cuda_driver import Driver
 from vcache_backend.vram_pool.paged import Int64s, PagedKV, alignment
-from vcache_backend.vram_pool.planner import CopyPlan
 
 _COLUMNS = tl.constexpr(3)
 
@@ -51,10 +55,10 @@ class Tuning:
 
 
 PEER = Tuning(ctas=64)
-"""For slots on another GPU. 64 programs of four warps, with 48 KiB of shared memory each, fill the links at every size: measured
+"""For origins on another GPU. 64 programs of four warps, with 48 KiB of shared memory each, fill the links at every size: measured
 on two H200 over NVLink, see docs/benchmarks.md."""
 LOCAL = Tuning(ctas=264, block_bytes=32 << 10, num_warps=16, stages=1)
-"""For slots on the GPU of the KV cache, where only many programs reach the memory's bandwidth. Same source."""
+"""For origins on the GPU of the KV cache, where only many programs reach the memory's bandwidth. Same source."""
 
 
 def tuning_for(*, local: bool, max_ctas: int = 0) -> Tuning:
@@ -79,55 +83,51 @@ class Table:
         driver.copy_async(*self._addresses, rows * 24, stream)
 
 
-def table_rows(kv: PagedKV, plan: CopyPlan) -> int:
+def table_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> int:
     """Rows, of 3 columns, of the table that `fill_table` fills."""
-    return len(kv.planes) + len(plan.blocks)
+    return len(kv.planes) + len(rows) + (-(-origins.size // 3) if len(origins) > 1 else 0)
 
 
-def fill_table(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) -> int:
-    """Write the kernel's table. `addresses`: (slots,) int64, of the plan's slots. Returns their alignment in bytes, up to 16."""
-    planes = len(kv.planes)
+def fill_table(kv: PagedKV, rows: Int64s, origins: Int64s, table: Int64s) -> int:
+    """Write the kernel's table for the copy of `rows`, see `Copier.pull`. Returns the alignment of the pages there, up to 16."""
+    planes, end = len(kv.planes), len(kv.planes) + len(rows)
     table[:planes, :2] = kv.planes
-    table[:planes, 2] = _plane_offsets(planes, kv.parts, plan.chunk_size // kv.block_size, kv.page_bytes)
-    table[planes:, 0] = addresses[plan.blocks[:, 0]] + plan.blocks[:, 1]
-    table[planes:, 1] = plan.blocks[:, 2]
-    table[planes:, 2] = 0
-    return alignment(int(np.bitwise_or.reduce(addresses, initial=0)))
-
-
-@lru_cache
-def _plane_offsets(planes: int, parts: int, blocks: int, page_bytes: int) -> Int64s:
-    layer, part = np.divmod(np.arange(planes, dtype=np.int64), parts)
-    offsets: Int64s = (layer * blocks * parts + part) * page_bytes
-    return offsets
+    table[:planes, 2] = origins[0]
+    table[planes:end, :2] = rows[:, 1:]
+    table[planes:end, 2] = rows[:, 0] * planes + end * 3
+    if len(origins) > 1:
+        table.reshape(-1)[end * 3 : end * 3 + origins.size] = origins.reshape(-1)
+    return alignment(int(np.bitwise_or.reduce(rows[:, 1], initial=0)), int(np.bitwise_or.reduce(origins, axis=None)))
 
 
 def launch(
     kv: PagedKV,
-    plan: CopyPlan,
+    blocks: int,
     table: Tensor,
     *,
-    to_slot: bool,
+    to_origin: bool,
     tuning: Tuning,
+    many: bool = False,
     aligned: int = 16,
     stream: int | None = None,
 ) -> None:
-    """Run the plan on the current device, which must be the KV cache's. Compiles at the first use.
+    """Copy so many blocks on the current device, which must be the KV cache's. Compiles at the first use.
 
     table: (rows, 3) int64, filled by `fill_table`, contiguous, on that device; it must live until the kernel has run. aligned: what
-    `fill_table` returned. to_slot: gather (KV cache to slots), else scatter. stream: a stream's handle; None: the current one.
-    Returns at once. Raises LayoutError for a copy of more than 2^31 pieces.
+    `fill_table` returned. many: it has more than one origin. to_origin: gather (out of the KV cache), else into it. stream: a
+    stream's handle; None: the current one. Returns at once. Raises LayoutError for a copy of more than 2^31 pieces.
     """
     planes = len(kv.planes)
-    kernel = _compiled(kv.page_bytes, tuning, alignment(kv.aligned, aligned), planes, to_slot, kv.device)
-    pieces = len(plan.blocks) * planes * kernel.shape["PIECES"]
+    kernel = _compiled(kv.page_bytes, tuning, alignment(kv.aligned, aligned), planes, to_origin, many, kv.device)
+    pieces = blocks * planes * kernel.shape["PIECES"]
     if pieces + 2 * tuning.ctas >= 1 << 31:
-        raise LayoutError(f"a copy of {plan.nbytes:,} B in {pieces:,} pieces is too large; move fewer chunks at once")
+        nbytes = blocks * planes * kv.page_bytes
+        raise LayoutError(f"a copy of {nbytes:,} B in {pieces:,} pieces is too large; move fewer chunks at once")
     grid = (max(1, min(tuning.ctas, pieces)), 1, 1)
     if kernel.compiled is None:  # Triton's interpreter
-        copy_kernel[grid](table, len(plan.blocks), **kernel.shape)
+        copy_kernel[grid](table, blocks, **kernel.shape)
     else:
-        kernel.compiled[grid](table, len(plan.blocks), *kernel.constants, stream=stream)
+        kernel.compiled[grid](table, blocks, *kernel.constants, stream=stream)
 
 
 class _Kernel(NamedTuple):
@@ -144,11 +144,12 @@ def _compiled(
     tuning: Tuning,
     aligned: int,
     planes: int,
-    to_slot: bool,
+    to_origin: bool,
+    many: bool,
     device: torch.device,
 ) -> _Kernel:
     """Looked up once: `copy_kernel[grid]` would bind, specialise and look up all of this anew at each launch, at the host's cost."""
-    shape = _shape(page_bytes, tuning, aligned) | {"PLANES": planes, "TO_SLOT": to_slot}
+    shape = _shape(page_bytes, tuning, aligned) | {"PLANES": planes, "TO_ORIGIN": to_origin, "MANY": many}
     if not isinstance(copy_kernel, triton.JITFunction):
         return _Kernel(shape, None, ())
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -190,7 +191,7 @@ def _words(address, offsets, WORD: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _locate(table, unit, last, rows, PLANES, PIECES, PIECE_BYTES, TO_SLOT: tl.constexpr):
+def _locate(table, unit, last, rows, PLANES, PIECES, PIECE_BYTES, TO_ORIGIN: tl.constexpr, MANY: tl.constexpr):
     """Source and destination address of a piece of a block, and which piece of its page it is. Beyond `last`: the last one."""
     unit = tl.minimum(unit, last)
     piece = unit % PIECES
@@ -199,11 +200,16 @@ def _locate(table, unit, last, rows, PLANES, PIECES, PIECE_BYTES, TO_SLOT: tl.co
     plane = table + rest // rows * _COLUMNS
     start = piece.to(tl.int64) * PIECE_BYTES
     page = tl.load(plane) + tl.load(row + 1) * tl.load(plane + 1) + start
-    slot = tl.load(row) + tl.load(plane + 2) + start
-    if TO_SLOT:
-        return page, slot, piece
+    there = tl.load(row)
+    if MANY:
+        there += tl.load(table + tl.load(row + 2) + rest // rows)
     else:
-        return slot, page, piece
+        there += tl.load(plane + 2)
+    there += start
+    if TO_ORIGIN:
+        return page, there, piece
+    else:
+        return there, page, piece
 
 
 @triton.jit
@@ -227,19 +233,23 @@ def _write(address, value, piece, offsets, WORDS, EVEN: tl.constexpr, WORD, ALIG
 
 
 @triton.jit
-def _blocks_through_registers(table, rows, PLANES, PAGE_WORDS, BLOCK: tl.constexpr, PIECES, WORD: tl.constexpr, ALIGN, TO_SLOT):
+def _blocks_through_registers(
+    table, rows, PLANES, PAGE_WORDS, BLOCK: tl.constexpr, PIECES, WORD: tl.constexpr, ALIGN, TO_ORIGIN, MANY
+):
     EVEN: tl.constexpr = PAGE_WORDS % BLOCK == 0
     BYTES: tl.constexpr = BLOCK * (WORD.primitive_bitwidth // 8)
     first, step = tl.program_id(0), tl.num_programs(0)
     total = rows * PLANES * PIECES
     offsets = tl.arange(0, BLOCK)
     if first < total:
-        source, target, piece = _locate(table, first, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
+        source, target, piece = _locate(table, first, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY)
         value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-        source, next_target, next_piece = _locate(table, first + step, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
+        source, next_target, next_piece = _locate(table, first + step, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY)
         for unit in range(first + step, total, step):
             next_value = _read(source, next_piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-            source, later_target, later_piece = _locate(table, unit + step, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
+            source, later_target, later_piece = _locate(
+                table, unit + step, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
+            )
             _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
             value, target, piece = next_value, next_target, next_piece
             next_target, next_piece = later_target, later_piece
@@ -256,7 +266,8 @@ def _blocks_through_shared_memory(
     PIECES,
     WORD: tl.constexpr,
     ALIGN,
-    TO_SLOT,
+    TO_ORIGIN,
+    MANY,
     STAGES: tl.constexpr,
 ):
     EVEN: tl.constexpr = PAGE_WORDS % BLOCK == 0
@@ -265,7 +276,7 @@ def _blocks_through_shared_memory(
     offsets = tl.arange(0, BLOCK)
     # With num_stages given, the compiler turns table and data loads into asynchronous copies several iterations ahead.
     for unit in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        source, target, piece = _locate(table, unit, total - 1, rows, PLANES, PIECES, BYTES, TO_SLOT)
+        source, target, piece = _locate(table, unit, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY)
         value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
         _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
 
@@ -281,11 +292,12 @@ def copy_kernel(
     PIECES: tl.constexpr,
     WORD: tl.constexpr,
     ALIGN: tl.constexpr,
-    TO_SLOT: tl.constexpr,
+    TO_ORIGIN: tl.constexpr,
+    MANY: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Move the table's blocks. Sizes in words, strides in bytes; see the module's text."""
     if STAGES > 1:
-        _blocks_through_shared_memory(table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_SLOT, STAGES)
+        _blocks_through_shared_memory(table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_ORIGIN, MANY, STAGES)
     else:
-        _blocks_through_registers(table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_SLOT)
+        _blocks_through_registers(table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_ORIGIN, MANY)

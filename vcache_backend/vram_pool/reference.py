@@ -7,6 +7,7 @@ tensors, one for each slot index of the plan, each at least a chunk long.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,24 @@ def scatter(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> None:
             _rows(page)[ids] = _rows(slot)[_as_slice(virtual)]
         else:
             page[torch.from_numpy(ids).to(page.device)] = slot[torch.from_numpy(virtual).to(slot.device)].to(page.device)
+
+
+def pull(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
+    """Copy blocks from raw addresses of host memory into the KV cache: see `Copier.pull`."""
+    for origin, of_it in _by_slot(rows):
+        ids, offsets = of_it[:, 2], of_it[:, 1]
+        first = int(offsets.min())
+        step = int(np.gcd.reduce(offsets - first)) or kv.page_bytes
+        numbers = (offsets - first) // step
+        for plane, page in enumerate(kv.pages):
+            there = _rows_at(int(origins[origin, plane]) + first, int(numbers.max()) + 1, step, kv.page_bytes)
+            _rows(page)[ids] = there[numbers]
+
+
+def _rows_at(address: int, count: int, step: int, nbytes: int) -> npt.NDArray[np.void]:
+    """Rows of so many bytes from an address on, which begin `step` bytes apart, and may overlap. Only those that are read are touched."""
+    memory = {"data": (address, True), "shape": (count,), "strides": (step,), "typestr": f"|V{nbytes}", "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=memory))
 
 
 def _rows(table: Tensor) -> npt.NDArray[np.void]:
