@@ -68,15 +68,18 @@ def twin(kv: PagedKV) -> PagedKV:
 
 
 def run_kernel(kv: PagedKV, copy: CopyPlan, slots: list[Tensor], to_slot: bool, tuning: Tuning) -> None:
-    launch(kv, *slot_rows(kv, copy, [SlotView.over(slot, local=True) for slot in slots]), to_slot, tuning)
+    table = np.empty((kernels.table_rows(kv, len(copy.blocks)), 3), dtype=np.int64)
+    aligned = kernels.fill_slots(kv, copy, np.array([slot.data_ptr() for slot in slots], dtype=np.int64), table)
+    there = torch.from_numpy(table).to(kv.device)
+    kernels.launch(kv, len(copy.blocks), there, to_origin=to_slot, tuning=tuning, aligned=aligned)
 
 
-def launch(kv: PagedKV, rows: Int64s, origins: Int64s, to_origin: bool, tuning: Tuning, many: bool | None = None) -> int:
+def launch(kv: PagedKV, rows: Int64s, origins: Int64s, to_origin: bool, tuning: Tuning) -> int:
     """Returns the alignment."""
-    filled = np.empty((kernels.table_rows(kv, rows, origins), 3), dtype=np.int64)
+    filled = np.empty((kernels.table_rows(kv, len(rows), len(origins)), 3), dtype=np.int64)
     aligned = kernels.fill_table(kv, rows, origins, filled)
-    table, many = torch.from_numpy(filled).to(kv.device), len(origins) > 1 if many is None else many
-    kernels.launch(kv, len(rows), table, to_origin=to_origin, tuning=tuning, many=many, aligned=aligned)
+    table = torch.from_numpy(filled).to(kv.device)
+    kernels.launch(kv, len(rows), table, to_origin=to_origin, tuning=tuning, many=len(origins) > 1, aligned=aligned)
     return aligned
 
 
@@ -192,10 +195,9 @@ def test_blocks_with_gaps_between_them_keep_what_lies_in_the_gaps(device: str) -
 def test_addresses_beyond_32_bits_survive_the_table() -> None:
     kv = cache((12, 4, 64), 4, "cpu")
     high = (1 << 46) + (5 << 32) + 16
-    slot = SlotView(high, kv.chunk_bytes(8), True, torch.empty(0), 0)
-    rows, origins = slot_rows(kv, some(kv, 2), [slot])
-    table = np.empty((kernels.table_rows(kv, rows, origins), 3), dtype=np.int64)
-    assert kernels.fill_table(kv, rows, origins, table) == 16
+    copy = some(kv, 2)
+    table = np.empty((kernels.table_rows(kv, 2), 3), dtype=np.int64)
+    assert kernels.fill_slots(kv, copy, np.array([high], dtype=np.int64), table) == 16
     assert table[2:, 0].tolist() == [high, high + kv.page_bytes]
     assert table[:2, 0].tolist() == [page.data_ptr() for page in kv.pages]
 
@@ -351,10 +353,21 @@ def test_words_are_as_wide_as_the_owners_addresses_and_strides_allow(shift: int,
 
 def test_one_origin_is_not_looked_up() -> None:
     """Small copies would feel one more look-up before their first byte; the table of one origin ends with its rows."""
-    there = owners(1, 512, 2, "cpu", [0])
-    assert kernels.table_rows(there.caches[0], there.rows([(0, 1, 0)]), there.origins) == 3
-    both = np.concatenate([there.origins, there.origins])
-    assert kernels.table_rows(there.caches[0], there.rows([(0, 1, 0)]), both) == 3 + 2
+    kv = owners(1, 512, 2, "cpu", [0]).caches[0]
+    assert (kernels.table_rows(kv, 1, 1), kernels.table_rows(kv, 1, 2)) == (3, 3 + 2)
+
+
+@given(st.integers(1, 5), st.integers(0, 3))
+def test_slots_are_rows_of_one_origin(chunks: int, first: int) -> None:
+    kv = cache((12, 2, 4, 1, 8), 4, "cpu")
+    copy = plan_blocks(kv, 8, np.arange(2 * chunks), min(first, chunks))
+    views = [SlotView((1 << 40) + 7 * i * kv.chunk_bytes(8), kv.chunk_bytes(8), True, torch.empty(0), 0) for i in range(chunks)]
+    rows, origins = slot_rows(kv, copy, views)
+    quick, slow = (np.empty((kernels.table_rows(kv, len(rows)), 3), dtype=np.int64) for _ in range(2))
+    kernels.fill_slots(kv, copy, np.array([view.address for view in views], dtype=np.int64), quick)
+    kernels.fill_table(kv, rows, origins, slow)
+    assert np.array_equal(quick[: len(kv.planes)], slow[: len(kv.planes)])
+    assert np.array_equal(quick[:, :2], slow[:, :2])
 
 
 def test_tunings_are_chosen_by_place_and_bounded_by_max_ctas() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool import reference
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan
+from vcache_backend.vram_pool.planner import CopyPlan, plane_offsets
 from vcache_backend.vram_pool.slots import SlotView
 
 _Move = Callable[[PagedKV, CopyPlan, Sequence[Tensor]], None]
@@ -196,12 +195,3 @@ def slot_rows(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> tuple[I
     rows[:, 1] += plan.blocks[:, 1]
     rows[:, 2] = plan.blocks[:, 2]
     return rows, plane_offsets(len(kv.planes), kv.parts, plan.chunk_size // kv.block_size, kv.page_bytes)
-
-
-@lru_cache
-def plane_offsets(planes: int, parts: int, blocks: int, page_bytes: int) -> Int64s:
-    """Shape (1, planes): where in a chunk of so many blocks the first page of each plane is. Not to be written to."""
-    layer, part = np.divmod(np.arange(planes, dtype=np.int64), parts)
-    offsets: Int64s = ((layer * blocks * parts + part) * page_bytes)[None]
-    offsets.flags.writeable = False
-    return offsets

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from vcache_backend.errors import LayoutError, VCacheError, raising_as
 from vcache_backend.vram_pool import cuda_driver, kernels
-from vcache_backend.vram_pool.copier import Completion, Finished, Mark, check_rows, slot_rows
+from vcache_backend.vram_pool.copier import Completion, Finished, Mark, check, check_rows
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
@@ -72,6 +73,34 @@ class CudaCompletion:
         return float(self._start.elapsed_time(self.end)) / 1000 if self.done() else None
 
 
+class _Slots:
+    """A copy between a KV cache and slots. Holds on to them. Raises LayoutError."""
+
+    origins = 1
+
+    def __init__(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
+        check(kv, plan, slots)
+        self.kv, self.blocks, self._plan, self._slots = kv, len(plan.blocks), plan, tuple(slots)
+        self.local = all(slot.local for slot in slots)
+
+    def fill(self, table: Int64s) -> int:
+        """Write the kernel's table; the alignment of the slots."""
+        return kernels.fill_slots(self.kv, self._plan, np.array([slot.address for slot in self._slots], dtype=np.int64), table)
+
+
+class _Rows:
+    """A copy into a KV cache from anywhere, see `Copier.pull`. Holds on to `keep`. Raises LayoutError."""
+
+    def __init__(self, kv: PagedKV, rows: Int64s, origins: Int64s, keep: object, local: bool) -> None:
+        check_rows(kv, rows, origins)
+        self.kv, self.blocks, self.origins, self.local = kv, len(rows), len(origins), local
+        self._rows, self._bases, self._keep = rows, origins, keep
+
+    def fill(self, table: Int64s) -> int:
+        """Write the kernel's table; the alignment of what is read."""
+        return kernels.fill_table(self.kv, self._rows, self._bases, table)
+
+
 class CudaCopier:
     """Copies with the Triton kernel, on two streams of GPU `ordinal`: one for gathers, one for scatters.
 
@@ -99,12 +128,10 @@ class CudaCopier:
                     kernels.launch(kv, 0, table, to_origin=to_origin, many=many, tuning=tuning)
 
     def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
-        rows, origins = slot_rows(kv, plan, slots)
-        return self._run(self._gathers, kv, rows, origins, after, tuple(slots), _all_local(slots), to_origin=True)
+        return self._run(self._gathers, _Slots(kv, plan, slots), after, to_origin=True)
 
     def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
-        rows, origins = slot_rows(kv, plan, slots)
-        return self._run(self._scatters, kv, rows, origins, after, tuple(slots), _all_local(slots))
+        return self._run(self._scatters, _Slots(kv, plan, slots), after)
 
     def pull(
         self,
@@ -116,8 +143,7 @@ class CudaCopier:
         *,
         local: bool = False,
     ) -> Completion:
-        check_rows(kv, rows, origins)
-        return self._run(self._scatters, kv, rows, origins, after, keep, local)
+        return self._run(self._scatters, _Rows(kv, rows, origins, keep, local), after)
 
     def mark(self) -> CudaMark:
         return CudaMark(torch.cuda.current_stream(self.device).record_event())
@@ -130,33 +156,23 @@ class CudaCopier:
         for stream in (self._gathers, self._scatters):
             _poll(stream.query, CLOSE_SECONDS)
 
-    def _run(
-        self,
-        side: torch.cuda.Stream,
-        kv: PagedKV,
-        rows: Int64s,
-        origins: Int64s,
-        after: Mark | None,
-        keep: object,
-        local: bool,
-        *,
-        to_origin: bool = False,
-    ) -> Completion:
+    def _run(self, side: torch.cuda.Stream, job: _Slots | _Rows, after: Mark | None, *, to_origin: bool = False) -> Completion:
+        kv = job.kv
         if kv.device != self.device:
             raise LayoutError(f"the KV cache is on {kv.device} but this copier drives {self.device}")
-        if not len(rows):
+        if not job.blocks:
             return Finished(0.0)
         # What a kernel uses must live until it ends, even if the caller gave up and dropped its completion.
         with self._lock:
             self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
-        tuning = kernels.tuning_for(local=local, max_ctas=0 if local else self.max_ctas)
-        size, many = kernels.table_rows(kv, rows, origins), len(origins) > 1
+        tuning = kernels.tuning_for(local=job.local, max_ctas=0 if job.local else self.max_ctas)
+        size = kernels.table_rows(kv, job.blocks, job.origins)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # The current device belongs to the thread, and launches go by it. Everything here is queued by handle: torch's stream
         # contexts and copies would cost the host as much as the rest of a retrieve.
         with torch.cuda.device(self.device) if torch.cuda.current_device() != self.device.index else nullcontext():
             table = self._table(size, side)
-            aligned = kernels.fill_table(kv, rows, origins, table.array[:size])
+            aligned = job.fill(table.array[:size])
             current = torch.cuda.current_stream()
             try:
                 # Before the wait, so that the table travels while earlier work still computes.
@@ -168,10 +184,10 @@ class CudaCopier:
                 start.record(side)
                 kernels.launch(
                     kv,
-                    len(rows),
+                    job.blocks,
                     table.there,
                     to_origin=to_origin,
-                    many=many,
+                    many=job.origins > 1,
                     tuning=tuning,
                     aligned=aligned,
                     stream=side.cuda_stream,
@@ -183,7 +199,7 @@ class CudaCopier:
                 # The current stream may not be waiting for the kernel: nothing may run behind the caller's back.
                 side.synchronize()
                 raise
-        completion = CudaCompletion(self.device, start, end, (kv, keep), lambda: self._tables.append(table))
+        completion = CudaCompletion(self.device, start, end, job, lambda: self._tables.append(table))
         with self._lock:
             self._under_way.append(completion)
         return completion
@@ -199,10 +215,6 @@ class CudaCopier:
         # that has not run, and the table is written without waiting for that.
         with torch.cuda.stream(side):
             return kernels.Table(max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device, self._driver)
-
-
-def _all_local(slots: Sequence[SlotView]) -> bool:
-    return all(slot.local for slot in slots)
 
 
 def _poll(done: Callable[[], bool], timeout_s: float) -> bool:

@@ -34,6 +34,7 @@ from torch import Tensor
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.cuda_driver import Driver
 from vcache_backend.vram_pool.paged import Int64s, PagedKV, alignment
+from vcache_backend.vram_pool.planner import CopyPlan, plane_offsets
 
 _COLUMNS = tl.constexpr(3)
 
@@ -83,9 +84,21 @@ class Table:
         driver.copy_async(*self._addresses, rows * 24, stream)
 
 
-def table_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> int:
-    """Rows, of 3 columns, of the table that `fill_table` fills."""
-    return len(kv.planes) + len(rows) + (-(-origins.size // 3) if len(origins) > 1 else 0)
+def table_rows(kv: PagedKV, blocks: int, origins: int = 1) -> int:
+    """Rows, of 3 columns, of the table of a copy of so many blocks."""
+    planes = len(kv.planes)
+    return planes + blocks + (-(-origins * planes // 3) if origins > 1 else 0)
+
+
+def fill_slots(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) -> int:
+    """`fill_table` of a copy to or out of slots, in half the time. addresses: (slots,) int64, of the plan's slots."""
+    planes = len(kv.planes)
+    table[:planes, :2] = kv.planes
+    table[:planes, 2] = plane_offsets(planes, kv.parts, plan.chunk_size // kv.block_size, kv.page_bytes)
+    table[planes:, 0] = addresses[plan.blocks[:, 0]] + plan.blocks[:, 1]
+    table[planes:, 1] = plan.blocks[:, 2]
+    table[planes:, 2] = 0
+    return alignment(int(np.bitwise_or.reduce(addresses, initial=0)))
 
 
 def fill_table(kv: PagedKV, rows: Int64s, origins: Int64s, table: Int64s) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -100,3 +101,12 @@ def _blocks_in(kv: PagedKV, chunk_size: int) -> int:
 def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:
     named = f"blocks {low} to {high}"
     return LayoutError(f"slot_mapping names {named} but the KV cache has {kv.num_blocks} blocks of {kv.block_size} tokens")
+
+
+@lru_cache
+def plane_offsets(planes: int, parts: int, blocks: int, page_bytes: int) -> Int64s:
+    """Shape (1, planes): where in a chunk of so many blocks the first page of each plane is. Not to be written to."""
+    layer, part = np.divmod(np.arange(planes, dtype=np.int64), parts)
+    offsets: Int64s = ((layer * blocks * parts + part) * page_bytes)[None]
+    offsets.flags.writeable = False
+    return offsets
