@@ -1,6 +1,11 @@
 """Times: to first token on a hit, on a miss, and between the tokens of running requests while another one loads.
 
 All on otherwise idle GPUs, one request at a time unless said otherwise, the variants in turn within each round.
+
+Prompts of hits end `TAIL` tokens after their last whole chunk, as almost all do: then a hit in vLLM's own prefix cache, by our connector
+and through LMCache leaves the same tokens to compute. Of a prompt that ends with a chunk vLLM and our connector compute the last block,
+LMCache the last token, which vLLM 0.26 takes for a decode: one whole CUDA graph where the others launch one a layer and wait for the
+host. The row `4k_whole` shows such a prompt.
 """
 
 from __future__ import annotations
@@ -26,6 +31,11 @@ TPOT = {"lmcache": 1.10, "vllm": 1.05}
 LOAD = "16k"
 EVERY = 1.0
 OFTEN = 0.1
+TAIL = 8
+"""Tokens after the last whole chunk: fewer than a block."""
+WHOLE = "4k"
+REPEATS = {"1k": 3, "4k": 3}
+"""How often a round asks short prompts, 1 for all others: the host takes most of their time, and its times spread."""
 
 SIDES = {"vcache": ("a", "b"), "lmcache": ("lm_a", "lm_b")}
 """Who stores and who hits. lmcache: through LMCache, beside our own connector."""
@@ -55,10 +65,18 @@ def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, varia
         if turn > 2 and clock.left < 25:
             break
         clock.check(15)
-        for name, length in fleet.scale.lengths.items():
-            _round(fleet, prompts.new(length), name, samples if turn else defaultdict(list), able, short)
+        order = able if turn % 2 else able[::-1]
+        for name, length in _lengths(fleet).items():
+            for _ in range(REPEATS.get(name, 1)):
+                _round(fleet, prompts.new(length), name, samples if turn else defaultdict(list), order, short)
         print(f"  round {turn} of {rounds}: {clock.spent:.0f} s into the run", flush=True)
     return _rows(fleet, samples, speed, short)
+
+
+def _lengths(fleet: Fleet) -> dict[str, int]:
+    """Of the prompts, by the name rows give them."""
+    lengths = fleet.scale.lengths
+    return {name: length + TAIL for name, length in lengths.items()} | {f"{WHOLE}_whole": lengths[WHOLE]}
 
 
 def _starts(fleet: Fleet, variant: str) -> bool:
@@ -72,11 +90,9 @@ def _starts(fleet: Fleet, variant: str) -> bool:
 
 
 def _round(fleet: Fleet, prompt: list[int], name: str, samples: Samples, variants: Sequence[str], short: list[str]) -> None:
-    """One prompt through all variants."""
+    """One prompt through all variants. Every hit comes after its instance had nothing to do for as long as others took to compute it."""
     due = fleet.scale.hit(len(prompt))
-    alone = fleet.instance("alone")
-    samples["recompute", name].append(_ttft(alone, prompt)[0])
-    samples["prefix", name].append(_ttft(alone, prompt)[0])
+    samples["recompute", name].append(_ttft(fleet.instance("alone"), prompt)[0])
     for variant in variants:
         writer, reader = SIDES[variant]
         fleet.make_room(len(prompt))
@@ -88,6 +104,7 @@ def _round(fleet: Fleet, prompt: list[int], name: str, samples: Samples, variant
             samples[variant, name].append(seconds)
         else:
             short.append(f"{variant} {name}: {cached} of {due}")
+    samples["prefix", name].append(_ttft(fleet.instance("alone"), prompt)[0])
 
 
 def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
@@ -101,7 +118,7 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str]) ->
         what = "the copy engine between the two GPUs in this run"
         rows.append(row(f"{fleet.integration}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(short)}" if short else ""
-    for name, length in fleet.scale.lengths.items():
+    for name, length in _lengths(fleet).items():
         held = {
             variant: [1e3 * value for value in samples.get((variant, name), [])] for variant in ("recompute", "prefix", *SIDES)
         }

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 from ..processes import Child
 from ..results import Clock, Row, fraction, row
 from .fleet import Fleet
-from .latency import ALLOWED_COPY, copy_engine
+from .latency import ALLOWED_COPY, TAIL, copy_engine
 from .prompts import Prompts
 
 LENGTH = "16k"
-TAIL = 8
 NEW_TOKENS = 16
 WARM_UP = 2
 ALLOWED_MS = 5.0

@@ -146,11 +146,8 @@ class Meter:
 
     def count(self, name: str, amount: float, label: str = "") -> None:
         """Add to one of COUNTERS."""
-        values = COUNTERS[name].values
-        if not self._counts_tokens and name.endswith("_tokens"):
-            return
         with self._lock:
-            self._interval().count(name, amount, label if label in values else values[-1])
+            self._add(name, amount, label)
 
     def observe(self, name: str, seconds: float) -> None:
         """One observation of one of HISTOGRAMS."""
@@ -159,16 +156,25 @@ class Meter:
 
     def loaded(self, stats: LoadStats) -> None:
         """A load of which something is in place."""
-        for tier, tokens in stats.tokens.items():
-            self.count("loaded_tokens", tokens, tier)
-            self.count("loaded_bytes", tokens * stats.token_bytes, tier)
-        self.timed("load_time_seconds", stats.metadata_seconds, stats.data_seconds)
-        self.observe("load_seconds", stats.metadata_seconds + stats.data_seconds)
+        asking, copying = stats.metadata_seconds, stats.data_seconds
+        with self._lock:
+            for tier, tokens in stats.tokens.items():
+                self._add("loaded_tokens", tokens, tier)
+                self._add("loaded_bytes", tokens * stats.token_bytes, tier)
+            self._add("load_time_seconds", asking, "metadata")
+            self._add("load_time_seconds", copying, "data")
+            self._interval().observe("load_seconds", asking + copying)
 
     def timed(self, name: str, metadata_seconds: float, data_seconds: float) -> None:
         """Add to a counter of seconds, by part."""
         self.count(name, metadata_seconds, "metadata")
         self.count(name, data_seconds, "data")
+
+    def _add(self, name: str, amount: float, label: str) -> None:
+        """Under the lock."""
+        if self._counts_tokens or not name.endswith("_tokens"):
+            values = COUNTERS[name].values
+            self._interval().count(name, amount, label if label in values else values[-1])
 
     def _interval(self) -> VCacheStats:
         self._stats = self._stats or VCacheStats()

@@ -45,6 +45,7 @@ class Stores:
         self._block_size = 0
         self._under_way: list[_Gather] = []
         self._counted: dict[tuple[str, str], int] = {}
+        self._updates = 0
 
     def open(self, session: Session, kv: PagedKV, block_size: int) -> None:
         """The KV cache is known. block_size: tokens of vLLM's blocks, which may be several of the tensors'."""
@@ -85,9 +86,10 @@ class Stores:
 
     def measure(self) -> None:
         """Tell the meter what was not stored, and what was offloaded, since the last call."""
-        if self._session is None:
+        if self._session is None or self._session.stats.updates == self._updates:
             return
         stats = self._session.stats
+        self._updates = stats.updates
         offload, written = stats.counted("offload_"), stats.counted("bytes_").get("offload_written", 0)
         counts = {("not_stored_chunks", cause): count for cause, count in stats.not_stored().items()}
         counts |= {

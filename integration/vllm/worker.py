@@ -166,7 +166,8 @@ class WorkerSide:
         # A step without a model run stores nothing, and older releases do not call `store` in it.
         self.report.flushed |= meta.flush and meta.idle
         self._stores.fence(meta)
-        mark = worker.session.copier.mark() if meta.loads else None
+        # A synchronous load needs none: the model's stream goes on behind it.
+        mark = worker.session.copier.mark() if any(load.lease is None for load in meta.loads) else None
         for spec in [spec for spec in meta.loads if not spec.lost]:
             loading = Loading(worker, spec, mark, self._model.block_size)
             (self._asynchronous if spec.lease is None else self._synchronous).append(loading)

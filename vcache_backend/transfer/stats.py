@@ -34,6 +34,8 @@ class EngineStats:
         self._times = {name: Histogram() for name in TIMES}
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
+        self.updates = 0
+        """How often something was added to the counters."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -52,6 +54,7 @@ class EngineStats:
         """Add to counters."""
         with self._lock:
             self._counts.update(amounts)
+            self.updates += 1
 
     def failed(self, cause: str) -> int:
         """One more failure of this cause; how many so far."""
