@@ -19,6 +19,7 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 
 A = chunk_key(1)
+INSTANCE = m.InstanceId(bytes(range(16)))
 REQUESTS: list[m.AnyRequest] = [
     m.Hello(1, "GPU-1", "cuda", {"model": "llama"}),
     m.AddSegment(m.SegmentId("s"), "host", "host", 4096),
@@ -40,6 +41,16 @@ REQUESTS: list[m.AnyRequest] = [
     m.Lend(4096),
     m.Unusable(m.SegmentId("s")),
     m.Report("warn", "slow"),
+    m.Join(INSTANCE, b"namespac", 64, 2, 4),
+    m.ShowCache(INSTANCE, 1, m.CacheShape("host", "host", "x", 64, 2, 1, 8, 16, 64, [(0, 0), (0, 512)], [4096])),
+    m.ShowRegion(INSTANCE, 1, 0),
+    m.OpenInstance(INSTANCE),
+    m.OpenCache(INSTANCE, 1),
+    m.OpenRegion(INSTANCE, 1, 0),
+    m.OpenProcess(INSTANCE, -1),
+    m.Publish(INSTANCE, 7, [A], bytes(16), bytes(32)),
+    m.Retract(INSTANCE, 8),
+    m.Find([A], 2, INSTANCE),
 ]
 SENT = [wire.encode(request) for request in REQUESTS]
 
@@ -199,8 +210,11 @@ def test_a_message_that_is_too_long_is_answered_and_the_door_closed(raw: Raw, by
 @pytest.mark.parametrize(
     ("first", "why"),
     [
-        (["hello", 999, "host", "host", {}], "the client speaks protocol 999, this server 4; install the same vcache-backend"),
-        (["hello", 5, {"everything": "changed"}], "no hello of protocol 4"),
+        (
+            ["hello", 999, "host", "host", {}],
+            f"speaks protocol 999, this server {m.PROTOCOL_VERSION}; install the same vcache-backend",
+        ),
+        (["hello", 6, {"everything": "changed"}], f"no hello of protocol {m.PROTOCOL_VERSION}"),
         (["stats"], "not hello"),
     ],
     ids=["another version", "a later version of another shape", "none"],

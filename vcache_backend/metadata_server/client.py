@@ -15,12 +15,13 @@ from vcache_backend.config import ClientConfig
 from vcache_backend.errors import ProtocolError, VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.channel import Channel, R, Sent
+from vcache_backend.metadata_server.channel import R, Sent
+from vcache_backend.metadata_server.resident_calls import ResidentCalls
 
 log = logging.getLogger(__name__)
 
 
-class Client(Channel):
+class Client(ResidentCalls):
     """A connection to the metadata server that comes back by itself.
 
     Any thread may call any method; requests go one after the other. Every call answers or raises within its deadline
@@ -41,6 +42,9 @@ class Client(Channel):
     ) -> None:
         """Try to connect once, within `connect_seconds`; an absent server is no error here (`require` makes it one)."""
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
+        self.on_return: list[Callable[[], None]] = []
+        """Called whenever there is a connection again, after segments were offered: to show what goes with a connection. Background
+        thread; they may call, and what they raise is logged."""
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
         self._avoided: set[m.SegmentId] = set()
         token = secrets.randbits(m.TOKEN_BITS)
@@ -211,6 +215,11 @@ class Client(Channel):
         for id_ in list(self._avoided):
             with suppress(VCacheError):
                 self.avoid(id_)
+        for returned in list(self.on_return):
+            try:
+                returned()
+            except Exception as error:
+                log.warning("after a reconnection: %s", error, exc_info=not isinstance(error, VCacheError))
 
     def _beat(self) -> None:
         infos = self.list_segments()

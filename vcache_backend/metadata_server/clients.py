@@ -180,5 +180,4 @@ class Clients:
             self._watch.left(connection.client.process)
             for reservation in connection.untold():
                 self._directory.abort(connection.client, reservation)
-            self._directory.disconnect(connection.client)
-            self._service.layouts.drop(connection.number)
+            self._service.disconnect(connection.client)

@@ -147,15 +147,15 @@ class Longest:
         return {"longest_turn_us": round(self._wall * 1e6), "longest_turn_cpu_us": round(self._cpu * 1e6)}
 
 
-def unmappable(request: m.AddSegment, fd: int) -> str:
-    """Why workers could not map `fd` as this segment, or would die of it; empty if nothing here speaks against it.
+def unmappable(medium: m.Medium, nbytes: int, fd: int, to_write: bool = True) -> str:
+    """Why workers could not map so much of `fd`, to write or only to read, or would die of it; empty if nothing here speaks against it.
 
     Whether GPU memory is what it is said to be, only its driver knows: a worker that cannot map it says so (`Unusable`).
     """
     status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
-    if flags & os.O_ACCMODE != os.O_RDWR or flags & os.O_PATH:
-        return "the fd is not open for reading and writing, as workers need it"
-    if request.medium == "cuda":
+    if flags & os.O_PATH or flags & os.O_ACCMODE not in ((os.O_RDWR,) if to_write else (os.O_RDWR, os.O_RDONLY)):
+        return f"the fd is not open for reading{' and writing' if to_write else ''}, as workers need it"
+    if medium == "cuda":
         # The driver exports memory as an open file of its own device, /dev/nvidiactl.
         return "" if stat.S_ISCHR(status.st_mode) else "the fd is a file, a memfd or a socket, no memory of a GPU"
     try:
@@ -164,8 +164,8 @@ def unmappable(request: m.AddSegment, fd: int) -> str:
         return f"the fd is no memfd ({error.strerror})"
     if seals & _RESIZES != _RESIZES:
         return f"the memfd is not sealed against shrinking, growing and other seals (it has {seals:#x}, needs {_RESIZES:#x})"
-    if seals & _READ_ONLY:
+    if to_write and seals & _READ_ONLY:
         return f"the memfd is sealed against writing (seals {seals:#x})"
-    if status.st_size < request.nbytes:
-        return f"the memfd has {status.st_size:,} B, fewer than the {request.nbytes:,} B announced"
+    if status.st_size < nbytes:
+        return f"the memfd has {status.st_size:,} B, fewer than the {nbytes:,} B announced"
     return ""

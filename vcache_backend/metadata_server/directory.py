@@ -20,6 +20,7 @@ from vcache_backend.metadata_server.epochs import Epochs
 from vcache_backend.metadata_server.leases import Leases
 from vcache_backend.metadata_server.placement import MAX_SEARCH, Entry, Peer, Segment
 from vcache_backend.metadata_server.reservations import MAX_RESERVATIONS_PER_CLIENT, Claims, Reservations
+from vcache_backend.metadata_server.residents import Residents
 
 MAX_AVOIDED = 1024
 """With more, a client's list of segments that it cannot use is rid of those that are not there."""
@@ -54,6 +55,7 @@ class Directory:
         self.leases = Leases(limits.lease_seconds, self.contents.let_go)
         self.reservations = Reservations(limits.reservation_seconds)
         self.backlog = Backlog()
+        self.residents = Residents(self.backlog, self.counters, limits.max_chunks)
         self.epochs = Epochs()
         self._claims = Claims()
         self._reserves_from = 0.0
@@ -73,6 +75,14 @@ class Directory:
             found = len(self.contents.live.leading(of_rank))
         self.counters["lookup_chunks"] += len(keys)
         self.counters["lookup_hits"] += found
+        return found
+
+    def find(self, request: m.Find) -> m.Found:
+        """Which leading chunks are pooled, for all ranks, or resident in another instance."""
+        found = self.residents.find(request, self.contents.live)
+        self.counters["lookup_chunks"] += len(request.keys)
+        self.counters["lookup_hits"] += len(found.pooled)
+        self.counters["resident_hits"] += len(found.residents) - found.residents.count([])
         return found
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
@@ -171,14 +181,14 @@ class Directory:
         return len(there)
 
     def clear(self, namespace: bytes, reset: bool = False) -> int:
-        """Forget all chunks of a namespace (all chunks with b""); how many were there. Their slots come back soon. Such as are being
-        written are forgotten, too: their reservations are void. `reset`: raise its epoch."""
+        """Forget all chunks of a namespace (all chunks with b""), resident ones, too; how many were there. Their slots come back soon. Such
+        as are being written are forgotten, too: their reservations are void. `reset`: raise its epoch."""
         self.reservations.void(self.reservations.of_namespace(namespace))
         if reset:
             self.raise_epoch(namespace)
         chunks, rest = self.contents.clear(namespace)
         self.backlog.begin(rest)
-        return chunks
+        return chunks + self.residents.clear(namespace)
 
     def raise_epoch(self, namespace: bytes) -> None:
         """Nothing is found again that was offloaded of a namespace so far, or of all with b""."""

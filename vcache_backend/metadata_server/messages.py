@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of so many bytes with a socket's ordinary buffer. A client that sends more is disconnected."""
 MAX_KEYS = 2048
@@ -21,19 +21,37 @@ MAX_LOOKED_UP = 16_384
 """Most keys times ranks of one look-up; one of more is refused in the same way."""
 MAX_SLOTS = 1024
 """Most slots that one request reserves; the keys after these are refused as FULL."""
+INSTANCE_BYTES = 16
+MAX_REGIONS = 256
+"""Most allocations in which one worker's KV cache lies."""
+MAX_PLANES = 1024
+"""Most planes (a plane: one part of one layer) of one worker's KV cache."""
+MAX_PUBLISHED = 512
+"""Most chunks of one publication; fewer if they have so many blocks that no more fit in a message."""
+MAX_REPLICAS = 2
+"""Most resident copies of one chunk that an asker is told of."""
+MAX_BLOCKS = 1 << 21
+MAX_EACH = 1024
+MAX_RANKS = 64
+"""Most blocks of an instance, blocks of a resident chunk, and workers of an instance."""
+NUMBER_BYTES = 4
+GENERATION_BYTES = 8
+"""Of a block's number and of its generation, little-endian, where messages have many of them."""
 
 ChunkKey = NewType("ChunkKey", bytes)
 """Namespace (8 bytes), prefix-chained token hash (16), rank (2, big-endian). See `vcache_backend.transfer.keys`."""
 SegmentId = NewType("SegmentId", str)
+InstanceId = NewType("InstanceId", bytes)
+"""Names one start of one EngineCore: 16 random bytes."""
+Named = Annotated[InstanceId, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Medium = Literal["cuda", "host"]
 SegmentState = Literal["live", "absent", "draining"]
 KEY_BYTES = 26
 NAMESPACE_BYTES = 8
 RANK_BYTES = 2
-Keys = Annotated[
-    list[Annotated[ChunkKey, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]],
-    msgspec.Meta(max_length=MAX_KEYS),
-]
+_Key = Annotated[ChunkKey, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Keys = Annotated[list[_Key], msgspec.Meta(max_length=MAX_KEYS)]
 SEGMENT_ID = r"\A[0-9A-Za-z_.:-]{1,64}\Z"
 MAX_SEGMENT_BYTES = 1 << 46
 """Larger than any allocation there is; what is claimed beyond it is refused before it reaches a system call."""
@@ -105,6 +123,45 @@ class Mismatch(msgspec.Struct, frozen=True, array_like=True):
     field: str
     values: list[tuple[str, list[str]]]
     advice: str
+
+
+class CacheShape(msgspec.Struct, frozen=True, array_like=True):
+    """One worker's paged KV cache, as a reader must know it to read there. Sizes in bytes.
+
+    `layout`: the order of bytes in a page; only caches with the same one read each other. `num_blocks`, `block_size` (tokens): of
+    the tensors. `stride`: from block to block, the same in all planes. `planes`: of each layer and part, layer-major, the region it lies
+    in and where in it block 0 begins. `regions`: how much of each region's fd may be mapped.
+    """
+
+    device: Text
+    medium: Medium
+    layout: Text
+    page_bytes: Bytes
+    parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLANES)]
+    layers: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLANES)]
+    num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    stride: Bytes
+    planes: Annotated[
+        list[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)], Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]]],
+        msgspec.Meta(max_length=MAX_PLANES),
+    ]
+    regions: Annotated[list[Bytes], msgspec.Meta(min_length=1, max_length=MAX_REGIONS)]
+
+
+class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
+    """One instance as the server knows it. `id` in hex. `device`: of its first worker. `pid`: its scheduler's, 0 if that is not there or
+    not visible. `resident`: chunks that others find in it. `regions`: fds of its workers' KV caches. `missing`: what is not shown yet,
+    so that nothing in it is found; empty: nothing."""
+
+    id: str
+    device: str
+    pid: int
+    blocks: int
+    resident: int
+    regions: int
+    ranks: int = 1
+    missing: str = ""
 
 
 # ---- requests
@@ -250,6 +307,100 @@ class Clear(Request, frozen=True, tag="clear"):
     reset: bool = False
 
 
+class Join(Request, frozen=True, tag="join"):
+    """An instance's scheduler shows its generation table, whose fd comes along → `Count` (1).
+
+    `blocks`: of vLLM, counted by the table. `each`: so many of them are a chunk. Refused while another process is its scheduler.
+    """
+
+    instance: Named
+    namespace: Annotated[bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+    each: Annotated[int, msgspec.Meta(ge=1, le=MAX_EACH)]
+
+
+class ShowCache(Request, frozen=True, tag="show_cache"):
+    """A worker of an instance says where its KV cache lies, before or after its scheduler joined → `Count` of regions to show now.
+
+    Refused while another process is this rank. What this rank showed before is void.
+    """
+
+    instance: Named
+    rank: Rank
+    shape: CacheShape
+
+
+class ShowRegion(Request, frozen=True, tag="show_region"):
+    """A region of the cache that this connection showed; its fd comes along → `Count` of regions still missing."""
+
+    instance: Named
+    rank: Rank
+    number: Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
+
+
+class OpenInstance(Request, frozen=True, tag="open_instance"):
+    """→ `Joined`, with the fd of the generation table. Refused unless all of the instance is shown, as are the next three."""
+
+    instance: Named
+
+
+class OpenCache(Request, frozen=True, tag="open_cache"):
+    """→ `Cache`."""
+
+    instance: Named
+    rank: Rank
+
+
+class OpenRegion(Request, frozen=True, tag="open_region"):
+    """→ `Count` (its bytes), with the region's fd."""
+
+    instance: Named
+    rank: Rank
+    number: Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
+
+
+class OpenProcess(Request, frozen=True, tag="open_process"):
+    """→ `Count` (the pid, 0 if it is not visible), with a pidfd of the process that is this rank; -1: of the scheduler."""
+
+    instance: Named
+    rank: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_RANKS)]
+
+
+class Publish(Request, frozen=True, tag="publish"):
+    """The step that wrote these chunks is over: they can be read where they lie → `Count` of chunks taken (0: the instance has not joined,
+    or the sequence is old).
+
+    Only of the connection that showed this rank's cache. `keys`: of one rank. `blocks`, `generations`: uint32 and uint64, little-endian,
+    `each` of them a key. Replaces what the instance published under the same keys, or in the same blocks, with no higher `sequence`.
+    With several ranks a chunk is found when all have published the same of it.
+    """
+
+    instance: Named
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    keys: Annotated[list[_Key], msgspec.Meta(max_length=MAX_PUBLISHED)]
+    blocks: bytes
+    generations: bytes
+
+
+class Retract(Request, frozen=True, tag="retract"):
+    """What the instance published, or will publish, with a lower sequence is void → `Count` of chunks dropped. Its scheduler's."""
+
+    instance: Named
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Find(Request, frozen=True, tag="find"):
+    """Which leading chunks are pooled, for all `ranks` ranks, or resident in an instance (keys of rank 0)? → `Found`.
+
+    `instance`: the asker, whose own chunks are left out; b"" if it is none.
+    """
+
+    keys: Keys
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
+
+
 class Stats(Request, frozen=True, tag="stats"):
     """→ `ServerStats`."""
 
@@ -341,6 +492,38 @@ class Leased(Reply, frozen=True, tag="leased"):
     epoch: int = 0
 
 
+class Joined(Reply, frozen=True, tag="joined"):
+    """The fd of the generation table comes along."""
+
+    blocks: int
+    ranks: int
+    each: int
+
+
+class Cache(Reply, frozen=True, tag="cache"):
+    shape: CacheShape
+
+
+class Resident(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A chunk in an instance's KV cache. `instance`: its place in `Found.instances`. `blocks`, `generations`: as published."""
+
+    instance: int
+    blocks: bytes
+    generations: bytes
+
+
+class Found(Reply, frozen=True, tag="found"):
+    """Of each leading chunk that is somewhere, whether it is pooled (a byte, 0 or 1), and where it is resident: at most `MAX_REPLICAS`
+    places, first the instance that has the chunk before, too. `epoch`: of the keys' namespace. `cut`: the message is full, and the
+    keys after these were not looked for."""
+
+    pooled: bytes
+    instances: list[InstanceId]
+    residents: list[list[Resident]]
+    epoch: int = 0
+    cut: bool = False
+
+
 class Count(Reply, frozen=True, tag="count"):
     count: int
 
@@ -384,10 +567,13 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     reports: list[Reported] = []
     quarantined_slots: dict[int, int] = {}
     mismatches: list[Mismatch] = []
+    instances: list[InstanceStats] = []
 
 
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
 _OfChunks = Reserve | Commit | Abort | Lookup | Acquire | Renew | Release | Contains | Touch | Remove | Clear
-AnyRequest = Hello | _OfSegments | _OfChunks | Stats | Report
+_OfInstances = Join | ShowCache | ShowRegion | OpenInstance | OpenCache | OpenRegion | OpenProcess
+_OfResidents = Publish | Retract | Find
+AnyRequest = Hello | _OfSegments | _OfChunks | _OfInstances | _OfResidents | Stats | Report
 _OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Dropped
-AnyReply = Welcome | Error | _OfOneThing | Segments | Reserved | Leased | ServerStats
+AnyReply = Welcome | Error | _OfOneThing | Segments | Reserved | Leased | Joined | Cache | Found | ServerStats

@@ -146,6 +146,11 @@ class Watch:
         elif pidfd is not None:
             os.close(pidfd)
 
+    def pidfd(self, process: ProcessId) -> int | None:
+        """A copy of the pidfd of a connected process; None if it sent none. OSError: descriptors are exhausted."""
+        known = self._processes.get(process)
+        return None if known is None or known.pidfd is None else os.dup(known.pidfd)
+
     def left(self, process: ProcessId) -> None:
         """One connection less. Its pidfd stays until the next `wait_for`."""
         self._processes[process].connections -= 1

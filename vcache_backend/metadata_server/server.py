@@ -51,7 +51,7 @@ class Server:
             undo.callback(self._watch.close)
             self._take_over(undo)
             self._undo = undo.pop_all()
-        self._watch_quarantined()
+        self._watch_processes()
 
     def _take_over(self, undo: ExitStack) -> None:
         """Start from what the server before left, and begin what this one leaves."""
@@ -64,7 +64,7 @@ class Server:
         self._legacy = Legacy(path, config.journal, epoch, self._directory, state)
         undo.callback(self._legacy.close)
         predecessor = Predecessor(self._directory, state, epoch)
-        self._service = Service(self._directory, epoch, predecessor, admission.max_segments)
+        self._service = Service(self._directory, epoch, predecessor, admission.max_segments, self._watch.pidfd)
         undo.callback(self._service.close)
         few, many = (0.005, 1.0) if config.spin_seconds is None else 2 * (config.spin_seconds,)
         spin_seconds = processes.spin(few, many)
@@ -99,7 +99,7 @@ class Server:
             longest.begin()
             for fd, mask in events:
                 if not clients.on_ready(fd, mask) and fd in self._watch:
-                    directory.process_gone(self._watch.ended(fd))
+                    self._service.process_gone(self._watch.ended(fd))
             directory.backlog.run(BACKLOG_STEPS)
             clients.answer_some()
             if now >= next_tick:
@@ -128,7 +128,7 @@ class Server:
         self._endpoint.keep_fresh()
         self._directory.tick()
         self._service.collect_dropped()
-        self._watch_quarantined()
+        self._watch_processes()
         self._clients.tick()
         absent = self._directory.absent_segments()
         if absent and time.monotonic() > self._recover_until and (lost := self._directory.forget_absent(absent)):
@@ -140,10 +140,10 @@ class Server:
         draining = directory.contents.placement.in_state("draining")
         return bool(len(directory.leases) or sum(directory.reservations.counts()) or draining)
 
-    def _watch_quarantined(self) -> None:
-        """Watch every process whose death would free slots; act at once for those that are gone already."""
-        for process in self._watch.wait_for(self._directory.reservations.processes()):
-            self._directory.process_gone(process)
+    def _watch_processes(self) -> None:
+        """Watch every process whose death would free slots or KV caches; act at once for those that are gone already."""
+        for process in self._watch.wait_for(self._directory.reservations.processes() | self._service.instances.processes()):
+            self._service.process_gone(process)
 
 
 def serve(config: ServerConfig) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import resource
 import time
+from collections.abc import Callable
 from typing import assert_never
 
 import msgspec
 
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.connection import Descriptor, Longest, unmappable
 from vcache_backend.metadata_server.directory import Directory
+from vcache_backend.metadata_server.instances import Instances
 from vcache_backend.metadata_server.layouts import Layouts, Reports
 from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.succession import Predecessor
 
 log = logging.getLogger(__name__)
@@ -26,16 +31,21 @@ _LISTED_BYTES = 100
 _LOG_LEVELS: dict[m.Level, int] = {"info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 
 
-class Refuse(Exception):
-    """The request cannot be granted; the text goes to the client, which keeps its connection."""
-
-
 class Service:
     """Answers requests. Runs in the server's one thread; owns the segments' fds from registration until they are dropped."""
 
-    def __init__(self, directory: Directory, epoch: int, predecessor: Predecessor, max_segments: int = 1024) -> None:
-        """`predecessor`: of the server that the directory was restored from."""
+    def __init__(
+        self,
+        directory: Directory,
+        epoch: int,
+        predecessor: Predecessor,
+        max_segments: int = 1024,
+        pidfd: Callable[[ProcessId], int | None] = processes.open_pidfd,
+    ) -> None:
+        """`predecessor`: of the server that the directory was restored from. `max_segments`: fds of segments, and of instances' tables and
+        regions, that are kept at most. `pidfd`: a new one of a connected process, if there can be one."""
         self.max_segments = max_segments
+        self.instances = Instances(directory.residents, self._spare, pidfd)
         self.directory = directory
         self.predecessor = predecessor
         self.epoch = epoch
@@ -84,6 +94,12 @@ class Service:
                 return m.Count(directory.touch(keys)), None
             case m.Remove(keys, force):
                 return m.Count(directory.remove(keys, force)), None
+            case m.Find():
+                return self._find(request), None
+            case m.Publish():
+                return self.instances.publish(client, request), None
+            case m.Retract():
+                return self.instances.retract(client, request), None
             case m.Clear(namespace, reset):
                 return self._clear(namespace, reset), None
             case m.AddSegment():
@@ -98,6 +114,20 @@ class Service:
                 return self._drop_segment(id_), None
             case m.ListSegments():
                 return m.Segments(directory.segment_infos()), None
+            case m.Join():
+                return self.instances.join(client, request, fds), None
+            case m.ShowCache():
+                return self.instances.show_cache(client, request), None
+            case m.ShowRegion():
+                return self.instances.show_region(client, request, fds), None
+            case m.OpenInstance(instance):
+                return self.instances.open(instance)
+            case m.OpenCache(instance, rank):
+                return self.instances.open_cache(instance, rank), None
+            case m.OpenRegion(instance, rank, number):
+                return self.instances.open_region(instance, rank, number)
+            case m.OpenProcess(instance, rank):
+                return self.instances.open_process(instance, rank)
             case m.Stats():
                 return self._stats(), None
             case m.Report(level, text):
@@ -115,6 +145,22 @@ class Service:
     def close(self) -> None:
         """Let go of all fds; host and GPU memory nobody else holds is freed."""
         self.fds.clear()
+        self.instances.close()
+
+    def disconnect(self, client: Peer) -> None:
+        """The connection is gone, and with it whatever lasts as long."""
+        self.directory.disconnect(client)
+        self.layouts.drop(client.id)
+        self.instances.disconnect(client)
+
+    def process_gone(self, process: ProcessId) -> None:
+        """The process has ended, whatever became of its connections."""
+        self.directory.process_gone(process)
+        self.instances.process_gone(process)
+
+    def _spare(self) -> int:
+        """How many more fds may be kept."""
+        return self.max_segments - len(self.fds) - self.instances.descriptors
 
     def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> m.Added:
         if len(fds) != 1:
@@ -129,10 +175,13 @@ class Service:
             return self._decline(request.id, known is not None)
         if known and not request.again:
             raise Refuse(f"segment {request.id} is known from before a restart: offer it again, or make one with another id")
-        if reason := unmappable(request, fds[0]):
+        if reason := unmappable(request.medium, request.nbytes, fds[0]):
             raise Refuse(f"segment {request.id}: {reason}")
-        if len(self.fds) >= self.max_segments:
-            raise Refuse(f"segment {request.id}: {len(self.fds)} segments are there, more would leave no descriptors for clients")
+        if self._spare() <= 0:
+            there = f"{len(self.fds)} segments are there"
+            if kept := self.instances.descriptors:
+                there += f" and {kept} fds of instances"
+            raise Refuse(f"segment {request.id}: {there}, more would leave no descriptors for clients")
         listed = sum(_LISTED_BYTES + len(id_) + len(s.device.encode()) for id_, s in self.directory.segments.items())
         if listed > MAX_LISTED_BYTES:
             raise Refuse(f"segment {request.id}: {len(self.directory.segments)} segments are there, no message could list more")
@@ -161,6 +210,12 @@ class Service:
         if len(keys) * ranks > m.MAX_LOOKED_UP:
             raise Refuse(f"lookup: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once")
         return m.Count(self.directory.lookup(keys, ranks))
+
+    def _find(self, request: m.Find) -> m.Reply:
+        keys, ranks = request.keys, request.ranks
+        if len(keys) * ranks > m.MAX_LOOKED_UP:
+            raise Refuse(f"find: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once")
+        return _in_epoch(self.directory.find(request), self.directory.epochs.of(keys))
 
     def _clear(self, namespace: bytes, reset: bool) -> m.Count:
         if len(namespace) not in (0, m.NAMESPACE_BYTES):
@@ -201,6 +256,7 @@ class Service:
             reports=self.reports.newest_last(),
             quarantined_slots=dict(directory.reservations.writers()),
             mismatches=self.layouts.mismatches(),
+            instances=self.instances.stats(),
         )
         while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES and (
             stats.reports or stats.mismatches or stats.namespaces
@@ -209,7 +265,7 @@ class Service:
         return stats
 
 
-def _in_epoch(reply: m.Leased | m.Reserved, epoch: int) -> m.Reply:
+def _in_epoch(reply: m.Leased | m.Reserved | m.Found, epoch: int) -> m.Reply:
     return msgspec.structs.replace(reply, epoch=epoch) if epoch else reply
 
 

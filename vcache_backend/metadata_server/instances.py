@@ -1,0 +1,347 @@
+"""The instances that share their KV caches in place: what each of their processes has shown, and the fds of it.
+
+What a process has shown goes with its connection, at once: nobody finds anything in the instance until it is shown again. When none of the
+instance's processes is left, nothing of it is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.connection import Descriptor, unmappable
+from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.refuse import Refuse
+from vcache_backend.metadata_server.residents import Residents
+
+MAX_INSTANCES = 64
+MAX_PARTS = 8
+"""Most instances, and most parts of instances (a scheduler's or a rank's) that one connection shows."""
+_TABLE_SEALS = (
+    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | 0x10
+)  # F_SEAL_FUTURE_WRITE: Python 3.11 has no name for it
+SCHEDULER = -1
+"""In place of a rank."""
+
+
+class ShownTable:
+    """What a scheduler has shown; `peer` is None when its connection is gone."""
+
+    def __init__(self, peer: Peer, request: m.Join, table: Descriptor) -> None:
+        self.peer: Peer | None = peer
+        self.table: Descriptor | None = table
+        self.process, self.request = peer.process, request
+        status = os.fstat(table.fd)
+        self.memory = status.st_dev, status.st_ino
+
+    def gone(self) -> None:
+        """Its connection is. (What it was stays known: the same process may come back.)"""
+        self.peer = self.table = None
+
+
+class ShownCache:
+    """What a worker has shown; `peer` is None when its connection is gone."""
+
+    def __init__(self, peer: Peer, shape: m.CacheShape) -> None:
+        self.peer: Peer | None = peer
+        self.process, self.shape = peer.process, shape
+        self.regions: dict[int, Descriptor] = {}
+
+    def gone(self) -> None:
+        """Its connection is: its fds are closed. (What it was stays known: the same process may come back.)"""
+        self.peer = None
+        self.regions = {}
+
+    @property
+    def missing(self) -> int:
+        """Regions to be shown yet."""
+        return len(self.shape.regions) - len(self.regions)
+
+
+class KnownInstance:
+    """The parts of one instance, by rank and `SCHEDULER`."""
+
+    def __init__(self) -> None:
+        self.table: ShownTable | None = None
+        self.caches: dict[int, ShownCache] = {}
+
+    def parts(self) -> Iterator[tuple[int, ShownTable | ShownCache]]:
+        """Those that are there, and those that were."""
+        if self.table is not None:
+            yield SCHEDULER, self.table
+        yield from self.caches.items()
+
+    def missing(self) -> str:
+        """What is not shown; empty if nothing in it has to be waited for."""
+        if self.table is None or self.table.peer is None:
+            return "its scheduler"
+        for rank in range(self.table.request.ranks):
+            cache = self.caches.get(rank)
+            if cache is None or cache.peer is None:
+                return f"rank {rank}"
+            if cache.missing:
+                return f"{cache.missing} regions of rank {rank}"
+        return ""
+
+
+class Instances:
+    """Called from the server's loop. Raises Refuse where something cannot be granted."""
+
+    def __init__(self, residents: Residents, spare: Callable[[], int], pidfd: Callable[[ProcessId], int | None]) -> None:
+        """`spare`: how many more fds may be kept here. `pidfd`: a new one of a process, if there can be one."""
+        self._residents, self._spare, self._pidfd = residents, spare, pidfd
+        self._of: dict[m.InstanceId, KnownInstance] = {}
+        self._parts: dict[int, set[tuple[m.InstanceId, int]]] = {}
+        """By connection: what it shows."""
+
+    @property
+    def descriptors(self) -> int:
+        """How many fds are kept."""
+        tables = sum(known.table is not None and known.table.peer is not None for known in self._of.values())
+        return tables + sum(len(cache.regions) for known in self._of.values() for cache in known.caches.values())
+
+    def processes(self) -> set[ProcessId]:
+        """Those whose end ends what they have shown, whoever else holds their connection."""
+        return {part.process for known in self._of.values() for _, part in known.parts() if part.peer is not None}
+
+    # ---- shown
+
+    def join(self, client: Peer, request: m.Join, fds: list[int]) -> m.Count:
+        """A scheduler shows its generation table."""
+        what = f"join {request.instance.hex()}"
+        if len(fds) != 1:
+            raise Refuse(f"{what}: {len(fds)} fds came along; exactly 1, the generation table's, is needed")
+        if reason := _no_table(fds[0], request.blocks):
+            raise Refuse(f"{what}: {reason}")
+        known = self._enter(client, request.instance, SCHEDULER, what)
+        before = known.table
+        known.table = shown = ShownTable(client, request, Descriptor(fds.pop()))
+        if before is None or (before.process, before.memory) != (shown.process, shown.memory):
+            self._residents.close(request.instance)
+        self._residents.open(request.instance, request.namespace, request.blocks, request.ranks, request.each)
+        self._changed(request.instance)
+        return m.Count(1)
+
+    def show_cache(self, client: Peer, request: m.ShowCache) -> m.Count:
+        """A worker says what its cache is."""
+        instance, rank, shape = request.instance, request.rank, request.shape
+        what = f"show_cache {instance.hex()}, rank {rank}"
+        if reason := misfit(shape):
+            raise Refuse(f"{what}: {reason}")
+        known = self._enter(client, instance, rank, what)
+        before = known.caches.get(rank)
+        known.caches[rank] = ShownCache(client, shape)
+        if before is not None and (before.process, before.shape) != (client.process, shape):
+            self._residents.empty(instance)
+        self._changed(instance)
+        return m.Count(len(shape.regions))
+
+    def show_region(self, client: Peer, request: m.ShowRegion, fds: list[int]) -> m.Count:
+        """A worker shows one region of its cache."""
+        instance, rank, number = request.instance, request.rank, request.number
+        what = f"show_region {instance.hex()}, rank {rank}, region {number}"
+        cache = self._own(client, instance, rank, what)
+        if number >= len(cache.shape.regions):
+            raise Refuse(f"{what}: its cache has {len(cache.shape.regions)} regions")
+        if len(fds) != 1:
+            raise Refuse(f"{what}: {len(fds)} fds came along; exactly 1 is needed")
+        if reason := unmappable(cache.shape.medium, cache.shape.regions[number], fds[0], to_write=False):
+            raise Refuse(f"{what}: {reason}")
+        self._room(what)
+        cache.regions[number] = Descriptor(fds.pop())
+        self._changed(instance)
+        return m.Count(cache.missing)
+
+    def owns(self, client: Peer, instance: m.InstanceId, rank: int) -> bool:
+        """Whether it is this connection that shows a part."""
+        return (instance, rank) in self._parts.get(client.id, ())
+
+    # ---- published
+
+    def publish(self, client: Peer, request: m.Publish) -> m.Count:
+        """Chunks of the rank that this connection shows."""
+        instance, keys = request.instance, request.keys
+        if instance not in self._of or not keys:
+            return m.Count(0)
+        rank = int.from_bytes(keys[0][-m.RANK_BYTES :], "big")
+        if not self.owns(client, instance, rank):
+            raise Refuse(f"publish {instance.hex()}: this connection has shown no cache of its rank {rank}")
+        return m.Count(self._residents.publish(rank, request))
+
+    def retract(self, client: Peer, request: m.Retract) -> m.Count:
+        """What one of its parts says of all that the instance has published."""
+        instance = request.instance
+        if instance not in self._of:
+            return m.Count(0)
+        if not any(one == instance for one, _ in self._parts.get(client.id, ())):
+            raise Refuse(f"retract {instance.hex()}: this connection is no part of it")
+        return m.Count(self._residents.retract(instance, request.sequence))
+
+    # ---- opened
+
+    def open(self, instance: m.InstanceId) -> tuple[m.Joined, Descriptor]:
+        """The table of an instance of which all is shown."""
+        shown = self._whole(instance, f"open_instance {instance.hex()}").table
+        assert shown is not None
+        assert shown.table is not None
+        return m.Joined(shown.request.blocks, shown.request.ranks, shown.request.each), shown.table
+
+    def open_cache(self, instance: m.InstanceId, rank: int) -> m.Cache:
+        """What one worker's cache is."""
+        return m.Cache(self._cache(instance, rank, "open_cache").shape)
+
+    def open_region(self, instance: m.InstanceId, rank: int, number: int) -> tuple[m.Count, Descriptor]:
+        """One region of one worker's cache."""
+        cache = self._cache(instance, rank, "open_region")
+        if number not in cache.regions:
+            raise Refuse(
+                f"open_region {instance.hex()}, rank {rank}: there are {len(cache.regions)} regions, none has number {number}"
+            )
+        return m.Count(cache.shape.regions[number]), cache.regions[number]
+
+    def open_process(self, instance: m.InstanceId, rank: int) -> tuple[m.Count, Descriptor]:
+        """A pidfd of one of its processes."""
+        what = f"open_process {instance.hex()}, rank {rank}"
+        part = self._whole(instance, what).table if rank == SCHEDULER else self._cache(instance, rank, "open_process")
+        assert part is not None
+        try:
+            pidfd = self._pidfd(part.process)
+        except OSError as error:
+            raise Refuse(f"{what}: no pidfd of pid {part.process.pid}: {error}") from error
+        if pidfd is None:
+            raise Refuse(f"{what}: pid {part.process.pid} is gone, or sent no pidfd with its hello")
+        return m.Count(part.process.pid), Descriptor(pidfd)
+
+    # ---- gone
+
+    def disconnect(self, client: Peer) -> None:
+        """The connection is gone, and what it showed with it."""
+        for instance, rank in self._parts.pop(client.id, ()):
+            known = self._of[instance]
+            part = known.table if rank == SCHEDULER else known.caches[rank]
+            if part is not None and part.peer is client:
+                part.gone()
+                self._changed(instance)
+
+    def process_gone(self, process: ProcessId) -> None:
+        """The process has ended, though a child of it may hold its connection open."""
+        peers = {part.peer.id: part.peer for known in self._of.values() for _, part in known.parts() if part.peer is not None}
+        for peer in peers.values():
+            if peer.process == process:
+                self.disconnect(peer)
+
+    def close(self) -> None:
+        """Let go of all fds."""
+        self._of.clear()
+
+    def stats(self) -> list[m.InstanceStats]:
+        """What people see."""
+        return [self._stats(instance, known) for instance, known in self._of.items()]
+
+    # ---- inside
+
+    def _stats(self, instance: m.InstanceId, known: KnownInstance) -> m.InstanceStats:
+        table = known.table if known.table is not None and known.table.peer is not None else None
+        return m.InstanceStats(
+            id=instance.hex(),
+            device=known.caches[min(known.caches)].shape.device if known.caches else "",
+            pid=table.process.pid if table is not None else 0,
+            blocks=table.request.blocks if table is not None else 0,
+            resident=self._residents.count(instance),
+            regions=sum(len(cache.regions) for cache in known.caches.values()),
+            ranks=table.request.ranks if table is not None else len(known.caches),
+            missing=known.missing(),
+        )
+
+    def _enter(self, client: Peer, instance: m.InstanceId, rank: int, what: str) -> KnownInstance:
+        """The instance of which this connection becomes a part, in place of an earlier connection of the same process."""
+        known = self._of.get(instance)
+        part = None if known is None else known.table if rank == SCHEDULER else known.caches.get(rank)
+        if part is not None and part.peer is not None and part.process != client.process:
+            raise Refuse(f"{what}: pid {part.process.pid} is that; an instance's id names one start of one instance")
+        if not self.owns(client, instance, rank):
+            mine = self._parts.setdefault(client.id, set())
+            if len(mine) >= MAX_PARTS:
+                raise Refuse(
+                    f"{what}: this connection shows {len(mine)} parts of instances already; connect once more for others"
+                )
+            if known is None and len(self._of) >= MAX_INSTANCES:
+                raise Refuse(f"{what}: {len(self._of)} instances share in place, no server takes more")
+        if rank == SCHEDULER and (part is None or part.peer is None):
+            self._room(what)
+        if known is None:
+            known = self._of[instance] = KnownInstance()
+        if part is not None and part.peer is not None:
+            self._parts[part.peer.id].discard((instance, rank))
+        self._parts.setdefault(client.id, set()).add((instance, rank))
+        return known
+
+    def _own(self, client: Peer, instance: m.InstanceId, rank: int, what: str) -> ShownCache:
+        known = self._of.get(instance)
+        if known is None or not self.owns(client, instance, rank):
+            raise Refuse(f"{what}: this connection has not shown that cache")
+        return known.caches[rank]
+
+    def _room(self, what: str) -> None:
+        if self._spare() <= 0:
+            raise Refuse(
+                f"{what}: {self.descriptors} fds of instances are kept, more would leave none for clients; raise ulimit -n"
+            )
+
+    def _whole(self, instance: m.InstanceId, what: str) -> KnownInstance:
+        known = self._of.get(instance)
+        if known is None:
+            raise Refuse(f"{what}: it is not here, or not any more")
+        if missing := known.missing():
+            raise Refuse(f"{what}: {missing} is not here yet, or not any more")
+        return known
+
+    def _cache(self, instance: m.InstanceId, rank: int, verb: str) -> ShownCache:
+        what = f"{verb} {instance.hex()}, rank {rank}"
+        known = self._whole(instance, what)
+        if rank not in known.caches or known.caches[rank].peer is None:
+            raise Refuse(f"{what}: it has no such rank")
+        return known.caches[rank]
+
+    def _changed(self, instance: m.InstanceId) -> None:
+        """A part came or went."""
+        known = self._of[instance]
+        if all(part.peer is None for _, part in known.parts()):
+            del self._of[instance]
+            self._residents.close(instance)
+        else:
+            self._residents.show(instance, not known.missing())
+
+
+def misfit(shape: m.CacheShape) -> str:
+    """Why no cache can be so; empty if nothing speaks against it."""
+    if len(shape.planes) != shape.layers * shape.parts:
+        return f"{len(shape.planes)} planes of {shape.layers} layers with {shape.parts} parts"
+    if shape.num_blocks > 1 and shape.stride < shape.page_bytes:
+        return f"pages of {shape.page_bytes:,} B every {shape.stride:,} B"
+    spans = (shape.num_blocks - 1) * shape.stride + shape.page_bytes
+    for plane, (region, offset) in enumerate(shape.planes):
+        if region >= len(shape.regions):
+            return f"plane {plane} lies in region {region} of {len(shape.regions)}"
+        if offset + spans > shape.regions[region]:
+            return f"plane {plane} ends at {offset + spans:,} B of region {region}, which has {shape.regions[region]:,} B"
+    return ""
+
+
+def _no_table(fd: int, blocks: int) -> str:
+    """Why readers could not trust `fd` to be a table that only its owner changes, and that stays; empty if they can."""
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH) not in (os.O_RDONLY, os.O_RDWR):
+        return "the fd is not open for reading"
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        return f"the fd is no memfd ({error.strerror})"
+    if seals & _TABLE_SEALS != _TABLE_SEALS:
+        what = "sealed against shrinking, growing, other seals and others' writing"
+        return f"the memfd is not {what} (it has {seals:#x}, needs {_TABLE_SEALS:#x})"
+    if (nbytes := os.fstat(fd).st_size) < blocks * m.GENERATION_BYTES:
+        return f"the memfd has {nbytes:,} B, too few for the generations of {blocks:,} blocks"
+    return ""

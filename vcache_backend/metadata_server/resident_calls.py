@@ -1,0 +1,137 @@
+"""The requests about instances that share their KV caches in place, as typed calls."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC
+
+import msgspec
+
+from vcache_backend.errors import ProtocolError, VCacheError
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.channel import Channel, R, Sent
+
+_PUBLISHED_BYTES = m.MAX_MESSAGE_BYTES - 256
+_KEY_BYTES = m.KEY_BYTES + 2
+"""Of a publication's message for its chunks, and of a key in there."""
+
+
+class ResidentCalls(Channel, ABC):
+    """Part of `Client`, whose contract holds here: deadlines, which errors, any thread. An fd that is sent stays the caller's, one that is
+    returned is the caller's to close."""
+
+    # ---- an owner's
+
+    def join(self, instance: bytes, namespace: bytes, blocks: int, ranks: int, each: int, fd: int) -> None:
+        """An instance's scheduler shows its generation table, `fd`, on this connection; to be done again after a reconnection."""
+        request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each)
+        self._call(request, m.Count, self._config.control_seconds, fd)
+
+    def show_cache(self, instance: bytes, rank: int, shape: m.CacheShape) -> int:
+        """A worker says where its KV cache lies; how many regions are to be shown now. To be done again after a reconnection."""
+        return self._call(m.ShowCache(m.InstanceId(instance), rank, shape), m.Count, self._config.control_seconds).count
+
+    def show_region(self, instance: bytes, rank: int, number: int, fd: int) -> int:
+        """A worker shows one region of its cache; how many are missing yet."""
+        request = m.ShowRegion(m.InstanceId(instance), rank, number)
+        return self._call(request, m.Count, self._config.control_seconds, fd).count
+
+    def publish(self, instance: bytes, sequence: int, keys: list[m.ChunkKey], blocks: bytes, generations: bytes) -> int:
+        """Chunks of one rank can be read where they lie, from now on; how many were taken. In several requests if there are many."""
+        taken, most = 0, _most(len(keys), blocks)
+        deadline = time.perf_counter() + self._config.request_seconds
+        for start in range(0, len(keys), most):
+            part = _publication(instance, sequence, keys, blocks, generations, start, most)
+            taken += self._call(part, m.Count, deadline - time.perf_counter()).count
+        return taken
+
+    def send_publish(
+        self, instance: bytes, sequence: int, keys: list[m.ChunkKey], blocks: bytes, generations: bytes
+    ) -> Sent[m.Count] | None:
+        """`publish` without waiting for the answer; None, and nothing is sent, if one request cannot tell so much."""
+        if len(keys) > _most(len(keys), blocks):
+            return None
+        return self._send(m.Publish(m.InstanceId(instance), sequence, keys, blocks, generations), m.Count)
+
+    def retract(self, instance: bytes, sequence: int) -> int:
+        """Whatever the instance publishes with a lower sequence is void; how many chunks it had published so."""
+        return self._call(m.Retract(m.InstanceId(instance), sequence), m.Count).count
+
+    # ---- a reader's
+
+    def find(self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b"") -> m.Found:
+        """Where the leading chunks are that are anywhere, but for what is resident in `instance`. In several requests if it takes them."""
+        deadline = time.perf_counter() + self._config.request_seconds
+        most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
+        found = m.Found(b"", [], [])
+        while True:
+            part = keys[len(found.pooled) :][:most]
+            more = self._call(m.Find(part, ranks, m.InstanceId(instance)), m.Found, deadline - time.perf_counter())
+            found = _joined(found, more) if found.pooled else more
+            if len(found.pooled) == len(keys) or not more.pooled or (len(more.pooled) < len(part) and not more.cut):
+                return msgspec.structs.replace(found, cut=False) if found.cut else found
+
+    def send_find(self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b"") -> Sent[m.Found] | None:
+        """`find` without waiting for the answer; None if one request cannot ask for so many. Its answer may be `cut`."""
+        most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
+        return self._send(m.Find(keys, ranks, m.InstanceId(instance)), m.Found) if len(keys) <= most else None
+
+    def open_instance(self, instance: bytes) -> tuple[m.Joined, int]:
+        """An instance's generation table."""
+        return self._open(m.OpenInstance(m.InstanceId(instance)), m.Joined)
+
+    def open_cache(self, instance: bytes, rank: int) -> m.CacheShape:
+        """Where one of its workers' KV cache lies."""
+        return self._call(m.OpenCache(m.InstanceId(instance), rank), m.Cache).shape
+
+    def open_region(self, instance: bytes, rank: int, number: int) -> int:
+        """The fd of one region of that cache."""
+        return self._open(m.OpenRegion(m.InstanceId(instance), rank, number), m.Count)[1]
+
+    def open_process(self, instance: bytes, rank: int) -> int:
+        """A pidfd of the process that is one of its ranks; -1: its scheduler."""
+        return self._open(m.OpenProcess(m.InstanceId(instance), rank), m.Count)[1]
+
+    def _open(self, request: m.Request, kind: type[R]) -> tuple[R, int]:
+        """An answer that comes with an fd."""
+        fds: list[int] = []
+        try:
+            reply = self._call(request, kind, received=fds)
+            if len(fds) != 1:
+                raise ProtocolError(f"{type(request).__name__}: {len(fds)} fds came along; exactly 1 was due")
+        except VCacheError:
+            wire.close_fds(fds)
+            raise
+        return reply, fds[0]
+
+
+def _most(keys: int, blocks: bytes) -> int:
+    """How many of these chunks one publication can tell."""
+    each = len(blocks) // m.NUMBER_BYTES // max(1, keys)
+    return max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // (_KEY_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES))))
+
+
+def _publication(
+    instance: bytes, sequence: int, keys: list[m.ChunkKey], blocks: bytes, generations: bytes, start: int, most: int
+) -> m.Publish:
+    """The `most` chunks from `start` on. What does not fit together is sent as it is, for the server to refuse."""
+    if len(keys) <= most:
+        return m.Publish(m.InstanceId(instance), sequence, keys, blocks, generations)
+    numbers, counts = len(blocks) // len(keys), len(generations) // len(keys)
+    stop = start + most
+    return m.Publish(
+        m.InstanceId(instance),
+        sequence,
+        keys[start:stop],
+        blocks[start * numbers : stop * numbers],
+        generations[start * counts : stop * counts],
+    )
+
+
+def _joined(first: m.Found, then: m.Found) -> m.Found:
+    """Two answers, the second about the keys after those of the first."""
+    instances = list(dict.fromkeys([*first.instances, *then.instances]))
+    place = [instances.index(instance) for instance in then.instances]
+    moved = [[msgspec.structs.replace(one, instance=place[one.instance]) for one in here] for here in then.residents]
+    return m.Found(first.pooled + then.pooled, instances, first.residents + moved, then.epoch, then.cut)
