@@ -1,0 +1,165 @@
+"""Instances that share in place, for the tests: a KV cache in memory that others can map, an owner in a process of its own, and what a
+reader sees of it."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from kv_cases import SMALL, Sizes
+from processes import PATIENT, Stage, Worker, nursery
+
+from vcache_backend.config import ClientConfig
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import InstanceId
+from vcache_backend.resident.exported import Region, Shown, cache_shape
+from vcache_backend.resident.generations import Generations, GenerationView
+from vcache_backend.resident.neighbours import Neighbour
+from vcache_backend.vram_pool import host_segment
+from vcache_backend.vram_pool.copier import HostCopier
+from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.paged import PagedKV
+
+HOST = Device("host", "host")
+NAMESPACE = b"resident"
+EACH = 2
+"""Blocks of a chunk."""
+
+
+def instance(number: int) -> InstanceId:
+    return InstanceId(number.to_bytes(16, "big"))
+
+
+class SharedCache:
+    """A KV cache of the flash layout, one tensor a layer, in `regions` memfds that others can map."""
+
+    def __init__(self, sizes: Sizes = SMALL, regions: int = 1, offset: int = 0) -> None:
+        """offset: bytes before the first layer of a region."""
+        self.sizes = sizes
+        shape = (2, sizes.blocks, sizes.block_size, sizes.heads, sizes.dim)
+        self.layer_bytes = int(np.prod(shape)) * 2
+        self.regions: list[Region] = []
+        self.tensors: list[torch.Tensor] = []
+        for region in range(regions):
+            layers = range(region, sizes.layers, regions)
+            nbytes = offset + len(layers) * self.layer_bytes
+            fd = os.memfd_create("vcache-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, host_segment.SEALS)
+            memory = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+            self.regions.append(Region(fd, nbytes, memory.data_ptr()))
+            for at in range(len(layers)):
+                start = offset + at * self.layer_bytes
+                self.tensors.append(memory[start : start + self.layer_bytes].view(torch.bfloat16).view(shape))
+        self.kv = PagedKV.describe(self.tensors, sizes.block_size)
+
+    def close(self) -> None:
+        """The memory goes with the tensors."""
+        for region in self.regions:
+            os.close(region.fd)
+        self.regions.clear()
+
+    def fill(self, block: int, value: int) -> None:
+        """Every byte of it, in all layers; each plane's differ."""
+        for plane, page in enumerate(self.kv.pages):
+            page[block] = (value + plane) % 256
+
+    def held(self, block: int) -> int | None:
+        """The value that it was filled with; None if its pages do not agree."""
+        values = {(int(byte) - plane) % 256 for plane, page in enumerate(self.kv.pages) for byte in page[block].unique()}
+        return values.pop() if len(values) == 1 else None
+
+
+class OwnerPart:
+    """The inside of a process of an owner: its scheduler, one of its workers, or both."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: ClientConfig,
+        name: InstanceId,
+        ranks: int = 1,
+        rank: int | None = 0,
+        scheduler: bool = True,
+        sizes: Sizes = SMALL,
+        regions: int = 1,
+    ) -> None:
+        self.client = Client(path, config)
+        self.name, self.ranks, self.rank = name, ranks, rank
+        self.cache = SharedCache(sizes, regions)
+        self.table = Generations(name, sizes.blocks)
+        if scheduler:
+            self.client.on_return.append(self.join)
+            self.join()
+        if rank is not None:
+            shape = cache_shape(self.cache.kv, self.cache.regions, HOST)
+            self.shown = Shown(self.client, name, rank, shape, self.cache.regions)
+
+    def join(self) -> None:
+        self.client.join(self.name, NAMESPACE, self.table.blocks, self.ranks, EACH, self.table.fd)
+
+    def write(self, blocks: Sequence[int], value: int) -> list[int]:
+        """As vLLM does: the blocks are handed out, then written. Their generations."""
+        self.table.change(blocks)
+        for block in blocks:
+            self.cache.fill(block, value)
+        return [int(number) for number in self.table.counters[list(blocks)]]
+
+    def give_up(self) -> None:
+        self.table.give_up()
+
+    def leave(self) -> None:
+        """The process lives on; the instance does not."""
+        self.table.close()
+        self.client.close()
+
+
+def owner(stage: Stage, number: int = 1, config: ClientConfig = PATIENT, **more: object) -> Worker:
+    """`OwnerPart` in a process of its own. more: its arguments."""
+    home = nursery("neighbour_cases")
+    return stage.undo.enter_context(
+        Worker(home, _part, stage.path, config, instance(number), more, name=f"owner {number}")
+    ).made()
+
+
+def _part(path: Path, config: ClientConfig, name: InstanceId, more: dict[str, object]) -> OwnerPart:
+    torch.set_num_threads(1)
+    return OwnerPart(path, config, name, **more)  # type: ignore[arg-type]
+
+
+def read(neighbour: Neighbour, cache: SharedCache, block: int, into: int = 0) -> int | None:
+    """Copy a block of the neighbour's into one of `cache`; what it held."""
+    rows = np.array([[0, block * neighbour.shape.stride, into]], dtype=np.int64)
+    assert HostCopier().pull(cache.kv, rows, neighbour.bases[None]).done()
+    return cache.held(into)
+
+
+def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int]) -> bool:
+    """Whether these are as they were published."""
+    return view.leading(np.array(blocks, dtype=np.uint32), np.array(generations, dtype=np.uint64), len(blocks)) == 1
+
+
+def kv_mapped() -> int:
+    """Mappings of KV caches of others in this process."""
+    return sum("memfd:vcache-kv" in line and " r--s " in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def descriptors() -> list[str]:
+    """What the file descriptors of this process point to, in order."""
+    names = []
+    for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue
+    return sorted(names)
+
+
+def threads() -> int:
+    return sum(thread.name == "vcache-neighbours" for thread in threading.enumerate())

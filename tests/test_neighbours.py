@@ -1,0 +1,304 @@
+"""KV caches of others as a reader maps them: what can be read, when a mapping goes, what is refused. Real processes, a real server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from engine_cases import said
+from kv_cases import SMALL
+from neighbour_cases import EACH, HOST, SharedCache, descriptors, instance, kv_mapped, owner, read, still, threads
+from processes import HASTY, QUICK, Stage, eventually, make_memfd
+
+from vcache_backend.errors import SegmentError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.resident.exported import cache_shape
+from vcache_backend.resident.generations import Generations, GenerationView
+from vcache_backend.resident.neighbours import Neighbour, Neighbours
+
+ONE, TWO = instance(1), instance(2)
+
+
+class Reader:
+    """A worker with a KV cache of its own, and what it reads from."""
+
+    def __init__(self, client: Client, cache: SharedCache | None = None, rank: int = 0) -> None:
+        self.client, self.cache = client, cache or SharedCache()
+        self.neighbours = Neighbours(client, HOST, self.cache.kv, rank)
+
+    def close(self) -> None:
+        self.neighbours.close()
+        self.cache.close()
+
+    def there(self, name: bytes = ONE) -> Neighbour:
+        """Once its owner has shown all."""
+        found = eventually(lambda: self.neighbours.get(name))
+        assert isinstance(found, Neighbour)
+        return found
+
+
+@pytest.fixture
+def stage(stage_: Stage) -> Stage:
+    stage_.server()
+    return stage_
+
+
+@pytest.fixture
+def reader(stage: Stage) -> Iterator[Reader]:
+    with closing(Reader(stage.client())) as made:
+        yield made
+
+
+def asked(client: Client, request: str) -> int:
+    """How many such requests the server has answered."""
+    latency = client.stats().latency
+    return latency[request].count if request in latency else 0
+
+
+# ---- what can be read
+
+
+@pytest.mark.parametrize("regions", [1, 3])
+def test_a_reader_reads_what_the_owner_wrote_where_it_lies(stage: Stage, reader: Reader, regions: int) -> None:
+    with owner(stage, regions=regions) as there:
+        generations = there.ask("write", [5, 7], 40)
+        neighbour = reader.there()
+        assert neighbour.enter()
+        assert [read(neighbour, reader.cache, block) for block in (5, 7)] == [40, 40]
+        assert still(neighbour.view, [5, 7], generations)
+        there.ask("write", [7], 41)
+        assert read(neighbour, reader.cache, 7) == 41
+        assert not still(neighbour.view, [5, 7], generations)
+        neighbour.leave()
+        assert (neighbour.each, neighbour.split, neighbour.aligned, neighbour.shape.device) == (EACH, 1, 16, "host")
+
+
+def test_a_neighbour_is_mapped_once_and_only_to_be_read(stage: Stage, reader: Reader) -> None:
+    with owner(stage, regions=2):
+        neighbour = reader.there()
+        assert kv_mapped() == 2
+        asked_before = asked(reader.client, "OpenRegion")
+        assert reader.neighbours.get(ONE) is neighbour
+        assert (kv_mapped(), asked(reader.client, "OpenRegion")) == (2, asked_before)
+
+
+def test_each_rank_reads_from_the_same_rank(stage: Stage) -> None:
+    with owner(stage, ranks=2), owner(stage, ranks=2, rank=1, scheduler=False) as second:
+        second.ask("write", [3], 77)
+        with closing(Reader(stage.client(), rank=1)) as reader:
+            assert read(reader.there(), reader.cache, 3) == 77
+
+
+# ---- the end of an owner
+
+
+def test_an_idle_mapping_of_a_killed_owner_goes_by_itself(stage: Stage, reader: Reader) -> None:
+    with owner(stage) as there:
+        before = descriptors()
+        reader.there()
+        assert kv_mapped() == 1
+        there.kill()
+        eventually(lambda: kv_mapped() == 0)
+        eventually(lambda: descriptors() == before)
+
+
+def test_the_mapping_of_a_killed_owner_stays_while_a_copy_reads_it_and_goes_when_the_copy_has_left(
+    stage: Stage, reader: Reader
+) -> None:
+    with owner(stage) as there:
+        there.ask("write", [4], 9)
+        neighbour = reader.there()
+        assert neighbour.enter()
+        assert neighbour.enter()
+        there.kill()
+        eventually(lambda: not _enters(neighbour))
+        assert read(neighbour, reader.cache, 4) == 9
+        neighbour.leave()
+        assert reader.neighbours.get(ONE) is None
+        assert kv_mapped() == 1
+        assert read(neighbour, reader.cache, 4) == 9
+        neighbour.leave()
+        eventually(lambda: kv_mapped() == 0)
+        assert not neighbour.enter()
+
+
+def _enters(neighbour: Neighbour) -> bool:
+    """Whether a copy may be launched; it is not."""
+    if neighbour.enter():
+        neighbour.leave()
+        return True
+    return False
+
+
+def test_the_server_keeps_nothing_of_a_killed_owners_memory(stage: Stage, reader: Reader) -> None:
+    with owner(stage) as there:
+        reader.there()
+        assert any("vcache-kv" in name for name in stage.servers[0].fds())
+        there.kill()
+        eventually(lambda: not any("vcache-kv" in name or "generations" in name for name in stage.servers[0].fds()))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_end_of_any_of_its_processes_is_the_end_of_an_instance(stage: Stage, reader: Reader, victim: int) -> None:
+    """The scheduler's, or that of a worker that this one does not even read from."""
+    with owner(stage, ranks=2) as first, owner(stage, ranks=2, rank=1, scheduler=False) as second:
+        neighbour = reader.there()
+        (first, second)[victim].kill()
+        eventually(lambda: not _enters(neighbour))
+        eventually(lambda: kv_mapped() == 0)
+
+
+def test_an_owner_that_lives_and_gives_its_cache_up_is_unmapped(stage: Stage, reader: Reader) -> None:
+    """An engine that ends in a process that goes on."""
+    with owner(stage) as there:
+        neighbour = reader.there()
+        there.ask("leave")
+        eventually(lambda: kv_mapped() == 0)
+        assert not neighbour.enter()
+        assert reader.neighbours.get(ONE) is None
+
+
+def test_a_stopped_owner_is_still_read(stage: Stage, reader: Reader) -> None:
+    with owner(stage) as there:
+        generations = there.ask("write", [1], 5)
+        neighbour = reader.there()
+        with there.stopped():
+            assert neighbour.enter()
+            assert read(neighbour, reader.cache, 1) == 5
+            assert still(neighbour.view, [1], generations)
+            neighbour.leave()
+
+
+def test_an_owner_that_is_started_again_is_another_one_and_nobody_answers_for_its_predecessor(
+    stage: Stage, reader: Reader
+) -> None:
+    with owner(stage) as first:
+        generations = first.ask("write", [2], 20)
+        old = reader.there(ONE)
+        first.kill()
+        with owner(stage, 2) as second:
+            assert second.ask("write", [2], 21) == generations
+            new = reader.there(TWO)
+            assert read(new, reader.cache, 2) == 21
+            eventually(lambda: not _enters(old))
+            assert reader.neighbours.get(ONE) is None
+
+
+# ---- the server comes and goes
+
+
+def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next_one(stage_: Stage) -> None:
+    first = stage_.server()
+    with owner(stage_, 1, QUICK) as one, owner(stage_, 2, QUICK) as two, closing(Reader(stage_.client(QUICK))) as reader:
+        generations = one.ask("write", [1], 11)
+        neighbour = reader.there(ONE)
+        first.kill()
+        assert neighbour.enter()
+        assert read(neighbour, reader.cache, 1) == 11
+        assert still(neighbour.view, [1], generations)
+        neighbour.leave()
+        assert reader.neighbours.get(TWO) is None
+        stage_.server()
+        two.ask("write", [1], 12)
+        assert read(reader.there(TWO), reader.cache, 1) == 12
+        assert reader.neighbours.get(ONE) is neighbour
+        one.kill()
+        eventually(lambda: kv_mapped() == 1)
+
+
+def test_an_owner_that_dies_while_there_is_no_server_is_unmapped(stage_: Stage) -> None:
+    server = stage_.server()
+    with owner(stage_, 1, QUICK) as there, closing(Reader(stage_.client(QUICK))) as reader:
+        reader.there()
+        server.kill()
+        there.kill()
+        eventually(lambda: kv_mapped() == 0)
+
+
+def test_a_server_that_hangs_costs_a_miss(stage_: Stage) -> None:
+    server = stage_.server()
+    with owner(stage_), closing(Reader(stage_.client(HASTY))) as reader:
+        with server.stopped():
+            assert reader.neighbours.get(ONE) is None
+        assert reader.there() is not None
+
+
+def test_an_instance_that_nobody_knows_is_a_miss_and_is_not_asked_for_in_every_step(stage: Stage, reader: Reader) -> None:
+    assert [reader.neighbours.get(ONE) for _ in range(50)] == [None] * 50
+    # A second's pause after each: fifty questions take less, or are few.
+    assert asked(reader.client, "OpenInstance") < 50
+
+
+# ---- what is refused
+
+
+def test_a_cache_of_another_layout_is_refused_with_one_line_and_not_asked_for_again(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    with owner(stage, sizes=SMALL._replace(dim=32)), closing(Reader(stage.client())) as reader:
+        caplog.set_level("WARNING")
+        assert [reader.neighbours.get(ONE) for _ in range(3)] == [None] * 3
+        assert asked(reader.client, "OpenCache") == 1
+        assert len(said(caplog, "cannot be read in place: its KV cache has layout ")) == len(said(caplog, "in place")) == 1
+        assert (kv_mapped(), reader.neighbours.get(TWO)) == (0, None)
+
+
+def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
+    """Whatever the server lets pass."""
+    cache, table = SharedCache(), Generations(ONE, SMALL.blocks)
+    shape, view = cache_shape(cache.kv, cache.regions, HOST), GenerationView.open(table.fd, ONE, SMALL.blocks)
+    nbytes = cache.regions[0].nbytes
+    reading, writing = os.pipe()
+    short, unsealed = make_memfd(nbytes - 1), make_memfd(nbytes, seals=False)
+    with (tmp_path / "file").open("wb+") as file:
+        file.truncate(nbytes)
+        for fd, why in [
+            (reading, "no memfd"),
+            (short, "holds"),
+            (unsealed, "can be resized"),
+            (file.fileno(), "plain file|seals"),
+        ]:
+            neighbour = Neighbour(ONE, shape, view, EACH, lambda: None)
+            with pytest.raises(SegmentError, match=why):
+                neighbour.map(fd, nbytes, HOST)
+    for fd in (reading, writing, short, unsealed):
+        os.close(fd)
+    table.close()
+
+
+# ---- closing
+
+
+def test_closing_unmaps_all_ends_the_thread_and_leaves_no_descriptor(stage: Stage) -> None:
+    with owner(stage), owner(stage, 2):
+        client, cache = stage.client(), SharedCache()
+        client.stats()
+        running, before = threads(), [name for name in descriptors() if "vcache-kv" not in name]
+        reader = Reader(client, cache)
+        neighbours = [reader.there(ONE), reader.there(TWO)]
+        reader.close()
+        reader.close()
+        assert not any(neighbour.enter() for neighbour in neighbours)
+        assert (kv_mapped(), threads()) == (0, running)
+        neighbours.clear()
+        assert [name for name in descriptors() if "vcache-kv" not in name] == before
+
+
+def test_closing_leaves_what_a_copy_still_reads_until_it_has_left(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vcache_backend.resident.neighbours.CLOSE_SECONDS", 0.1)
+    with owner(stage) as there:
+        there.ask("write", [1], 3)
+        reader = Reader(stage.client())
+        neighbour = reader.there()
+        assert neighbour.enter()
+        reader.close()
+        assert len(said(caplog, "stay mapped until the copies out of them are over")) == 1
+        assert read(neighbour, reader.cache, 1) == 3
+        assert reader.neighbours.get(ONE) is None
+        neighbour.leave()
+        eventually(lambda: kv_mapped() == 0)

@@ -1,0 +1,118 @@
+"""Generation tables of others, as a scheduler looks at them. Real processes, a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from neighbour_cases import descriptors, instance, owner, still
+from processes import HASTY, QUICK, Stage, eventually
+from test_neighbours import asked
+
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.resident.generations import GenerationView
+from vcache_backend.resident.tables import MAX_REFUSED, Refusals, Tables
+
+ONE, TWO = instance(1), instance(2)
+
+
+@pytest.fixture
+def stage(stage_: Stage) -> Stage:
+    stage_.server()
+    return stage_
+
+
+@pytest.fixture
+def client(stage: Stage) -> Client:
+    return stage.client()
+
+
+@pytest.fixture
+def tables(client: Client) -> Iterator[Tables]:
+    with closing(Tables(client)) as made:
+        yield made
+
+
+def there(tables: Tables, name: bytes = ONE) -> GenerationView:
+    found = eventually(lambda: tables.view(name))
+    assert isinstance(found, GenerationView)
+    return found
+
+
+def test_a_table_is_opened_once_and_shows_what_its_owner_changes(stage: Stage, client: Client, tables: Tables) -> None:
+    with owner(stage) as part:
+        generations = part.ask("write", [1, 2], 7)
+        view = there(tables)
+        assert still(view, [1, 2], generations)
+        part.ask("write", [2], 8)
+        assert tables.view(ONE) is view
+        assert not still(view, [1, 2], generations)
+        assert asked(client, "OpenInstance") == 1
+
+
+def test_the_table_of_a_killed_owner_is_forgotten(stage: Stage, client: Client, tables: Tables) -> None:
+    with owner(stage) as part, owner(stage, 2):
+        before = descriptors()
+        there(tables)
+        part.kill()
+        assert tables.view(ONE) is None
+        assert descriptors() == before
+        count = asked(client, "OpenInstance")
+        assert [tables.view(ONE) for _ in range(9)] == [None] * 9
+        assert asked(client, "OpenInstance") == count
+        there(tables, TWO)
+
+
+def test_the_table_that_its_owner_gave_up_is_not_shown(stage: Stage, tables: Tables) -> None:
+    with owner(stage) as part:
+        there(tables)
+        part.ask("give_up")
+        assert tables.view(ONE) is None
+
+
+def test_a_table_that_was_given_up_before_anybody_looked_is_not_shown(stage: Stage, tables: Tables) -> None:
+    with owner(stage) as part:
+        part.ask("give_up")
+        assert tables.view(ONE) is None
+
+
+def test_a_table_outlives_the_server_and_an_owner_that_dies_meanwhile_is_noticed(stage_: Stage) -> None:
+    server = stage_.server()
+    with owner(stage_, 1, QUICK) as part, closing(Tables(stage_.client(QUICK))) as tables:
+        view = there(tables)
+        server.kill()
+        assert tables.view(ONE) is view
+        assert tables.view(TWO) is None
+        part.kill()
+        assert tables.view(ONE) is None
+
+
+def test_a_server_that_hangs_costs_a_miss(stage_: Stage) -> None:
+    server = stage_.server()
+    with owner(stage_), closing(Tables(stage_.client(HASTY))) as tables:
+        with server.stopped():
+            assert tables.view(ONE) is None
+        there(tables)
+
+
+def test_closed_tables_show_nothing_and_leave_no_descriptor(stage: Stage, client: Client) -> None:
+    with owner(stage):
+        client.stats()
+        before = descriptors()
+        tables = Tables(client)
+        view = there(tables)
+        tables.close()
+        tables.close()
+        assert tables.view(ONE) is None
+        assert not view.dead
+        del view
+        assert descriptors() == before
+
+
+def test_what_was_refused_is_remembered_but_not_without_bound() -> None:
+    refused = Refusals()
+    for number in range(MAX_REFUSED + 1):
+        refused.add(instance(number))
+    refused.add(instance(5), 0.0)
+    assert [instance(number) in refused for number in (0, 1, 5, MAX_REFUSED)] == [False, True, False, True]

@@ -1,0 +1,123 @@
+"""A worker's KV cache as others are told of it, and its exported memory as the server hands it on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vcache_backend.errors import LayoutError, VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import MAX_PLANES, MAX_REGIONS, CacheShape
+from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.paged import PagedKV
+
+log = logging.getLogger(__name__)
+
+
+class Region(NamedTuple):
+    """One exported allocation of this process: `nbytes` at `address`, and the fd by which others map it."""
+
+    fd: int
+    nbytes: int
+    address: int
+
+
+def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> CacheShape:
+    """What a reader must know of `kv`, whose pages lie in `regions` on `device`.
+
+    Raises LayoutError: pages outside of the regions or across two of them, planes whose blocks are not equally far apart, too many.
+    """
+    planes, strides = [], set()
+    for number, (address, stride) in enumerate(kv.planes.tolist()):
+        strides.add(stride)
+        end = address + (kv.num_blocks - 1) * stride + kv.page_bytes
+        for at, region in enumerate(regions):
+            if region.address <= address and end <= region.address + region.nbytes:
+                planes.append((at, address - region.address))
+                break
+        else:
+            layer, part = divmod(number, kv.parts)
+            raise LayoutError(
+                f"layer {layer}, part {part} of the KV cache lies at [{address:#x}, {end:#x}), in none of the "
+                f"{len(regions)} exported allocations: it was allocated elsewhere and cannot be read in place"
+            )
+    if len(strides) != 1:
+        raise LayoutError(f"the layers' blocks are {sorted(strides)} B apart; shared in place they must all be equally far apart")
+    if len(planes) > MAX_PLANES or len(regions) > MAX_REGIONS:
+        raise LayoutError(
+            f"the KV cache has {len(planes)} planes in {len(regions)} allocations; at most {MAX_PLANES} in {MAX_REGIONS} are shared"
+        )
+    return CacheShape(
+        device=device.name,
+        medium=device.medium,
+        layout=kv.name,
+        page_bytes=kv.page_bytes,
+        parts=kv.parts,
+        layers=kv.layers,
+        num_blocks=kv.num_blocks,
+        block_size=kv.block_size,
+        stride=strides.pop(),
+        planes=planes,
+        regions=[region.nbytes for region in regions],
+    )
+
+
+def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> None:
+    """Raises LayoutError unless a cache of this shape, for `blocks` blocks of vLLM, can be read into `kv` on `device` page by page.
+
+    The shape may come from a peer: every page of it lies inside of its regions afterwards.
+    """
+    theirs = shape.layout, shape.page_bytes, shape.parts, shape.layers, shape.block_size, shape.medium
+    ours = kv.name, kv.page_bytes, kv.parts, kv.layers, kv.block_size, device.medium
+    if theirs != ours:
+        names = "layout", "bytes a page", "parts", "layers", "block size", "medium"
+        wrong = [f"{name} {a}, here {b}" for name, a, b in zip(names, theirs, ours, strict=True) if a != b]
+        raise LayoutError("its KV cache has " + "; ".join(wrong))
+    if blocks < 1 or shape.num_blocks < 1 or shape.num_blocks % blocks:
+        raise LayoutError(f"its KV cache has {shape.num_blocks:,} blocks, which is no multiple of its {blocks:,} generations")
+    if len(shape.planes) != len(kv.planes) or shape.stride < shape.page_bytes:
+        raise LayoutError(
+            f"its KV cache has {len(shape.planes)} planes with blocks {shape.stride:,} B apart, here {len(kv.planes)}"
+        )
+    span = (shape.num_blocks - 1) * shape.stride + shape.page_bytes
+    for region, offset in shape.planes:
+        if not 0 <= region < len(shape.regions) or offset < 0 or offset + span > shape.regions[region]:
+            raise LayoutError(
+                f"its KV cache has a plane of {span:,} B at byte {offset:,} of region {region}, which has no such bytes"
+            )
+
+
+class Shown:
+    """This worker's KV cache is there for others, at any server, until `close`.
+
+    The fds stay the caller's, and open till then. Shown at once, in the caller's thread, and after every reconnection, in the
+    client's. A failure is logged, and mended by the next reconnection.
+    """
+
+    def __init__(self, client: Client, instance: bytes, rank: int, shape: CacheShape, regions: Sequence[Region]) -> None:
+        self._client, self._instance, self._rank = client, instance, rank
+        self._shape, self._regions = shape, tuple(regions)
+        self._lock = threading.Lock()
+        self._closed = False
+        client.on_return.append(self._show)
+        self._show()
+
+    def close(self) -> None:
+        """Nothing is shown from now on. What the server has of it goes with this client's connection. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._client.on_return.remove(self._show)
+
+    def _show(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self._client.show_cache(self._instance, self._rank, self._shape)
+                for number, region in enumerate(self._regions):
+                    self._client.show_region(self._instance, self._rank, number, region.fd)
+            except VCacheError as error:
+                log.warning("this KV cache is not shared in place: %s", error)

@@ -1,0 +1,200 @@
+"""KV caches of other instances, mapped into this process as long as their owners live.
+
+When an owner dies its memory must be free at once, or its restart fails; but to unmap what a copy still reads would kill this
+process's context. So copies are counted: who launches one says so before (`enter`) and after it is over (`leave`), an owner's end
+forbids new ones, and a thread unmaps when the last has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+
+from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import CacheShape
+from vcache_backend.resident.caretaker import Caretaker
+from vcache_backend.resident.exported import check_shape
+from vcache_backend.resident.generations import GenerationView
+from vcache_backend.resident.tables import RETRY_SECONDS, SCHEDULER, Refusals, open_process, open_table
+from vcache_backend.vram_pool import cuda_segment, host_segment
+from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.paged import Int64s, PagedKV, alignment
+
+log = logging.getLogger(__name__)
+
+OPEN_SECONDS = 2.0
+"""Most time for the requests to the server about one new instance, of which there are some tens."""
+CLOSE_SECONDS = 5.0
+"""How long closing waits for copies under way."""
+
+
+class Neighbour:
+    """The KV cache of one rank of another instance. Any thread.
+
+    bases: the address of each plane's block 0 in this process; what lies there is to be read only, and only between `enter` and `leave`.
+    each: blocks of vLLM in a chunk. split: blocks of the tensors in a block of vLLM, which is what generations count.
+    aligned: what divides address and size of every page, up to 16 bytes.
+    """
+
+    def __init__(self, instance: bytes, shape: CacheShape, view: GenerationView, each: int, wake: Callable[[], None]) -> None:
+        self.instance, self.shape, self.view, self.each = instance, shape, view, each
+        self.split = shape.num_blocks // view.blocks
+        self.bases: Int64s = np.zeros(0, dtype=np.int64)
+        self.aligned = 1
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._launches, self._forbidden = 0, False
+        self._mapped: list[mmap.mmap | torch.Tensor] = []
+
+    def enter(self) -> bool:
+        """A copy out of it is about to be launched; the mapping stays until `leave`. False: its owner has ended, so launch none."""
+        with self._lock:
+            self._launches += not self._forbidden
+            return not self._forbidden
+
+    def leave(self) -> None:
+        """The copy is over, and its generations have been looked at. Once for each `enter` that was True. Never waits for the device."""
+        with self._lock:
+            self._launches -= 1
+            last = self._forbidden and not self._launches
+        if last:
+            self._wake()
+
+    # ---- of Neighbours and its thread
+
+    def map(self, fd: int, nbytes: int, device: Device) -> None:
+        """Map the next region for `device`. Raises SegmentError, OSError."""
+        if device.medium == "cuda":
+            self._mapped.append(cuda_segment.map_fd(fd, nbytes, self.shape.device, device))
+        else:
+            # Of this size, and it cannot shrink: no read is a SIGBUS.
+            host_segment.check(fd, nbytes)
+            self._mapped.append(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+
+    def begin(self) -> None:
+        """All regions are mapped."""
+        addresses = [_address(held) for held in self._mapped]
+        self.bases = np.array([addresses[region] + offset for region, offset in self.shape.planes], dtype=np.int64)
+        self.bases.flags.writeable = False
+        self.aligned = alignment(self.shape.page_bytes, self.shape.stride, *self.bases.tolist())
+
+    @property
+    def given_up(self) -> bool:
+        return self.view.dead
+
+    def forbid(self) -> None:
+        with self._lock:
+            self._forbidden = True
+
+    def unmap(self) -> bool:
+        with self._lock:
+            idle = not self._launches
+        if idle:
+            self._mapped.clear()
+        return idle
+
+
+class Neighbours:
+    """The KV caches that a worker on `device` can read into its own, `kv`. Any thread; no method raises.
+
+    rank: of this worker, and of those it reads from. A thread of its own waits for the ends of the owners' processes.
+    """
+
+    def __init__(self, client: Client, device: Device, kv: PagedKV, rank: int) -> None:
+        self._client, self._device, self._kv, self._rank = client, device, kv, rank
+        self._opening = threading.Lock()
+        self._here: dict[bytes, Neighbour] = {}
+        self._refused = Refusals()
+        self._caretaker = Caretaker(self._ended)
+
+    def get(self, instance: bytes) -> Neighbour | None:
+        """The KV cache of `instance`; None while it is not to be had, and for good once its owner has ended.
+
+        A new one is mapped in the caller's thread: some tens of requests to the server, then some 10 ms for 40 GiB of a GPU. What
+        cannot be read here is said once in the log, and not tried again.
+        """
+        known = self._here.get(instance)
+        if known is not None:
+            return known
+        with self._opening:
+            if instance in self._here or instance in self._refused or self._caretaker.closed:
+                return self._here.get(instance)
+            try:
+                return self._open(instance)
+            except (LayoutError, SegmentError, OSError) as error:
+                self._refused.add(instance)
+                log.warning("the KV cache of instance %s cannot be read in place: %s", instance.hex(), error)
+            except VCacheError as error:
+                self._refused.add(instance, RETRY_SECONDS)
+                log.debug("the KV cache of instance %s: %s", instance.hex(), error)
+            return None
+
+    def close(self) -> None:
+        """Unmap all, each once its last copy has left; waits `CLOSE_SECONDS` for that at most. Idempotent."""
+        self._caretaker.close(CLOSE_SECONDS)
+
+    # ---- inside
+
+    def _open(self, instance: bytes) -> Neighbour | None:
+        started = time.perf_counter()
+        joined, view = open_table(self._client, instance)
+        shape = self._client.open_cache(instance, self._rank)
+        check_shape(shape, joined.blocks, self._kv, self._device)
+        neighbour = Neighbour(instance, shape, view, joined.each, self._caretaker.wake)
+        with ExitStack() as undo:
+            pidfds: list[int] = []
+            for rank in range(SCHEDULER, joined.ranks):
+                _in_time(started)
+                pidfds.append(open_process(self._client, instance, rank))
+                undo.callback(os.close, pidfds[-1])
+            # Here before its end can be noticed.
+            undo.callback(self._forget, neighbour)
+            self._map(neighbour, started)
+            self._here[instance] = neighbour
+            if not self._caretaker.admit(neighbour, pidfds):
+                return None
+            undo.pop_all()
+        ms, nbytes = (time.perf_counter() - started) * 1e3, sum(shape.regions)
+        log.info("mapped the KV cache of instance %s: %s B on %s, in %.1f ms", instance.hex(), f"{nbytes:,}", shape.device, ms)
+        return neighbour
+
+    def _map(self, neighbour: Neighbour, started: float) -> None:
+        for number, nbytes in enumerate(neighbour.shape.regions):
+            _in_time(started)
+            fd = self._client.open_region(neighbour.instance, self._rank, number)
+            try:
+                neighbour.map(fd, nbytes, self._device)
+            finally:
+                # The mapping alone holds the memory.
+                os.close(fd)
+        neighbour.begin()
+
+    def _forget(self, neighbour: Neighbour) -> None:
+        """What was mapped of it goes in the thread: here a step may be waiting."""
+        self._here.pop(neighbour.instance, None)
+        self._caretaker.discard(neighbour)
+
+    def _ended(self, neighbour: Neighbour) -> None:
+        """In the thread."""
+        self._refused.add(neighbour.instance)
+        self._here.pop(neighbour.instance, None)
+        if not self._caretaker.closed:
+            log.info("instance %s has ended: its KV cache is unmapped here", neighbour.instance.hex())
+
+
+def _in_time(started: float) -> None:
+    if time.perf_counter() - started > OPEN_SECONDS:
+        raise ServerTimeout(f"the metadata server takes more than {OPEN_SECONDS:g} s to hand over a KV cache")
+
+
+def _address(held: mmap.mmap | torch.Tensor) -> int:
+    return held.data_ptr() if isinstance(held, torch.Tensor) else int(np.frombuffer(held, dtype=np.uint8).ctypes.data)

@@ -1,0 +1,127 @@
+"""Generation tables of other instances, each opened once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from contextlib import ExitStack
+
+from vcache_backend.errors import SegmentError, VCacheError
+from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import Joined
+from vcache_backend.resident.generations import GenerationView
+
+log = logging.getLogger(__name__)
+
+SCHEDULER = -1
+"""The rank of an instance's scheduler."""
+RETRY_SECONDS = 1.0
+"""After a question about an instance that the server could not answer."""
+MAX_REFUSED = 4096
+"""Instances that are remembered as unusable. Each start of an owner is a new one."""
+
+
+class Refusals:
+    """Instances that are not to be asked for, or not yet. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until: dict[bytes, float] = {}
+
+    def __contains__(self, instance: bytes) -> bool:
+        return time.monotonic() < self._until.get(instance, 0.0)
+
+    def add(self, instance: bytes, seconds: float = float("inf")) -> None:
+        """For so long, or for good: nobody is called by the same name twice."""
+        with self._lock:
+            self._until.pop(instance, None)
+            self._until[instance] = time.monotonic() + seconds
+            if len(self._until) > MAX_REFUSED:
+                del self._until[next(iter(self._until))]
+
+
+class Tables:
+    """Any thread. An instance is forgotten once its owner gave its table up, or its scheduler's process has ended."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._views: dict[bytes, GenerationView] = {}
+        self._refused = Refusals()
+        self._ends = select.epoll()
+        self._pidfds: dict[int, bytes] = {}
+
+    def view(self, instance: bytes) -> GenerationView | None:
+        """The table of `instance`; None while it is not to be had, and when it is gone. Some microseconds for one that is open;
+        three requests to the server, each with its deadline, for one that is new. Never raises."""
+        with self._lock:
+            self._bury()
+            view = self._views.get(instance)
+            if view is not None:
+                return None if view.dead else view
+            if instance in self._refused or self._ends.closed:
+                return None
+            try:
+                view = self._open(instance)
+            except (SegmentError, OSError) as error:
+                self._refused.add(instance)
+                log.warning("instance %s is not read in place: %s", instance.hex(), error)
+                return None
+            except VCacheError as error:
+                self._refused.add(instance, RETRY_SECONDS)
+                log.debug("instance %s: %s", instance.hex(), error)
+                return None
+            return None if view.dead else view
+
+    def close(self) -> None:
+        """Forget all. Idempotent; views that somebody has stay usable."""
+        with self._lock:
+            self._ends.close()
+            for pidfd in self._pidfds:
+                os.close(pidfd)
+            self._pidfds.clear()
+            self._views.clear()
+
+    def _bury(self) -> None:
+        for pidfd, _ in () if self._ends.closed else self._ends.poll(0):
+            instance = self._pidfds.pop(pidfd)
+            self._ends.unregister(pidfd)
+            os.close(pidfd)
+            del self._views[instance]
+            self._refused.add(instance)
+
+    def _open(self, instance: bytes) -> GenerationView:
+        with ExitStack() as undo:
+            # Before the table: whose process has ended meanwhile is noticed.
+            pidfd = open_process(self._client, instance, SCHEDULER)
+            undo.callback(os.close, pidfd)
+            _, view = open_table(self._client, instance)
+            self._ends.register(pidfd, select.EPOLLIN)
+            undo.pop_all()
+        self._pidfds[pidfd], self._views[instance] = instance, view
+        return view
+
+
+def open_table(client: Client, instance: bytes) -> tuple[Joined, GenerationView]:
+    """Raises SegmentError for what is no table of this instance's, and any VCacheError the client raises."""
+    joined, fd = client.open_instance(instance)
+    try:
+        return joined, GenerationView.open(fd, instance, joined.blocks)
+    finally:
+        os.close(fd)
+
+
+def open_process(client: Client, instance: bytes, rank: int) -> int:
+    """A pidfd of a process of `instance`, the caller's to close. Raises SegmentError if it is none; OSError; what the client raises."""
+    fd = client.open_process(instance, rank)
+    try:
+        if not processes.is_pidfd(fd, 0):
+            raise SegmentError(f"fd {fd} is no pidfd: nobody would notice the end of rank {rank}")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
