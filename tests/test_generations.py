@@ -19,8 +19,9 @@ import pytest
 from processes import Worker, eventually, nursery
 
 from vcache_backend.errors import SegmentError
+from vcache_backend.metadata_server.messages import MAX_BLOCKS
 from vcache_backend.resident import generations
-from vcache_backend.resident.generations import F_SEAL_FUTURE_WRITE, MAX_BLOCKS, SEALS, Generations, GenerationView
+from vcache_backend.resident.generations import F_SEAL_FUTURE_WRITE, SEALS, Generations, GenerationView
 
 ME = bytes(range(16))
 OTHER = bytes(16)

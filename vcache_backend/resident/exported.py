@@ -93,14 +93,14 @@ class Shown:
     """This worker's KV cache is there for others, at any server, until `close`.
 
     The fds stay the caller's, and open till then. Shown at once, in the caller's thread, and after every reconnection, in the
-    client's. A failure is logged, and mended by the next reconnection.
+    client's. trouble: why the server does not have it now, which is logged, and mended by a reconnection only; empty if it does.
     """
 
     def __init__(self, client: Client, instance: bytes, rank: int, shape: CacheShape, regions: Sequence[Region]) -> None:
         self._client, self._instance, self._rank = client, instance, rank
         self._shape, self._regions = shape, tuple(regions)
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed, self.trouble = False, ""
         client.on_return.append(self._show)
         self._show()
 
@@ -119,5 +119,7 @@ class Shown:
                 self._client.show_cache(self._instance, self._rank, self._shape)
                 for number, region in enumerate(self._regions):
                     self._client.show_region(self._instance, self._rank, number, region.fd)
+                self.trouble = ""
             except VCacheError as error:
+                self.trouble = str(error)
                 log.warning("this KV cache is not shared in place: %s", error)

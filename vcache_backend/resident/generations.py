@@ -25,11 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.errors import SegmentError, raising_as
+from vcache_backend.metadata_server.messages import INSTANCE_BYTES, MAX_BLOCKS
 
 MAGIC = b"vcache-g"
 VERSION = 1
-INSTANCE_BYTES = 16
-MAX_BLOCKS = 1 << 28
 MACHINE = "x86_64"
 _HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQ")
 """Magic, version, 1 once the owner gave the table up, instance, blocks."""

@@ -1,0 +1,177 @@
+"""A worker's KV cache as others are told of it: where its pages lie, what a reader refuses, and that it is shown again."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from kv_cases import ARRANGEMENTS, SMALL, Arrangement, Cache
+from neighbour_cases import EACH, HOST, NAMESPACE, SharedCache, instance
+from processes import PATIENT, QUICK, Stage, eventually
+
+from vcache_backend.errors import LayoutError
+from vcache_backend.metadata_server.messages import MAX_REGIONS, CacheShape, InstanceStats
+from vcache_backend.resident.exported import Region, Shown, cache_shape, check_shape
+from vcache_backend.resident.generations import Generations
+from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.paged import PagedKV
+
+ONE = instance(1)
+BLOCKS = SMALL.blocks
+
+
+@pytest.fixture
+def cache() -> Any:
+    with closing(SharedCache(regions=2, offset=64)) as made:
+        yield made
+
+
+@pytest.fixture
+def shape(cache: SharedCache) -> CacheShape:
+    return cache_shape(cache.kv, cache.regions, HOST)
+
+
+# ---- what it is
+
+
+def test_the_shape_says_where_every_plane_begins(cache: SharedCache, shape: CacheShape) -> None:
+    kv = cache.kv
+    assert (shape.device, shape.medium, shape.layout, shape.block_size) == ("host", "host", kv.name, 16)
+    assert (shape.layers, shape.parts, shape.num_blocks, shape.page_bytes, shape.stride) == (3, 2, 24, 2048, 2048)
+    assert shape.regions == [64 + 2 * cache.layer_bytes, 64 + cache.layer_bytes]
+    part = cache.layer_bytes // 2
+    # Layers 0 and 2 lie in the first region, in the order in which `SharedCache` puts them.
+    assert [offset for region, offset in shape.planes if region == 0] == [64, 64 + part, 64 + 2 * part, 64 + 3 * part]
+    assert [cache.regions[region].address + offset for region, offset in shape.planes] == kv.planes[:, 0].tolist()
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda each: each.name)
+def test_every_layout_of_a_kv_cache_has_a_shape(arrangement: Arrangement) -> None:
+    cache = Cache(arrangement)
+    kv = PagedKV.describe(cache.tensors, SMALL.block_size)
+    regions = [Region(-1, t.untyped_storage().nbytes(), t.untyped_storage().data_ptr()) for t in cache.tensors]
+    shape = cache_shape(kv, regions, HOST)
+    assert len(shape.planes) == kv.layers * kv.parts
+    check_shape(shape, BLOCKS, kv, HOST)
+
+
+def test_a_layer_that_lies_elsewhere_is_named(cache: SharedCache) -> None:
+    with pytest.raises(LayoutError, match=r"layer 2, part 0 of the KV cache lies at .*, in none of the 1 exported allocations"):
+        cache_shape(cache.kv, cache.regions[:1], HOST)
+
+
+def test_a_layer_of_which_the_last_byte_lies_outside_is_refused(cache: SharedCache) -> None:
+    short = [region._replace(nbytes=region.nbytes - 1) for region in cache.regions]
+    with pytest.raises(LayoutError, match="layer 1, part 1 of the KV cache lies at"):
+        cache_shape(cache.kv, short, HOST)
+
+
+def test_layers_whose_blocks_are_not_equally_far_apart_are_refused() -> None:
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    dense, wide = memory[: 1 << 18].view(torch.bfloat16), memory[1 << 19 :].view(torch.bfloat16)
+    shape = (BLOCKS, 16, 64)
+    layers = [dense[: math.prod(shape)].view(shape), wide[: 2 * math.prod(shape)].view(BLOCKS, 32, 64)[:, :16]]
+    kv = PagedKV.describe(layers, 16)
+    with pytest.raises(LayoutError, match=r"blocks are \[2048, 4096\] B apart"):
+        cache_shape(kv, [Region(-1, 1 << 20, memory.data_ptr())], HOST)
+
+
+def test_too_many_allocations_are_refused(cache: SharedCache) -> None:
+    with pytest.raises(LayoutError, match=f"6 planes in {MAX_REGIONS + 2} allocations; at most 1024 in {MAX_REGIONS}"):
+        cache_shape(cache.kv, cache.regions + [Region(-1, 1, 1)] * MAX_REGIONS, HOST)
+
+
+# ---- what a reader refuses
+
+
+def test_what_was_shown_can_be_read_into_a_cache_of_the_same_layout_and_another_size(shape: CacheShape) -> None:
+    with closing(SharedCache(SMALL._replace(blocks=7))) as mine:
+        check_shape(shape, BLOCKS, mine.kv, HOST)
+        check_shape(shape, BLOCKS // 2, mine.kv, HOST)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": "other"}, "its KV cache has layout other, here part2"),
+        ({"page_bytes": 1024, "layers": 4}, "bytes a page 1024, here 2048; layers 4, here 3"),
+        ({"parts": 1}, "parts 1, here 2"),
+        ({"block_size": 32}, "block size 32, here 16"),
+        ({"medium": "cuda"}, "medium cuda, here host"),
+        ({"num_blocks": 25}, "25 blocks, which is no multiple of its 24 generations"),
+        ({"num_blocks": 0}, "0 blocks, which is no multiple"),
+        ({"stride": 2047}, "6 planes with blocks 2,047 B apart"),
+        ({"planes": [(0, 0)] * 5}, "5 planes with blocks 2,048 B apart, here 6"),
+        ({"planes": [(0, 0)] * 5 + [(2, 0)]}, "at byte 0 of region 2, which has no such bytes"),
+        ({"planes": [(0, 0)] * 5 + [(-1, 0)]}, "at byte 0 of region -1, which has no such bytes"),
+        ({"planes": [(0, 0)] * 5 + [(0, -1)]}, "at byte -1 of region 0, which has no such bytes"),
+        ({"planes": [(0, 0)] * 5 + [(0, 1 << 60)]}, "of region 0, which has no such bytes"),
+        ({"num_blocks": 48}, "which has no such bytes"),
+        ({"stride": 4096}, "which has no such bytes"),
+        ({"regions": [1, 1]}, "which has no such bytes"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused(cache: SharedCache, shape: CacheShape, changes: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        check_shape(msgspec.structs.replace(shape, **changes), BLOCKS, cache.kv, HOST)
+
+
+def test_a_gpu_does_not_read_host_memory_in_place(cache: SharedCache, shape: CacheShape) -> None:
+    with pytest.raises(LayoutError, match="medium host, here cuda"):
+        check_shape(shape, BLOCKS, cache.kv, Device("GPU-00000000-0000-0000-0000-000000000000", "cuda", 0))
+
+
+# ---- shown
+
+
+def instances(stage: Stage) -> list[InstanceStats]:
+    return stage.client(PATIENT).stats().instances
+
+
+def test_a_cache_is_shown_and_shown_again_to_the_next_server_whoever_comes_first(
+    stage_: Stage, cache: SharedCache, shape: CacheShape
+) -> None:
+    first = stage_.server()
+    client, table = stage_.client(QUICK), Generations(ONE, BLOCKS)
+    shown = Shown(client, ONE, 0, shape, cache.regions)
+    assert [(one.missing, one.regions) for one in instances(stage_)] == [("its scheduler", 2)]
+    client.join(ONE, NAMESPACE, BLOCKS, 1, EACH, table.fd)
+    assert [one.missing for one in instances(stage_)] == [""]
+    first.kill()
+    stage_.server()
+    eventually(lambda: client.connected and instances(stage_))
+    eventually(lambda: [(one.missing, one.regions) for one in instances(stage_)] == [("its scheduler", 2)])
+    assert shown.trouble == ""
+    table.close()
+
+
+def test_without_a_server_a_cache_is_shown_later(stage_: Stage, cache: SharedCache, shape: CacheShape) -> None:
+    shown = Shown(stage_.client(QUICK), ONE, 0, shape, cache.regions)
+    assert "no metadata server" in shown.trouble
+    stage_.server()
+    eventually(lambda: shown.trouble == "")
+    assert [one.regions for one in instances(stage_)] == [2]
+
+
+def test_a_server_that_refuses_a_cache_is_heard(stage_: Stage, cache: SharedCache, shape: CacheShape) -> None:
+    stage_.server()
+    wrong = [region._replace(fd=0) for region in cache.regions]
+    shown = Shown(stage_.client(), ONE, 0, shape, wrong)
+    assert f"show_region {ONE.hex()}, rank 0, region 0: " in shown.trouble
+
+
+def test_what_was_closed_is_not_shown_again(stage_: Stage, cache: SharedCache, shape: CacheShape) -> None:
+    first, client = stage_.server(), stage_.client(QUICK)
+    shown, before = Shown(client, ONE, 0, shape, cache.regions), client.connections_lost
+    shown.close()
+    shown.close()
+    first.kill()
+    eventually(lambda: client.connections_lost > before)
+    stage_.server()
+    eventually(lambda: client.connected)
+    client.stats()
+    assert instances(stage_) == []
