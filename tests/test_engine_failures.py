@@ -338,6 +338,7 @@ def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(here:
     reader = here.engine("host:b", 0, layout_of(mine))
     put(writer, mine, prompt(2 * CHUNK))
     assert get(reader, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
+    assert reader.flush(SECONDS), "the lease is over"
     (segment,) = here.client().list_segments()
     assert here.client().drop_segment(segment.id) == m.Dropped(2, True)
     assert reader.lookup(prompt(2 * CHUNK)) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +18,11 @@ log = logging.getLogger(__name__)
 
 MOST_LETTERS = 4096
 """Letters kept until the server is back; leases and reservations beyond them wait for the server's own clocks."""
+MANY_LETTERS = 32
+"""With so many the thread begins at once."""
 RETRY_SECONDS = 1.0
+LATER_SECONDS = 0.02
+"""How often the thread looks for what is not urgent, for `RETRY_SECONDS` after it told something; then every `RETRY_SECONDS`."""
 
 
 class _Letter(NamedTuple):
@@ -41,8 +46,12 @@ class Courier:
         self._thread.start()
 
     def release(self, lease: int) -> None:
-        """End a lease under which nothing more is read."""
-        self._post(_Letter(self._client.release, lease, again=True))
+        """End a lease under which nothing more is read, within `LATER_SECONDS` while there is much to tell and `RETRY_SECONDS` otherwise:
+        at once the thread would take the interpreter from the caller, who is on the way to a token."""
+        self._letters.append(_Letter(self._client.release, lease, again=True))
+        if len(self._letters) >= MANY_LETTERS:
+            with self._changed:
+                self._changed.notify_all()
 
     def release_asked(self, sent: Sent[Leased]) -> None:
         """End a lease that was asked for and whose answer is still to come."""
@@ -65,6 +74,7 @@ class Courier:
         with self._changed:
             if self._stopping:
                 return not self._has_work()
+            self._changed.notify_all()
             return self._changed.wait_for(lambda: not (self._has_work() or self._busy), timeout)
 
     def close(self, timeout: float = 5.0) -> None:
@@ -83,14 +93,17 @@ class Courier:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        told = -RETRY_SECONDS
         while True:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._stopping or self._has_work(), RETRY_SECONDS)
+                lately = time.monotonic() < told + RETRY_SECONDS
+                self._changed.wait_for(lambda: self._stopping or self._has_work(), LATER_SECONDS if lately else RETRY_SECONDS)
                 if self._stopping:
                     return
                 self._busy = self._has_work()
+                told = time.monotonic() if self._busy else told
             try:
                 self._work()
             except Exception:  # the thread's last line of defence
