@@ -28,6 +28,7 @@ unit: setup  ## the tests alone
 
 outside: setup  ## vLLM's and LMCache's own tests, from their source archives (network), with vcache in place of theirs
 	@scripts/setup.sh vllm
+	@$(BIN)/python tests/outside/releases.py
 	@$(BIN)/python tests/outside/run.py $(ARGS)
 
 check: setup  ## lint, formatting and strict types

@@ -188,6 +188,13 @@ def hash_seed() -> str | None:
     return os.environ.get("PYTHONHASHSEED")
 
 
+def expandable_segments() -> bool:
+    """Whether torch's CUDA allocator is told to move pages behind addresses, as it reads its settings: the first that is set counts."""
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    fields = (field.partition(":") for field in given.split(","))
+    return any(name.strip() == "expandable_segments" and value.strip().lower() in ("true", "1") for name, _, value in fields)
+
+
 def mooncake_environment(section: MooncakeConfig) -> dict[str, str]:
     """Set what Mooncake's library reads from the environment, except where the user did, and answer what is in force.
 

@@ -99,7 +99,7 @@ def fetch(suite: Suite) -> Path:
     if folder.is_dir():
         return folder
     print(f"outside: fetching the source archive of {suite.name} {found[1]}", file=sys.stderr)
-    archive = _download(suite.name, found[1])
+    archive = download(suite.name, found[1])
     partial = PLACE / f".{name}"
     with tarfile.open(archive) as tar:
         # The package itself must not be there: it would hide the one that is installed.
@@ -111,7 +111,7 @@ def fetch(suite: Suite) -> Path:
     return folder
 
 
-def _download(name: str, version: str) -> Path:
+def download(name: str, version: str) -> Path:
     """The archive, by pip's own finder and with its settings. `pip download` would build it to read its metadata."""
     from pip._internal.commands import create_command
     from pip._internal.network.download import Downloader

@@ -1,0 +1,201 @@
+"""Where vLLM's releases 0.26 to 0.33 make their KV cache, and how it comes to lie in memory that other instances can read.
+
+Known are those whose sources were read (`tests/outside/releases.py`): in all of them a worker makes its connector, then its KV cache, then
+calls `register_kv_caches`, in one thread. From 0.31 on it asks the connector for a context around exactly that allocation.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from vcache_backend import config
+from vcache_backend.errors import LayoutError, SegmentError, VCacheError
+from vcache_backend.resident.exported import Region
+from vcache_backend.vram_pool.cuda_exportable import CudaExportable
+from vcache_backend.vram_pool.exportable import Allocation, Exportable
+from vcache_backend.vram_pool.host_exportable import HostExportable
+
+from .model_spec import ModelSpec
+
+log = logging.getLogger("vllm.vcache")
+
+
+class Hooks(NamedTuple):
+    """What a release of vLLM has.
+
+    context: `get_mem_pool_context`, entered around the allocation of the KV cache alone. Otherwise everything that the worker allocates
+    between its connector's constructor and `register_kv_caches` is exportable. run: vcache has run on it, not only read it.
+    """
+
+    context: bool
+    run: bool
+
+
+KNOWN = {
+    (0, 26): Hooks(context=False, run=True),
+    (0, 27): Hooks(context=False, run=False),
+    (0, 28): Hooks(context=False, run=False),
+    (0, 29): Hooks(context=False, run=False),
+    (0, 30): Hooks(context=False, run=False),
+    (0, 31): Hooks(context=True, run=False),
+    (0, 32): Hooks(context=True, run=True),
+    (0, 33): Hooks(context=True, run=False),
+}
+
+
+class Exporter:
+    """The memory of one worker's KV cache. All methods in the worker's main thread, where vLLM makes its KV cache; see `begin`.
+
+    Regions and their descriptors are not the caller's: they live as long as vLLM's tensors, and go with them.
+    """
+
+    def __init__(self, memory: Exportable | None, hooks: Hooks, problem: str = "") -> None:
+        """problem: why there is no memory."""
+        self._memory, self._hooks, self._undo = memory, hooks, ExitStack()
+        self._problems = [problem] if problem else []
+        if memory is not None and not hooks.context:
+            self._undo.enter_context(_exportable(memory, self._problems))
+
+    def context(self) -> AbstractContextManager[None] | None:
+        """For `get_mem_pool_context`: what vLLM makes its KV cache in. None where it does not ask, or there is no such memory."""
+        return _exportable(self._memory, self._problems) if self._memory is not None and self._hooks.context else None
+
+    def regions(self, kv_caches: Mapping[str, torch.Tensor]) -> list[Region]:
+        """The allocations in which `kv_caches`, as vLLM registers them, lie: each once, in order of address.
+
+        From then on vLLM's memory is made as ever. Raises LayoutError for a tensor that lies elsewhere, SegmentError where there is no
+        such memory.
+        """
+        self.close()
+        if self._memory is None or self._problems:
+            raise SegmentError(f"vLLM's KV cache cannot be shared in place: {'; '.join(self._problems)}")
+        found = sorted(self._memory.allocations(), key=lambda one: one.address)
+        used = {self._holder(self._memory, found, name, tensor) for name, tensor in kv_caches.items()}
+        return [Region(*found[at]) for at in sorted(used)]
+
+    def close(self) -> None:
+        """What is allocated from now on is no business of ours. May be called again; also where vLLM does not start after all."""
+        self._undo.close()
+
+    @staticmethod
+    def _holder(memory: Exportable, found: Sequence[Allocation], name: str, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        for at, one in enumerate(found):
+            if one.address <= first and end <= one.address + one.nbytes:
+                return at
+        why = memory.problem or "another connector or allocator has made it"
+        raise LayoutError(
+            f"vLLM's KV cache cannot be shared in place: {name}, {storage.nbytes():,} B on {tensor.device}, "
+            f"lies in none of the {len(found)} exportable allocations ({why})"
+        )
+
+
+@contextmanager
+def _exportable(memory: Exportable, problems: list[str]) -> Iterator[None]:
+    """`memory`'s context; it never raises, since vLLM enters and leaves it. What went wrong is added to `problems`."""
+    undo = ExitStack()
+    with _noting_failure(problems):
+        undo.enter_context(memory.context())
+    try:
+        yield
+    finally:
+        with _noting_failure(problems):
+            undo.close()
+
+
+@contextmanager
+def _noting_failure(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # vLLM goes on with memory as ever, and `Exporter.regions` says why
+        log.exception("vcache: the KV cache lies in ordinary memory")
+        problems.append(f"{type(error).__name__}: {error}")
+
+
+def begin(device_type: str, vllm_version: str) -> Exporter:
+    """In the constructor of a worker's half of the connector, on its device. device_type: `cuda` or `cpu`, as vLLM has it.
+
+    Never raises: where the memory cannot be had, `Exporter.regions` says why.
+    """
+    hooks = KNOWN.get(_release(vllm_version))
+    if hooks is None:
+        return Exporter(None, Hooks(context=False, run=False), _unknown(vllm_version))
+    try:
+        return Exporter(_memory(device_type), hooks)
+    except VCacheError as error:
+        return Exporter(None, hooks, str(error))
+    except Exception as error:
+        log.exception("vcache: the KV cache lies in ordinary memory")
+        return Exporter(None, hooks, f"{type(error).__name__}: {error}")
+
+
+def refusal(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> str | None:
+    """Why this instance's KV cache cannot be shared in place, in one line with what to change; None if it can.
+
+    All of its processes find the same. What `compat.refusal` says comes first, and is not asked again.
+    """
+    reason = next(_refusals(vllm_config, kv_cache_config, model), None)
+    return f"{reason}; or set connector.share: pool" if reason else None
+
+
+def _refusals(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Iterator[str]:
+    """Each without its way out, which is the other setting."""
+    import vllm
+
+    groups = kv_cache_config.kv_cache_groups
+    kinds = sorted({kind for group in groups for kind in _kinds(group.kv_cache_spec)})
+    if _release(vllm.__version__) not in KNOWN:
+        yield _unknown(vllm.__version__)
+    if platform.machine() not in ("x86_64", "AMD64"):
+        yield f"it relies on the order in which x86-64 makes writes visible, and this machine is {platform.machine()}"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        yield "without prefix caching vLLM's KV cache keeps nothing to share: take out --no-enable-prefix-caching"
+    if any("Mamba" in kind for kind in kinds):
+        yield f"the KV cache is {', '.join(kinds)}, and Mamba's blocks are rewritten without being allocated anew"
+    if len(groups) != 1:
+        yield f"{len(groups)} groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-manager"
+    if model.sleep_mode or getattr(vllm_config.model_config, "enable_cumem_allocator", False):
+        yield "sleep mode takes a KV cache's memory away beneath its readers: start vLLM without --enable-sleep-mode"
+    if model.device_type == "cuda" and config.expandable_segments():
+        yield "expandable_segments moves pages behind addresses: take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
+
+
+def _kinds(spec: Any) -> Iterator[str]:
+    """The names of a group's specifications; one with several holds them by layer."""
+    yield type(spec).__name__
+    for one in getattr(spec, "kv_cache_specs", {}).values():
+        yield type(one).__name__
+
+
+def _release(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)(\.|$)", version)
+    return (int(found[1]), int(found[2])) if found else (-1, -1)
+
+
+def _unknown(version: str) -> str:
+    known = sorted(KNOWN)
+    first, last = (".".join(map(str, known[at])) for at in (0, -1))
+    return f"where vLLM {version} makes its KV cache is not known (known: {first} to {last})"
+
+
+def _memory(device_type: str) -> Exportable:
+    if device_type == "cpu":
+        return HostExportable()
+    if device_type == "cuda" and torch.cuda.is_available():
+        return _gpu(torch.cuda.current_device())
+    raise SegmentError(f"a KV cache on {device_type!r} cannot be mapped by other processes, only one on a CPU or a CUDA GPU")
+
+
+@functools.cache
+def _gpu(ordinal: int) -> CudaExportable:
+    """torch may free memory of it until the process ends."""
+    return CudaExportable(ordinal)

@@ -1,0 +1,47 @@
+"""Whether each release of vLLM in `exportable.KNOWN` makes its KV cache as it says there, read in its source archive.
+
+Fetches the archives from the package index, keeps the files that are looked at in .venv/outside, and imports nothing of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+from pathlib import Path
+
+from run import PLACE, download
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from vllm_sources import FILES, differences
+
+from vcache_backend.integration.vllm.exportable import KNOWN
+
+
+def fetch(version: str) -> Path:
+    """The folder of the package's sources."""
+    name = f"vllm-{version}"
+    folder = PLACE / f"{name}-sources"
+    if not folder.is_dir():
+        print(f"outside: fetching the source archive of vllm {version}", file=sys.stderr)
+        archive, partial = download("vllm", version), PLACE / f".{name}-sources"
+        wanted = {f"{name}/vllm/{path}" for path in FILES}
+        with tarfile.open(archive) as tar:
+            tar.extractall(partial, [member for member in tar.getmembers() if member.name in wanted], filter="data")
+        archive.unlink()
+        partial.rename(folder)
+    return folder / name / "vllm"
+
+
+def main() -> int:
+    wrong = 0
+    for (major, minor), hooks in KNOWN.items():
+        version = f"{major}.{minor}.0"
+        found = differences(fetch(version), hooks)
+        print(f"vllm {version}: {'; '.join(found) or 'as known'}")
+        wrong += len(found)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,445 @@
+"""Memory that torch allocates and other processes map: sealed memfds here, and the GPU's against a driver that counts and can fail.
+
+On real GPUs: test_gpu_exportable.py. In real vLLM: test_vllm_exportable.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import mmap
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import MIB, NOTHING, FakeCuda
+from processes import SECONDS, script
+from test_segments import left_behind
+from torch.overrides import TorchFunctionMode
+
+from vcache_backend import config
+from vcache_backend.errors import LayoutError, SegmentError
+from vcache_backend.integration.vllm.exportable import begin
+from vcache_backend.resident.exported import Region
+from vcache_backend.vram_pool import cuda_driver, cuda_exportable, host_exportable, host_segment
+from vcache_backend.vram_pool.cuda_driver import Driver
+from vcache_backend.vram_pool.cuda_exportable import CudaExportable
+from vcache_backend.vram_pool.exportable import Allocation
+from vcache_backend.vram_pool.host_exportable import HostExportable
+
+
+def kv(nbytes: int = MIB + 100, **more: Any) -> torch.Tensor:
+    """As vLLM makes its KV cache."""
+    return torch.zeros(nbytes, **{"dtype": torch.int8, "device": torch.device("cpu"), **more})
+
+
+def holds(tensor: torch.Tensor, found: Sequence[Allocation | Region]) -> bool:
+    return any(one.address == tensor.data_ptr() and tensor.nbytes <= one.nbytes for one in found)
+
+
+# ---- host memory
+
+
+def test_only_zeros_of_int8_in_host_memory_become_exportable() -> None:
+    memory = HostExportable()
+    with memory.context():
+        taken = [kv(), kv(100), torch.zeros((3, 5), dtype=torch.int8), torch.zeros(2, 3, dtype=torch.int8, device="cpu")]
+        left = [torch.zeros(MIB), torch.empty(MIB, dtype=torch.int8), kv(device="meta"), kv(0), kv(requires_grad=False)]
+    after = kv()
+    found = memory.allocations()
+    assert [holds(tensor, found) for tensor in taken] == [True] * 4
+    assert [holds(tensor, found) for tensor in [*left, after]] == [False] * 6
+    assert len(found) == 4
+    assert [tuple(tensor.shape) for tensor in taken] == [(MIB + 100,), (100,), (3, 5), (2, 3)]
+    assert all(tensor.dtype == torch.int8 and not tensor.any() and tensor.device.type == "cpu" for tensor in taken)
+
+
+def test_zeros_on_a_default_device_stay_there() -> None:
+    memory = HostExportable()
+    with torch.device("meta"), memory.context():
+        assert torch.zeros(100, dtype=torch.int8).is_meta
+    assert memory.allocations() == []
+
+
+def test_another_process_reads_what_is_written_and_can_write_nothing() -> None:
+    memory = HostExportable()
+    with memory.context():
+        cache = kv().view(torch.bfloat16).view(-1, 2)
+    (found,) = memory.allocations()
+    cache.copy_(torch.arange(cache.numel()).view(-1, 2))
+    child = """
+import hashlib, mmap, os, sys
+fd, nbytes = os.open(sys.argv[1], os.O_RDWR), int(sys.argv[2])
+try:
+    mmap.mmap(fd, nbytes)
+    print("mapped writable")
+except PermissionError:
+    pass
+for call in (lambda: os.write(fd, b"x"), lambda: os.ftruncate(fd, 0), lambda: os.ftruncate(fd, 2 * nbytes)):
+    try:
+        call()
+        print("changed")
+    except PermissionError:
+        pass
+print(hashlib.sha256(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)[:]).hexdigest())
+"""
+    whole = bytes((ctypes.c_char * found.nbytes).from_address(found.address))
+    with script(child, f"/proc/{os.getpid()}/fd/{found.fd}", str(found.nbytes)) as reader:
+        assert reader.wait() == (0, f"{hashlib.sha256(whole).hexdigest()}\n")
+    assert whole[: cache.nbytes] == cache.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_a_reader_insists_on_seals_that_it_has() -> None:
+    memory = HostExportable()
+    with memory.context():
+        cache = kv()
+    (found,) = memory.allocations()
+    host_segment.check(found.fd, found.nbytes)
+    assert cache.nbytes <= found.nbytes == os.fstat(found.fd).st_size
+    assert found.nbytes % mmap.PAGESIZE == 0
+
+
+def test_all_pages_are_taken_before_anybody_counts_on_them() -> None:
+    memory = HostExportable()
+    with memory.context():
+        cache = kv(8 * MIB)
+    (found,) = memory.allocations()
+    assert os.fstat(found.fd).st_blocks * 512 == cache.nbytes
+
+
+def test_all_pages_are_taken_where_the_kernel_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_exportable, "_MADV_POPULATE_WRITE", 12345)
+    memory = HostExportable()
+    with memory.context():
+        cache = kv(8 * MIB)
+    (found,) = memory.allocations()
+    assert os.fstat(found.fd).st_blocks * 512 == cache.nbytes
+
+
+def test_descriptor_and_mapping_live_as_long_as_a_view_of_the_tensor() -> None:
+    memory = HostExportable()
+    with memory.context():
+        view = kv().view(torch.bfloat16)[:100]
+    gc.collect()
+    (found,) = memory.allocations()
+    assert os.fstat(found.fd).st_size == found.nbytes
+    view.fill_(1)
+    del view
+    assert memory.allocations() == []
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(found.fd)
+
+
+def test_lives_of_exportable_memory_leave_no_fd_and_no_mapping() -> None:
+    memory = HostExportable()
+
+    def life() -> None:
+        with memory.context():
+            kv()
+
+    assert left_behind(life) == (0, 0)
+
+
+def test_torch_allocates_as_ever_where_no_memfd_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    memory = HostExportable()
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with memory.context():
+        assert kv().sum() == 0
+    assert memory.allocations() == []
+    assert memory.problem == "a memfd of 1,048,676 B for the KV cache: [Errno 24] Too many open files"
+
+
+def test_a_context_may_be_left_before_those_within_it() -> None:
+    class Other(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Other.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    memory = HostExportable()
+    context = memory.context()
+    context.__enter__()
+    with Other():
+        context.__exit__(None, None, None)
+        after = kv()
+    assert (memory.allocations(), Other.seen) == ([], 2)
+    assert not holds(after, memory.allocations())
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_context_is_of_its_thread_and_may_be_left_from_another() -> None:
+    memory, here = HostExportable(), threading.local()
+
+    def enter() -> None:
+        here.context = memory.context()
+        here.context.__enter__()
+        contexts.append(here.context)
+        entered.set()
+        left.wait(SECONDS)
+        tensors.append(kv())
+
+    contexts: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    entered, left = threading.Event(), threading.Event()
+    thread = threading.Thread(target=enter)
+    thread.start()
+    assert entered.wait(SECONDS)
+    tensors.append(kv())
+    contexts[0].__exit__(None, None, None)
+    left.set()
+    thread.join(SECONDS)
+    assert [holds(tensor, memory.allocations()) for tensor in tensors] == [False, False]
+
+
+# ---- around vLLM's KV cache
+
+
+EARLY, ASKED = "0.30.1", "0.31.0"
+
+
+def test_from_031_on_vllm_is_given_a_context_for_its_kv_cache_and_for_nothing_else() -> None:
+    exporter = begin("cpu", ASKED)
+    before = kv()
+    context = exporter.context()
+    assert context is not None
+    with context:
+        layers = {"a": kv().view(torch.bfloat16), "b": kv()}
+        layers["c"] = layers["b"][100:]
+    after = kv()
+    found = exporter.regions(layers)
+    assert {one.address for one in found} == {layers["a"].data_ptr(), layers["b"].data_ptr()}
+    assert [holds(tensor, found) for tensor in (before, after)] == [False, False]
+
+
+def test_before_031_what_is_made_until_the_kv_cache_is_registered_is_exportable_but_only_that_is_shown() -> None:
+    exporter = begin("cpu", EARLY)
+    assert exporter.context() is None
+    other, layer = kv(), kv()
+    found = exporter.regions({"a": layer})
+    assert [one.address for one in found] == [layer.data_ptr()]
+    assert not holds(kv(), exporter.regions({"a": layer}))
+    assert other.sum() == 0
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_a_start_of_vllm_that_fails_leaves_torch_as_it_was(end: str) -> None:
+    exporter = begin("cpu", EARLY)
+    if end == "close":
+        exporter.close()
+    del exporter
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_kv_cache_that_lies_elsewhere_is_named() -> None:
+    exporter = begin("cpu", ASKED)
+    message = (
+        "layers.0, 1,048,676 B on cpu, lies in none of the 0 exportable allocations (another connector or allocator has made it)"
+    )
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        exporter.regions({"layers.0": kv()})
+
+
+def test_a_kv_cache_that_got_no_memfd_is_said_to_have_got_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    exporter = begin("cpu", EARLY)
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(LayoutError, match="for the KV cache: .* Too many open files"):
+        exporter.regions({"layers.0": kv()})
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.26.0", "dev", "0.3", "0.320.0", ""])
+def test_a_vllm_that_nobody_has_looked_at_is_refused(version: str) -> None:
+    exporter = begin("cpu", version)
+    assert exporter.context() is None
+    with pytest.raises(
+        SegmentError, match=re.escape(f"where vLLM {version} makes its KV cache is not known (known: 0.26 to 0.33)")
+    ):
+        exporter.regions({"layers.0": kv()})
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.33.1rc1", "0.29"])
+def test_builds_of_known_releases_are_known(version: str) -> None:
+    exporter = begin("cpu", version)
+    context = exporter.context()
+    with context or nullcontext():
+        layer = kv()
+    assert holds(layer, exporter.regions({"layers.0": layer}))
+
+
+def test_memory_of_another_kind_is_refused() -> None:
+    exporter = begin("xpu", ASKED)
+    assert exporter.context() is None
+    with pytest.raises(SegmentError, match="a KV cache on 'xpu' cannot be mapped by other processes"):
+        exporter.regions({"layers.0": kv()})
+
+
+@pytest.mark.parametrize("version", [EARLY, ASKED])
+@pytest.mark.parametrize("place", ["enter", "leave"])
+def test_a_context_that_fails_does_not_raise_into_vllm(monkeypatch: pytest.MonkeyPatch, version: str, place: str) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("torch says no")
+
+    if place == "enter":
+        monkeypatch.setattr(host_exportable.overrides, "_push_mode", fail)
+    else:
+        monkeypatch.setattr(host_exportable, "_leave", fail)
+    exporter = begin("cpu", version)
+    with exporter.context() or nullcontext():
+        layer = kv()
+    with pytest.raises(SegmentError, match="cannot be shared in place: RuntimeError: torch says no"):
+        exporter.regions({"layers.0": layer})
+    monkeypatch.undo()
+    while torch._C._len_torch_function_stack():
+        host_exportable.overrides._pop_mode()
+
+
+def test_what_vllm_raises_within_its_context_is_vllms() -> None:
+    exporter = begin("cpu", ASKED)
+    context = exporter.context()
+    assert context is not None
+    with pytest.raises(MemoryError), context:
+        raise MemoryError
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "moves"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:true"}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)
+def test_expandable_segments_are_seen(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], moves: bool) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert config.expandable_segments() == moves
+
+
+# ---- the GPU's, as torch calls it
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Two fake GPUs of 64 MiB."""
+    fake = FakeCuda()
+    driver = Driver(fake)
+    monkeypatch.setattr(cuda_driver, "load", lambda: driver)
+    return fake
+
+
+Callbacks = tuple[Callable[[int, int, int | None], int | None], Callable[[int | None, int, int, int | None], None]]
+
+
+def callbacks(memory: CudaExportable) -> Callbacks:
+    """What torch has of it: two C functions."""
+    return memory._callbacks
+
+
+def test_torch_gets_whole_granules_on_its_gpu_and_their_descriptor_lives_until_it_frees_them(cuda: FakeCuda) -> None:
+    memory = CudaExportable(1)
+    allocate, free = callbacks(memory)
+    first, second = allocate(3 * MIB, 1, None), allocate(2 * MIB, 1, None)
+    assert [one.nbytes for one in memory.allocations()] == [4 * MIB, 2 * MIB]
+    assert [one.address for one in memory.allocations()] == [first, second]
+    assert cuda.allowed[first] == 1
+    fds = [one.fd for one in memory.allocations()]
+    assert [os.get_inheritable(fd) for fd in fds] == [False, False]
+    free(first, 3 * MIB, 1, None)
+    assert [one.address for one in memory.allocations()] == [second]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fds[0])
+    free(second, 2 * MIB, 1, None)
+    assert (memory.allocations(), cuda.holds()) == ([], NOTHING)
+
+
+def test_memory_is_unmapped_only_once_the_device_has_caught_up(cuda: FakeCuda) -> None:
+    allocate, free = callbacks(CudaExportable(0))
+    address = allocate(2 * MIB, 0, None)
+    cuda.calls.clear()
+    free(address, 2 * MIB, 0, None)
+    assert cuda.calls.index("cuCtxSynchronize") < cuda.calls.index("cuMemUnmap") < cuda.calls.index("cuMemRelease")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuDevicePrimaryCtxRetain",
+        "cuMemCreate",
+        "cuMemAddressReserve",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemExportToShareableHandle",
+    ],
+)
+def test_a_call_of_the_driver_that_fails_is_no_memory_for_torch_and_leaves_nothing(cuda: FakeCuda, call: str) -> None:
+    memory = CudaExportable(0)
+    allocate, _ = callbacks(memory)
+    cuda.broken = call
+    assert allocate(2 * MIB, 0, None) is None
+    assert memory.problem.startswith(f"2,097,152 B on cuda:0 for the KV cache: {call}: CUDA_ERROR_INVALID_VALUE")
+    cuda.broken = ""
+    assert (memory.allocations(), cuda.holds()) == ([], NOTHING)
+
+
+def test_more_than_the_gpu_has_is_no_memory_for_torch(cuda: FakeCuda) -> None:
+    memory = CudaExportable(0)
+    allocate, _ = callbacks(memory)
+    assert allocate(66 * MIB, 0, None) is None
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in memory.problem
+    assert cuda.holds() == NOTHING
+
+
+def test_freeing_never_raises_through_c(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    memory = CudaExportable(0)
+    allocate, free = callbacks(memory)
+    address = allocate(2 * MIB, 0, None)
+    cuda.broken = "cuDevicePrimaryCtxRetain"
+    free(address, 2 * MIB, 0, None)
+    free(address, 2 * MIB, 0, None)
+    assert memory.allocations() == []
+    assert caplog.messages[0].startswith("vcache: 2,097,152 B of KV cache on cuda:0 stay until the process ends")
+
+
+def test_nothing_is_collected_under_torchs_lock_and_everything_afterwards(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collects: list[bool] = []
+    create = cuda.cuMemCreate
+    monkeypatch.setattr(cuda, "cuMemCreate", lambda *given: (collects.append(gc.isenabled()), create(*given))[1])
+    allocate, free = callbacks(CudaExportable(0))
+    free(allocate(2 * MIB, 0, None), 2 * MIB, 0, None)
+    assert (collects, gc.isenabled()) == ([False], True)
+
+
+def test_a_gpu_that_cannot_export_memory_is_refused(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "cuDeviceGetAttribute", lambda *_: (0, 0))
+    with pytest.raises(SegmentError, match="cuda:0 has no virtual memory management with POSIX fds"):
+        CudaExportable(0)
+
+
+def test_callbacks_outlive_everybody_who_knows_them(cuda: FakeCuda) -> None:
+    memory = CudaExportable(0)
+    addresses = [ctypes.cast(callback, ctypes.c_void_p).value for callback in memory._callbacks]
+    del memory
+    gc.collect()
+    allocate = cuda_exportable._ALLOCATE(addresses[0])
+    free = cuda_exportable._FREE(addresses[1])
+    free(allocate(2 * MIB, 0, None), 2 * MIB, 0, None)
+    assert cuda.holds() == NOTHING

@@ -1,0 +1,198 @@
+"""GPU memory that torch allocates and other processes map, on real GPUs. Against a driver that fails: test_exportable.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+from processes import IMPORT_SECONDS, ROOT, SECONDS
+
+from vcache_backend.integration.vllm.exportable import Exporter, begin
+from vcache_backend.resident.exported import Region
+from vcache_backend.vram_pool import devices
+from vcache_backend.vram_pool.cuda_exportable import CudaExportable
+from vcache_backend.vram_pool.exportable import Allocation
+
+MIB = 1 << 20
+SIZE = 64 * MIB
+EARLY, ASKED = "0.30.0", "0.31.0"
+READER = """
+import sys, torch
+from vcache_backend.vram_pool import cuda_segment, devices
+fd, nbytes, at, size, owner, gpu = *map(int, sys.argv[1:5]), *sys.argv[5:]
+whole = cuda_segment.map_fd(fd, nbytes, owner, devices.resolve(gpu))
+assert torch.equal(whole[at : at + size], (torch.arange(size, device=gpu) % 251).to(torch.uint8))
+print("the same")
+"""
+
+
+def kv(nbytes: int = SIZE) -> torch.Tensor:
+    """As vLLM makes its KV cache."""
+    return torch.zeros(nbytes, dtype=torch.int8, device="cuda:0")
+
+
+def fill(tensor: torch.Tensor) -> None:
+    tensor.view(torch.uint8).copy_((torch.arange(tensor.nbytes, device=tensor.device) % 251).to(torch.uint8))
+    torch.cuda.synchronize()
+
+
+def holder(tensor: torch.Tensor, found: Sequence[Allocation | Region]) -> Allocation | Region | None:
+    first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    return next((one for one in found if one.address <= first and end <= one.address + one.nbytes), None)
+
+
+def read_elsewhere(one: Allocation | Region, tensor: torch.Tensor, gpu: str) -> None:
+    """Another process maps the allocation on `gpu`, and finds what `fill` has written."""
+    where = [one.fd, one.nbytes, tensor.data_ptr() - one.address, tensor.nbytes, devices.resolve("cuda:0").name, gpu]
+    child = subprocess.run(
+        [sys.executable, "-c", READER, *map(str, where)],
+        cwd=ROOT,
+        pass_fds=[one.fd],
+        capture_output=True,
+        text=True,
+        timeout=IMPORT_SECONDS,
+        check=False,
+    )
+    assert child.stdout == "the same\n", child.stderr
+
+
+@pytest.fixture
+def memory() -> CudaExportable:
+    torch.cuda.set_device(0)
+    return CudaExportable(0)
+
+
+def made(version: str) -> tuple[Exporter, torch.Tensor]:
+    torch.cuda.set_device(0)
+    exporter = begin("cuda", version)
+    with exporter.context() or nullcontext():
+        return exporter, kv()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("version", [EARLY, ASKED])
+def test_another_process_reads_the_kv_cache_where_it_lies(version: str) -> None:
+    exporter, cache = made(version)
+    assert not cache.any()
+    fill(cache)
+    (one,) = exporter.regions({"layers.0": cache})
+    assert holder(cache, [one]) == one
+    read_elsewhere(one, cache, "cuda:0")
+    assert holder(kv(), exporter.regions({"layers.0": cache})) is None
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.timeout(240)
+def test_a_process_on_the_other_gpu_reads_the_kv_cache_where_it_lies() -> None:
+    exporter, cache = made(ASKED)
+    fill(cache)
+    (one,) = exporter.regions({"layers.0": cache})
+    read_elsewhere(one, cache, "cuda:1")
+
+
+@pytest.mark.gpu
+def test_tensors_that_share_an_allocation_are_found_in_it(memory: CudaExportable) -> None:
+    with memory.context():
+        small = [kv(3 * MIB) for _ in range(4)]
+        tiny = [kv(1000) for _ in range(4)]
+    found = memory.allocations()
+    assert all(holder(tensor, found) for tensor in [*small, *tiny])
+    for number, tensor in enumerate([*small, *tiny]):
+        tensor.fill_(number)
+    assert [int(tensor.sum(dtype=torch.int64)) // tensor.nbytes for tensor in [*small, *tiny]] == list(range(8))
+
+
+@pytest.mark.gpu
+def test_memory_and_descriptor_are_gone_once_torch_gives_them_back(memory: CudaExportable) -> None:
+    with memory.context():
+        view = kv().view(torch.bfloat16)[100:]
+    gc.collect()
+    torch.cuda.empty_cache()
+    (one,) = memory.allocations()
+    fill(view.view(torch.int8))
+    assert os.fstat(one.fd)
+    del view
+    torch.cuda.empty_cache()
+    assert memory.allocations() == []
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(one.fd)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_100_lives_of_a_kv_cache_leave_no_memory(memory: CudaExportable) -> None:
+    # Tests beside this one take and free memory of the same GPU. So a life takes so much that 100 would not fit.
+    nbytes = torch.cuda.mem_get_info(0)[1] // 60
+    fds = len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        with memory.context():
+            kv(nbytes)
+        torch.cuda.empty_cache()
+    assert memory.allocations() == []
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+@pytest.mark.gpu
+def test_too_little_memory_is_torchs_own_error_and_the_process_goes_on(memory: CudaExportable) -> None:
+    with memory.context():
+        with pytest.raises(torch.OutOfMemoryError):
+            kv(4 << 40)
+        small = kv(3 * MIB)
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in memory.problem
+    assert holder(small, memory.allocations()) is not None
+    assert int(kv().sum()) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_a_start_of_vllm_that_fails_leaves_torch_as_it_was(end: str) -> None:
+    torch.cuda.set_device(0)
+    exporter = begin("cuda", EARLY)
+    lost = kv()
+    if end == "close":
+        exporter.close()
+    del exporter, lost
+    gc.collect()
+    torch.cuda.empty_cache()
+    again = begin("cuda", ASKED)
+    with again.context() or nullcontext():
+        cache = kv()
+    outside = kv()
+    (one,) = again.regions({"layers.0": cache})
+    assert holder(outside, [one]) is None
+
+
+@pytest.mark.gpu
+def test_only_the_thread_that_makes_the_kv_cache_gets_exportable_memory(memory: CudaExportable) -> None:
+    found: list[torch.Tensor] = []
+    with memory.context():
+        thread = threading.Thread(target=lambda: found.append(kv()))
+        thread.start()
+        thread.join(SECONDS)
+    assert holder(found[0], memory.allocations()) is None
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_that_are_captured_later_use_the_kv_cache(memory: CudaExportable) -> None:
+    with memory.context():
+        cache = kv()
+    source = torch.ones(SIZE, dtype=torch.int8, device="cuda:0")
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        cache.copy_(source)
+    stream.synchronize()
+    with torch.cuda.graph(graph):
+        cache.add_(source)
+    cache.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert int(cache.sum(dtype=torch.int64)) == SIZE

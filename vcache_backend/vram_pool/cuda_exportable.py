@@ -1,0 +1,127 @@
+"""GPU memory for vLLM's KV cache that other processes can read: a pool of torch's whose memory comes from us and leaves as POSIX fds.
+
+torch calls `_allocate` and `_free` through C, under the lock of its allocator: nothing may be raised there, and no tensor made or
+dropped, by the garbage collector neither. They wait for the interpreter's lock meanwhile, so no other thread may drop CUDA tensors while
+vLLM makes its KV cache: it would wait for torch's lock and hold the interpreter's. vLLM's own sleep mode allocates in the same way.
+"""
+
+# torch.cuda's pools have no types.
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from vcache_backend.errors import SegmentError
+from vcache_backend.vram_pool import cuda_driver
+from vcache_backend.vram_pool.cuda_driver import Driver
+from vcache_backend.vram_pool.exportable import Allocation
+
+log = logging.getLogger(__name__)
+
+_ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+_FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+
+
+class _Piece(NamedTuple):
+    """undo: unmaps it; in the context of its device."""
+
+    allocation: Allocation
+    undo: ExitStack
+
+
+class CudaExportable:
+    """See `exportable.Exportable`. One for the life of the process: torch may free a tensor of it at any time."""
+
+    def __init__(self, ordinal: int) -> None:
+        """Raises SegmentError where GPU `ordinal` cannot export memory, or torch cannot take it from us."""
+        driver = cuda_driver.load()
+        if not driver.shares_memory(ordinal):
+            raise SegmentError(f"cuda:{ordinal} has no virtual memory management with POSIX fds, so nobody else can read it")
+        self._driver, self._live, self.problem = driver, dict[int, _Piece](), ""
+        self._callbacks = _ALLOCATE(self._allocate), _FREE(self._free)
+        # Nobody must find them gone, not even torch at the process's end.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._callbacks))
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """This thread's allocations on the current device are exportable within it."""
+        # While a pool is in use torch gives back no memory of others, but fails.
+        torch.cuda.empty_cache()
+        allocate, free = (ctypes.cast(callback, ctypes.c_void_p).value for callback in self._callbacks)
+        pool = torch.cuda.MemPool(_torch_allocator(allocate, free))
+        with torch.cuda.use_mem_pool(pool):
+            yield
+        # The pool is dropped here: its memory goes back to the GPU once the tensors are gone and torch empties its cache.
+
+    def allocations(self) -> list[Allocation]:
+        """Those that torch has not given back."""
+        return [piece.allocation for piece in list(self._live.values())]
+
+    def _allocate(self, nbytes: int, ordinal: int, stream: int | None) -> int:
+        """The address of at least `nbytes`, or 0: torch then says that there is no memory."""
+        try:
+            with _no_garbage(), self._driver.on(ordinal):
+                piece = _make(self._driver, ordinal, nbytes)
+            self._live[piece.allocation.address] = piece
+            return piece.allocation.address
+        except BaseException as error:  # noqa: BLE001 - it would go on into C
+            self.problem = f"{nbytes:,} B on cuda:{ordinal} for the KV cache: {str(error) or type(error).__name__}"
+            log.warning("vcache: %s", self.problem)
+            return 0
+
+    def _free(self, address: int, nbytes: int, ordinal: int, stream: int | None) -> None:
+        """torch gives it back: no work that was queued uses it any more, or will once the device has caught up."""
+        try:
+            piece = self._live.pop(address)
+            os.close(piece.allocation.fd)
+            with _no_garbage(), self._driver.on(ordinal):
+                # Unlike cudaFree, unmapping waits for nobody.
+                self._driver.synchronize()
+                piece.undo.close()
+        except BaseException as error:  # noqa: BLE001 - it would go on into C
+            log.warning("vcache: %s B of KV cache on cuda:%d stay until the process ends: %s", f"{nbytes:,}", ordinal, error)
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Nothing is collected within it, in no thread."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _torch_allocator(allocate: int | None, free: int | None) -> Any:
+    make = getattr(torch._C, "_cuda_customAllocator", None)
+    if make is None:
+        raise SegmentError(f"torch {torch.__version__} takes no memory from others")
+    return make(allocate, free)
+
+
+def _make(driver: Driver, ordinal: int, nbytes: int) -> _Piece:
+    """`nbytes`, rounded up, mapped on the GPU whose context is current. Raises DriverError, and leaves nothing then."""
+    granule = driver.granularity(ordinal)
+    rounded = -(-nbytes // granule) * granule
+    with ExitStack() as undo:
+        handle = driver.create(ordinal, rounded)
+        undo.callback(driver.release, handle)
+        address = driver.reserve(rounded, granule)
+        undo.callback(driver.free, address, rounded)
+        driver.map(address, rounded, handle)
+        undo.callback(driver.unmap, address, rounded)
+        driver.allow(address, rounded, ordinal)
+        fd = driver.export(handle)
+        os.set_inheritable(fd, False)
+        return _Piece(Allocation(fd, rounded, address), undo.pop_all())

@@ -1,0 +1,131 @@
+"""Host memory for vLLM's KV cache that other processes can read: sealed memfds in the place of what malloc would give torch.
+
+Only `torch.zeros` of int8, which is how every known vLLM asks for its KV cache. Mapping a memfd over pages that malloc gave out was the
+alternative: pages there begin in the middle of a tensor or are other objects' too, and `free` may give them to somebody else.
+"""
+
+# torch's modes have no types.
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.overrides import TorchFunctionMode
+
+from vcache_backend.vram_pool.exportable import Allocation
+from vcache_backend.vram_pool.host_segment import SEALS
+
+F_SEAL_FUTURE_WRITE = 0x10
+"""Whoever maps it from now on can only read. Linux 5.1; not in Python's fcntl before 3.13."""
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14; not in Python's mmap."""
+
+
+class HostExportable:
+    """See `exportable.Exportable`."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, Allocation] = {}
+        self.problem = ""
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """`torch.zeros` of int8 on the CPU gives exportable memory in this thread; ordinary memory where that is not to be had."""
+        mode = _Zeros(self._zeros)
+        overrides._push_mode(mode)
+        try:
+            yield
+        finally:
+            _leave(mode)
+
+    def allocations(self) -> list[Allocation]:
+        """Those whose tensors are alive."""
+        return list(self._live.values())
+
+    def _zeros(self, nbytes: int) -> torch.Tensor | None:
+        try:
+            fd, memory = _sealed(nbytes)
+        except OSError as error:
+            self.problem = f"a memfd of {nbytes:,} B for the KV cache: {error}"
+            return None
+        tensor = torch.frombuffer(memory, dtype=torch.int8, count=nbytes)
+        found = Allocation(fd, len(memory), tensor.data_ptr())
+        self._live[found.address] = found
+        # torch holds the last reference, through the tensor's storage; the mapping goes with it.
+        weakref.finalize(memory, _gone, self._live, found).atexit = False
+        return tensor
+
+
+class _Zeros(TorchFunctionMode):
+    """Gives `torch.zeros` of int8 in host memory to `make`, which may leave it to torch by answering None."""
+
+    def __init__(self, make: Callable[[int], torch.Tensor | None]) -> None:
+        super().__init__()
+        self.make: Callable[[int], torch.Tensor | None] | None = make
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is torch.zeros and given.get("dtype") is torch.int8 and given.keys() <= {"dtype", "device"}:
+            shape = torch.Size(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+            device = given.get("device")
+            place = torch.get_default_device() if device is None else torch.device(device)
+            if place.type == "cpu" and shape.numel() > 0 and self.make is not None:
+                made = self.make(shape.numel())
+                if made is not None:
+                    return made if made.shape == shape else made.view(shape)
+        return func(*args, **given)
+
+
+def _leave(mode: _Zeros) -> None:
+    """Take `mode` from this thread's stack, wherever it is on it (torch's own way only takes the last one), and make it do nothing."""
+    mode.make, above = None, []
+    while torch._C._len_torch_function_stack():
+        last = overrides._pop_mode()
+        if last is mode:
+            break
+        above.append(last)
+    for one in reversed(above):
+        overrides._push_mode(one)
+
+
+def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
+    """A memfd of whole pages of zeros, all of them taken, and its mapping: the only one that can be written. Raises OSError."""
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    with ExitStack() as undo:
+        fd = os.memfd_create("vcache-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        undo.callback(os.close, fd)
+        os.ftruncate(fd, size)
+        memory = mmap.mmap(fd, size)
+        undo.callback(memory.close)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | F_SEAL_FUTURE_WRITE)
+        _take(memory)
+        undo.pop_all()
+        return fd, memory
+
+
+def _take(memory: mmap.mmap) -> None:
+    """Have the kernel find every page now, near this thread, as zeroing does: where there are too few, vLLM does not start."""
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        for page in range(0, len(memory), mmap.PAGESIZE):
+            memory[page] = 0
+
+
+def _gone(live: dict[int, Allocation], allocation: Allocation) -> None:
+    """Its last tensor is gone."""
+    live.pop(allocation.address, None)
+    with suppress(OSError):
+        os.close(allocation.fd)
