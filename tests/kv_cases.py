@@ -99,12 +99,15 @@ class Cache:
         length = {"part": 2, "block": sizes.blocks, "token": sizes.block_size, "head": sizes.heads}
         length["dim"] = sizes.dim * item * (2 if arrangement.packed else 1)
         where = torch.device(device if device.startswith("cuda") else "cpu")
-        self._memory = [torch.empty([length[a] for a in memory], dtype=torch.uint8, device=where) for _ in range(sizes.layers)]
+        self._memory = [self._allocated([length[a] for a in memory], where) for _ in range(sizes.layers)]
         order = [memory.index(axis) for axis in axes]
         self.tensors = [raw.view(arrangement.dtype).permute(order) for raw in self._memory]
         first = [memory.index("block"), memory.index("token")]
         self._rows = [raw.permute(first + [a for a in range(len(memory)) if a not in first]) for raw in self._memory]
         self.poison()
+
+    def _allocated(self, shape: list[int], device: torch.device) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=device)
 
     def copy(self) -> Cache:
         """The bytes as they are now, that is as the current stream's next kernel sees them."""

@@ -1,86 +1,208 @@
-"""Instances that share in place, for the tests: what their schedulers and workers show, over real connections, without any vLLM."""
+"""Loads out of other instances' KV caches, for the tests: owners with known content in memory that others map, in this process or in one
+of their own, a reader with a session, and copies that stop half-way."""
 
 from __future__ import annotations
 
-import fcntl
+import mmap
 import os
-import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from model import chunk_key
-from processes import make_memfd
+import numpy as np
+import torch
+from engine_cases import Copied, Node
+from kv_cases import CHUNK, SMALL, Cache, Sizes, layout_of
+from neighbour_cases import HOST, instance
+from processes import PATIENT, Worker, eventually, make_memfd, nursery
 
-from vcache_backend.metadata_server import messages as m
+from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.resident.exported import Region, Shown, cache_shape
+from vcache_backend.resident.generations import Generations
+from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.transfer.keys import TokenHasher
+from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.places import BlockPlaces
+from vcache_backend.transfer.resident import ResidentChunk
+from vcache_backend.transfer.session import Session
+from vcache_backend.transfer.store import store
+from vcache_backend.vram_pool.copier import HostCopier, Mark
+from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
-NAMESPACE = b"namespac"
-FUTURE_WRITE = 0x10
-PAGE = 64
-EACH = 4
-
-
-def instance_id(number: int) -> m.InstanceId:
-    return m.InstanceId(number.to_bytes(16, "big"))
-
-
-def make_table(blocks: int, seals: int = FUTURE_WRITE) -> int:
-    """A generation table's memfd: nobody but who has mapped it already can write."""
-    fd = make_memfd(4096 + blocks * 8, seals=False)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | seals)
-    return fd
+NAMESPACE = b"resident"
 
 
-def shape(blocks: int = 64, regions: int = 1, device: str = "host") -> m.CacheShape:
-    """Two layers of two parts in as many regions."""
-    planes = [(plane % regions, plane // regions * blocks * PAGE) for plane in range(4)]
-    return m.CacheShape(device, "host", "tokens heads", PAGE, 2, 2, blocks, 16, PAGE, planes, [4 * blocks * PAGE] * regions)
+class ExportedCache(Cache):
+    """A KV cache in memfds that others can map, one a layer."""
+
+    def _allocated(self, shape: list[int], device: torch.device) -> torch.Tensor:
+        nbytes = int(np.prod(shape))
+        whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = make_memfd(whole)
+        memory = torch.frombuffer(mmap.mmap(fd, whole), dtype=torch.uint8)
+        self.regions = [*getattr(self, "regions", []), Region(fd, whole, memory.data_ptr())]
+        return memory[:nbytes].view(shape)
 
 
-def numbers(*blocks: int) -> bytes:
-    return struct.pack(f"<{len(blocks)}I", *blocks)
+class Owner:
+    """An instance whose KV cache others read. split: blocks of the tensors in one of vLLM's."""
+
+    def __init__(self, path: Path, config: ClientConfig, name: int, sizes: Sizes = SMALL, split: int = 1) -> None:
+        self.name, self.sizes, self.split = instance(name), sizes, split
+        self.size = sizes.block_size * split
+        self.each = CHUNK // self.size
+        self.cache = ExportedCache(sizes=sizes)
+        self.kv = PagedKV.describe(self.cache.tensors, sizes.block_size)
+        self.table = Generations(self.name, sizes.blocks // split)
+        self.client = Client(path, config)
+        self.client.join(self.name, NAMESPACE, self.table.blocks, 1, self.each, self.table.fd)
+        self.shown = Shown(self.client, self.name, 0, cache_shape(self.kv, self.cache.regions, HOST), self.cache.regions)
+
+    def slots(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Of vLLM's blocks."""
+        return (torch.tensor(blocks)[:, None] * self.size + torch.arange(self.size)).reshape(-1)
+
+    def compute(self, tokens: torch.Tensor, blocks: Sequence[int]) -> dict[int, ResidentChunk]:
+        """As vLLM does: the blocks are handed out, then written. The chunks, by number, as they would be published."""
+        self.table.change(blocks)
+        self.cache.fill(tokens, self.slots(blocks))
+        ids, now = np.array(blocks, dtype=np.uint32), self.table.counters[list(blocks)].copy()
+        step = self.each
+        return {
+            number: ResidentChunk(self.name, ids[number * step :][:step], now[number * step :][:step])
+            for number in range(len(blocks) // step)
+        }
+
+    def reuse(self, block: int) -> None:
+        """Another request gets this block, and writes it."""
+        self.compute(torch.arange(self.size) + 77_000_000, [block])
+
+    def give_up(self) -> None:
+        self.table.give_up()
+
+    def close(self) -> None:
+        self.shown.close()
+        self.table.close()
+        self.client.close()
+        for region in self.cache.regions:
+            os.close(region.fd)
 
 
-def counts(*generations: int) -> bytes:
-    return struct.pack(f"<{len(generations)}Q", *generations)
+def owner(here: Node, name: int = 1, **more: Any) -> Owner:
+    """In this process."""
+    made = Owner(here.path, PATIENT, name, **more)
+    here.undo.callback(made.close)
+    return made
 
 
-def chunk_blocks(first: int, chunks: int = 1, each: int = EACH) -> bytes:
-    """Numbers from `first` on."""
-    return numbers(*range(first, first + chunks * each))
+def owner_process(here: Node, name: int = 1) -> Worker:
+    """An `Owner` in a process of its own."""
+    made = Worker(nursery("resident_cases"), Owner, here.path, PATIENT, name, name=f"owner {name}")
+    return here.undo.enter_context(made).made()
 
 
-def chunk_generations(value: int, chunks: int = 1, each: int = EACH) -> bytes:
-    return counts(*[value] * (chunks * each))
+class StoppingCopier(HostCopier):
+    """Its pulls call `half_way` in the middle, and are over once `finished` is set. pulls, scatters: how many rows each had."""
+
+    def __init__(self) -> None:
+        self.half_way: Callable[[], None] = lambda: None
+        self.finished = threading.Event()
+        self.finished.set()
+        self.pulls: list[int] = []
+        self.scatters: list[int] = []
+
+    def pull(  # type: ignore[override]
+        self, kv: PagedKV, rows: Int64s, origins: Int64s, after: Mark | None = None, keep: object = None, *, local: bool = False
+    ) -> Copied:
+        self.pulls.append(len(rows))
+        half = len(rows) // 2
+        super().pull(kv, rows[:half], origins)
+        self.half_way()
+        super().pull(kv, rows[half:], origins)
+        return Copied(self.finished)
+
+    def scatter(self, kv: Any, plan: Any, slots: Any, after: Mark | None = None) -> Any:
+        self.scatters.append(len(plan.blocks))
+        return super().scatter(kv, plan, slots, after)
 
 
-def join(client: Client, instance: bytes, blocks: int = 64, ranks: int = 1, each: int = EACH) -> None:
-    """Show a table, as a scheduler does."""
-    table = make_table(blocks)
-    try:
-        client.join(instance, NAMESPACE, blocks, ranks, each, table)
-    finally:
-        os.close(table)
+class Reader:
+    """A session with a KV cache, whose vLLM has blocks of `split` of the tensors', and its neighbours."""
+
+    def __init__(self, here: Node, split: int = 1, segment_bytes: int = 0, sizes: Sizes = SMALL, **engine: Any) -> None:
+        self.cache, self.copier, self.size = Cache(sizes=sizes), StoppingCopier(), sizes.block_size * split
+        self.session = Session(here.config("host", segment_bytes, **engine), layout_of(self.cache), copier=self.copier)
+        here.undo.callback(self.session.close)
+        self.kv = self.session.bind(self.cache.tensors)
+        self.neighbours = Neighbours(self.session.client, HOST, self.kv, 0)
+        here.undo.callback(self.neighbours.close)
+        self.hasher = TokenHasher(self.session.namespace, CHUNK)
+
+    def keys(self, tokens: torch.Tensor) -> list[ChunkKey]:
+        return self.hasher.keys(tokens)
+
+    def blocks(self, tokens: int) -> list[int]:
+        """The places of a request of so many tokens: vLLM's blocks, anywhere."""
+        most = self.kv.num_blocks * self.kv.block_size // self.size
+        return np.random.default_rng(5).permutation(most)[: tokens // self.size].tolist()
+
+    def slots(self, tokens: int) -> torch.Tensor:
+        blocks = torch.tensor(self.blocks(tokens), dtype=torch.int64)
+        return (blocks[:, None] * self.size + torch.arange(self.size)).reshape(-1)
+
+    def put(self, tokens: torch.Tensor, chunks: Sequence[int]) -> None:
+        """Into the pool: these chunks of it."""
+        self.cache.fill(tokens, self.slots(len(tokens)))
+        keys = self.keys(tokens)
+        for chunk in chunks:
+            assert store(self.session, self._places(len(tokens)), keys, [chunk]) is not None
+        assert self.session.flush()
+        self.cache.poison()
+
+    def _places(self, tokens: int) -> BlockPlaces:
+        return BlockPlaces(self.kv, CHUNK, self.blocks(tokens), self.size)
+
+    def load(self, tokens: torch.Tensor, residents: dict[int, ResidentChunk], **more: Any) -> Load:
+        """Not advanced yet. Into poisoned blocks."""
+        self.cache.poison()
+        return Load(
+            self.session,
+            self._places(len(tokens)),
+            self.keys(tokens),
+            mark=self.session.copier.mark(),
+            residents=residents,
+            neighbours=self.neighbours,
+            **more,
+        )
+
+    def check(self, load: Load, tokens: torch.Tensor) -> int:
+        """How many chunks are right, none of whose bytes is wrong."""
+        count = load.loaded * CHUNK
+        assert self.cache.wrong(tokens[:count], self.slots(len(tokens))[:count]) == 0
+        return load.loaded
+
+    def loaded(self, tokens: torch.Tensor, residents: dict[int, ResidentChunk], **more: Any) -> tuple[int, str]:
+        """A load to its end: how many chunks, and why not all."""
+        load = self.load(tokens, residents, **more)
+        load.run(10)
+        return self.check(load, tokens), load.cause
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Of chunks in other KV caches."""
+        found: dict[str, Any] = self.session.stats.snapshot()["resident"]
+        return found
+
+    def knows(self, *names: int) -> None:
+        """These owners have shown all."""
+        for name in names:
+            eventually(lambda name=name: self.neighbours.get(instance(name)))  # type: ignore[misc]
 
 
-def show(client: Client, instance: bytes, rank: int = 0, regions: int = 1, blocks: int = 64) -> None:
-    """Show a cache and its regions, as a worker does."""
-    what = shape(blocks, regions)
-    assert client.show_cache(instance, rank, what) == regions
-    for number, nbytes in enumerate(what.regions):
-        memory = make_memfd(nbytes)
-        try:
-            assert client.show_region(instance, rank, number, memory) == regions - number - 1
-        finally:
-            os.close(memory)
-
-
-def publish(
-    client: Client, instance: bytes, keys: Sequence[m.ChunkKey], first: int = 0, generation: int = 2, sequence: int = 1
-) -> int:
-    """Publish chunks in blocks from `first` on."""
-    size = len(keys)
-    return client.publish(instance, sequence, list(keys), chunk_blocks(first, size), chunk_generations(generation, size))
-
-
-def keys(count: int, rank: int = 0, start: int = 0) -> list[m.ChunkKey]:
-    return [chunk_key(number, rank, NAMESPACE) for number in range(start, start + count)]
+def kv_mapped() -> int:
+    """Mappings of KV caches of others in this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:" in line and " r--s " in line and "generations" not in line for line in lines)

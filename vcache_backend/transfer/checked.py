@@ -33,15 +33,19 @@ def scatter(
     keys: of the chunks in `views`. The answer's `done` and `wait` raise ChecksumError where a slot does not fit; the chunk is then
     counted and on its way out of the pool.
     """
-    scattered = session.copier.scatter(kv, copy, views, after)
-    if session.sealer is None:
-        return scattered
+    return looked_at(session, kv, views, keys, session.copier.scatter(kv, copy, views, after))
+
+
+def looked_at(session: Session, kv: PagedKV, views: Sequence[SlotView], keys: Sequence[ChunkKey], copy: Completion) -> Completion:
+    """The same for a copy under way that reads `views`, and perhaps more."""
+    if session.sealer is None or not views:
+        return copy
     try:
-        look = session.sealer.verify(views, keys, kv.chunk_bytes(session.chunk_size), scattered)
+        look = session.sealer.verify(views, keys, kv.chunk_bytes(session.chunk_size), copy)
     except BaseException as error:
         # The caller takes a VCacheError to mean that nothing writes into its blocks.
-        if not scattered.wait(STUCK_SECONDS):
-            raise RuntimeError(f"a scatter goes on whose slots cannot be looked at: {error}") from error
+        if not copy.wait(STUCK_SECONDS):
+            raise RuntimeError(f"a copy goes on whose slots cannot be looked at: {error}") from error
         raise
 
     def drop(bad: list[int]) -> None:
@@ -50,7 +54,7 @@ def scatter(
             if session.stats.failed("checksum") == 1:
                 log.error("chunk %s changed after its commit: it does not fit its checksum, and leaves the pool", keys[i].hex())
 
-    return CheckedScatter(scattered, look, drop)
+    return CheckedScatter(copy, look, drop)
 
 
 def slot_bytes(session: Session, nbytes: int) -> int:
@@ -63,7 +67,7 @@ def slot_bytes(session: Session, nbytes: int) -> int:
 
 
 class CheckedScatter:
-    """Over once a scatter and the look at its slots' checksums both are. `tell`: is given the numbers of bad slots, once.
+    """Over once a copy out of slots and the look at those slots' checksums both are. `tell`: is given the numbers of bad slots, once.
 
     A Completion. `done` and `wait` raise ChecksumError, as soon as nothing of both runs any more, if a slot is bad.
     """

@@ -9,7 +9,7 @@ from time import perf_counter
 from torch import Tensor
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.transfer.sources import LoadContext, Part, Source
+from vcache_backend.transfer.sources import LoadContext, Part, Settled, Source
 
 
 @dataclass
@@ -33,12 +33,12 @@ class HeldChunk:
 class _HeldPart(Part):
     chunks: list[HeldChunk]
 
-    def settle(self) -> str:
+    def settle(self) -> Settled:
         seconds, epochs = self.seconds, {chunk.epoch for chunk in self.chunks if chunk.epoch is not None}
         self.drop()
         if epochs:
             self.context.settled_offloaded(self, epochs, seconds)
-        return ""
+        return Settled(self.count)
 
     def drop(self) -> None:
         for chunk in self.chunks:

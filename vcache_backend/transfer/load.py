@@ -1,4 +1,4 @@
-"""A load: chunks into a KV cache, run by run as they come, from the pool or the offload tier."""
+"""A load: chunks into a KV cache, run by run as they come, from memory of this node or the offload tier."""
 
 from __future__ import annotations
 
@@ -8,28 +8,36 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from vcache_backend.errors import ChecksumError, VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.held import HeldChunk, HeldSource
 from vcache_backend.transfer.leases import AskedLease, Lease
 from vcache_backend.transfer.load_stats import LoadStats
+from vcache_backend.transfer.memory import MemorySource
 from vcache_backend.transfer.places import Places
+from vcache_backend.transfer.pooled import POLL_SECONDS, Pooled
 from vcache_backend.transfer.session import Session
-from vcache_backend.transfer.sources import POLL_SECONDS, LoadContext, OffloadSource, Part, PoolSource, Source
+from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part, Source
 from vcache_backend.vram_pool.copier import Mark
+
+if TYPE_CHECKING:
+    from vcache_backend.resident.neighbours import Neighbours
+    from vcache_backend.transfer.resident import ResidentChunk, Residents
 
 log = logging.getLogger(__name__)
 
 ABSENT = "absent"
 """The cause of a load that ends with a chunk that is nowhere."""
 CANCELLED = "cancelled"
-NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "checksum")
-"""Causes that are not counted as failures here: a chunk that does not fit its checksum was, where it was found."""
+NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "checksum", "changed")
+"""Causes that are not counted as failures here: a chunk that does not fit its checksum was, where it was found, and that an owner used
+a block again while it was read is counted by itself."""
 SLICE_SECONDS = 0.005
 """How long `run` waits before it goes on: a chunk of another source may have come meanwhile."""
 _ABANDONED: list[Load] = []
-"""Loads whose copies may still read and write: all that they refer to stays."""
+"""Loads whose copies may still read and write: all that they refer to stays until they are seen to be over."""
 
 
 class Load:
@@ -52,22 +60,32 @@ class Load:
         offload: bool = True,
         name: str = "",
         held: Mapping[int, HeldChunk] | None = None,
+        residents: Mapping[int, ResidentChunk] | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         """`keys[i]` and `places` are those of chunk i. lease: one on the leading chunks that there is already, or was asked for; this load
         ends it, and asks for one on the rest. mark: see `LoadContext`; None: the current stream goes on behind the copies.
         wait_seconds: how long chunks that are not there yet may take to come. consume: remove the chunks once they are in place.
         offload: what the pool has not may lie in the offload tier. name: of the request, for the log. held: chunks that
-        somebody has in host memory already, by number; a lease then begins with the first of the others."""
+        somebody has in host memory already, by number; a lease then begins with the first of the others. residents: chunks that lie in
+        the KV caches of `neighbours`, by number; those that are gone by the time they are launched may come from elsewhere. Without a
+        lease the pool is asked for the others at once, and for nothing if there are none."""
+        _bury(session)
         self.keys, self.places, self.stats = keys, places, LoadStats(session, places.kv, name, len(keys))
         self.loaded, self.cause = 0, ""
         self.consumed: list[int] = []
         """Numbers of the chunks that left the pool."""
         self._session, self._consume = session, consume
         self._context = LoadContext(session, places, keys, mark, self.stats)
-        self._pool = PoolSource(self._context, lease, POLL_SECONDS if wait_seconds else 0.0)
+        numbers = None
+        if residents and lease is None and session.client.connected:
+            numbers = [number for number in range(len(keys)) if number not in residents]
+            lease = session.leases.ask([keys[number] for number in numbers]) if numbers else None
+        self._pool = Pooled(self._context, lease, POLL_SECONDS if wait_seconds else 0.0, numbers)
+        self._memory = MemorySource(self._context, self._pool, self._residents(residents, neighbours))
         self._offload = OffloadSource(self._context, session.tier) if offload and session.tier is not None else None
         self._held = HeldSource(self._context, held or {})
-        self._sources: list[Source] = [self._pool, *([self._offload] if self._offload is not None else ()), self._held]
+        self._sources: list[Source] = [self._memory, *([self._offload] if self._offload is not None else ()), self._held]
         self._parts: deque[Part] = deque()
         self._until, self._late = time.monotonic() + wait_seconds, "timeout" if wait_seconds else ABSENT
         self._end = len(keys)
@@ -156,6 +174,14 @@ class Load:
 
     # ---- inside
 
+    def _residents(self, residents: Mapping[int, ResidentChunk] | None, neighbours: Neighbours | None) -> Residents | None:
+        if not residents or neighbours is None:
+            return None
+        # Only who shares in place needs it.
+        from vcache_backend.transfer.resident import Residents
+
+        return Residents(self._context, residents, neighbours)
+
     def _go_on(self) -> None:
         self._settle()
         while not self._failed and self.reached < self._end and self._launch():
@@ -182,7 +208,7 @@ class Load:
             part = source.launch(self.reached)
             if part is not None:
                 self._parts.append(part)
-                if not self._pool.more and not self._held.expects(self.reached):
+                if not (self._pool.more or self._held.expects(self.reached) or self._memory.has(self.reached)):
                     for other in self._sources:
                         other.prepare(self.reached)
                 return True
@@ -206,17 +232,19 @@ class Load:
                     one.keep()
                 return
             self._parts.popleft()
-            cause = part.settle()
+            right, cause = part.settle()
+            self.loaded = part.first + right
+            if self._consume:
+                self._remove([number for number in part.pooled if number < self.loaded])
             if cause:
                 self._fail(cause)
                 return
-            if self._consume:
-                self._remove(part)
-            self.loaded = part.first + part.count
             self._context.idle_since = perf_counter()
 
-    def _remove(self, part: Part) -> None:
-        keys = self.keys[part.first : part.first + part.count]
+    def _remove(self, numbers: list[int]) -> None:
+        keys = [self.keys[number] for number in numbers]
+        if not keys:
+            return
         if self._session.tier is not None:
             self._session.tier.forget(keys)
         try:
@@ -224,7 +252,7 @@ class Load:
         except VCacheError as error:
             self._session.miss("consume", error)
             return
-        self.consumed += range(part.first, part.first + part.count)
+        self.consumed += numbers
 
     def _fail(self, cause: str) -> None:
         """Nothing that is not in place by now counts."""
@@ -251,3 +279,17 @@ class Load:
                 self._session.stats.count(chunks_missed=len(self.keys) - self.loaded)
             if self.cause not in NO_FAILURE:
                 self._session.stats.failed(self.cause)
+
+    def _given_up_for(self, session: Session) -> bool:
+        """Whether this is a load of `session`, abandoned, and nothing of it runs any more."""
+        if self._session is not session:
+            return False
+        self._drain()
+        return not self._parts
+
+
+def _bury(session: Session) -> None:
+    """Let go of what abandoned loads read, once their copies are over: an owner's memory is free only then."""
+    for load in list(_ABANDONED):
+        if load._given_up_for(session):
+            _ABANDONED.remove(load)

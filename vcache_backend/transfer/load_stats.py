@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 class LoadStats:
     """Of one load, and added to its session's. One thread.
 
-    tokens: by where they lay: on the reader's own GPU ("own"), on a peer's, in host memory, or in the offload tier ("store").
+    tokens: by where they lay: on the reader's own GPU ("own"), on a peer's, in host memory, in another
+    instance's KV cache ("resident"), or in the offload tier ("store").
     metadata_seconds: asking the server. data_seconds: copying, and waiting for the offload tier.
     """
 
@@ -45,6 +46,23 @@ class LoadStats:
         if log.isEnabledFor(logging.DEBUG):
             said = "%s from the pool, %d of them on %s, asking the server %.2f ms, copy %.2f ms, the lease held"
             log.debug(said, self._which(first, count), own, device, 1e3 * self.metadata_seconds, 1e3 * seconds)
+
+    def resident(self, first: int, owner: bytes, count: int, tokens: int, seconds: float) -> None:
+        """The same of chunks out of the KV cache of instance `owner`."""
+        self.data_seconds += seconds
+        self.tokens["resident"] += tokens
+        stats, nbytes = self._session.stats, tokens * self.token_bytes
+        stats.add_time("retrieve_copy", seconds)
+        stats.count(chunks_resident=count, tokens_retrieved=tokens, bytes_resident=nbytes)
+        stats.read_from(owner.hex(), nbytes)
+        if log.isEnabledFor(logging.DEBUG):
+            said = "%s from the KV cache of instance %s, copy %.2f ms, the generations held"
+            log.debug(said, self._which(first, count), owner.hex(), 1e3 * seconds)
+
+    def refused(self, first: int, owner: bytes, count: int) -> None:
+        """So many chunks were used again by their owner before the copy was over: what was read of them does not count."""
+        self._session.stats.count(chunks_refused=count)
+        log.debug("%s changed in instance %s while they were read", self._which(first, count), owner.hex())
 
     def offloaded(self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float) -> None:
         """The same of chunks from the offload tier. waited: seconds since the load had nothing else to do."""

@@ -1,33 +1,35 @@
-"""Where the chunks of a load come from: the pool, under a lease, or the offload tier. Both behind one small interface."""
+"""Where the chunks of a load come from, behind one small interface: memory of this node (memory.py), the offload tier, or a caller."""
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.checked import scatter
-from vcache_backend.transfer.leases import FOREIGN, AskedLease, Lease
 from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copier import Completion, Mark
 from vcache_backend.vram_pool.planner import CopyPlan
-from vcache_backend.vram_pool.slots import SlotView
 
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch, Staged
     from vcache_backend.offload.tier import OffloadTier
+    from vcache_backend.transfer.resident import ResidentChunk
 
-POLL_SECONDS = 0.0002
-"""How often a load asks for chunks that another instance is still computing."""
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
 """Of a load that ends, by why a fetch ended early; `store` is the rest."""
+
+
+class Settled(NamedTuple):
+    """How many leading chunks are right, and why not all; empty if they are."""
+
+    chunks: int
+    cause: str = ""
 
 
 @dataclass
@@ -45,12 +47,17 @@ class Part(ABC):
         """Its copy takes long: see to it that its bytes stay."""
 
     @abstractmethod
-    def settle(self) -> str:
-        """Its copy is over, and whatever it needed is given back: empty if its bytes are right, else why they are not."""
+    def settle(self) -> Settled:
+        """Its copy is over, and whatever it needed is given back: how much of it is right."""
 
     @abstractmethod
     def drop(self) -> None:
         """Its copy is over, and nobody wants it: give back what it needed."""
+
+    @property
+    def pooled(self) -> Sequence[int]:
+        """Numbers of its chunks that may be in the pool."""
+        return range(self.first, self.first + self.count)
 
     @property
     def tokens(self) -> int:
@@ -103,6 +110,8 @@ class LoadContext:
         self.idle_since = perf_counter()
         """Since when the load has had nothing to do but wait."""
         self._planned: tuple[int, int, CopyPlan] | None = None
+        self.resident: dict[int, ResidentChunk] = {}
+        """By number, those that are still to come out of other instances' KV caches."""
         self.fetched: list[int] = []
         """Numbers of the chunks that came from the offload tier."""
         self.epochs: set[int] = set()
@@ -123,146 +132,16 @@ class LoadContext:
         return self._planned[2]
 
 
-class _LeasedRun:
-    """Chunks under one lease, from number `first` on. users: parts of them that are under way, and one for those not launched yet."""
-
-    def __init__(self, lease: Lease, first: int) -> None:
-        self.lease, self.first, self.users = lease, first, 1
-
-    def leave(self, session: Session) -> None:
-        """One user less; the last one ends the lease."""
-        self.users -= 1
-        if not self.users:
-            session.leases.release(self.lease)
-
-
-@dataclass
-class _LeasedPart(Part):
-    run: _LeasedRun
-    views: list[SlotView]
-
-    def keep(self) -> None:
-        lease = self.run.lease
-        if lease.seconds_left < lease.seconds / 2:
-            self.context.session.leases.renew(lease)
-
-    def settle(self) -> str:
-        context, seconds, started = self.context, self.seconds, perf_counter()
-        self.run.users -= 1
-        held = context.session.leases.verdict(self.run.lease, end=not self.run.users)
-        context.stats.metadata_seconds += perf_counter() - started
-        if not held:
-            return "lease_lost"
-        own = sum(view.local for view in self.views)
-        context.stats.pooled(self.first, own, self.count, self.tokens, seconds)
-        return ""
-
-    def drop(self) -> None:
-        self.run.leave(self.context.session)
-
-
-class PoolSource(Source):
-    """Chunks in the pool, each run of them under a lease. more: whether the next chunks may be there too, since the lease that was
-    given was only asked for on those before them."""
-
-    def __init__(self, context: LoadContext, lease: Lease | AskedLease | None, every: float) -> None:
-        """lease: one that there is already or that was asked for, on chunks from number 0 on; another process's is the only one.
-        every: seconds between two questions for chunks that are not there; 0: there is no need to bound them."""
-        self._context, self._given, self._every = context, lease, every
-        self._only = isinstance(lease, Lease) and lease.connection == FOREIGN
-        self._run: _LeasedRun | None = None
-        self._next_look = 0.0
-        self.more = False
-
-    def launch(self, chunk: int) -> Part | None:
-        context, session = self._context, self._context.session
-        if self._run is None:
-            lease = self._lease(chunk)
-            if lease is None:
-                return None
-            self._run = _LeasedRun(lease, chunk)
-        run, self.cause = self._run, ""
-        views = session.views(run.lease.locations[chunk - run.first :])
-        if not views:
-            self.cause = "segment"
-            self._end_run()
-            return None
-        plan, started = context.plan(chunk, len(views)), perf_counter()
-        run.users += 1
-        try:
-            keys = context.keys[chunk : chunk + len(views)]
-            moving = scatter(session, context.places.kv, plan, views, keys, context.mark)
-        except BaseException:
-            # Whatever may still read the slots: nothing of it counts.
-            run.users -= 1
-            raise
-        if chunk + len(views) == run.first + len(run.lease.locations):
-            self._end_run()
-        return _LeasedPart(context, chunk, len(views), plan, moving, started, run, views)
-
-    def _end_run(self) -> None:
-        """Nothing more is launched under the lease."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.leave(self._context.session)
-
-    def _lease(self, chunk: int) -> Lease | None:
-        """On the chunks from this number on, as far as they are there."""
-        given, self._given = self._given, None
-        self.cause, self.more = "", False
-        if isinstance(given, AskedLease):
-            if given.keys:
-                # While the answer is on its way.
-                self._context.plan(chunk, len(given.keys))
-            lease = self._answered(given.fetch)
-            asked = len(given.keys)
-            self.more = lease is not None and len(lease.keys) == asked < len(self._context.keys)
-            return lease
-        if given is not None and given.keys[0] != self._context.keys[chunk]:
-            self._context.session.leases.release(given)
-            given = None
-        if given is not None or self._only:
-            return given
-        session, now = self._context.session, time.monotonic()
-        if self._every and now < self._next_look:
-            return None
-        self._next_look = now + self._every
-        if not session.client.connected:
-            self.cause = "server"
-            return None
-        return self._answered(lambda: session.leases.acquire(self._context.keys[chunk:]))
-
-    def _answered(self, ask: Callable[[], Lease | None]) -> Lease | None:
-        started = perf_counter()
-        try:
-            return ask()
-        except VCacheError as error:
-            self._context.session.miss("lease", error)
-            self.cause = "server"
-            return None
-        finally:
-            self._context.stats.metadata_seconds += perf_counter() - started
-
-    def cancel(self) -> None:
-        """End a lease that was given and not used."""
-        self._end_run()
-        given, self._given = self._given, None
-        if isinstance(given, AskedLease):
-            given.drop()
-        elif given is not None:
-            self._context.session.leases.release(given)
-
-
 @dataclass
 class _StagedPart(Part):
     fetch: Fetch
     staged: list[Staged]
 
-    def settle(self) -> str:
+    def settle(self) -> Settled:
         seconds = self.seconds
         self.drop()
         self.context.settled_offloaded(self, {staged.epoch for staged in self.staged}, seconds)
-        return ""
+        return Settled(self.count)
 
     def drop(self) -> None:
         self.fetch.give_back(self.staged)
@@ -291,8 +170,12 @@ class OffloadSource(Source):
     def prepare(self, chunk: int) -> bool:
         if not self.may_have or chunk >= len(self._context.keys) or self._fetch is not None:
             return self._fetch is not None
+        keys, resident = self._context.keys, self._context.resident
+        stop = next((other for other in range(chunk, len(keys)) if other in resident), len(keys)) if resident else len(keys)
+        if stop == chunk:
+            return False
         try:
-            fetch = self._context.session.fetch(self._context.keys[chunk:])
+            fetch = self._context.session.fetch(keys[chunk:stop])
         except VCacheError as error:
             self._context.session.miss("fetch", error)
             fetch, self.cause = None, "server"

@@ -23,6 +23,8 @@ TIMES = (
 the offload tier; a put is one batch, in the background."""
 METADATA = ("acquire", "release", "reserve", "commit")
 DATA = ("retrieve_copy", "store_copy")
+MAX_OWNERS = 64
+"""Instances out of whose KV caches this one read last, whose bytes are told apart."""
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late")
 
 
@@ -34,6 +36,7 @@ class EngineStats:
         self._times = {name: Histogram() for name in TIMES}
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
+        self._owners: Counter[str] = Counter()
         self.updates = 0
         """How often something was added to the counters."""
 
@@ -55,6 +58,14 @@ class EngineStats:
         with self._lock:
             self._counts.update(amounts)
             self.updates += 1
+
+    def read_from(self, owner: str, nbytes: int) -> None:
+        """So many bytes came out of the KV cache of this instance."""
+        with self._lock:
+            self._owners[owner] = self._owners.pop(owner, 0) + nbytes
+            if len(self._owners) > MAX_OWNERS:
+                # That of which the last read is the longest ago: each start of an instance is a new one.
+                del self._owners[next(iter(self._owners))]
 
     def failed(self, cause: str) -> int:
         """One more failure of this cause; how many so far."""
@@ -86,12 +97,14 @@ class EngineStats:
         with self._lock:
             counts = self._counts
             times = {name: histogram.summary() for name, histogram in self._times.items()}
-            retrieved = counts["bytes_own"] + counts["bytes_peer"] + counts["bytes_offload"]
+            retrieved = sum(counts[f"bytes_{where}"] for where in ("own", "peer", "offload", "resident"))
             return times | {
                 "tokens": {name: counts[f"tokens_{name}"] for name in ("asked", "hit", "retrieved", "stored")},
                 "hits": {"vram": counts["chunks_retrieved"], "offload": counts["chunks_offload"]},
                 "misses": counts["chunks_missed"],
                 "bytes": {name: counts[f"bytes_{name}"] for name in ("own", "peer", "offload", "stored", "offload_written")},
+                "resident": {"chunks": counts["chunks_resident"], "bytes": counts["bytes_resident"], "owners": dict(self._owners)}
+                | {name: counts[f"chunks_{name}"] for name in ("stale", "refused")},
                 "gb_per_s": {
                     "retrieve": _rate(retrieved, self._times["retrieve_copy"]),
                     "store": _rate(counts["bytes_stored"], self._times["store_copy"]),

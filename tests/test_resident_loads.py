@@ -1,0 +1,387 @@
+"""Loads out of other instances' live KV caches: what is read where it lies, and every way in which it may not be what it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_cases import Node, node
+from kv_cases import CHUNK, prompt
+from processes import QUICK, eventually
+from resident_cases import Reader, kv_mapped, owner, owner_process
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.transfer import load as loads
+from vcache_backend.transfer.resident import ResidentChunk
+
+ROOM = 1 << 20
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Node]:
+    with node(tmp_path) as made:
+        made.serve()
+        yield made
+
+
+def asked(reader: Reader, *requests: str) -> int:
+    """How many such requests the server has answered."""
+    latency = reader.session.client.stats().latency
+    return sum(latency[name].count for name in requests if name in latency)
+
+
+# ---- what is read
+
+
+def test_chunks_are_read_where_another_instance_computed_them_in_one_launch(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here), prompt(5 * CHUNK)
+    there = one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8, 12, 11])
+    assert reader.loaded(tokens, there) == (5, "")
+    assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
+    assert (reader.copier.pulls, reader.copier.scatters) == ([10], [])
+    nbytes = 5 * reader.cache.chunk_bytes
+    assert reader.stats == {"chunks": 5, "bytes": nbytes, "owners": {one.name.hex(): nbytes}, "stale": 0, "refused": 0}
+
+
+def test_nobody_is_asked_about_the_pool_if_all_chunks_are_resident(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here), prompt(3 * CHUNK)
+    there = one.compute(tokens, [9, 3, 4, 22, 0, 1])
+    assert reader.loaded(tokens, there) == (3, "")
+    assert asked(reader, "Acquire", "Present", "Release") == 0
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2), (2, 2)])
+def test_blocks_of_vllm_may_be_several_of_the_tensors_and_not_equally_many_here_and_there(
+    here: Node, theirs: int, ours: int
+) -> None:
+    one, reader, tokens = owner(here, split=theirs), Reader(here, split=ours), prompt(4 * CHUNK)
+    there = one.compute(tokens, [9, 3, 4, 11, 0, 1, 7, 8][: 4 * one.each])
+    assert reader.loaded(tokens, there) == (4, "")
+    assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
+
+
+def test_the_chunks_of_two_owners_come_in_one_launch(here: Node) -> None:
+    one, two, reader, tokens = owner(here, 1), owner(here, 2), Reader(here), prompt(4 * CHUNK)
+    first, second = one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8]), two.compute(tokens, [1, 2, 3, 4, 5, 6, 7, 8])
+    there = {number: (first if number % 2 else second)[number] for number in range(4)}
+    assert reader.loaded(tokens, there) == (4, "")
+    assert reader.copier.pulls == [8]
+    assert reader.stats["owners"] == {one.name.hex(): 2 * reader.cache.chunk_bytes, two.name.hex(): 2 * reader.cache.chunk_bytes}
+
+
+def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
+    """The first ones may lie in vLLM's own cache, the last chunk may be wanted in part."""
+    from vcache_backend.transfer.places import BlockPlaces
+
+    one, reader, tokens = owner(here), Reader(here), prompt(4 * CHUNK)
+    there = one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8])
+    reader.cache.poison()
+    where = BlockPlaces(reader.kv, CHUNK, reader.blocks(len(tokens)), reader.size, 1, 7)
+    load = loads.Load(reader.session, where, reader.keys(tokens), residents=there, neighbours=reader.neighbours)
+    assert load.run(10) == 4
+    wanted = slice(reader.size, 7 * reader.size)
+    assert reader.cache.holds_only(tokens[wanted], reader.slots(len(tokens))[wanted])
+    assert load.stats.tokens == {"resident": 6 * reader.size}
+
+
+# ---- pooled and resident chunks
+
+
+def test_what_is_not_resident_comes_from_the_pool_beside_the_rest(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(6 * CHUNK)
+    there = one.compute(tokens, list(range(12)))
+    reader.put(tokens, [0, 2, 5])
+    asked_before = asked(reader, "Acquire")
+    assert reader.loaded(tokens, {number: there[number] for number in (1, 3, 4)}) == (6, "")
+    assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
+    assert (reader.copier.pulls, reader.copier.scatters) == ([12], [])
+    assert asked(reader, "Acquire") == asked_before + 1
+    assert reader.stats["chunks"] == 3
+
+
+def test_leading_resident_chunks_do_not_wait_for_the_answer_about_the_pool(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(6 * CHUNK)
+    there = one.compute(tokens, list(range(12)))
+    reader.put(tokens, [2, 5])
+    assert reader.loaded(tokens, {number: there[number] for number in (0, 1, 3, 4)}) == (6, "")
+    assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
+    assert reader.copier.pulls == [4, 8]
+    assert len(reader.session.client.stats().segments) == 1
+    eventually(lambda: not reader.session.client.stats().leases)
+
+
+def test_a_lost_lease_ends_the_load_at_the_first_pooled_chunk_though_resident_ones_came_with_it(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(4 * CHUNK)
+    there = one.compute(tokens, list(range(8)))
+    reader.put(tokens, [1])
+    session = reader.session
+    monkeypatch.setattr(session.leases, "verdict", lambda lease, end=True: False)
+    lease = session.leases.acquire(reader.keys(tokens)[1:2])
+    load = reader.load(tokens, {number: there[number] for number in (0, 2, 3)})
+    assert lease is not None
+    assert load.run(10) == 1
+    assert load.cause == "lease_lost"
+    reader.check(load, tokens)
+    session.leases.release(lease)
+
+
+def test_a_chunk_that_is_nowhere_ends_the_load_before_it(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(5 * CHUNK)
+    there = one.compute(tokens, list(range(10)))
+    reader.put(tokens, [1])
+    assert reader.loaded(tokens, {number: there[number] for number in (0, 3, 4)}) == (2, loads.ABSENT)
+
+
+def test_without_a_server_resident_chunks_are_read_all_the_same(tmp_path: Path) -> None:
+    with node(tmp_path, QUICK) as here:
+        here.serve()
+        one, reader, tokens = owner(here), Reader(here), prompt(3 * CHUNK)
+        there = one.compute(tokens, list(range(6)))
+        reader.knows(1)
+        here.server.kill()
+        eventually(lambda: not reader.session.client.connected)
+        assert reader.loaded(tokens, {number: there[number] for number in (0, 1)}) == (2, "server")
+
+
+def test_a_pooled_slot_that_does_not_fit_its_checksum_spoils_a_launch_with_resident_chunks(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM, checksum=True), prompt(3 * CHUNK)
+    there = one.compute(tokens, list(range(6)))
+    reader.put(tokens, [0, 2])
+    lease = reader.session.leases.acquire(reader.keys(tokens)[2:])
+    assert lease is not None
+    slot = reader.session.views(lease.locations)[0].tensor
+    slot[3] ^= 1
+    assert reader.loaded(tokens, {1: there[1]}) == (0, "checksum")
+    slot[3] ^= 1
+    reader.session.leases.release(lease)
+
+
+# ---- a block that is used again
+
+
+def test_a_chunk_that_changed_before_the_launch_is_not_read_at_all(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here), prompt(4 * CHUNK)
+    there = one.compute(tokens, list(range(8)))
+    one.reuse(5)
+    assert reader.loaded(tokens, there) == (2, loads.ABSENT)
+    assert reader.copier.pulls == [4]
+    assert reader.cache.holds_only(tokens[: 2 * CHUNK], reader.slots(len(tokens))[: 2 * CHUNK])
+    assert (reader.stats["stale"], reader.stats["refused"]) == (1, 0)
+
+
+def test_a_chunk_that_changed_before_the_launch_comes_from_the_pool_if_it_is_there(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(4 * CHUNK)
+    there = one.compute(tokens, list(range(8)))
+    reader.put(tokens, [2])
+    one.reuse(5)
+    assert reader.loaded(tokens, there) == (4, "")
+    assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
+
+
+@pytest.mark.parametrize("block", [0, 3, 5, 7])
+def test_of_a_block_that_is_used_again_while_it_is_read_nothing_counts_and_what_is_before_it_does(here: Node, block: int) -> None:
+    one, reader, tokens = owner(here), Reader(here), prompt(4 * CHUNK)
+    there = one.compute(tokens, list(range(8)))
+    reader.copier.half_way = lambda: one.reuse(block)
+    assert reader.loaded(tokens, there) == (block // 2, "changed")
+    assert reader.stats["refused"] == 4 - block // 2
+    assert reader.session.stats.snapshot()["failures"] == {}
+
+
+def test_without_the_verdict_wrong_bytes_would_count(here: Node) -> None:
+    """The hazard is real: what the copy read is not what the chunk was."""
+    one, reader, tokens = owner(here), Reader(here), prompt(4 * CHUNK)
+    there = one.compute(tokens, list(range(8)))
+    reader.copier.half_way = lambda: one.reuse(6)
+    reader.loaded(tokens, there)
+    assert reader.cache.wrong(tokens, reader.slots(len(tokens))) > 0
+
+
+def test_a_block_that_is_used_again_once_the_copy_is_over_but_not_yet_looked_at_does_not_count(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here), prompt(4 * CHUNK)
+    there = one.compute(tokens, list(range(8)))
+    reader.copier.finished.clear()
+    load = reader.load(tokens, there)
+    assert not load.advance()
+    one.reuse(4)
+    reader.copier.finished.set()
+    assert load.advance()
+    assert (reader.check(load, tokens), load.cause) == (2, "changed")
+
+
+def test_a_changed_block_of_one_owner_does_not_touch_what_another_one_has_before_it(here: Node) -> None:
+    one, two, reader, tokens = owner(here, 1), owner(here, 2), Reader(here), prompt(4 * CHUNK)
+    first, second = one.compute(tokens, list(range(8))), two.compute(tokens, list(range(8)))
+    reader.copier.half_way = lambda: one.reuse(4)
+    assert reader.loaded(tokens, {0: first[0], 1: second[1], 2: first[2], 3: second[3]}) == (2, "changed")
+    assert set(reader.stats["owners"]) == {one.name.hex(), two.name.hex()}
+    assert not any(neighbour._launches for neighbour in reader.neighbours._here.values())
+
+
+def test_a_reset_of_the_owner_while_it_is_read_ends_the_load(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
+    there = one.compute(tokens, list(range(4)))
+    reader.copier.half_way = one.table.change_all
+    assert reader.loaded(tokens, there) == (0, "changed")
+
+
+def test_a_table_that_was_given_up_while_it_was_read_proves_nothing(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
+    there = one.compute(tokens, list(range(4)))
+    reader.copier.half_way = one.give_up
+    assert reader.loaded(tokens, there) == (0, "changed")
+
+
+@pytest.mark.parametrize("wrong", ["blocks", "generations", "outside", "nobody"])
+def test_what_a_publication_cannot_mean_is_no_chunk(here: Node, wrong: str) -> None:
+    """They come from others."""
+    one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
+    there = one.compute(tokens, list(range(4)))
+    second = there[1]
+    there[1] = {
+        "blocks": second._replace(blocks=second.blocks[:1]),
+        "generations": second._replace(generations=second.generations[:1]),
+        "outside": second._replace(blocks=second.blocks + 1000),
+        "nobody": second._replace(instance=bytes(16)),
+    }[wrong]
+    assert reader.loaded(tokens, there) == (1, loads.ABSENT)
+
+
+def test_an_owner_with_chunks_of_another_size_is_not_read(here: Node) -> None:
+    """Of its blocks and ours: whoever changed engine.chunk_size while the others ran."""
+    one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
+    there = one.compute(tokens, list(range(4)))
+    one.client.join(one.name, b"resident", one.table.blocks, 1, 1, one.table.fd)
+    assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+
+
+# ---- the end of an owner, and of a load
+
+
+def test_bytes_of_an_owner_that_was_killed_while_they_were_read_are_right_and_its_memory_goes_afterwards(here: Node) -> None:
+    tokens = prompt(3 * CHUNK)
+    with owner_process(here) as one:
+        there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(6)))
+        reader = Reader(here)
+        reader.knows(1)
+        neighbour = reader.neighbours.get(there[0].instance)
+        assert neighbour is not None
+
+        def kill() -> None:
+            one.kill()
+            eventually(lambda: neighbour._forbidden)
+            assert kv_mapped()
+
+        reader.copier.half_way = kill
+        assert reader.loaded(tokens, there) == (3, "")
+        eventually(lambda: not kv_mapped())
+        assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+
+
+def test_nothing_is_launched_out_of_an_owner_that_is_gone(here: Node) -> None:
+    tokens = prompt(3 * CHUNK)
+    with owner_process(here) as one:
+        there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(6)))
+        reader = Reader(here)
+        reader.knows(1)
+        one.kill()
+        eventually(lambda: not kv_mapped())
+        assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+        assert reader.copier.pulls == []
+
+
+def launches(reader: Reader) -> int:
+    return sum(neighbour._launches for neighbour in reader.neighbours._here.values())
+
+
+def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over(here: Node) -> None:
+    tokens = prompt(3 * CHUNK)
+    with owner_process(here) as one:
+        there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(6)))
+        reader = Reader(here)
+        reader.knows(1)
+        neighbour = reader.neighbours.get(there[0].instance)
+        assert neighbour is not None
+        reader.copier.finished.clear()
+        load = reader.load(tokens, there)
+        assert load.run(0.01) == 0
+        assert load.advance()
+        one.kill()
+        eventually(lambda: neighbour._forbidden)
+        assert neighbour._launches == 1
+        assert kv_mapped()
+        del load
+        reader.copier.finished.set()
+        assert reader.loaded(tokens, {}) == (0, loads.ABSENT)
+        eventually(lambda: not kv_mapped())
+
+
+def test_a_load_that_nobody_wants_any_more_lets_go_once_its_copy_is_over(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here), prompt(3 * CHUNK)
+    there = one.compute(tokens, list(range(6)))
+    reader.copier.finished.clear()
+    load = reader.load(tokens, there)
+    assert not load.advance()
+    load.cancel()
+    assert not load.advance()
+    assert launches(reader) == 1
+    reader.copier.finished.set()
+    assert load.advance()
+    assert launches(reader) == 0
+
+
+def test_a_load_whose_first_part_changed_lets_go_of_the_others(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(4 * CHUNK)
+    there = one.compute(tokens, list(range(8)))
+    reader.put(tokens, [1])
+    reader.copier.finished.clear()
+    load = reader.load(tokens, {number: there[number] for number in (0, 2, 3)})
+    assert not load.advance()
+    assert launches(reader) == 2
+    one.reuse(0)
+    reader.copier.finished.set()
+    assert load.advance()
+    assert (load.loaded, load.cause, launches(reader)) == (0, "changed", 0)
+    eventually(lambda: not reader.session.client.stats().leases)
+
+
+@pytest.mark.parametrize(("error", "left"), [(VCacheError("planted"), 0), (RuntimeError("planted"), 1)])
+def test_a_launch_that_failed_lets_go_only_if_nothing_of_it_runs(here: Node, error: Exception, left: int) -> None:
+    one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
+    there = one.compute(tokens, list(range(4)))
+
+    def fail() -> None:
+        raise error
+
+    reader.copier.half_way = fail
+    assert reader.loaded(tokens, there) == (0, "copy")
+    assert launches(reader) == left
+
+
+class Broken(threading.Event):
+    """The completion of a device that failed."""
+
+    def is_set(self) -> bool:
+        raise VCacheError("planted")
+
+
+def test_a_copy_that_failed_on_the_device_lets_go(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
+    there = one.compute(tokens, list(range(4)))
+    reader.copier.finished = Broken()
+    assert reader.loaded(tokens, there) == (0, "copy")
+    assert launches(reader) == 0
+
+
+def test_removing_what_was_loaded_is_about_the_pool(here: Node) -> None:
+    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(3 * CHUNK)
+    there = one.compute(tokens, list(range(6)))
+    reader.put(tokens, [1])
+    load = reader.load(tokens, {number: there[number] for number in (0, 2)}, consume=True)
+    assert load.run(10) == 3
+    assert load.consumed == [1]
+    assert not reader.session.client.present(reader.keys(tokens)).present[1]

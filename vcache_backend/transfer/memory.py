@@ -1,0 +1,184 @@
+"""A source of a load: memory of this node, read where it lies, in one launch as far as it is at hand."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.transfer.checked import looked_at, scatter
+from vcache_backend.transfer.sources import LoadContext, Part, Settled, Source
+from vcache_backend.vram_pool.copier import Completion
+from vcache_backend.vram_pool.paged import Int64s
+from vcache_backend.vram_pool.planner import CopyPlan
+from vcache_backend.vram_pool.slots import SlotView
+
+if TYPE_CHECKING:
+    from vcache_backend.transfer.pooled import Pooled
+    from vcache_backend.transfer.resident import Residents
+
+
+@dataclass
+class Piece(ABC):
+    """Consecutive chunks, from number `first` on, that lie in one place. Its bytes stay readable until `settle` or `leave`, one of which
+    is called once the copy is over; neither, where nobody knows whether it is.
+
+    views: of the slots they lie in, if they do. local: they are on the device of the KV cache.
+    """
+
+    context: LoadContext
+    first: int
+    count: int
+    views: Sequence[SlotView]
+    local: bool
+
+    @abstractmethod
+    def origin(self) -> tuple[object, Int64s]:
+        """What it lies in, and the bases of its planes, see `Copier.pull`. Pieces in one thing have the same bases."""
+
+    @abstractmethod
+    def offsets(self, chunks: Int64s, inside: Int64s) -> Int64s:
+        """Of blocks, by chunk, counted from `first` on, and by their offset in a chunk."""
+
+    @abstractmethod
+    def settle(self, tokens: Callable[[int], int], seconds: float) -> Settled:
+        """Its copy, which took so long, is over: how much of it is right. tokens: those wanted of so many leading chunks."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Nobody wants it: give back what keeps its bytes."""
+
+    def lose(self) -> None:  # noqa: B027 - most stay as they are
+        """Nobody knows whether something still reads it, and nobody wants it."""
+
+    def keep(self) -> None:  # noqa: B027 - most need nothing
+        """The copy takes long: see to it that the bytes stay."""
+
+
+@dataclass
+class _ReadPart(Part):
+    pieces: list[Piece]
+
+    def keep(self) -> None:
+        for piece in self.pieces:
+            piece.keep()
+
+    def settle(self) -> Settled:
+        right, pieces, number = 0, list(self.pieces), self.plan.blocks[:, 0]
+        try:
+            seconds, whole = self.seconds, max(self.tokens, 1)
+            while pieces:
+                start = pieces[0].first - self.first
+                begin = int(np.searchsorted(number, start))
+
+                def tokens(chunks: int, start: int = start, begin: int = begin) -> int:
+                    return (int(np.searchsorted(number, start + chunks)) - begin) * self.plan.block_size
+
+                piece = pieces.pop(0)
+                settled = piece.settle(tokens, seconds * tokens(piece.count) / whole)
+                right += settled.chunks
+                if settled.cause:
+                    return Settled(right, settled.cause)
+            return Settled(right)
+        finally:
+            for piece in pieces:
+                piece.leave()
+
+    @property
+    def pooled(self) -> Sequence[int]:
+        return [number for piece in self.pieces if piece.views for number in range(piece.first, piece.first + piece.count)]
+
+    def drop(self) -> None:
+        for piece in self.pieces:
+            piece.leave()
+
+
+def read(context: LoadContext, pieces: list[Piece]) -> Part:
+    """Launch the copy of these pieces, one behind the other. After any VCacheError nothing of it runs; after others nobody knows."""
+    first, count = pieces[0].first, sum(piece.count for piece in pieces)
+    try:
+        plan, started = context.plan(first, count), perf_counter()
+        moving = _launched(context, plan, pieces)
+    except VCacheError:
+        for piece in pieces:
+            piece.leave()
+        raise
+    except BaseException:
+        for piece in pieces:
+            piece.lose()
+        raise
+    return _ReadPart(context, first, count, plan, moving, started, pieces)
+
+
+def _launched(context: LoadContext, plan: CopyPlan, pieces: list[Piece]) -> Completion:
+    session, kv = context.session, context.places.kv
+    views = [view for piece in pieces for view in piece.views]
+    keys = [key for piece in pieces if piece.views for key in context.keys[piece.first : piece.first + piece.count]]
+    if len(views) == pieces[-1].first + pieces[-1].count - pieces[0].first:
+        return scatter(session, kv, plan, views, keys, context.mark)
+    rows, origins = _rows(plan, pieces)
+    local = all(piece.local for piece in pieces)
+    copy = session.copier.pull(kv, rows, origins, context.mark, (pieces, views), local=local)
+    return looked_at(session, kv, views, keys, copy)
+
+
+def _rows(plan: CopyPlan, pieces: list[Piece]) -> tuple[Int64s, Int64s]:
+    """For `Copier.pull`."""
+    rows = np.empty((len(plan.blocks), 3), dtype=np.int64)
+    rows[:, 2] = plan.blocks[:, 2]
+    numbers: dict[int, int] = {}
+    bases: list[Int64s] = []
+    chunks = list(accumulate((piece.count for piece in pieces), initial=0))
+    bounds = np.searchsorted(plan.blocks[:, 0], chunks).tolist()
+    for piece, start, begin, end in zip(pieces, chunks, bounds, bounds[1:], strict=False):
+        lies_in, its = piece.origin()
+        if id(lies_in) not in numbers:
+            numbers[id(lies_in)] = len(bases)
+            bases.append(its)
+        rows[begin:end, 0] = numbers[id(lies_in)]
+        rows[begin:end, 1] = piece.offsets(plan.blocks[begin:end, 0] - start, plan.blocks[begin:end, 1])
+    return rows, np.stack(bases)
+
+
+class MemorySource(Source):
+    """Chunks in other instances' KV caches and in the pool."""
+
+    def __init__(self, context: LoadContext, pool: Pooled, residents: Residents | None) -> None:
+        self._context, self._pool, self._residents = context, pool, residents
+
+    @property
+    def cause(self) -> str:  # type: ignore[override]
+        return self._pool.cause
+
+    def has(self, chunk: int) -> bool:
+        """Whether this chunk is known to be here."""
+        return chunk in self._context.resident or self._pool.has(chunk)
+
+    def launch(self, chunk: int) -> Part | None:
+        """Of the pool nobody is asked for what comes after the first piece: the copy need not wait for that."""
+        pieces: list[Piece] = []
+        at, residents = chunk, self._residents
+        try:
+            while at < len(self._context.keys):
+                piece = residents.take(at) if residents is not None else None
+                if piece is None and (not pieces or residents is not None):
+                    piece = self._pool.take(at, ask=not pieces)
+                if piece is None:
+                    break
+                pieces.append(piece)
+                at += piece.count
+        except BaseException:
+            for piece in pieces:
+                piece.leave()
+            raise
+        return read(self._context, pieces) if pieces else None
+
+    def cancel(self) -> None:
+        self._context.resident.clear()
+        self._pool.cancel()

@@ -1,0 +1,195 @@
+"""Chunks of a load that lie in the pool: run by run, each under a lease."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.transfer.leases import FOREIGN, AskedLease, Lease
+from vcache_backend.transfer.memory import Piece
+from vcache_backend.transfer.session import Session
+from vcache_backend.transfer.sources import LoadContext, Settled
+from vcache_backend.vram_pool.paged import Int64s
+from vcache_backend.vram_pool.planner import plane_offsets
+
+POLL_SECONDS = 0.0002
+"""How often a load asks for chunks that another instance is still computing."""
+
+
+class _LeasedRun:
+    """Chunks of these numbers under one lease. users: pieces of them that are under way, and one for those not launched yet."""
+
+    def __init__(self, lease: Lease, numbers: Sequence[int]) -> None:
+        self.lease, self.numbers, self.users = lease, numbers, 1
+
+    def leave(self, session: Session) -> None:
+        """One user less; the last one ends the lease."""
+        self.users -= 1
+        if not self.users:
+            session.leases.release(self.lease)
+
+    def consecutive(self, chunk: int) -> tuple[int, int]:
+        """Which of its locations are those of `chunk` and of the chunks right behind it."""
+        start = end = self.numbers.index(chunk)
+        if isinstance(self.numbers, range):
+            return start, len(self.numbers)
+        while end < len(self.numbers) and self.numbers[end] - chunk == end - start:
+            end += 1
+        return start, end
+
+
+@dataclass
+class _PooledPiece(Piece):
+    run: _LeasedRun
+
+    def origin(self) -> tuple[object, Int64s]:
+        kv, size = self.context.places.kv, self.context.session.chunk_size
+        return plane_offsets, plane_offsets(len(kv.planes), kv.parts, size // kv.block_size, kv.page_bytes)[0]
+
+    def offsets(self, chunks: Int64s, inside: Int64s) -> Int64s:
+        return np.array([view.address for view in self.views], dtype=np.int64)[chunks] + inside
+
+    def keep(self) -> None:
+        lease = self.run.lease
+        if lease.seconds_left < lease.seconds / 2:
+            self.context.session.leases.renew(lease)
+
+    def settle(self, tokens: Callable[[int], int], seconds: float) -> Settled:
+        context, started = self.context, perf_counter()
+        self.run.users -= 1
+        held = context.session.leases.verdict(self.run.lease, end=not self.run.users)
+        context.stats.metadata_seconds += perf_counter() - started
+        if not held:
+            return Settled(0, "lease_lost")
+        own = sum(view.local for view in self.views)
+        context.stats.pooled(self.first, own, self.count, tokens(self.count), seconds)
+        return Settled(self.count)
+
+    def leave(self) -> None:
+        self.run.leave(self.context.session)
+
+    def lose(self) -> None:
+        self.run.users -= 1
+
+
+class Pooled:
+    """The chunks of one load that are in the pool. One thread, the worker's.
+
+    cause: why nothing comes from here now; empty where it is simply not here. more: whether the next chunks may be there too, since the
+    lease that was given was only asked for on those before them.
+    """
+
+    def __init__(
+        self, context: LoadContext, lease: Lease | AskedLease | None, every: float, numbers: Sequence[int] | None = None
+    ) -> None:
+        """lease: one that there is already or that was asked for; another process's is the only one. numbers: of the chunks it was
+        asked for; None: consecutive ones from the first that is taken on. every: seconds between two questions for chunks that
+        are not there; 0: there is no need to bound them."""
+        self._context, self._given, self._numbers, self._every = context, lease, numbers, every
+        self._only = isinstance(lease, Lease) and lease.connection == FOREIGN
+        self._run: _LeasedRun | None = None
+        self._next_look = 0.0
+        self.cause, self.more = "", False
+
+    def has(self, chunk: int) -> bool:
+        """Whether this chunk is known to be here, or was asked for by number."""
+        if self._run is not None:
+            return chunk in self._run.numbers
+        return self._given is not None and self._numbers is not None and chunk in self._numbers
+
+    def take(self, chunk: int, ask: bool) -> Piece | None:
+        """The chunks from this number on that one lease has, as far as this process can reach them. ask: wait for the server, if there is
+        no lease on them yet."""
+        context, session = self._context, self._context.session
+        if self._run is None or chunk not in self._run.numbers:
+            if not ask and not (isinstance(self._given, Lease) and self._run is None):
+                return None
+            self._end_run()
+            self._run = self._leased(chunk)
+            if self._run is None:
+                return None
+        run, self.cause = self._run, ""
+        start, end = run.consecutive(chunk)
+        views = session.views(run.lease.locations[start:end])
+        if not views:
+            self.cause = "segment"
+            self._end_run()
+            return None
+        run.users += 1
+        if start + len(views) == len(run.numbers):
+            self._end_run()
+        return _PooledPiece(context, chunk, len(views), views, all(view.local for view in views), run)
+
+    def _end_run(self) -> None:
+        """Nothing more is launched under the lease."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.leave(self._context.session)
+
+    def _leased(self, chunk: int) -> _LeasedRun | None:
+        """The chunks from this number on, as far as they are there."""
+        given, self._given = self._given, None
+        self.cause, self.more = "", False
+        if isinstance(given, AskedLease):
+            run = self._asked(given, chunk)
+            if run is not None or self._numbers is None or chunk in self._numbers:
+                return run
+            # What was to come from elsewhere does not.
+            given = None
+        if given is not None and given.keys[0] != self._context.keys[chunk]:
+            self._context.session.leases.release(given)
+            given = None
+        if given is not None or self._only:
+            return _consecutive(given, chunk)
+        session, now = self._context.session, time.monotonic()
+        if self._every and now < self._next_look:
+            return None
+        self._next_look = now + self._every
+        if not session.client.connected:
+            self.cause = "server"
+            return None
+        return _consecutive(self._answered(lambda: session.leases.acquire(self._context.keys[chunk:])), chunk)
+
+    def _asked(self, given: AskedLease, chunk: int) -> _LeasedRun | None:
+        """The answer, as far as it is about this chunk."""
+        if self._numbers is None and given.keys:
+            # While the answer is on its way.
+            self._context.plan(chunk, len(given.keys))
+        lease = self._answered(given.fetch)
+        if lease is None or self._numbers is None:
+            self.more = lease is not None and len(lease.keys) == len(given.keys) < len(self._context.keys)
+            return _consecutive(lease, chunk)
+        run = _LeasedRun(lease, self._numbers[: len(lease.keys)])
+        if chunk in run.numbers:
+            return run
+        run.leave(self._context.session)
+        return None
+
+    def _answered(self, ask: Callable[[], Lease | None]) -> Lease | None:
+        started = perf_counter()
+        try:
+            return ask()
+        except VCacheError as error:
+            self._context.session.miss("lease", error)
+            self.cause = "server"
+            return None
+        finally:
+            self._context.stats.metadata_seconds += perf_counter() - started
+
+    def cancel(self) -> None:
+        """End a lease that was given and not used. Idempotent."""
+        self._end_run()
+        given, self._given = self._given, None
+        if isinstance(given, AskedLease):
+            given.drop()
+        elif given is not None:
+            self._context.session.leases.release(given)
+
+
+def _consecutive(lease: Lease | None, chunk: int) -> _LeasedRun | None:
+    return None if lease is None else _LeasedRun(lease, range(chunk, chunk + len(lease.locations)))

@@ -1,0 +1,118 @@
+"""Chunks of a load that lie in other instances' KV caches, as long as their blocks' generations say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from vcache_backend.resident.neighbours import Neighbour, Neighbours
+from vcache_backend.transfer.memory import Piece
+from vcache_backend.transfer.sources import LoadContext, Settled
+from vcache_backend.vram_pool.paged import Int64s
+
+UInt32s = npt.NDArray[np.uint32]
+UInt64s = npt.NDArray[np.uint64]
+
+
+class ResidentChunk(NamedTuple):
+    """One chunk in the KV cache of `instance`. blocks: its owner's, of vLLM, in order. generations: those it was published with."""
+
+    instance: bytes
+    blocks: UInt32s
+    generations: UInt64s
+
+    @classmethod
+    def unpacked(cls, instance: bytes, blocks: bytes, generations: bytes) -> Self:
+        """Little-endian numbers, as they travel. ValueError for what are none."""
+        return cls(instance, np.frombuffer(blocks, dtype="<u4"), np.frombuffer(generations, dtype="<u8"))
+
+
+@dataclass
+class _ResidentPiece(Piece):
+    """Between the neighbour's `enter` and `leave`: nobody unmaps it."""
+
+    neighbour: Neighbour
+    blocks: UInt32s
+    generations: UInt64s
+
+    def origin(self) -> tuple[object, Int64s]:
+        return self.neighbour, self.neighbour.bases
+
+    def offsets(self, chunks: Int64s, inside: Int64s) -> Int64s:
+        kv, split = self.context.places.kv, self.neighbour.split
+        ids = (self.blocks.astype(np.int64)[:, None] * split + np.arange(split)).reshape(self.count, -1)
+        offsets: Int64s = ids[chunks, inside // (kv.parts * kv.page_bytes)] * self.neighbour.shape.stride
+        return offsets
+
+    def settle(self, tokens: Callable[[int], int], seconds: float) -> Settled:
+        try:
+            right = self.neighbour.view.leading(self.blocks, self.generations, self.neighbour.each)
+        finally:
+            self.neighbour.leave()
+        stats = self.context.stats
+        if right:
+            stats.resident(self.first, self.neighbour.instance, right, tokens(right), seconds)
+        if right < self.count:
+            stats.refused(self.first + right, self.neighbour.instance, self.count - right)
+            return Settled(right, "changed")
+        return Settled(right)
+
+    def leave(self) -> None:
+        self.neighbour.leave()
+
+
+class Residents:
+    """The chunks of one load that somebody's KV cache has, by number, until they are launched or found gone: `LoadContext.resident`.
+    One thread, the worker's."""
+
+    def __init__(self, context: LoadContext, residents: Mapping[int, ResidentChunk], neighbours: Neighbours) -> None:
+        self._context, self._neighbours, self._chunks = context, neighbours, context.resident
+        self._chunks.update(residents)
+
+    def take(self, chunk: int) -> Piece | None:
+        """The chunks from this number on that one neighbour still has as they were published. One that it has not is forgotten, and may
+        come from elsewhere."""
+        first = self._chunks.get(chunk)
+        if first is None:
+            return None
+        neighbour = self._neighbours.get(first.instance)
+        if neighbour is None or not neighbour.enter():
+            self._forget([number for number, one in self._chunks.items() if one.instance == first.instance])
+            return None
+        try:
+            piece = self._entered(chunk, neighbour)
+        except BaseException:
+            neighbour.leave()
+            raise
+        if piece is None:
+            neighbour.leave()
+        return piece
+
+    def _entered(self, chunk: int, neighbour: Neighbour) -> Piece | None:
+        context, each = self._context, neighbour.each
+        run: list[ResidentChunk] = []
+        if each * neighbour.split * context.places.kv.block_size == context.session.chunk_size:
+            while (one := self._chunks.get(chunk + len(run))) is not None and one.instance == neighbour.instance:
+                if not len(one.blocks) == len(one.generations) == each:
+                    break
+                run.append(one)
+        blocks = np.concatenate([one.blocks for one in run]) if run else np.empty(0, dtype=np.uint32)
+        generations = np.concatenate([one.generations for one in run]) if run else np.empty(0, dtype=np.uint64)
+        count = neighbour.view.leading(blocks, generations, each)
+        if not count:
+            self._forget([chunk])
+            return None
+        for number in range(chunk, chunk + count):
+            del self._chunks[number]
+        local = neighbour.shape.device == context.session.device.name
+        count_of = count * each
+        return _ResidentPiece(context, chunk, count, (), local, neighbour, blocks[:count_of], generations[:count_of])
+
+    def _forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self._chunks[number]
+        self._context.session.stats.count(chunks_stale=len(numbers))
