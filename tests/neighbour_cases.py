@@ -8,12 +8,13 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import torch
 from kv_cases import SMALL, Sizes
-from processes import PATIENT, Stage, Worker, nursery
+from processes import PATIENT, SECONDS, Stage, Worker, nursery
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
@@ -21,10 +22,11 @@ from vcache_backend.metadata_server.messages import InstanceId
 from vcache_backend.resident.exported import Region, Shown, cache_shape
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour
-from vcache_backend.vram_pool import host_segment
-from vcache_backend.vram_pool.copier import HostCopier
+from vcache_backend.vram_pool import devices, host_segment
+from vcache_backend.vram_pool.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.segment import create, map_segment
 
 HOST = Device("host", "host")
 NAMESPACE = b"resident"
@@ -37,33 +39,41 @@ def instance(number: int) -> InstanceId:
 
 
 class SharedCache:
-    """A KV cache of the flash layout, one tensor a layer, in `regions` memfds that others can map."""
+    """A KV cache of the flash layout, one tensor a layer, in `regions` allocations that others can map."""
 
-    def __init__(self, sizes: Sizes = SMALL, regions: int = 1, offset: int = 0) -> None:
+    def __init__(self, sizes: Sizes = SMALL, regions: int = 1, offset: int = 0, device: Device = HOST) -> None:
         """offset: bytes before the first layer of a region."""
-        self.sizes = sizes
+        self.sizes, self.device = sizes, device
         shape = (2, sizes.blocks, sizes.block_size, sizes.heads, sizes.dim)
         self.layer_bytes = int(np.prod(shape)) * 2
         self.regions: list[Region] = []
         self.tensors: list[torch.Tensor] = []
+        self._undo = ExitStack()
         for region in range(regions):
             layers = range(region, sizes.layers, regions)
-            nbytes = offset + len(layers) * self.layer_bytes
-            fd = os.memfd_create("vcache-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, host_segment.SEALS)
-            memory = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
-            self.regions.append(Region(fd, nbytes, memory.data_ptr()))
+            memory = self._allocate(offset + len(layers) * self.layer_bytes)
             for at in range(len(layers)):
                 start = offset + at * self.layer_bytes
                 self.tensors.append(memory[start : start + self.layer_bytes].view(torch.bfloat16).view(shape))
         self.kv = PagedKV.describe(self.tensors, sizes.block_size)
 
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        if self.device.medium == "cuda":
+            with create(self.device, nbytes) as owned:
+                mapped = self._undo.enter_context(map_segment(owned.info, owned.fd, self.device))
+            fd, nbytes, memory = mapped.fd, mapped.nbytes, mapped.whole
+        else:
+            fd = os.memfd_create("vcache-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._undo.callback(os.close, fd)
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, host_segment.SEALS)
+            memory = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+        self.regions.append(Region(fd, nbytes, memory.data_ptr()))
+        return memory
+
     def close(self) -> None:
         """The memory goes with the tensors."""
-        for region in self.regions:
-            os.close(region.fd)
-        self.regions.clear()
+        self._undo.close()
 
     def fill(self, block: int, value: int) -> None:
         """Every byte of it, in all layers; each plane's differ."""
@@ -89,16 +99,18 @@ class OwnerPart:
         scheduler: bool = True,
         sizes: Sizes = SMALL,
         regions: int = 1,
+        device: str = "host",
     ) -> None:
-        self.client = Client(path, config)
+        where = devices.resolve(device)
+        self.client = Client(path, config, where.name, where.medium)
         self.name, self.ranks, self.rank = name, ranks, rank
-        self.cache = SharedCache(sizes, regions)
+        self.cache = SharedCache(sizes, regions, device=where)
         self.table = Generations(name, sizes.blocks)
         if scheduler:
             self.client.on_return.append(self.join)
             self.join()
         if rank is not None:
-            shape = cache_shape(self.cache.kv, self.cache.regions, HOST)
+            shape = cache_shape(self.cache.kv, self.cache.regions, where)
             self.shown = Shown(self.client, name, rank, shape, self.cache.regions)
 
     def join(self) -> None:
@@ -109,6 +121,8 @@ class OwnerPart:
         self.table.change(blocks)
         for block in blocks:
             self.cache.fill(block, value)
+        if self.cache.device.medium == "cuda":
+            torch.cuda.synchronize(self.cache.device.ordinal)
         return [int(number) for number in self.table.counters[list(blocks)]]
 
     def give_up(self) -> None:
@@ -133,11 +147,15 @@ def _part(path: Path, config: ClientConfig, name: InstanceId, more: dict[str, ob
     return OwnerPart(path, config, name, **more)  # type: ignore[arg-type]
 
 
-def read(neighbour: Neighbour, cache: SharedCache, block: int, into: int = 0) -> int | None:
+def read(neighbour: Neighbour, cache: SharedCache, block: int, into: int = 0, copier: Copier | None = None) -> int | None:
     """Copy a block of the neighbour's into one of `cache`; what it held."""
-    rows = np.array([[0, block * neighbour.shape.stride, into]], dtype=np.int64)
-    assert HostCopier().pull(cache.kv, rows, neighbour.bases[None]).done()
+    assert pull(neighbour, cache, block, into, copier or HostCopier()).wait(SECONDS)
     return cache.held(into)
+
+
+def pull(neighbour: Neighbour, cache: SharedCache, block: int, into: int, copier: Copier) -> Completion:
+    rows = np.array([[0, block * neighbour.shape.stride, into]], dtype=np.int64)
+    return copier.pull(cache.kv, rows, neighbour.bases[None], keep=neighbour)
 
 
 def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int]) -> bool:

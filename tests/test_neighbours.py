@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from engine_cases import said
+from fake_cuda import GPU0, GPU1, NOTHING, FakeCuda
 from kv_cases import SMALL
 from neighbour_cases import EACH, HOST, SharedCache, descriptors, instance, kv_mapped, owner, read, still, threads
-from processes import HASTY, QUICK, Stage, eventually, make_memfd
+from processes import HASTY, QUICK, SECONDS, Stage, eventually, make_memfd, script
+from test_cuda_segments import cpu_view
 
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.resident.caretaker import Caretaker
 from vcache_backend.resident.exported import cache_shape
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
+from vcache_backend.vram_pool import cuda_driver, cuda_segment
+from vcache_backend.vram_pool.cuda_driver import Driver
 
 ONE, TWO = instance(1), instance(2)
 
@@ -266,6 +274,48 @@ def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
                 neighbour.map(fd, nbytes, HOST)
     for fd in (reading, writing, short, unsealed):
         os.close(fd)
+    table.close()
+
+
+# ---- a GPU's, as the driver sees it
+
+
+def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To unmap waits for the device, and who launches copies must not wait for that."""
+    done: list[tuple[str, str]] = []
+
+    class Driven(FakeCuda):
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("cuMemMap", "cuCtxSynchronize", "cuMemUnmap"):
+                done.append((name, threading.current_thread().name))
+            return super().__getattribute__(name)
+
+    fake = Driven()
+    driver = Driver(fake)
+    monkeypatch.setattr(cuda_driver, "load", lambda: driver)
+    monkeypatch.setattr(cuda_segment, "view", cpu_view)
+    here = threading.current_thread().name
+    cache, table = SharedCache(), Generations(ONE, SMALL.blocks)
+    fd, nbytes = cuda_segment.allocate(GPU1, cache.regions[0].nbytes)
+    shape = msgspec.structs.replace(cache_shape(cache.kv, cache.regions, HOST), device=GPU1.name, medium="cuda", regions=[nbytes])
+    ended: list[Neighbour] = []
+    caretaker = Caretaker(ended.append)
+    neighbour = Neighbour(ONE, shape, GenerationView.open(table.fd, ONE, SMALL.blocks), EACH, caretaker.wake)
+    neighbour.map(fd, nbytes, GPU0)
+    neighbour.begin()
+    os.close(fd)
+    assert (neighbour.bases - neighbour.bases[0] == cache.kv.planes[:, 0] - cache.kv.planes[0, 0]).all()
+    assert neighbour.enter()
+    with script("input()") as owner_:
+        assert caretaker.admit(neighbour, [os.pidfd_open(owner_.pid)])
+        owner_.kill()
+    eventually(lambda: ended == [neighbour])
+    assert done == [("cuMemMap", here)]
+    neighbour.leave()
+    eventually(lambda: fake.holds() == NOTHING)
+    assert done == [("cuMemMap", here), ("cuCtxSynchronize", "vcache-neighbours"), ("cuMemUnmap", "vcache-neighbours")]
+    caretaker.close(SECONDS)
+    cache.close()
     table.close()
 
 

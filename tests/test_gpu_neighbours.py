@@ -1,0 +1,111 @@
+"""KV caches of other instances on real GPUs: read over NVLink, and given back to the GPU when their owner dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
+from kv_cases import Sizes
+from neighbour_cases import SharedCache, instance, owner, pull, read, still
+from processes import SECONDS, Stage, eventually
+
+from vcache_backend.resident.neighbours import Neighbour, Neighbours
+from vcache_backend.vram_pool import devices
+from vcache_backend.vram_pool.cuda_copier import CudaCopier
+
+SIZES = Sizes(layers=4, heads=8, dim=128, blocks=64)
+LIVES = 4
+
+
+class GpuReader:
+    """A worker on `cuda:0`."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.device = devices.resolve("cuda:0")
+        self.cache = SharedCache(SIZES, device=self.device)
+        self.neighbours = Neighbours(stage.client(device=self.device.name), self.device, self.cache.kv, 0)
+        self.copier = CudaCopier(0)
+
+    def there(self, number: int = 1) -> Neighbour:
+        found = eventually(lambda: self.neighbours.get(instance(number)))
+        assert isinstance(found, Neighbour)
+        return found
+
+    def close(self) -> None:
+        self.copier.close()
+        self.neighbours.close()
+        self.cache.close()
+
+
+@pytest.fixture
+def stage(stage_: Stage) -> Stage:
+    stage_.server()
+    return stage_
+
+
+@pytest.fixture
+def reader(stage: Stage) -> Iterator[GpuReader]:
+    with closing(GpuReader(stage)) as made:
+        yield made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("regions", [1, 4])
+def test_a_reader_reads_what_another_process_wrote_on_the_same_gpu(stage: Stage, reader: GpuReader, regions: int) -> None:
+    _read(stage, reader, "cuda:0", regions)
+
+
+@pytest.mark.gpu(count=2)
+def test_a_reader_reads_what_another_process_wrote_on_the_other_gpu(stage: Stage, reader: GpuReader) -> None:
+    _read(stage, reader, "cuda:1", 4)
+
+
+def _read(stage: Stage, reader: GpuReader, device: str, regions: int) -> None:
+    with owner(stage, device=device, sizes=SIZES, regions=regions) as there:
+        generations = there.ask("write", [5, 63], 40)
+        neighbour = reader.there()
+        assert neighbour.enter()
+        assert [read(neighbour, reader.cache, block, copier=reader.copier) for block in (5, 63)] == [40, 40]
+        assert still(neighbour.view, [5, 63], generations)
+        there.ask("write", [63], 41)
+        assert not still(neighbour.view, [5, 63], generations)
+        neighbour.leave()
+
+
+@pytest.mark.gpu
+def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, reader: GpuReader) -> None:
+    """The owner dies while the copy waits in its stream; then the memory goes."""
+    with owner(stage, device="cuda:0", sizes=SIZES) as there:
+        generations = there.ask("write", [9], 90)
+        neighbour = reader.there()
+        read(neighbour, reader.cache, 9, copier=reader.copier)
+        reader.cache.fill(0, 0)
+        assert neighbour.enter()
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call] # some 0.6 s
+        copy = pull(neighbour, reader.cache, 9, 0, reader.copier)
+        there.kill()
+        assert copy.wait(SECONDS)
+        assert still(neighbour.view, [9], generations)
+        assert reader.cache.held(0) == 90
+        neighbour.leave()
+        eventually(lambda: not neighbour.enter())
+        eventually(lambda: not neighbour._mapped)
+        reader.cache.fill(1, 7)
+        torch.cuda.synchronize()
+        assert reader.cache.held(1) == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_the_memory_of_a_killed_owner_that_somebody_had_mapped_is_free_for_the_next(stage: Stage, reader: GpuReader) -> None:
+    """Each takes two fifths of the GPU, so that a third does not fit beside two that are dead."""
+    block = SIZES.layers * 2 * SIZES.block_size * SIZES.heads * SIZES.dim * 2
+    sizes = SIZES._replace(blocks=int(torch.cuda.mem_get_info(0)[1] * 0.4) // block)
+    for life in range(1, LIVES + 1):
+        with owner(stage, life, device="cuda:0", sizes=sizes) as there:
+            neighbour = reader.there(life)
+            there.kill()
+            # Gone from here, with nobody asking.
+            eventually(lambda mapped=neighbour: not mapped._mapped)
