@@ -149,12 +149,16 @@ def test_the_server_keeps_nothing_of_a_killed_owners_memory(stage: Stage, reader
         eventually(lambda: not any("vcache-kv" in name or "generations" in name for name in stage.servers[0].fds()))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_the_end_of_any_of_its_processes_is_the_end_of_an_instance(stage: Stage, reader: Reader, victim: int) -> None:
-    """The scheduler's, or that of a worker that this one does not even read from."""
-    with owner(stage, ranks=2) as first, owner(stage, ranks=2, rank=1, scheduler=False) as second:
+@pytest.mark.parametrize("victim", ["scheduler", "rank 0", "rank 1"])
+def test_the_end_of_any_of_its_processes_is_the_end_of_an_instance(stage: Stage, reader: Reader, victim: str) -> None:
+    """Also of one that this reader does not even read from."""
+    with (
+        owner(stage, ranks=2, rank=None) as scheduler,
+        owner(stage, ranks=2, scheduler=False) as first,
+        owner(stage, ranks=2, rank=1, scheduler=False) as second,
+    ):
         neighbour = reader.there()
-        (first, second)[victim].kill()
+        {"scheduler": scheduler, "rank 0": first, "rank 1": second}[victim].kill()
         eventually(lambda: not _enters(neighbour))
         eventually(lambda: kv_mapped() == 0)
 
