@@ -8,7 +8,8 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 from vcache_backend.integration.vllm import exportable, model_spec
-from vcache_backend.resident.exported import Region
+from vcache_backend.resident.exported import Region, cache_shape
+from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.paged import PagedKV
 
 
@@ -33,8 +34,9 @@ class ExportingConnector(KVConnectorBase_V1):
         return self.exporter.context()
 
     def register_kv_caches(self, kv_caches: Any) -> None:
+        kv = PagedKV.describe(kv_caches, self._vllm_config.cache_config.block_size)
         self.regions = self.exporter.regions(kv_caches)
-        self.kv = PagedKV.describe(kv_caches, self._vllm_config.cache_config.block_size)
+        self.shape = cache_shape(kv, self.regions, Device("host", "host"))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False

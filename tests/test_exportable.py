@@ -11,6 +11,7 @@ import hashlib
 import mmap
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import MIB, NOTHING, FakeCuda
-from processes import SECONDS, script
+from processes import IMPORT_SECONDS, SECONDS, script
 from test_segments import left_behind
 from torch.overrides import TorchFunctionMode
 
@@ -93,6 +94,23 @@ print(hashlib.sha256(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)[:]).hexdigest())
     with script(child, f"/proc/{os.getpid()}/fd/{found.fd}", str(found.nbytes)) as reader:
         assert reader.wait() == (0, f"{hashlib.sha256(whole).hexdigest()}\n")
     assert whole[: cache.nbytes] == cache.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_a_forked_child_cannot_write_vllms_memory() -> None:
+    text = """
+import os, torch
+from vcache_backend.vram_pool.host_exportable import HostExportable
+memory = HostExportable()
+with memory.context():
+    cache = torch.zeros(4096, dtype=torch.int8)
+child = os.fork()
+if child == 0:
+    cache.fill_(1)
+    os._exit(0)
+print(os.waitpid(child, 0)[1], int(cache.sum()))
+"""
+    with script(text) as parent:
+        assert parent.wait(IMPORT_SECONDS) == (0, f"{signal.SIGSEGV.value} 0\n")
 
 
 def test_a_reader_insists_on_seals_that_it_has() -> None:

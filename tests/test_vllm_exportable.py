@@ -23,6 +23,7 @@ from vllm_cases import BLOCK, Instance, Node, Prompt, missing, new_tokens
 from vllm_sources import differences
 
 from vcache_backend.integration.vllm import exportable
+from vcache_backend.metadata_server.messages import CacheShape
 from vcache_backend.resident.exported import Region
 
 pytestmark = [
@@ -35,13 +36,14 @@ class Exported(NamedTuple):
     """refused: why it may not be shared. asked: how often vLLM asked for `get_mem_pool_context`."""
 
     regions: list[Region]
+    shape: CacheShape
     refused: str | None
     asked: int
 
 
 class Page(NamedTuple):
-    address: int
-    nbytes: int
+    plane: int
+    block: int
     digest: str
     zero: bool
 
@@ -53,7 +55,7 @@ def exported(serving: Any) -> Exported:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = get_kv_transfer_group()
-    return Exported(connector.regions, connector.refused, connector.asked)
+    return Exported(connector.regions, connector.shape, connector.refused, connector.asked)
 
 
 def pages(serving: Any) -> list[Page]:
@@ -64,10 +66,10 @@ def pages(serving: Any) -> list[Page]:
     layers = {name: layer.kv_cache for name, layer in config.compilation_config.static_forward_context.items()}
     kv = PagedKV.describe(layers, config.cache_config.block_size)
     found = []
-    for plane in kv.pages:
-        for block in plane:
-            data = block.numpy().tobytes()
-            found.append(Page(block.data_ptr(), kv.page_bytes, hashlib.sha256(data).hexdigest(), not any(data)))
+    for number, plane in enumerate(kv.pages):
+        for block in range(kv.num_blocks):
+            data = plane[block].numpy().tobytes()
+            found.append(Page(number, block, hashlib.sha256(data).hexdigest(), not any(data)))
     return found
 
 
@@ -117,23 +119,21 @@ def refusals(serving: Any) -> dict[str, str | None]:
 
 
 class Reader:
-    """The regions of an instance, mapped here, read-only."""
+    """The KV cache of an instance as another process finds it: by its shape, in regions that are mapped here, read-only."""
 
-    def __init__(self, pid: int, regions: list[Region]) -> None:
-        self._regions = []
-        for one in regions:
+    def __init__(self, pid: int, found: Exported) -> None:
+        self._shape, self._memory = found.shape, []
+        for one, nbytes in zip(found.regions, found.shape.regions, strict=True):
             fd = os.open(f"/proc/{pid}/fd/{one.fd}", os.O_RDONLY)
             try:
-                self._regions.append((one, mmap.mmap(fd, one.nbytes, prot=mmap.PROT_READ)))
+                self._memory.append(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
             finally:
                 os.close(fd)
 
     def digest(self, page: Page) -> str:
-        for one, memory in self._regions:
-            at = page.address - one.address
-            if 0 <= at and at + page.nbytes <= one.nbytes:
-                return hashlib.sha256(memory[at : at + page.nbytes]).hexdigest()
-        raise AssertionError(f"page {page} lies in no region")
+        region, offset = self._shape.planes[page.plane]
+        at = offset + page.block * self._shape.stride
+        return hashlib.sha256(self._memory[region][at : at + self._shape.page_bytes]).hexdigest()
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_every_page_that_vllm_writes_is_read_by_another_process(
         prompts = [Prompt(new_tokens(8 * BLOCK + 5), max_tokens=2 * BLOCK) for _ in range(4)]
         found: Exported = instance.ask(exported)
         assert (len(found.regions), found.refused, found.asked) == (1, None, asked)
-        reader = Reader(instance.pid, found.regions)
+        reader = Reader(instance.pid, found)
         before = written(instance, reader)
         answers = instance.run(*prompts, together=True)
         assert written(instance, reader) >= before + 4 * 4 * 8

@@ -107,6 +107,8 @@ def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
         os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
         undo.callback(memory.close)
+        # A forked child has a copy of malloc's memory; here it would write vLLM's own.
+        memory.madvise(mmap.MADV_DONTFORK)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | F_SEAL_FUTURE_WRITE)
         _take(memory)
         undo.pop_all()
