@@ -1,4 +1,4 @@
-"""The copy kernel against the copy engine, in real segments (VMM) between two GPUs, interleaved in one run.
+"""The copy kernel against the copy engine, in real segments (VMM) between two GPUs, interleaved in one run: slots, and KV caches of others.
 
 Both sides are timed with CUDA events, one copy at a time and in turn. Ours moves scattered pages of a paged KV cache, as the
 engine does it (`CudaCopier`), the copy engine the same number of contiguous bytes. Bytes are compared before any timing.
@@ -16,7 +16,7 @@ from vcache_backend.vram_pool import segment
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.cuda_copier import CudaCopier
 from vcache_backend.vram_pool.devices import Device, resolve
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.paged import Int64s, PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks
 from vcache_backend.vram_pool.segment import MappedSegment
 from vcache_backend.vram_pool.slots import SlotView
@@ -95,6 +95,69 @@ def _check(made: Case, caches: list[torch.Tensor]) -> None:
             raise RuntimeError("the copy moved wrong bytes; nothing is measured")
 
 
+class InPlaceCase(NamedTuple):
+    """A paged KV cache on `reader`, and blocks of another one, in memory that its owner exported. rows, origins: of `Copier.pull`; halves:
+    the same with every other block counted from a second origin."""
+
+    reader: Device
+    kv: PagedKV
+    mapped: MappedSegment
+    rows: Int64s
+    halves: Int64s
+    origins: Int64s
+    flat: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.numel()
+
+    def move(self, copier: CudaCopier, *, halves: bool = False) -> Completion:
+        if halves:
+            return copier.pull(self.kv, self.halves, np.concatenate([self.origins, self.origins]), None, self.mapped)
+        return copier.pull(self.kv, self.rows, self.origins, None, self.mapped)
+
+    def engine(self) -> None:
+        """The copy engine: the same number of bytes out of the owner's memory, contiguous."""
+        self.flat.copy_(self.mapped.tensor(0, self.nbytes), non_blocking=True)
+
+
+def in_place_case(owner: Device, reader: Device, nbytes: int) -> InPlaceCase:
+    """32 layers of (blocks, 2, 16, 8, 128) bf16, pages of 64 KiB, here and there; blocks in random order on both sides."""
+    layers, page_bytes = 32, 2 * PAGE_BYTES
+    blocks = nbytes // (layers * page_bytes)
+    with segment.create(owner, nbytes) as owned:
+        mapped = segment.map_segment(owned.info, owned.fd, reader)
+    torch.cuda.set_device(reader.ordinal)
+    device = f"cuda:{reader.ordinal}"
+    caches = [torch.zeros((blocks + 7, 2, BLOCK_SIZE, 8, 128), dtype=torch.bfloat16, device=device) for _ in range(layers)]
+    kv = PagedKV.describe(caches, BLOCK_SIZE, axes="block part token head dim")
+    whole, order = mapped.tensor(0, nbytes), np.random.default_rng(0)
+    whole.copy_(torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device))
+    rows = np.zeros((blocks, 3), dtype=np.int64)
+    rows[:, 1], rows[:, 2] = order.permutation(blocks) * page_bytes, order.permutation(blocks + 7)[:blocks]
+    halves = rows.copy()
+    halves[:, 0] = np.arange(blocks) % 2
+    origins = (whole.data_ptr() + np.arange(layers, dtype=np.int64) * blocks * page_bytes)[None]
+    flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    made = InPlaceCase(reader, kv, mapped, rows, halves, origins, flat)
+    for many in (False, True):
+        _check_in_place(made, many)
+    return made
+
+
+def _check_in_place(made: InPlaceCase, halves: bool) -> None:
+    """Every page must be the owner's."""
+    for page in made.kv.pages:
+        page.zero_()
+    if not made.move(CudaCopier(made.reader.ordinal or 0), halves=halves).wait(10):
+        raise RuntimeError("the copy did not end")
+    there = made.mapped.tensor(0, made.nbytes).view(len(made.kv.pages), -1, made.kv.page_bytes)
+    ids, places = (torch.from_numpy(made.rows[:, column].copy()).to(made.flat.device) for column in (1, 2))
+    for page, source in zip(made.kv.pages, there, strict=True):
+        if not torch.equal(page[places], source[ids // made.kv.page_bytes]):
+            raise RuntimeError("the copy moved wrong bytes; nothing is measured")
+
+
 def event() -> Any:
     """A CUDA event that keeps the time (torch does not type its constructor)."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -140,6 +203,7 @@ def run() -> list[Row]:
         second = resolve("cuda:1")
         for nbytes, name, floor in ((256 * MIB, "256MiB", 0.95), (32 * MIB, "32MiB", 0.95), (4 * MIB, "4MiB", 0.90)):
             rows += _peer(case(second, first, nbytes), name, floor)
+        rows += _in_place(in_place_case(second, first, 256 * MIB))
     rows.append(_local(case(first, first, 256 * MIB)))
     return rows
 
@@ -160,6 +224,31 @@ def _peer(made: Case, name: str, floor: float) -> list[Row]:
     if name == "256MiB":
         rows.append(row(f"peer_retrieve_{name}_32cta", "GB/s", few, engine, what=f"{name}, 32 CTAs, {how}", at_least=0.90))
     return rows
+
+
+def _in_place(made: InPlaceCase) -> list[Row]:
+    copier = CudaCopier(made.reader.ordinal or 0)
+    engine, one, two = interleaved(
+        [
+            lambda: engine_seconds(made.engine),
+            lambda: copier_seconds(lambda: made.move(copier)),
+            lambda: copier_seconds(lambda: made.move(copier, halves=True)),
+        ],
+        made.nbytes,
+    )
+    how = "256 MiB out of a KV cache on the peer, where it lies, into scattered 64-KiB pages of 32 tensors"
+    against = "reference: the copy engine, contiguous"
+    return [
+        row("inplace_copy_256MiB", "GB/s", one, engine, what=f"{how}; {against}", at_least=0.93),
+        row(
+            "inplace_copy_256MiB_2_origins",
+            "GB/s",
+            two,
+            engine,
+            what=f"{how}, from two origins in turn; {against}",
+            at_least=0.90,
+        ),
+    ]
 
 
 def _local(made: Case) -> Row:
