@@ -6,12 +6,18 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import cast
 
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey
 from vcache_backend.metadata_server.placement import Entry
 
 Space = dict[ChunkKey, Entry]
 """The chunks of one namespace."""
 _EMPTY: Space = {}
+
+
+def of_rank(keys: list[ChunkKey], rank: int) -> list[ChunkKey]:
+    """The keys of another rank's part of the same chunks."""
+    suffix = rank.to_bytes(RANK_BYTES, "big")
+    return [ChunkKey(key[:-RANK_BYTES] + suffix) for key in keys]
 
 
 class Chunks:
@@ -37,6 +43,13 @@ class Chunks:
         if None in found and not keys[found.index(None)].startswith(keys[0][:NAMESPACE_BYTES]):
             found = list(map(self.get, keys))  # keys of several namespaces
         return cast("list[Entry]", found[: found.index(None)] if None in found else found)
+
+    def leading_of_all(self, keys: list[ChunkKey], ranks: int) -> int:
+        """How many leading chunks (keys of rank 0) are there for all ranks."""
+        found = len(keys)
+        for rank in range(ranks):
+            found = len(self.leading(of_rank(keys[:found], rank) if ranks > 1 else keys))
+        return found
 
     def among(self, keys: list[ChunkKey]) -> Space:
         """Where these keys are to be found, if they are: mostly their namespace, the same for all. For reading, until the next change."""

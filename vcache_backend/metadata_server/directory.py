@@ -68,11 +68,7 @@ class Directory:
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
         """How many leading chunks all ranks have. At most `MAX_LOOKED_UP` keys times ranks."""
-        found = len(keys)
-        for rank in range(ranks):
-            suffix = rank.to_bytes(m.RANK_BYTES, "big")
-            of_rank = [m.ChunkKey(key[: -m.RANK_BYTES] + suffix) for key in keys[:found]] if ranks > 1 else keys
-            found = len(self.contents.live.leading(of_rank))
+        found = self.contents.live.leading_of_all(keys, ranks)
         self.counters["lookup_chunks"] += len(keys)
         self.counters["lookup_hits"] += found
         return found

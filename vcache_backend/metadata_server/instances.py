@@ -116,6 +116,8 @@ class Instances:
             raise Refuse(f"{what}: {len(fds)} fds came along; exactly 1, the generation table's, is needed")
         if reason := _no_table(fds[0], request.blocks):
             raise Refuse(f"{what}: {reason}")
+        if request.blocks > (left := self._residents.blocks_left(request.instance)):
+            raise Refuse(f"{what}: {request.blocks:,} blocks, but there is room for {left:,} beside the other instances'")
         known = self._enter(client, request.instance, SCHEDULER, what)
         before = known.table
         known.table = shown = ShownTable(client, request, Descriptor(fds.pop()))

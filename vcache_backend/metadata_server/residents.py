@@ -8,19 +8,22 @@ from __future__ import annotations
 import random
 import struct
 from collections import Counter
-from collections.abc import Iterator
 from itertools import islice, repeat
 
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.backlog import Backlog, Steps
-from vcache_backend.metadata_server.chunks import Chunks
+from vcache_backend.metadata_server.chunks import Chunks, of_rank
 from vcache_backend.metadata_server.refuse import Refuse
 
+MAX_BLOCKS_IN_ALL = 2 * m.MAX_BLOCKS
+"""Of all instances together."""
 RETRACT_LOOKS = 4096
 """So many of the newest publications are looked through for such as a retraction leaves; what is behind them is not found, as if it was
 never published."""
+MAX_CELLS = 16_384
+"""Keys times instances that one look-up looks at; the keys after these are left for the next one."""
 FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192
 """For the residents of one answer; the rest is for what comes with them."""
 _RESIDENT_BYTES = 16
@@ -38,6 +41,10 @@ class Publication(msgspec.Struct, gc=False, eq=False):
     agreed: int
 
 
+Column = list[Publication | None]
+"""What one instance has of each key of a look-up."""
+
+
 class Residence:
     """What one instance has published: each block holds at most one chunk, so all tables are bounded by its blocks."""
 
@@ -49,7 +56,7 @@ class Residence:
         self.found: dict[m.ChunkKey, Publication] = {}
         self.awaited: dict[m.ChunkKey, Publication] = {}
         """Published by some of the ranks only."""
-        self._holders: list[Publication | None] = [None] * blocks
+        self.holders: list[Publication | None] = [None] * blocks
         """Which publication a block belongs to. One that is in neither table any more means nothing."""
         self._all_ranks = (1 << ranks) - 1
         self._floor = 0
@@ -113,7 +120,7 @@ class Residence:
 
     def _take(self, new: Publication, numbers: tuple[int, ...]) -> bool:
         """One chunk, unless a newer publication has its key or one of its blocks."""
-        found, awaited, holders = self.found, self.awaited, self._holders
+        found, awaited, holders = self.found, self.awaited, self.holders
         key = new.key
         old = found.get(key) or awaited.get(key)
         if old is not None and old.blocks == new.blocks and old.generations == new.generations:
@@ -149,7 +156,7 @@ class Residence:
 
     def _vacate(self, one: Publication) -> None:
         """No block belongs to this one any more."""
-        holders = self._holders
+        holders = self.holders
         for block in struct.unpack(f"<{self.each}I", one.blocks):
             if holders[block] is one:
                 holders[block] = None
@@ -175,6 +182,14 @@ class Residents:
         """Chunks that are found in an instance, once all of it is shown."""
         residence = self._of.get(instance)
         return 0 if residence is None else len(residence.found)
+
+    def holders(self, instance: m.InstanceId) -> list[Publication | None]:
+        """What each of its blocks holds."""
+        return self._of[instance].holders
+
+    def blocks_left(self, instance: m.InstanceId) -> int:
+        """How many blocks this instance may have beside the others'."""
+        return MAX_BLOCKS_IN_ALL - sum(residence.blocks for id_, residence in self._of.items() if id_ != instance)
 
     def open(self, instance: m.InstanceId, namespace: bytes, blocks: int, ranks: int, each: int) -> None:
         """An instance publishes from now on. If it has published before, it keeps that, unless it has changed."""
@@ -231,42 +246,36 @@ class Residents:
 
     def find(self, request: m.Find, pooled: Chunks) -> m.Found:
         """Which leading chunks are pooled for all ranks, or resident in another instance than the asker."""
-        keys = request.keys
-        columns = list(self._columns(request))
-        if not columns:
-            chunks = _leading(keys, request.ranks, pooled)
-            return m.Found(b"\1" * chunks, [], [[]] * chunks)
-        there = _present(keys, request.ranks, pooled)
-        return _assemble(there, columns)
+        others = self._others(request)
+        keys = request.keys[: MAX_CELLS // max(1, len(others))]
+        columns = {instance: column for instance, found in others if (column := _column(found, keys))}
+        if columns:
+            each = max(self._of[instance].each for instance in columns)
+            found = _assemble(_present(keys, request.ranks, pooled), columns, each)
+        else:
+            chunks = pooled.leading_of_all(keys, request.ranks)
+            found = m.Found(b"\1" * chunks, [], [[]] * chunks)
+        return msgspec.structs.replace(found, cut=True) if len(found.pooled) == len(keys) < len(request.keys) else found
 
-    def _columns(self, request: m.Find) -> Iterator[tuple[m.InstanceId, list[Publication | None]]]:
-        """Of each instance that has any of the keys, what it has of each, in random order."""
-        keys, namespace = request.keys, request.keys[0][: m.NAMESPACE_BYTES] if request.keys else b""
+    def _others(self, request: m.Find) -> list[tuple[m.InstanceId, dict[m.ChunkKey, Publication]]]:
+        """What is found in each instance that may have some of the keys, in random order."""
+        if not self._of or not request.keys:
+            return []
+        namespace, ranks, asker = request.keys[0][: m.NAMESPACE_BYTES], request.ranks, request.instance
         others = [
             (instance, residence.found)
             for instance, residence in self._of.items()
             if residence.found and residence.whole and residence.namespace == namespace
-            if residence.ranks == request.ranks and instance != request.instance
+            if residence.ranks == ranks and instance != asker
         ]
-        if len(others) > 1:
-            random.shuffle(others)
-        for instance, found in others:
-            column = list(map(found.get, keys))
-            if column.count(None) < len(column):
-                yield instance, column
+        random.shuffle(others)
+        return others
 
 
-def _of_rank(keys: list[m.ChunkKey], rank: int) -> list[m.ChunkKey]:
-    suffix = rank.to_bytes(m.RANK_BYTES, "big")
-    return [m.ChunkKey(key[: -m.RANK_BYTES] + suffix) for key in keys]
-
-
-def _leading(keys: list[m.ChunkKey], ranks: int, pooled: Chunks) -> int:
-    """How many leading chunks are pooled for all ranks."""
-    found = len(keys)
-    for rank in range(ranks):
-        found = len(pooled.leading(_of_rank(keys[:found], rank) if ranks > 1 else keys))
-    return found
+def _column(found: dict[m.ChunkKey, Publication], keys: list[m.ChunkKey]) -> Column:
+    """What one instance has of each key; empty if it has none of them."""
+    column = list(map(found.get, keys))
+    return column if column.count(None) < len(column) else []
 
 
 def _present(keys: list[m.ChunkKey], ranks: int, pooled: Chunks) -> list[bool]:
@@ -275,34 +284,34 @@ def _present(keys: list[m.ChunkKey], ranks: int, pooled: Chunks) -> list[bool]:
     for rank in range(1, ranks):
         if not any(there):
             break
-        of_rank = _of_rank(keys, rank)
-        there = [a and b for a, b in zip(there, map(pooled.among(of_rank).__contains__, of_rank), strict=True)]
+        its = of_rank(keys, rank)
+        there = [a and b for a, b in zip(there, map(pooled.among(its).__contains__, its), strict=True)]
     return there
 
 
-def _assemble(there: list[bool], columns: list[tuple[m.InstanceId, list[Publication | None]]]) -> m.Found:
-    """The answer, as far as chunks are somewhere and the message reaches."""
+def _assemble(there: list[bool], columns: dict[m.InstanceId, Column], each: int) -> m.Found:
+    """The answer, as far as chunks are somewhere and the message reaches. `each`: blocks of a chunk, at most."""
     residents: list[list[m.Resident]] = []
-    size, last, cut = 0, 0, False
-    for at, places in enumerate(zip(*(column for _, column in columns), strict=True)):
-        here = _places(places, last)
-        if not here and not there[at]:
+    left, last = FOUND_BYTES // (_RESIDENT_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)), 0
+    for pooled, row in zip(there, zip(*columns.values(), strict=True), strict=True):
+        here = _places(row, last)
+        if not here and not pooled:
             break
-        size += 1 + sum(_RESIDENT_BYTES + len(one.blocks) + len(one.generations) for one in here)
-        if size > FOUND_BYTES:
-            cut = True
-            break
+        left -= len(here)
+        if left < 0:
+            return m.Found(bytes(there[: len(residents)]), list(columns), residents, cut=True)
         if here:
             last = here[0].instance
         residents.append(here)
-    return m.Found(bytes(there[: len(residents)]), [instance for instance, _ in columns], residents, cut=cut)
+    return m.Found(bytes(there[: len(residents)]), list(columns), residents)
 
 
-def _places(places: tuple[Publication | None, ...], last: int) -> list[m.Resident]:
+def _places(row: tuple[Publication | None, ...], last: int) -> list[m.Resident]:
     """Where one chunk is resident, at most `MAX_REPLICAS` places: `last` first, if it is among them."""
-    here: list[m.Resident] = []
-    for at, one in ((last, places[last]), *enumerate(places)):
-        if one is not None and (at != last or not here):
+    one = row[last]
+    here = [m.Resident(last, one.blocks, one.generations)] if one is not None else []
+    for at, one in enumerate(row) if len(row) > 1 else ():
+        if one is not None and at != last:
             here.append(m.Resident(at, one.blocks, one.generations))
             if len(here) == m.MAX_REPLICAS:
                 break
