@@ -1,0 +1,53 @@
+"""vLLM's block pool, watched: a block's generation changes before anybody may write it again, or its bytes mean something else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vcache_backend.resident.generations import Generations
+
+log = logging.getLogger("vllm.vcache")
+
+
+class ResidentPool:
+    """In the scheduler's thread. vLLM's own results and exceptions come through unchanged; if what is done here fails, the whole table
+    is given up first, so that nobody reads a block whose next owner was not counted.
+
+    broken: whether that has happened.
+    """
+
+    def __init__(self, pool: Any, generations: Generations, on_reset: Callable[[], None]) -> None:
+        """pool: vLLM's `BlockPool`, before it has handed out a block. on_reset: called when the prefix cache is to be reset, whatever vLLM
+        then decides."""
+        self.broken = False
+        self._generations, self._on_reset = generations, on_reset
+        self._get, self._evict, self._reset = pool.get_new_blocks, pool.evict_blocks, pool.reset_prefix_cache
+        pool.get_new_blocks, pool.evict_blocks = self._get_new_blocks, self._evict_blocks
+        pool.reset_prefix_cache = self._reset_prefix_cache
+
+    def _get_new_blocks(self, num_blocks: int) -> Any:
+        """What writes them is launched after this has returned."""
+        blocks = self._get(num_blocks)
+        self._surely(lambda: self._generations.change([block.block_id for block in blocks]))
+        return blocks
+
+    def _evict_blocks(self, block_ids: Any) -> Any:
+        """After a load that failed vLLM computes into the same blocks, without allocating them anew."""
+        self._surely(lambda: self._generations.change(list(block_ids)))
+        return self._evict(block_ids)
+
+    def _reset_prefix_cache(self) -> Any:
+        """The bytes stay and mean something else, also where vLLM then says that it cannot reset now: its caller changes the weights."""
+        self._surely(self._generations.change_all)
+        self._surely(self._on_reset)
+        return self._reset()
+
+    def _surely(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception:  # nothing of ours raises into vLLM
+            self._generations.give_up()
+            self.broken = True
+            log.exception("vcache: blocks could not be counted; nothing of this instance is read by others any more")

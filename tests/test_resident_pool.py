@@ -1,0 +1,124 @@
+"""Generations of blocks beside vLLM's own block pool: what changes them, when, and that vLLM notices nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.v1.core.block_pool", reason="vLLM is not installed")
+
+from vllm.v1.core.block_pool import BlockPool
+
+from vcache_backend.integration.vllm.resident_pool import ResidentPool
+from vcache_backend.resident.generations import GenerationView, Generations
+
+INSTANCE, BLOCKS = b"i" * 16, 12
+
+
+class Observed(BlockPool):  # type: ignore[misc]
+    """vLLM's, which remembers how the generations stood when it was asked. asked: by the name of the call."""
+
+    def __init__(self, generations: Generations) -> None:
+        super().__init__(BLOCKS, enable_caching=True, hash_block_size=4)
+        self.generations, self.asked = generations, dict[str, Any]()
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.asked["evict"] = self.generations.counters.copy()
+        super().evict_blocks(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        self.asked["reset"] = self.generations.counters.copy()
+        return bool(super().reset_prefix_cache())
+
+
+class Watched:
+    """A pool that is watched, and what others see of it. resets: how often it was said that there is one."""
+
+    def __init__(self) -> None:
+        self.generations = Generations(INSTANCE, BLOCKS)
+        self.pool, self.resets = Observed(self.generations), 0
+        self.watch = ResidentPool(self.pool, self.generations, self._reset)
+        self.view = GenerationView.open(self.generations.fd, INSTANCE, BLOCKS)
+
+    def _reset(self) -> None:
+        self.resets += 1
+
+    def take(self, count: int) -> tuple[Any, list[int]]:
+        """Blocks of vLLM's, and which generations changed meanwhile."""
+        before = self.view.counters.copy()
+        return self.pool.get_new_blocks(count), self.changed(before)
+
+    def changed(self, before: Any) -> list[int]:
+        """Blocks whose generation is another, and even."""
+        assert not (self.view.counters & np.uint64(1)).any()
+        return [int(block) for block in np.flatnonzero(self.view.counters != before)]
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    made = Watched()
+    yield made
+    made.generations.close()
+
+
+def test_a_block_has_another_generation_when_it_is_handed_out(watched: Watched) -> None:
+    blocks, changed = watched.take(3)
+    assert sorted(block.block_id for block in blocks) == changed
+    watched.pool.free_blocks(blocks)
+    again, changed = watched.take(BLOCKS - 1)
+    assert len(again) == len(changed) == BLOCKS - 1
+
+
+def test_a_block_that_is_freed_and_hit_again_keeps_its_generation(watched: Watched) -> None:
+    """Its bytes are the same, and so is what they mean: what was published of it counts."""
+    blocks, _ = watched.take(2)
+    before = watched.view.counters.copy()
+    watched.pool.free_blocks(blocks)
+    watched.pool.touch(blocks)
+    assert watched.changed(before) == []
+
+
+def test_more_blocks_than_there_are_change_nothing(watched: Watched) -> None:
+    before = watched.view.counters.copy()
+    with pytest.raises(ValueError, match="free blocks"):
+        watched.pool.get_new_blocks(BLOCKS)
+    assert watched.changed(before) == []
+    assert not watched.view.dead
+
+
+def test_blocks_that_a_failed_load_spoiled_change_before_vllm_evicts_them(watched: Watched) -> None:
+    """It computes into them without allocating them anew."""
+    blocks, _ = watched.take(3)
+    before, ids = watched.view.counters.copy(), {block.block_id for block in blocks[:2]}
+    watched.pool.evict_blocks(ids)
+    assert watched.changed(before) == sorted(ids)
+    assert list(watched.pool.asked["evict"]) == list(watched.view.counters)
+
+
+@pytest.mark.parametrize("used", [0, 2], ids=["nothing runs", "blocks are in use, so vLLM refuses"])
+def test_a_reset_changes_all_blocks_before_vllm_decides(watched: Watched, used: int) -> None:
+    watched.take(used)
+    before = watched.view.counters.copy()
+    assert watched.pool.reset_prefix_cache() == (not used)
+    assert watched.changed(before) == list(range(BLOCKS))
+    assert list(watched.pool.asked["reset"]) == list(watched.view.counters)
+    assert watched.resets == 1
+
+
+@pytest.mark.parametrize("call", ["get", "evict", "reset"])
+def test_where_counting_fails_nobody_believes_the_table_and_vllm_goes_on(watched: Watched, call: str) -> None:
+    """Here: its memory can be read only, and is too small."""
+    blocks, _ = watched.take(2)
+    assert not watched.view.dead
+    watched.generations.counters = np.frombuffer(bytes(8), dtype=np.uint64)
+    if call == "get":
+        assert len(watched.pool.get_new_blocks(3)) == 3
+    elif call == "evict":
+        watched.pool.evict_blocks({blocks[0].block_id})
+    else:
+        assert not watched.pool.reset_prefix_cache()
+    assert watched.view.dead
+    assert watched.watch.broken
