@@ -13,7 +13,7 @@ pytest.importorskip("vllm.v1.core.block_pool", reason="vLLM is not installed")
 from vllm.v1.core.block_pool import BlockPool
 
 from vcache_backend.integration.vllm.resident_pool import ResidentPool
-from vcache_backend.resident.generations import GenerationView, Generations
+from vcache_backend.resident.generations import Generations, GenerationView
 
 INSTANCE, BLOCKS = b"i" * 16, 12
 

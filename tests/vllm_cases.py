@@ -397,10 +397,12 @@ class Node:
         self.clients = self.stats().clients
         self.server.kill()
 
-    def serve_again(self) -> None:
-        """Start the server again, and wait until everybody who was connected is back, and it takes stores."""
+    def serve_again(self, stores: bool = True) -> None:
+        """Start the server again, and wait until everybody who was connected is back, and, if there is a pool, it takes stores."""
         self.serve()
         eventually(lambda: self.stats().clients >= self.clients, ANSWER_SECONDS)
+        if not stores:
+            return
         with Client(self.socket, PATIENT, reconnect=False) as client:
             eventually(lambda: client.abort(client.reserve([ChunkKey(os.urandom(KEY_BYTES))], 4096).reservation))
 

@@ -25,6 +25,7 @@ import vllm.v1.attention.backends.cpu_attn
 import vllm.v1.core.sched.scheduler
 import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
@@ -96,6 +97,11 @@ class Serving:
         """Both at once: what the request stores is still on its way to the pool."""
         self.run([prompt], together=False)
         return self.reset()
+
+    def told(self) -> bool:
+        """Wait until what the steps so far have written is known to the server, where the KV cache is shared in place."""
+        in_place = get_kv_transfer_group()._worker.in_place
+        return bool(in_place.publisher.flush(PATIENCE_SECONDS))
 
     def scheduler(self, name: str) -> bool:
         """What vLLM's scheduler has decided by its configuration."""

@@ -94,7 +94,11 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.prefix_cache = gpu_block_pool
+            self._watch(self._scheduler, gpu_block_pool)
+
+    @_guarded(None)
+    def _watch(self, scheduler: SchedulerSide, pool: Any) -> None:
+        scheduler.watch(pool)
 
     @_guarded(None)
     def on_new_request(self, request: Any) -> None:
@@ -151,6 +155,12 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.reset() if self._scheduler is not None else True
 
     # ---- in a worker
+
+    @_guarded(None)
+    def get_mem_pool_context(self) -> Any:
+        """From 0.31 on: what vLLM makes its KV cache in, so that others can read it."""
+        in_place = self._worker.in_place if self._worker is not None else None
+        return in_place.exporter.context() if in_place is not None else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from time import monotonic
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import SegmentId
+from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.courier import Courier
 from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.layout import checked_layout
@@ -17,6 +19,7 @@ from vcache_backend.transfer.layout import checked_layout
 from . import compat, model_spec
 from .metadata import Link, Shard
 from .offload import OffloadLookup
+from .publications import Publications
 
 log = logging.getLogger("vllm.vcache")
 
@@ -28,15 +31,25 @@ class Introduction:
     """In the scheduler's thread. Nothing waits longer than a call of the client may.
 
     refused: why nothing is cached, empty if something is. ranks: shards of a chunk. readable: the segments that the worker can
-    read, of an instance that has one. keys, client, courier: once it is open, of the instance's namespace.
+    read, of an instance that has one. keys, client, courier: once it is open, of the instance's namespace. shared: what
+    this instance shares in place, and tables: the generations of others, where KV caches are shared so.
     """
 
-    def __init__(self, config: Config, model: model_spec.ModelSpec, hash_block: int, refused: str | None) -> None:
-        """hash_block: tokens that one of vLLM's block hashes stands for."""
+    def __init__(
+        self,
+        config: Config,
+        model: model_spec.ModelSpec,
+        hash_block: int,
+        refused: str | None,
+        publications: Publications | None = None,
+    ) -> None:
+        """hash_block: tokens that one of vLLM's block hashes stands for. publications: what is shared in place, if that is how."""
         self._config, self._model, self._hash_block = config, model, hash_block
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
         self._wait_until = 0.0
         self._prefix = b""
+        self.shared = publications
+        self.tables: Tables | None = None
         self.keys: BlockHashKeys | None = None
         self.client: Client | None = None
         self.courier: Courier | None = None
@@ -85,6 +98,11 @@ class Introduction:
         chunks can be named."""
         if self.keys is not None or self.refused or not self.over:
             return not self.refused and self.keys is not None
+        if self.shared is not None and not self.shared.watches:
+            self._refuse(
+                "this vLLM has not shown the blocks of its KV cache, so they cannot be shared in place; set connector.share: pool"
+            )
+            return False
         config, shards = self._config, [self._shards[rank] for rank in sorted(self._shards)]
         layout = checked_layout(config, model_spec.layout(self._model, shards, config.engine.chunk_size, compat.hash_root()))
         namespace = layout.namespace()
@@ -92,10 +110,25 @@ class Introduction:
         self.courier = Courier(self.client)
         self._prefix = namespace.prefix
         self.keys = BlockHashKeys(namespace, config.engine.chunk_size // self._hash_block)
+        if self.shared is not None:
+            self.tables = Tables(self.client)
+            self.shared.retract = partial(self.courier.retract, self.shared.instance)
+            self.client.on_return.append(self._join)
+            self._join()
         if trouble := self.client.trouble:
             log.warning("vcache: %s; everything is computed until then", trouble)
         log.info("vcache: namespace %s, chunks of %d tokens, %d shards", namespace, config.engine.chunk_size, self.ranks)
         return True
+
+    def _join(self) -> None:
+        """Show the server our generations: now, and to every server that comes after it. Also in the client's background thread."""
+        here, client = self.shared, self.client
+        if here is None or client is None or not client.connected:
+            return
+        try:
+            client.join(here.instance, self._prefix, here.blocks, self.ranks, here.each, here.generations.fd)
+        except VCacheError as error:
+            log.warning("vcache: others cannot read this instance's KV cache: %s", error)
 
     def clear(self) -> bool:
         """Have no chunk of the namespace found again, in the pool or the offload tier; False if the server did not answer, or before the

@@ -15,12 +15,14 @@ import msgspec
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.channel import Sent
-from vcache_backend.metadata_server.messages import ChunkKey, Count, Leased
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import ChunkKey, Count, Found, Leased
 from vcache_backend.transfer.keys import adapter_digest
 
 from .adapters import Adapters
 from .introduction import Introduction
 from .metadata import HeldLease
+from .replicas import Replica, choose
 from .request_params import NOTHING, RequestParams
 from .stats import Meter
 
@@ -34,7 +36,8 @@ AHEAD_SECONDS = 0.05
 
 class Answer(msgspec.Struct):
     """What can be loaded of a request, as of the time `at`: the chunks [first, hits), those before `pooled` from the pool, the others
-    from the offload tier. lease: on those of the pool. seconds: spent on asking. counted: whether the metrics have it."""
+    from the offload tier. lease: on those of the pool. residents: those that lie in others' KV caches, by number. seconds: spent on
+    asking. counted: whether the metrics have it."""
 
     first: int
     hits: int
@@ -42,6 +45,7 @@ class Answer(msgspec.Struct):
     at: float
     seconds: float
     lease: HeldLease | None = None
+    residents: dict[int, Replica] = {}
     counted: bool = False
 
     @property
@@ -67,6 +71,10 @@ class Answer(msgspec.Struct):
             return lease
         return msgspec.structs.replace(lease, locations=lease.locations[first - self.first :])
 
+    def residents_of(self, first: int, stop: int) -> dict[int, Replica]:
+        """Those of the chunks [first, stop), numbered from the first one of them."""
+        return {chunk - first: replica for chunk, replica in self.residents.items() if first <= chunk < stop}
+
 
 NO_ANSWER = Answer(0, 0, 0, -inf, 0.0, counted=True)
 
@@ -74,7 +82,7 @@ NO_ANSWER = Answer(0, 0, 0, -inf, 0.0, counted=True)
 class _Question(msgspec.Struct):
     """What was sent ahead for the chunks [0, stop), at the time `at`."""
 
-    sent: Sent[Count] | Sent[Leased]
+    sent: Sent[Count] | Sent[Leased] | Sent[Found]
     stop: int
     at: float
     seconds: float
@@ -83,7 +91,8 @@ class _Question(msgspec.Struct):
 class Tracked(msgspec.Struct):
     """One request. loads: whether it may take anything from the pool. consumes: remove what it has loaded. local: its tokens in vLLM's own
     cache when it was matched. stored: chunks from its start that are in the pool or on their way; `complete_at`: with how many tokens
-    computed one more is complete, never if it stores none. loading: an asynchronous load is under way."""
+    computed one more is complete, never if it stores none. loading: an asynchronous load is under way. generations, resets: see
+    `Publications`."""
 
     request: Any
     params: RequestParams
@@ -91,6 +100,8 @@ class Tracked(msgspec.Struct):
     consumes: bool
     keys: list[ChunkKey] = []
     blocks: list[int] = []
+    generations: list[int] = []
+    resets: int | None = None
     local: int = 0
     stored: int = 0
     complete_at: float = inf
@@ -126,7 +137,7 @@ class Lookups:
             return
         at, keys = monotonic(), tracked.keys[:stop]
         try:
-            sent = client.send_acquire(keys) if lease else client.send_lookup(keys, self._instance.ranks)
+            sent = client.send_acquire(keys) if lease else self._send(client, keys)
         except VCacheError as error:
             log.debug("look-up: %s", error)
             return
@@ -176,7 +187,7 @@ class Lookups:
             return NO_ANSWER
         keys = tracked.keys[first:whole]
         try:
-            reply = client.acquire(keys) if lease else client.lookup(keys, self._instance.ranks)
+            reply = client.acquire(keys) if lease else self._look_up(client, keys)
         except VCacheError as error:
             return self._failed(error)
         return self._answered(tracked, first, whole, reply, at, started)
@@ -191,23 +202,50 @@ class Lookups:
             self._failed(error)
             return
         tracked.question = None
-        self._answered(tracked, 0, question.stop, reply if isinstance(reply, Leased) else reply.count, question.at, started)
+        if isinstance(reply, Found) and reply.cut:
+            # There may be more of it than one message tells.
+            return
+        given = reply.count if isinstance(reply, Count) else reply
+        self._answered(tracked, 0, question.stop, given, question.at, started)
 
     def _failed(self, error: VCacheError) -> Answer:
         log.debug("look-up: %s", error)
         self._meter.count("failures", 1, "server")
         return NO_ANSWER
 
-    def _answered(self, tracked: Tracked, first: int, stop: int, reply: Leased | int, at: float, started: float) -> Answer:
+    def _send(self, client: Client, keys: list[ChunkKey]) -> Sent[Count] | Sent[Found] | None:
+        shared = self._instance.shared
+        ranks = self._instance.ranks
+        return client.send_lookup(keys, ranks) if shared is None else client.send_find(keys, ranks, shared.instance)
+
+    def _look_up(self, client: Client, keys: list[ChunkKey]) -> Found | int:
+        shared = self._instance.shared
+        ranks = self._instance.ranks
+        return client.lookup(keys, ranks) if shared is None else client.find(keys, ranks, shared.instance)
+
+    def _answered(
+        self, tracked: Tracked, first: int, stop: int, reply: Found | Leased | int, at: float, started: float
+    ) -> Answer:
         """The server's answer for the chunks [first, stop), with what the offload tier has of them."""
-        instance = self._instance
-        found = reply if isinstance(reply, int) else len(reply.locations)
+        instance, residents = self._instance, dict[int, Replica]()
+        if isinstance(reply, Found):
+            found, residents = self._chosen(reply, first)
+        else:
+            found = reply if isinstance(reply, int) else len(reply.locations)
         pooled = hits = first + found
         if instance.offload is not None and instance.client is not None and pooled < stop:
             hits = first + instance.offload.extend(instance.client, tracked.keys[first:stop], found)
-        answer = tracked.answer = Answer(first, hits, pooled, at, perf_counter() - started)
+        answer = tracked.answer = Answer(first, hits, pooled, at, perf_counter() - started, residents=residents)
         if isinstance(reply, Leased) and reply.lease:
             answer.lease = HeldLease(reply.lease, reply.locations, at + reply.seconds, reply.seconds)
             if answer.offloaded or not {location.segment for location in reply.locations} <= instance.readable:
                 self.drop(tracked)
         return answer
+
+    def _chosen(self, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
+        """How many leading chunks there are, and those that are read in place. first: the number of the first one asked for."""
+        shared, tables = self._instance.shared, self._instance.tables
+        if shared is None or tables is None:
+            return 0, {}
+        found, chosen = choose(reply, tables, shared.each)
+        return found, {first + chunk: replica for chunk, replica in chosen.items()}

@@ -48,8 +48,9 @@ class LoadSpec(_Spec, frozen=True, kw_only=True):
     `blocks[skip:stop]`, what is before is in vLLM's own cache. wait_seconds: how long chunks that are not there yet may take to
     come; 0: they are all there. consume: remove the chunks once they are loaded. lease: of a synchronous load, whose step needs it:
     the scheduler holds this one. offload: what the pool has not may lie in the offload tier. promote: what comes from there is to
-    be stored in the pool again. prefix: the keys of all chunks before them, where there is an offload tier. lost: the scheduler
-    could not say more; nothing is to be loaded.
+    be stored in the pool again. prefix: the keys of all chunks before them, where there is an offload tier. residents: by number, the
+    chunks that lie in another instance's KV cache: whose, and its blocks with their generations, as they were published. lost: the
+    scheduler could not say more; nothing is to be loaded.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class LoadSpec(_Spec, frozen=True, kw_only=True):
     offload: bool = False
     promote: bool = False
     prefix: list[ChunkKey] = []
+    residents: dict[int, tuple[bytes, bytes, bytes]] = {}
     lost: bool = False
 
     @property
@@ -84,13 +86,29 @@ class StoreSpec(_Spec, frozen=True):
     before: list[int] = []
 
 
+class PublicationSpec(_Spec, frozen=True):
+    """Chunks of a request that others may read out of this instance's KV cache once the step is over. keys: of rank 0. blocks: those
+    of all chunks in order, vLLM's numbers, and generations: theirs, packed as `Publish` has them.
+
+    sequence: see `Publish`. before: the blocks of all chunks up to the last one, in a step that also loads.
+    """
+
+    request_id: str
+    keys: list[ChunkKey]
+    blocks: bytes
+    generations: bytes
+    sequence: int
+    before: list[int] = []
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to workers, one a step.
 
     fresh: blocks that get a new owner in this step, in lists. cancelled: requests that ended while their load was under way.
     flush: say when the stores of earlier steps have begun. idle: no model runs in this step. opaque: nobody knows which blocks get
-    a new owner. introduce: say what you hold.
+    a new owner. introduce: say what you hold. instance: under which name to show the KV cache to others, in a step that introduces;
+    empty if it is not to be shown.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -101,6 +119,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     idle: bool = False
     opaque: bool = False
     introduce: bool = False
+    instance: bytes = b""
+    publications: list[PublicationSpec] = field(default_factory=list)
 
 
 class Shard(msgspec.Struct, frozen=True):

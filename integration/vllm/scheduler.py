@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -10,11 +11,12 @@ import msgspec
 
 from vcache_backend.config import Config
 
-from . import compat, model_spec, request_params
+from . import compat, exportable, model_spec, publications, request_params
 from .events import Announcer, block_removed, block_stored
 from .introduction import Introduction
 from .lookups import Lookups, Tracked
 from .metadata import LoadSpec, StepMetadata, StoreSpec, WorkerReport
+from .publications import Publications
 from .stats import Meter
 
 log = logging.getLogger("vllm.vcache")
@@ -35,16 +37,23 @@ class SchedulerSide:
         self._block = model.block_size
         self._per_chunk = self._size // self._block
         in_host = config.pool.device == "host" or (config.pool.device == "auto" and model.device_type == "cpu")
-        self.hit_source = compat.hit_source(in_host)
+        in_place = config.connector.share == "in_place"
+        self.hit_source = compat.hit_source(in_host and not in_place)
         self._recomputes = model.recomputes
-        sure = self._recomputes or not config.engine.checksum
+        sure = not in_place and (self._recomputes or not config.engine.checksum)
         self._sync_below = config.connector.sync_below_tokens if model.pp_size * model.tp_size == 1 and sure else 0
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._hashes = self._size // self._hash_block
         refused = compat.refusal(vllm_config, kv_cache_config, model, self._size)
-        self.instance = Introduction(config, model, self._hash_block, refused)
+        self.publications: Publications | None = None
+        """What is shared in place; None where the pool is what is shared."""
+        if in_place and not refused:
+            refused = exportable.refusal(vllm_config, kv_cache_config, model)
+            self.publications, refused = (None, refused) if refused else publications.begin(kv_cache_config, self._per_chunk)
+        self.instance = Introduction(config, model, self._hash_block, refused, self.publications)
         self.lookups = Lookups(self.instance, self._size, meter)
-        self.announcer = Announcer(self.instance.ranks) if compat.publishes_events(vllm_config) else None
+        announces = not in_place and compat.publishes_events(vllm_config)
+        self.announcer = Announcer(self.instance.ranks) if announces else None
         self.prefix_cache: Any = None
         """vLLM's `BlockPool`, once it is known."""
         self._requests: dict[str, Tracked] = {}
@@ -55,6 +64,12 @@ class SchedulerSide:
         self._clearing = self._flush = False
 
     # ---- vLLM's questions
+
+    def watch(self, pool: Any) -> None:
+        """vLLM shows its `BlockPool`, before the first request."""
+        self.prefix_cache = pool
+        if self.publications is not None:
+            self.publications.watch(pool)
 
     def arrived(self, request: Any) -> None:
         """A new request: ask for its chunks, for the answer is here when vLLM comes to it."""
@@ -94,7 +109,7 @@ class SchedulerSide:
         lease = answer.lease_from(first) if answer is not None else None
         # Also where the pool had it all: it may lose some before it is read.
         offload = lease is None and not asked.announced and self.instance.offload is not None and self.instance.offload.usable
-        promote = offload and self._stores_allowed and asked.store and not tracked.consumes
+        promote = offload and self._stores_allowed and asked.store and not tracked.consumes and self.publications is None
         load = LoadSpec(
             request_id=request.request_id,
             keys=tracked.keys[first:stop],
@@ -107,11 +122,16 @@ class SchedulerSide:
             offload=offload,
             promote=promote,
             prefix=tracked.keys[:first] if offload else [],
+            residents=answer.residents_of(first, stop) if answer is not None else {},
         )
         # What comes from the pool is there already, unless it was meant for one reader. Of what comes from the offload tier only whole
         # chunks will be.
         partial = promote and answer is not None and answer.offloaded
-        self._stored(tracked, max(tracked.stored, end // size if partial else stop))
+        if self.publications is None:
+            self._stored(tracked, max(tracked.stored, end // size if partial else stop))
+        else:
+            # What it has loaded is published as if computed here, once it is there.
+            self.publications.loads(tracked)
         if tracked.consumes and self.announcer is not None:
             for number, key in enumerate(load.keys, first):
                 hashes = request.block_hashes[number * self._hashes : (number + 1) * self._hashes]
@@ -140,7 +160,8 @@ class SchedulerSide:
         self._scheduled, self._promised, self._leased_ahead = output.num_scheduled_tokens, 0, 0
         fresh, idle = [load.blocks for load in loads], not output.total_num_scheduled_tokens
         introduce = self.instance.keys is None and not self.instance.over
-        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce)
+        name = self.publications.instance if introduce and self.publications is not None else b""
+        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name)
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
         """What they store in it, and which blocks get a new owner."""
@@ -149,7 +170,7 @@ class SchedulerSide:
             fresh.append(new.block_ids[0])
             tracked = requests.get(new.req_id)
             if tracked is not None:
-                tracked.blocks = list(new.block_ids[0])
+                self._own(tracked, new.block_ids[0], anew=True)
                 self._complete(tracked, new.num_computed_tokens + scheduled[new.req_id], meta)
         cached = output.scheduled_cached_reqs
         for request_id, computed, added in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
@@ -159,16 +180,16 @@ class SchedulerSide:
             if tracked is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                tracked.blocks = list(added[0]) if added is not None else []
+                self._own(tracked, added[0] if added is not None else [], anew=True)
             elif added is not None:
-                tracked.blocks += added[0]
+                self._own(tracked, added[0], anew=False)
             reached = computed + scheduled[request_id]
             if reached >= tracked.complete_at:
                 self._complete(tracked, reached, meta)
 
     def stop_stores(self, meta: StepMetadata) -> None:
         """After an exception in `add_stores` nothing of the requests there are is stored any more: nobody knows their blocks."""
-        meta.stores, meta.opaque = [], True
+        meta.stores, meta.publications, meta.opaque = [], [], True
         for tracked in self._requests.values():
             tracked.params = msgspec.structs.replace(tracked.params, store=False)
             tracked.complete_at = inf
@@ -197,10 +218,14 @@ class SchedulerSide:
         for tracked in self._requests.values():
             self.lookups.drop(tracked)
             tracked.answer = None
+        if self.publications is not None:
+            self.publications.reset()
         return self.instance.clear()
 
     def close(self) -> None:
         """Idempotent."""
+        if self.publications is not None:
+            self.publications.close()
         self.instance.close()
 
     # ---- inside
@@ -266,6 +291,15 @@ class SchedulerSide:
         own, living = tracked.request.request_id, self._requests
         return all(name == own or name not in living for name in self._scheduled)
 
+    def _own(self, tracked: Tracked, blocks: Sequence[int], anew: bool) -> None:
+        """vLLM has given these to the request in this step. anew: they are all that it has."""
+        if anew:
+            tracked.blocks = list(blocks)
+        else:
+            tracked.blocks += blocks
+        if self.publications is not None:
+            self.publications.capture(tracked, blocks, anew)
+
     def _stored(self, tracked: Tracked, chunks: int) -> None:
         """So many chunks from the start are in the pool or on their way."""
         tracked.stored = chunks
@@ -288,6 +322,10 @@ class SchedulerSide:
         )
         if ready <= first or not self.instance.open() or not self.lookups.name(tracked, ready):
             return
+        if self.publications is not None:
+            meta.publications += self.publications.complete(tracked, ready, bool(meta.loads))
+            self._stored(tracked, ready)
+            return
         keys, blocks = tracked.keys[first:ready], tracked.blocks[first * self._per_chunk : ready * self._per_chunk]
         if self.announcer is not None:
             for number, key in enumerate(keys, first):
@@ -301,7 +339,11 @@ class SchedulerSide:
         for request_id in report.failed & self._requests.keys():
             tracked = self._requests[request_id]
             tracked.loads = False
-            self._stored(tracked, tracked.local // self._size)
+            if self.publications is None:
+                self._stored(tracked, tracked.local // self._size)
+            else:
+                self._stored(tracked, 0)
+                self.publications.forget(tracked)
         if report.segments is not None:
             self.instance.readable = report.segments
         self.instance.note(report.shards, report.links)

@@ -43,6 +43,9 @@ COUNTERS = {
     "loaded_bytes": _Count("Bytes loaded by all workers, by where they lay.", "tier", TIERS),
     "stored_tokens": _Count("Tokens stored."),
     "stored_bytes": _Count("Bytes stored by all workers."),
+    "published_chunks": _Count(
+        "Chunks that others can read in this instance's KV cache, counted by worker when they were told of."
+    ),
     "load_time_seconds": _Count("Time of loads, summed over workers.", "part", ("metadata", "data")),
     "store_time_seconds": _Count("Time of stores, summed over workers.", "part", ("metadata", "data")),
     "failures": _Count("Loads, stores and look-ups that failed.", "cause", FAILURES),

@@ -16,20 +16,25 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import vllm
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import InstanceId
+from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer import load as transfer
 from vcache_backend.transfer.keys import of_rank
 from vcache_backend.transfer.leases import FOREIGN, Lease
 from vcache_backend.transfer.places import BlockPlaces
+from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .. import amx, memory_budget, round_trip
-from . import compat, model_spec
+from . import compat, exportable, model_spec
+from .in_place import InPlace
 from .metadata import LoadSpec, Shard, StepMetadata
 from .report import Reporter
 from .stats import Meter
@@ -49,6 +54,7 @@ class _Worker(NamedTuple):
 
     session: Session
     kv: PagedKV
+    neighbours: Neighbours | None = None
 
 
 class Loading(transfer.Load):
@@ -70,6 +76,8 @@ class Loading(transfer.Load):
             consume=spec.consume,
             offload=spec.offload,
             name=spec.request_id,
+            residents={chunk: ResidentChunk.unpacked(*replica) for chunk, replica in spec.residents.items()},
+            neighbours=worker.neighbours,
         )
         self.spec, self._per_chunk = spec, session.chunk_size // block_size
 
@@ -98,6 +106,13 @@ class WorkerSide:
         shards = 1 if self._model.use_mla else self._model.tp_size
         self._rank = pp_rank * shards + tp_rank % shards
         self._refused = compat.refusal(vllm_config, kv_cache_config, self._model, config.engine.chunk_size)
+        self.in_place: InPlace | None = None
+        """What it takes to share in place, if that is how."""
+        if config.connector.share == "in_place" and not self._refused:
+            self._refused = exportable.refusal(vllm_config, kv_cache_config, self._model)
+            each, shows = config.engine.chunk_size // self._model.block_size, shards > 1 or not tp_rank
+            if not self._refused:
+                self.in_place = InPlace(exportable.begin(self._model.device_type, vllm.__version__), each, shows)
         self._worker: _Worker | None = None
         self._meta = StepMetadata()
         self._asynchronous: list[Loading] = []
@@ -118,7 +133,11 @@ class WorkerSide:
         Raises VCacheError, LayoutError among them, where nothing can be cached, which is not a fault of ours.
         """
         if self._refused:
+            if self._config.connector.share == "in_place":
+                self.refuse(self._refused)
             return
+        if self.in_place is not None:
+            self.in_place.export(kv_caches)
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
         kv = model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine)
         shard = model_spec.read_shard(self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank)
@@ -134,10 +153,12 @@ class WorkerSide:
             wrong = round_trip.through_pool(session, kv)
             if wrong:
                 raise VCacheError(wrong)
+            if self.in_place is not None:
+                self.in_place.open(session, kv)
         except BaseException:
             session.close()
             raise
-        self._worker = _Worker(session, kv)
+        self._worker = _Worker(session, kv, self.in_place.neighbours if self.in_place is not None else None)
         self._stores.open(session, kv, self._model.block_size)
         self.report.open(session, Shard(shard, session.tier is not None))
         where = session.device
@@ -163,6 +184,8 @@ class WorkerSide:
         worker = self._worker
         if worker is None:
             return
+        if meta.instance and self.in_place is not None:
+            self.in_place.show(InstanceId(meta.instance))
         # A step without a model run stores nothing, and older releases do not call `store` in it.
         self.report.flushed |= meta.flush and meta.idle
         self._stores.fence(meta)
@@ -188,6 +211,8 @@ class WorkerSide:
         self._settle_synchronous()
         unfilled = self._invalid.union(*(spec.wanted for spec in self._lost))
         self.report.failed |= self._stores.start(self._meta.stores, unfilled)
+        if self._meta.publications and self.in_place is not None:
+            self.report.failed |= self.in_place.publish(self._meta.publications, unfilled)
         # Nothing is waited for: whatever reservation there is by now, the scheduler's next reset makes it void.
         self.report.flushed |= self._meta.flush
 
@@ -212,6 +237,8 @@ class WorkerSide:
     def measured(self) -> None:
         """Tell the meter what was not stored, and what was offloaded, since the last call."""
         self._stores.measure()
+        if self.in_place is not None:
+            self.in_place.measure(self._meter)
 
     def close(self) -> None:
         """Let copies end, and leave the pool; the chunks stay there."""
@@ -223,6 +250,8 @@ class WorkerSide:
             loading.cancel()
         while self._asynchronous and time.monotonic() < deadline:
             self._advance()
+        if self.in_place is not None:
+            self.in_place.close()
         worker.session.close()
 
     # ---- inside

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.channel import Sent
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, Leased
+from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Leased
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,10 @@ class Courier:
     def remove(self, keys: list[ChunkKey]) -> None:
         """Take chunks out of the pool."""
         self._post(_Letter(self._client.remove, keys))
+
+    def retract(self, instance: InstanceId, sequence: int) -> None:
+        """Nothing that `instance` has published with a lower sequence is to be found."""
+        self._post(_Letter(lambda before: self._client.retract(instance, before), sequence, again=True))
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything handed over so far is done or given up; False at the deadline (seconds)."""

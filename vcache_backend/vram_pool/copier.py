@@ -43,6 +43,10 @@ class Completion(Protocol):
 class Mark(Protocol):
     """A point in the work of a stream: what was queued when it was made."""
 
+    def reached(self) -> bool:
+        """Whether all of that is done. Never waits. Any thread. Raises VCacheError if the device failed."""
+        ...
+
 
 class Copier(Protocol):
     """Moves bytes between one KV cache and slots. Used by one worker; may be called from several of its threads.
@@ -109,6 +113,10 @@ class Finished:
         return True
 
     def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def reached(self) -> bool:
+        """As the mark of work that was done before it was made."""
         return True
 
 

@@ -35,6 +35,10 @@ class CudaMark(NamedTuple):
 
     event: torch.cuda.Event
 
+    def reached(self) -> bool:
+        with raising_as({RuntimeError: VCacheError}, "the work before a mark"):
+            return bool(self.event.query())
+
 
 class CudaCompletion:
     """A copy on a stream of `device`, over once `end` is reached.

@@ -1,0 +1,89 @@
+"""The half of sharing in place that runs in a worker: its KV cache shown to others, theirs mapped, and what its steps compute told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+import numpy as np
+import torch
+
+from vcache_backend.metadata_server.messages import InstanceId
+from vcache_backend.resident.exported import Region, Shown, cache_shape
+from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.transfer.keys import of_rank
+from vcache_backend.transfer.publisher import Publication, Publisher
+from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.paged import PagedKV
+
+from .exportable import Exporter
+from .metadata import PublicationSpec
+from .stats import Meter
+
+log = logging.getLogger("vllm.vcache")
+
+
+class InPlace:
+    """In the worker's main thread. neighbours: the KV caches of others, once this worker's own is known. publisher: once that one is
+    shown."""
+
+    def __init__(self, exporter: Exporter, each: int, shows: bool) -> None:
+        """each: blocks of a chunk. shows: whether others read this worker's KV cache, not another's that holds the same."""
+        self.exporter, self._each, self._shows = exporter, each, shows
+        self._regions: list[Region] = []
+        self._measured = 0
+        self.neighbours: Neighbours | None = None
+        self._session: Session | None = None
+        self._shown: Shown | None = None
+        self.publisher: Publisher | None = None
+
+    def export(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """vLLM has made its KV cache. Raises LayoutError, SegmentError: others could not read it."""
+        self._regions = [Region(*region) for region in self.exporter.regions(kv_caches)]
+
+    def open(self, session: Session, kv: PagedKV) -> None:
+        """The worker has joined the pool, and this is its KV cache. Raises LayoutError."""
+        self._shape = cache_shape(kv, self._regions, session.device)
+        self.neighbours = Neighbours(session.client, session.device, kv, session.rank)
+        self._session = session
+
+    def show(self, instance: InstanceId) -> None:
+        """Others know this instance by that name. Again with the same one: nothing."""
+        session = self._session
+        if session is None or self._shown is not None or not self._shows:
+            return
+        self._shown = Shown(session.client, instance, session.rank, self._shape, self._regions)
+        self.publisher = Publisher(session.client, session.stats, instance, self._each)
+
+    def publish(self, specs: Sequence[PublicationSpec], unfilled: AbstractSet[int]) -> set[str]:
+        """Tell of what the step's model run, all of it queued, computes, once it has; but of nothing that was computed from an `unfilled`
+        block, whosever. The requests that did are the answer."""
+        spoiled = {spec.request_id for spec in specs if unfilled and not unfilled.isdisjoint(_blocks(spec))}
+        session, publisher = self._session, self.publisher
+        wanted = [spec for spec in specs if spec.request_id not in spoiled]
+        if session is None or publisher is None or not wanted:
+            return spoiled
+        written = session.copier.mark()
+        for spec in wanted:
+            keys = of_rank(spec.keys, session.rank)
+            publisher.submit(Publication(keys, spec.blocks, spec.generations, spec.sequence), written)
+        return spoiled
+
+    def measure(self, meter: Meter) -> None:
+        """Tell the meter what was published since the last call."""
+        if self._session is not None:
+            published = self._session.stats.counted("chunks_").get("published", 0)
+            meter.count("published_chunks", published - self._measured)
+            self._measured = published
+
+    def close(self) -> None:
+        """Idempotent. Before the session is closed, after the last load is over."""
+        for part in (self.publisher, self._shown, self.neighbours):
+            if part is not None:
+                part.close()
+
+
+def _blocks(spec: PublicationSpec) -> list[int]:
+    blocks: list[int] = np.frombuffer(spec.blocks, dtype="<u4").tolist()
+    return spec.before + blocks

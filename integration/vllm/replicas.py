@@ -1,0 +1,60 @@
+"""Which of a request's chunks lie in other instances' KV caches, and still do: the server's answer, held against their tables."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vcache_backend.metadata_server.messages import Found, Resident
+from vcache_backend.resident.tables import Tables
+
+Replica = tuple[bytes, bytes, bytes]
+"""Whose, and the blocks with their generations, packed as in the protocol."""
+
+
+def choose(found: Found, tables: Tables, each: int) -> tuple[int, dict[int, Replica]]:
+    """How many leading chunks can be loaded, and those that are read in place, by number. each: blocks of a chunk.
+
+    Of a chunk's replicas the first one that is as it was published is taken, in the server's order, rather than what the pool has.
+    """
+    chosen: dict[int, Replica] = {}
+    chunk = 0
+    while chunk < len(found.residents):
+        run = _leading(found, tables, each, chunk)
+        for number in range(chunk, chunk + run):
+            chosen[number] = _replica(found, found.residents[number][0])
+        chunk += run
+        if chunk == len(found.residents):
+            break
+        if not run:
+            other = next((one for one in found.residents[chunk][1:] if _holds(found, tables, each, [one])), None)
+            if other is not None:
+                chosen[chunk] = _replica(found, other)
+            elif not found.pooled[chunk]:
+                break
+            chunk += 1
+    return chunk, chosen
+
+
+def _leading(found: Found, tables: Tables, each: int, first: int) -> int:
+    """How many chunks from this number on the first replicas hold, as far as they all are one instance's."""
+    residents = found.residents
+    if not residents[first]:
+        return 0
+    owner, stop = residents[first][0].instance, first + 1
+    while stop < len(residents) and residents[stop] and residents[stop][0].instance == owner:
+        stop += 1
+    return _holds(found, tables, each, [one[0] for one in residents[first:stop]])
+
+
+def _holds(found: Found, tables: Tables, each: int, ones: list[Resident]) -> int:
+    """How many of these, all of one instance, are as they were published, up to the first that is not."""
+    view = tables.view(found.instances[ones[0].instance])
+    if view is None:
+        return 0
+    blocks = np.frombuffer(b"".join([one.blocks for one in ones]), dtype="<u4")
+    generations = np.frombuffer(b"".join([one.generations for one in ones]), dtype="<u8")
+    return view.leading(blocks, generations, each)
+
+
+def _replica(found: Found, one: Resident) -> Replica:
+    return found.instances[one.instance], one.blocks, one.generations

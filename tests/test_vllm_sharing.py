@@ -1,0 +1,157 @@
+"""Real vLLM on the CPU, three instances that share in place: nothing is stored, hits come out of the KV cache of whoever computed them.
+
+Every answer is compared with vLLM's own prefix-cache hit of the same length, bit for bit, or with vLLM alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from processes import eventually
+from vllm_cases import BLOCK, CHUNK, HASTY, Answer, Instance, Node, Prompt, missing, new_tokens, node, stopped_at
+from vllm_models import TOKEN_BYTES
+
+pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
+
+PULL = "vcache_backend.vram_pool.copier:HostCopier.pull"
+FIND_OVER = "vcache_backend.integration.vllm.scheduler:SchedulerSide.allocated"
+"""Places: a copy begins; a hit was found, its load is not described yet."""
+IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}, "pool": {"segment_bytes": 0}}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with node(tmp_path_factory.mktemp("vllm"), HASTY) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def a(here: Node) -> Instance:
+    return here.connect("a", IN_PLACE)
+
+
+@pytest.fixture(scope="module")
+def b(here: Node, a: Instance) -> Instance:
+    return here.connect("b", IN_PLACE)
+
+
+@pytest.fixture(scope="module")
+def c(here: Node, a: Instance) -> Instance:
+    return here.connect("c", IN_PLACE)
+
+
+@pytest.fixture(scope="module")
+def tiny(here: Node, a: Instance) -> Instance:
+    """KV blocks for 448 tokens."""
+    return here.connect("tiny", IN_PLACE, kv_cache_memory_bytes=15 * BLOCK * TOKEN_BYTES, max_model_len=448)
+
+
+@pytest.fixture(scope="module")
+def aside(here: Node) -> Instance:
+    return here.alone("aside")
+
+
+def resident(here: Node) -> int:
+    """Chunks that others find in some instance's KV cache."""
+    return sum(one.resident for one in here.stats().instances)
+
+
+def keep(instance: Instance, tokens: list[int], **more: Any) -> Answer:
+    """Have `instance` compute a prompt; its answer, once others can find every whole chunk in its KV cache."""
+    answer = instance.one(tokens, **more)
+    assert instance.ask("told")
+    return answer
+
+
+def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node, a: Instance, b: Instance) -> None:
+    for chunks in (1, 3, 7):
+        tokens = new_tokens(chunks * CHUNK + 1)
+        computed = keep(a, tokens)
+        hit, own = b.one(tokens), a.one(tokens)
+        assert (hit.cached, own.cached) == (chunks * CHUNK, chunks * CHUNK)
+        assert hit.said == own.said
+        assert hit.agrees(computed)
+    assert here.stats().chunks == 0
+    assert b.counter("vllm:vcache_loaded_tokens", tier="resident") == 11 * CHUNK
+    assert b.counter("vllm:vcache_stored_bytes") == 0
+
+
+def test_an_answer_is_found_too_and_a_reader_passes_on_what_it_has(here: Node, a: Instance, b: Instance, c: Instance) -> None:
+    """The chunks that an answer completes; and once its owner has forgotten all, its first reader still has them."""
+    tokens = new_tokens(3 * CHUNK - 10)
+    said = keep(a, tokens, max_tokens=2 * CHUNK)
+    following = tokens + said.tokens + new_tokens(7)
+    assert b.one(following).cached == 4 * CHUNK
+    own = keep(b, following)
+    assert a.ask("forget")
+    hit = c.one(following)
+    assert hit.cached == 4 * CHUNK
+    assert hit.said == own.said
+
+
+def test_blocks_that_their_owner_used_again_are_computed(
+    here: Node, a: Instance, b: Instance, tiny: Instance, aside: Instance
+) -> None:
+    """Found, and gone when they are looked at: what others have told is not in there."""
+    tokens = new_tokens(5 * CHUNK + 1)
+    keep(tiny, tokens)
+    with stopped_at(b, FIND_OVER) as place:
+        answers = place.while_there(lambda: tiny.one(new_tokens(6 * CHUNK)), Prompt(tokens))
+    assert answers[0].cached == 0
+    assert answers[0].said == aside.one(tokens).said
+
+
+def test_blocks_that_are_used_again_while_they_are_read_are_computed(
+    here: Node, b: Instance, tiny: Instance, aside: Instance
+) -> None:
+    """The copy is held up until their owner has written all of them."""
+    tokens = new_tokens(5 * CHUNK + 1)
+    keep(tiny, tokens)
+    lost, beside = b.counter("vllm:vcache_recomputed_tokens"), Prompt(new_tokens(40), max_tokens=14)
+    with stopped_at(b, PULL) as place:
+        answers = place.while_there(lambda: tiny.one(new_tokens(6 * CHUNK)), Prompt(tokens), beside)
+    assert b.counter("vllm:vcache_recomputed_tokens") - lost == 5 * CHUNK
+    assert b.counter("vllm:vcache_failures", cause="changed") == 1
+    assert answers[0].agrees(aside.one(tokens))
+    assert answers[1].agrees(aside.run(beside)[0])
+    # Nothing wrong is in its own cache, nor does it pass it on.
+    assert b.one(tokens).agrees(aside.one(tokens))
+
+
+def test_a_killed_owner_is_a_miss_and_its_memory_is_let_go(here: Node, b: Instance, aside: Instance) -> None:
+    owner = here.connect("killed", IN_PLACE)
+    tokens = new_tokens(3 * CHUNK + 1)
+    keep(owner, tokens)
+    assert b.one(tokens).cached == 3 * CHUNK
+    more = new_tokens(3 * CHUNK + 1)
+    keep(owner, more)
+    instances = len(here.stats().instances)
+    owner.kill()
+    eventually(lambda: len(here.stats().instances) == instances - 1)
+    answer = b.one(more)
+    assert answer.cached == 0
+    assert answer.said == aside.one(more).said
+
+
+def test_what_was_published_is_found_again_at_the_next_server(here: Node, a: Instance, b: Instance) -> None:
+    """Before its owner has anything new to say."""
+    tokens = new_tokens(3 * CHUNK + 1)
+    keep(a, tokens)
+    here.kill()
+    assert b.one(new_tokens(CHUNK)).cached == 0
+    here.serve_again(stores=False)
+    eventually(lambda: resident(here) >= 3, 30)
+    assert b.one(tokens).cached == 3 * CHUNK
+
+
+def test_a_reset_makes_all_that_an_instance_has_void(here: Node, a: Instance, b: Instance) -> None:
+    tokens, others = new_tokens(3 * CHUNK + 1), new_tokens(3 * CHUNK + 1)
+    keep(a, tokens)
+    keep(b, others)
+    assert a.ask("forget")
+    assert b.one(tokens).cached == 0
+    keep(a, new_tokens(CHUNK + 1))
+    assert a.ask("reset")
+    assert a.again(others).cached == 0, "the whole namespace's"

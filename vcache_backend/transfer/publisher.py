@@ -1,0 +1,154 @@
+"""The background of a worker that shares in place: which chunks lie in its KV cache, told once they do, and again to a new server."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import NUMBER_BYTES, ChunkKey, InstanceId
+from vcache_backend.resident.tables import Tables
+from vcache_backend.transfer.courier import Courier
+from vcache_backend.transfer.stats import EngineStats
+from vcache_backend.vram_pool.copier import Mark
+
+log = logging.getLogger(__name__)
+
+_SLICE_SECONDS = 0.05
+"""How long a step's end is waited for before the rest of the work is looked at again."""
+_POLL_SECONDS = 0.001
+MOST_WAITING = 1024
+"""Publications of steps that are not over. More are dropped: what is not published is a miss."""
+MOST_TRIES = 60
+"""How often, a second apart, a new server is told what was published before: until the scheduler has shown it the generations."""
+
+
+class Publication(NamedTuple):
+    """Chunks of one rank, the blocks they lie in and those blocks' generations, packed as in `Publish`."""
+
+    keys: list[ChunkKey]
+    blocks: bytes
+    generations: bytes
+    sequence: int
+
+
+class _Kept(NamedTuple):
+    """One chunk that was published."""
+
+    key: ChunkKey
+    blocks: bytes
+    generations: bytes
+    sequence: int
+
+
+class Publisher(Courier):
+    """Tells the server of one worker's chunks, in the order they were submitted: each only after the step that wrote it.
+
+    What was published is kept, one chunk for each block that chunks begin with, and told again to a server that lost it, as far as
+    the blocks still hold it.
+    """
+
+    def __init__(self, client: Client, stats: EngineStats, instance: InstanceId, each: int) -> None:
+        """each: blocks of a chunk."""
+        self._stats, self._instance, self._each = stats, instance, each
+        self._queue: deque[tuple[Publication, Mark]] = deque(maxlen=MOST_WAITING)
+        self._kept: dict[bytes, _Kept] = {}
+        self._tables = Tables(client)
+        self._tries = 0
+        super().__init__(client)
+        client.on_return.append(self._returned)
+
+    def submit(self, publication: Publication, written: Mark) -> None:
+        """Hand over what can be read once `written` is reached. Never blocks."""
+        with self._changed:
+            if len(self._queue) == MOST_WAITING:
+                self._stats.failed("publication_dropped")
+            self._queue.append((publication, written))
+            self._changed.notify_all()
+
+    def close(self, timeout: float = 5.0) -> None:
+        super().close(timeout)
+        if self._returned in self._client.on_return:
+            self._client.on_return.remove(self._returned)
+        self._tables.close()
+
+    # ---- inside
+
+    def _returned(self) -> None:
+        """There is a server again, maybe another one. In the client's thread."""
+        with self._changed:
+            self._tries = MOST_TRIES
+            self._changed.notify_all()
+
+    def _has_work(self) -> bool:
+        return bool(self._queue) or self._tries == MOST_TRIES or super()._has_work()
+
+    def _work(self) -> None:
+        super()._work()
+        if self._tries:
+            self._tell_again()
+        if self._queue and self._over(self._queue[0][1]):
+            publication, _ = self._queue.popleft()
+            self._keep(publication)
+            if not self._tell(publication) and not self._tries:
+                # Its scheduler may not have shown the generations yet, or the server is gone.
+                self._tries = MOST_TRIES - 1
+
+    def _over(self, written: Mark) -> bool:
+        """Whether the step is over, or failed, in which case nothing reads its blocks: their tokens never come."""
+        until = time.monotonic() + _SLICE_SECONDS
+        try:
+            while not written.reached():
+                if time.monotonic() > until:
+                    return False
+                time.sleep(_POLL_SECONDS)
+        except VCacheError as error:
+            log.debug("a step failed: %s", error)
+            self._queue.popleft()
+            return False
+        return True
+
+    def _keep(self, publication: Publication) -> None:
+        number, generation = self._each * NUMBER_BYTES, self._each * 8
+        for at, key in enumerate(publication.keys):
+            blocks = publication.blocks[at * number : (at + 1) * number]
+            generations = publication.generations[at * generation : (at + 1) * generation]
+            self._kept.pop(blocks[:NUMBER_BYTES], None)
+            self._kept[blocks[:NUMBER_BYTES]] = _Kept(key, blocks, generations, publication.sequence)
+
+    def _tell(self, publication: Publication) -> int:
+        """How many of the chunks the server took."""
+        try:
+            taken = self._client.publish(
+                self._instance, publication.sequence, publication.keys, publication.blocks, publication.generations
+            )
+        except VCacheError as error:
+            log.debug("publish: %s", error)
+            self._stats.failed("publish")
+            return 0
+        self._stats.count(chunks_published=taken)
+        return taken
+
+    def _tell_again(self) -> None:
+        """All that is kept and still there, in its old order, to a server that may not know it. Until it knows this instance."""
+        self._tries -= 1
+        view = self._tables.view(self._instance)
+        if view is None or not self._client.connected:
+            return
+        for first, one in list(self._kept.items()):
+            blocks, generations = np.frombuffer(one.blocks, dtype="<u4"), np.frombuffer(one.generations, dtype="<u8")
+            if not view.leading(blocks, generations, self._each):
+                del self._kept[first]
+        taken = 0
+        for sequence, same in groupby(self._kept.values(), key=lambda one: one.sequence):
+            ones = list(same)
+            blocks_, generations_ = b"".join(one.blocks for one in ones), b"".join(one.generations for one in ones)
+            taken += self._tell(Publication([one.key for one in ones], blocks_, generations_, sequence))
+        if taken or not self._kept:
+            self._tries = 0
