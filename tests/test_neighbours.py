@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -197,6 +198,44 @@ def test_an_owner_that_is_started_again_is_another_one_and_nobody_answers_for_it
             assert read(new, reader.cache, 2) == 21
             eventually(lambda: not _enters(old))
             assert reader.neighbours.get(ONE) is None
+
+
+def test_readers_in_many_threads_live_through_the_deaths_of_many_owners(stage: Stage, reader: Reader) -> None:
+    """Whoever read wrong bytes that the generations call right, or touched what is unmapped, would fail, or end, here."""
+    stop, names = threading.Event(), list[bytes]()
+    right: Counter[bytes] = Counter()
+    wrong: list[int | None] = []
+
+    def work() -> None:
+        with closing(SharedCache()) as mine:
+            while not stop.wait(0.001):
+                for name in list(names):
+                    neighbour = reader.neighbours.get(name)
+                    if neighbour is None or not neighbour.enter():
+                        continue
+                    value = read(neighbour, mine, 3)
+                    if still(neighbour.view, [3], [4]):
+                        right[name] += 1
+                        wrong.extend([value] if value != name[-1] else [])
+                    neighbour.leave()
+
+    threads_ = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads_:
+        thread.start()
+    try:
+        for life in range(1, 5):
+            with owner(stage, life) as there:
+                assert there.ask("write", [3], life) == [4]
+                name = instance(life)
+                names.append(name)
+                eventually(lambda name=name: right[name] > 20)
+                there.kill()
+    finally:
+        stop.set()
+        for thread in threads_:
+            thread.join(SECONDS)
+    assert wrong == []
+    eventually(lambda: kv_mapped() == 0)
 
 
 # ---- the server comes and goes
