@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from engine_cases import Copied, Node
 from kv_cases import CHUNK, SMALL, Cache, Sizes, layout_of
-from neighbour_cases import HOST, instance
-from processes import PATIENT, Worker, eventually, make_memfd, nursery
+from neighbour_cases import instance
+from processes import PATIENT, SECONDS, Worker, eventually, make_memfd, nursery
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
@@ -29,6 +29,7 @@ from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
+from vcache_backend.vram_pool import devices, segment
 from vcache_backend.vram_pool.copier import HostCopier, Mark
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
@@ -36,30 +37,42 @@ NAMESPACE = b"resident"
 
 
 class ExportedCache(Cache):
-    """A KV cache in memfds that others can map, one a layer."""
+    """A KV cache in allocations that others can map, one a layer: memfds, or a GPU's."""
+
+    regions: tuple[Region, ...] = ()
+    held: tuple[object, ...] = ()
 
     def _allocated(self, shape: list[int], device: torch.device) -> torch.Tensor:
         nbytes = int(np.prod(shape))
+        if device.type == "cuda":
+            where = devices.resolve(str(device))
+            own = segment.create(where, nbytes)
+            mapped = segment.map_segment(own.info, own.fd, where)
+            self.held += (own, mapped)
+            self.regions += (Region(os.dup(own.fd), own.nbytes, mapped.whole.data_ptr()),)
+            return mapped.tensor(0, nbytes).view(shape)
         whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = make_memfd(whole)
         memory = torch.frombuffer(mmap.mmap(fd, whole), dtype=torch.uint8)
-        self.regions = [*getattr(self, "regions", []), Region(fd, whole, memory.data_ptr())]
+        self.regions += (Region(fd, whole, memory.data_ptr()),)
         return memory[:nbytes].view(shape)
 
 
 class Owner:
     """An instance whose KV cache others read. split: blocks of the tensors in one of vLLM's."""
 
-    def __init__(self, path: Path, config: ClientConfig, name: int, sizes: Sizes = SMALL, split: int = 1) -> None:
+    def __init__(
+        self, path: Path, config: ClientConfig, name: int, sizes: Sizes = SMALL, split: int = 1, device: str = "host"
+    ) -> None:
         self.name, self.sizes, self.split = instance(name), sizes, split
         self.size = sizes.block_size * split
         self.each = CHUNK // self.size
-        self.cache = ExportedCache(sizes=sizes)
+        self.cache, where = ExportedCache(sizes=sizes, device=device), devices.resolve(device)
         self.kv = PagedKV.describe(self.cache.tensors, sizes.block_size)
         self.table = Generations(self.name, sizes.blocks // split)
         self.client = Client(path, config)
         self.client.join(self.name, NAMESPACE, self.table.blocks, 1, self.each, self.table.fd)
-        self.shown = Shown(self.client, self.name, 0, cache_shape(self.kv, self.cache.regions, HOST), self.cache.regions)
+        self.shown = Shown(self.client, self.name, 0, cache_shape(self.kv, self.cache.regions, where), self.cache.regions)
 
     def slots(self, blocks: Sequence[int]) -> torch.Tensor:
         """Of vLLM's blocks."""
@@ -69,6 +82,8 @@ class Owner:
         """As vLLM does: the blocks are handed out, then written. The chunks, by number, as they would be published."""
         self.table.change(blocks)
         self.cache.fill(tokens, self.slots(blocks))
+        if self.kv.device.type == "cuda":
+            torch.cuda.synchronize(self.kv.device)
         ids, now = np.array(blocks, dtype=np.uint32), self.table.counters[list(blocks)].copy()
         step = self.each
         return {
@@ -98,9 +113,15 @@ def owner(here: Node, name: int = 1, **more: Any) -> Owner:
     return made
 
 
-def owner_process(here: Node, name: int = 1) -> Worker:
+def owner_process(here: Node, name: int = 1, device: str = "host") -> Worker:
     """An `Owner` in a process of its own."""
-    made = Worker(nursery("resident_cases"), Owner, here.path, PATIENT, name, name=f"owner {name}")
+    home, patience = nursery("resident_cases"), 2 * SECONDS if device == "host" else 120.0
+    made = Worker(
+        *(home, Owner, here.path, PATIENT, name, SMALL, 1, device),
+        name=f"owner {name}",
+        patience=patience,
+        start_seconds=patience,
+    )
     return here.undo.enter_context(made).made()
 
 
@@ -130,14 +151,15 @@ class StoppingCopier(HostCopier):
 
 
 class Reader:
-    """A session with a KV cache, whose vLLM has blocks of `split` of the tensors', and its neighbours."""
+    """A session with a KV cache, whose vLLM has blocks of `split` of the tensors', and its neighbours. copier: of host memory."""
 
-    def __init__(self, here: Node, split: int = 1, segment_bytes: int = 0, sizes: Sizes = SMALL, **engine: Any) -> None:
-        self.cache, self.copier, self.size = Cache(sizes=sizes), StoppingCopier(), sizes.block_size * split
-        self.session = Session(here.config("host", segment_bytes, **engine), layout_of(self.cache), copier=self.copier)
+    def __init__(self, here: Node, split: int = 1, segment_bytes: int = 0, device: str = "host", **engine: Any) -> None:
+        self.cache, self.copier, self.size = Cache(device=device), StoppingCopier(), SMALL.block_size * split
+        copier = self.copier if device == "host" else None
+        self.session = Session(here.config(device, segment_bytes, **engine), layout_of(self.cache), copier=copier)
         here.undo.callback(self.session.close)
         self.kv = self.session.bind(self.cache.tensors)
-        self.neighbours = Neighbours(self.session.client, HOST, self.kv, 0)
+        self.neighbours = Neighbours(self.session.client, self.session.device, self.kv, 0)
         here.undo.callback(self.neighbours.close)
         self.hasher = TokenHasher(self.session.namespace, CHUNK)
 
@@ -147,7 +169,8 @@ class Reader:
     def blocks(self, tokens: int) -> list[int]:
         """The places of a request of so many tokens: vLLM's blocks, anywhere."""
         most = self.kv.num_blocks * self.kv.block_size // self.size
-        return np.random.default_rng(5).permutation(most)[: tokens // self.size].tolist()
+        chosen: list[int] = np.random.default_rng(5).permutation(most)[: tokens // self.size].tolist()
+        return chosen
 
     def slots(self, tokens: int) -> torch.Tensor:
         blocks = torch.tensor(self.blocks(tokens), dtype=torch.int64)

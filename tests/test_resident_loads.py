@@ -385,3 +385,57 @@ def test_removing_what_was_loaded_is_about_the_pool(here: Node) -> None:
     assert load.run(10) == 3
     assert load.consumed == [1]
     assert not reader.session.client.present(reader.keys(tokens)).present[1]
+
+
+# ---- on GPUs
+
+GPUS = [
+    pytest.param("cuda:0", "cuda:0", marks=pytest.mark.gpu),
+    pytest.param("cuda:0", "cuda:1", marks=pytest.mark.gpu(count=2)),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), GPUS)
+def test_a_gpu_reads_the_kv_caches_of_two_other_processes_and_the_pool_in_one_launch(here: Node, theirs: str, ours: str) -> None:
+    tokens = prompt(6 * CHUNK)
+    with owner_process(here, 1, theirs) as one, owner_process(here, 2, theirs) as two:
+        first, second = (made.ask("compute", tokens, list(range(12))) for made in (one, two))
+        reader = Reader(here, segment_bytes=ROOM, device=ours)
+        reader.put(tokens, [0, 4])
+        assert reader.loaded(tokens, {1: first[1], 2: second[2], 3: first[3], 5: second[5]}) == (6, "")
+        assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
+        assert len(reader.stats["owners"]) == 2
+
+
+@pytest.mark.parametrize(("theirs", "ours"), GPUS)
+def test_what_an_owners_gpu_wrote_again_before_the_verdict_does_not_count(here: Node, theirs: str, ours: str) -> None:
+    tokens = prompt(6 * CHUNK)
+    with owner_process(here, 1, theirs) as one:
+        there = one.ask("compute", tokens, list(range(12)))
+        reader = Reader(here, device=ours)
+        load = reader.load(tokens, there)
+        load.advance()
+        one.ask("reuse", 9)
+        load.run(10)
+        assert load.loaded in (4, 6)
+        reader.check(load, tokens)
+        one.ask("reuse", 1)
+        assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), GPUS)
+def test_memory_of_a_gpu_whose_owner_was_killed_is_free_again_once_the_copy_is_over(here: Node, theirs: str, ours: str) -> None:
+    tokens = prompt(6 * CHUNK)
+    with owner_process(here, 1, theirs) as one:
+        there = one.ask("compute", tokens, list(range(12)))
+        reader = Reader(here, device=ours)
+        reader.knows(1)
+        neighbour = reader.neighbours.get(there[0].instance)
+        assert neighbour is not None
+        load = reader.load(tokens, there)
+        load.advance()
+        one.kill()
+        assert load.run(10) == 6
+        reader.check(load, tokens)
+        eventually(lambda: not neighbour._mapped)
+        assert reader.loaded(tokens, there) == (0, loads.ABSENT)
