@@ -122,16 +122,16 @@ class Caretaker(Generic[B]):
                 os.close(bell)
 
     def _turn(self) -> None:
-        for fd, _ in self._events.poll(LOOK_SECONDS if self._pidfds else None):
-            if fd == self._bell:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(fd)
-            elif fd in self._pidfds:
-                self._end(self._pidfds[fd])
+        ready = [fd for fd, _ in self._events.poll(LOOK_SECONDS if self._pidfds else None)]
+        if self._bell in ready:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
         with self._lock:
+            # Before any is closed: its number may be another's at once.
+            ended = {self._pidfds[fd] for fd in ready if fd in self._pidfds}
             here = set(self._pidfds.values())
         for each in here:
-            if self._closing or each.given_up:
+            if each in ended or self._closing or each.given_up:
                 self._end(each)
         with self._lock:
             going, self._going = self._going, []

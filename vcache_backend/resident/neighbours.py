@@ -27,7 +27,7 @@ from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.tables import RETRY_SECONDS, SCHEDULER, Refusals, open_process, open_table
 from vcache_backend.vram_pool import cuda_segment, host_segment
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.paged import Int64s, PagedKV, alignment
+from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +42,12 @@ class Neighbour:
 
     bases: the address of each plane's block 0 in this process; what lies there is to be read only, and only between `enter` and `leave`.
     each: blocks of vLLM in a chunk. split: blocks of the tensors in a block of vLLM, which is what generations count.
-    aligned: what divides address and size of every page, up to 16 bytes.
     """
 
     def __init__(self, instance: bytes, shape: CacheShape, view: GenerationView, each: int, wake: Callable[[], None]) -> None:
         self.instance, self.shape, self.view, self.each = instance, shape, view, each
         self.split = shape.num_blocks // view.blocks
         self.bases: Int64s = np.zeros(0, dtype=np.int64)
-        self.aligned = 1
         self._wake = wake
         self._lock = threading.Lock()
         self._launches, self._forbidden = 0, False
@@ -85,7 +83,6 @@ class Neighbour:
         addresses = [_address(held) for held in self._mapped]
         self.bases = np.array([addresses[region] + offset for region, offset in self.shape.planes], dtype=np.int64)
         self.bases.flags.writeable = False
-        self.aligned = alignment(self.shape.page_bytes, self.shape.stride, *self.bases.tolist())
 
     @property
     def given_up(self) -> bool:
