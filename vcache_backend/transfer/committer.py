@@ -64,6 +64,9 @@ class Committer(Courier):
     def _has_work(self) -> bool:
         return bool(self._queue) or super()._has_work()
 
+    def _hurries(self) -> bool:
+        return bool(self._queue) or super()._hurries()
+
     def _work(self) -> None:
         store, over = (self._queue[0] if self._queue else None), True
         try:

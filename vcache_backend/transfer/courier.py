@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ MANY_LETTERS = 32
 """With so many the thread begins at once."""
 RETRY_SECONDS = 1.0
 LATER_SECONDS = 0.02
-"""How often the thread looks for what is not urgent, for `RETRY_SECONDS` after it told something; then every `RETRY_SECONDS`."""
+"""How long the thread waits with what is not urgent."""
 
 
 class _Letter(NamedTuple):
@@ -41,17 +40,14 @@ class Courier:
         self._client = client
         self._letters: deque[_Letter] = deque(maxlen=MOST_LETTERS)
         self._changed = threading.Condition()
-        self._busy = self._stopping = False
+        self._busy = self._stopping = self._urgent = False
         self._thread = threading.Thread(target=self._run, name="vcache-courier", daemon=True)
         self._thread.start()
 
     def release(self, lease: int) -> None:
-        """End a lease under which nothing more is read, within `LATER_SECONDS` while there is much to tell and `RETRY_SECONDS` otherwise:
-        at once the thread would take the interpreter from the caller, who is on the way to a token."""
-        self._letters.append(_Letter(self._client.release, lease, again=True))
-        if len(self._letters) >= MANY_LETTERS:
-            with self._changed:
-                self._changed.notify_all()
+        """End a lease under which nothing more is read, after `LATER_SECONDS`: at once the thread would take the interpreter from the
+        caller, who is on the way to a token."""
+        self._post(_Letter(self._client.release, lease, again=True), urgent=False)
 
     def release_asked(self, sent: Sent[Leased]) -> None:
         """End a lease that was asked for and whose answer is still to come."""
@@ -78,6 +74,7 @@ class Courier:
         with self._changed:
             if self._stopping:
                 return not self._has_work()
+            self._urgent = True
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not (self._has_work() or self._busy), timeout)
 
@@ -91,23 +88,22 @@ class Courier:
 
     # ---- inside
 
-    def _post(self, letter: _Letter) -> None:
+    def _post(self, letter: _Letter, urgent: bool = True) -> None:
         with self._changed:
             self._letters.append(letter)
+            self._urgent |= urgent
             self._changed.notify_all()
 
     def _run(self) -> None:
-        told = -RETRY_SECONDS
         while True:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                lately = time.monotonic() < told + RETRY_SECONDS
-                self._changed.wait_for(lambda: self._stopping or self._has_work(), LATER_SECONDS if lately else RETRY_SECONDS)
+                self._changed.wait_for(lambda: self._stopping or self._has_work(), RETRY_SECONDS)
+                self._changed.wait_for(lambda: self._stopping or self._hurries(), LATER_SECONDS)
                 if self._stopping:
                     return
-                self._busy = self._has_work()
-                told = time.monotonic() if self._busy else told
+                self._busy, self._urgent = self._has_work(), False
             try:
                 self._work()
             except Exception:  # the thread's last line of defence
@@ -125,6 +121,10 @@ class Courier:
 
     def _has_work(self) -> bool:
         return bool(self._letters) and self._client.connected
+
+    def _hurries(self) -> bool:
+        """Whether some of the work is urgent. Under the lock."""
+        return self._urgent or len(self._letters) >= MANY_LETTERS
 
     def _work(self) -> None:
         """Tell what there is now, and nothing that comes in meanwhile: more important work may wait for this."""

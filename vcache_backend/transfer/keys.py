@@ -40,8 +40,10 @@ Tokens = npt.NDArray[np.uint32]
 
 
 def of_rank(keys: Sequence[ChunkKey], rank: int) -> list[ChunkKey]:
-    """The keys of another shard of the same chunks."""
+    """The keys of this rank's shard of the same chunks. keys: all of one rank."""
     suffix = rank.to_bytes(RANK_BYTES, "big")
+    if keys and keys[0].endswith(suffix):
+        return list(keys)
     return [ChunkKey(key[:-RANK_BYTES] + suffix) for key in keys]
 
 
