@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from vcache_backend import __version__, config, status
 from vcache_backend.cli import app
-from vcache_backend.metadata_server.messages import Latency, Mismatch, SegmentId, SegmentInfo, ServerStats
+from vcache_backend.metadata_server.messages import InstanceStats, Latency, Mismatch, SegmentId, SegmentInfo, ServerStats
 
 VCACHE = [sys.executable, "-m", "vcache_backend.cli"]
 COMMANDS = [
@@ -199,6 +199,24 @@ def test_status_shows_what_happened_since_the_last_look_but_for_a_restart_and_wh
     assert ["evicted", "27", "10"] in rows
     assert ["4711", "1,024"] in rows
     assert "vcache segment add" in text_of(status.segments_table([]))
+
+
+def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
+    """And the JSON has all of each."""
+    uuid = "GPU-3c1f5a3e-1111-2222-3333-444444444444"
+    whole = InstanceStats("ab" * 16, uuid, 4_194_303, 2_097_152, 131_072, 34)
+    other = InstanceStats("cd" * 16, uuid, 0, 0, 0, 272, 8, "its scheduler")
+    stats = msgspec.structs.replace(STATS, instances=[whole, other])
+    lines = text_of(status.instances_table(stats.instances), 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines]
+    assert ["abababab", "GPU-3c1f5a3e", "4194303", "1", "34", "2,097,152", "131,072", "shared"] in rows
+    assert ["cdcdcdcd", "GPU-3c1f5a3e", "–", "8", "272", "0", "0"] in [row[:7] for row in rows]
+    assert "lacks" in " ".join(rows[3])
+    assert "share in place" in text_of(status.render(stats))
+    assert "share in place" not in text_of(status.render(STATS))
+    assert status.summary(stats)["instances"][0] == status.plain(whole)
+    assert status.summary(stats)["instances"][0]["id"] == "ab" * 16
 
 
 def test_who_does_not_share_is_shown_with_both_values_and_what_to_do() -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vcache_backend.config import ByteSize
-from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
+from vcache_backend.metadata_server.messages import InstanceStats, SegmentInfo, ServerStats
 
 BAR_WIDTH = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -78,6 +78,7 @@ def render(stats: ServerStats, before: ServerStats | None = None, seconds: float
         for one in reversed(stats.reports)
     ]
     tables = [
+        instances_table(stats.instances),
         table("Hits", ("request", "rate", "", "found", "asked"), _hits(stats)),
         _counters(stats, before if before is not None and seconds and before.epoch == stats.epoch else None, seconds),
         table("Time inside the server", ("request", ">count", ">p50 µs", ">p99 µs"), latencies),
@@ -101,6 +102,17 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
         rows.append((info.id, info.device, bar(fraction), f"{fraction:4.0%}", size(info.used), size(info.nbytes), *counts, state))
     columns = ("segment", "device", "occupancy", "", ">used", ">size", ">chunks", ">leased", ">reserved", ">evicted", "state")
     return table("Segments", columns, rows)
+
+
+def instances_table(instances: Sequence[InstanceStats]) -> Table:
+    """One row an instance that shares in place; names are cut so that a row has at most 80 columns (the JSON has them whole)."""
+    rows = []
+    for one in instances:
+        state = Text(f"lacks {one.missing}", style="yellow") if one.missing else Text("shared")
+        sizes = (str(one.ranks), str(one.regions), f"{one.blocks:,}", f"{one.resident:,}")
+        rows.append((one.id[:8], one.device[:12], str(one.pid or "–"), *sizes, state))
+    columns = ("instance", "device", ">pid", ">ranks", ">regions", ">blocks", ">resident", "~state")
+    return table("Instances that share in place, and the chunks resident in each", columns, rows)
 
 
 def size(nbytes: int) -> str:

@@ -269,7 +269,19 @@ class NodeMishaps(Mishaps):
     def _request(self) -> list[Any]:
         """A known name with arguments that mean nothing. Clear and reserve are left out: they would be granted."""
         dice = self._dice
-        name = dice.choice(["commit", "abort", "lookup", "acquire", "renew", "release", "remove", "open_segment", "add_segment"])
+        names = ["commit", "abort", "lookup", "acquire", "renew", "release", "remove", "open_segment", "add_segment"]
+        names += [
+            "join",
+            "show_cache",
+            "show_region",
+            "open_instance",
+            "open_region",
+            "open_process",
+            "publish",
+            "retract",
+            "find",
+        ]
+        name = dice.choice(names)
         values: list[Callable[[], Any]] = [
             lambda: dice.getrandbits(62),
             lambda: dice.randrange(4096),
