@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-from processes import Child, Stage, eventually, stage
-from resident_cases import EACH, chunk_blocks, chunk_generations, instance_id, join, keys, publish, shape, show
+from instance_cases import (
+    EACH,
+    FUTURE_WRITE,
+    NAMESPACE,
+    chunk_blocks,
+    chunk_generations,
+    instance_id,
+    join,
+    keys,
+    make_table,
+    numbers,
+    publish,
+    shape,
+    show,
+)
+from processes import HASTY, QUICK, Child, Raw, Stage, eventually, info, make_memfd, running, stage
 
-from vcache_backend.errors import Refused
+from vcache_backend.errors import Refused, VCacheError
+from vcache_backend.metadata_server import instances, residents
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.client import Client
 
 A, B = instance_id(1), instance_id(2)
+NOTHING = m.Found(b"", [], [])
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from processes import PATIENT
+from instance_cases import instance_id, join, keys, publish, show
+from vcache_backend.metadata_server.client import Client
+client = Client(Path(sys.argv[1]), PATIENT)
+A = instance_id(1)
+join(client, A)
+show(client, A)
+publish(client, A, keys(3))
+"""
+OWN = OWNER + 'print("shown"); time.sleep(60)'
+OWN_AND_LEAVE_A_CHILD = (
+    OWNER
+    + """
+if os.fork() == 0:
+    os.setsid()
+    print("shown", os.getpid(), flush=True)
+    time.sleep(60)
+time.sleep(60)
+"""
+)
 
 
 @pytest.fixture
@@ -27,17 +72,42 @@ def server(alone: Stage) -> Child:
     return alone.server()
 
 
-def test_what_an_instance_shows_and_publishes_others_find_and_open(alone: Stage, server: Child) -> None:
-    owner, reader = alone.client(), alone.client()
+@pytest.fixture
+def reader(alone: Stage, server: Child) -> Client:
+    return alone.client()
+
+
+def found(client: Client, count: int = 3, ranks: int = 1) -> int:
+    return len(client.find(keys(count), ranks).pooled)
+
+
+def memories(server: Child) -> int:
+    """Tables and KV caches that the server keeps."""
+    return sum("memfd:vcache-test" in name for name in server.fds())
+
+
+def owning(alone: Stage, text: str = OWN) -> Child:
+    """A process that shows and publishes."""
+    return alone.script(text)
+
+
+# ---- what is shown
+
+
+def test_what_an_instance_shows_and_publishes_others_find_and_open(alone: Stage, server: Child, reader: Client) -> None:
+    owner = alone.client()
     join(owner, A)
     show(owner, A, regions=2)
     assert publish(owner, A, keys(3)) == 3
 
-    found = reader.find(keys(5), 1, B)
-    assert (found.pooled, found.instances) == (b"\0\0\0", [A])
+    there = reader.find(keys(5), 1, B)
+    assert (there.pooled, there.instances) == (b"\0\0\0", [A])
     here = [m.Resident(0, chunk_blocks(4 * at), chunk_generations(2)) for at in range(3)]
-    assert found.residents == [[one] for one in here]
-    assert owner.find(keys(5), 1, A) == m.Found(b"", [], [])
+    assert there.residents == [[one] for one in here]
+    assert owner.find(keys(5), 1, A) == NOTHING
+    sent = reader.send_find(keys(2))
+    assert sent is not None
+    assert sent.answer().residents == [[one] for one in here[:2]]
 
     joined, table = reader.open_instance(A)
     assert joined == m.Joined(64, 1, EACH)
@@ -47,8 +117,452 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(alone: Stage,
     assert [os.fstat(fd).st_size for fd in (table, *regions)] == [4096 + 64 * 8, 4 * 64 * 64, 4 * 64 * 64]
     for fd in (table, *regions, *pidfds):
         os.close(fd)
+    stats = reader.stats()
+    assert stats.instances == [m.InstanceStats(A.hex(), "host", os.getpid(), 64, 3, 2)]
+    assert stats.counters["published"] == 3
+    assert stats.counters["resident_hits"] == 5
+    assert memories(server) == 3
 
     owner.close()
-    eventually(lambda: reader.find(keys(5)) == m.Found(b"", [], []))
+    eventually(lambda: reader.find(keys(5)) == NOTHING)
+    assert (memories(server), reader.stats().instances) == (0, [])
     with pytest.raises(Refused, match="it is not here, or not any more"):
         reader.open_instance(A)
+
+
+def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(alone: Stage, reader: Client) -> None:
+    scheduler, first, second = (alone.client() for _ in range(3))
+
+    def lacks(what: str) -> None:
+        assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (0, what)
+        for ask in (lambda: reader.open_instance(A), lambda: reader.open_region(A, 0, 0), lambda: reader.open_process(A, -1)):
+            with pytest.raises(Refused, match=f"{what} is not here yet"):
+                ask()
+
+    show(first, A, 0)
+    assert publish(first, A, keys(2)) == 0  # nobody knows what its blocks are yet
+    lacks("its scheduler")
+    join(scheduler, A, ranks=2)
+    assert publish(first, A, keys(2)) == 2
+    lacks("rank 1")
+    second.show_cache(A, 1, shape(64, 2))
+    lacks("2 regions of rank 1")
+    assert publish(second, A, keys(2, rank=1)) == 2
+    show(second, A, 1, regions=2)
+    assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (2, "")
+    assert found(reader, 2, 1) == 0
+
+
+def test_a_chunk_of_several_ranks_is_found_when_all_have_published_the_same(alone: Stage, reader: Client) -> None:
+    workers = [alone.client() for _ in range(2)]
+    join(workers[0], A, ranks=2)
+    for rank, worker in enumerate(workers):
+        show(worker, A, rank)
+    assert publish(workers[0], A, keys(2), sequence=1) == 2
+    assert publish(workers[1], A, keys(2, rank=1), sequence=2) == 2  # of a later step: 0's is void
+    assert found(reader, 2, 2) == 0
+    assert publish(workers[0], A, keys(2), sequence=2) == 2
+    assert found(reader, 2, 2) == 2
+    assert publish(workers[1], A, keys(1, rank=1), generation=4, sequence=3) == 1
+    assert found(reader, 2, 2) == 0
+
+
+def test_pooled_means_pooled_for_all_ranks_also_beside_resident_chunks(alone: Stage, reader: Client, memfd: int) -> None:
+    owner = alone.client()
+    join(owner, A, ranks=2)
+    for rank in (0, 1):
+        show(owner, A, rank)
+        publish(owner, A, keys(2, rank))
+    owner.add_segment(info("s0", 4096), memfd)
+    for stored in (keys(1), keys(1, 1), keys(1, 0, start=1)):
+        owner.commit(owner.reserve(stored, 1024).reservation)
+    there = reader.find(keys(3), 2)
+    assert (there.pooled, [len(here) for here in there.residents]) == (b"\1\0", [1, 1])
+    assert owner.find(keys(3), 2, A) == m.Found(b"\1", [], [[]])
+
+
+def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(alone: Stage, reader: Client) -> None:
+    owners = [alone.client() for _ in range(4)]
+    ids = [instance_id(10 + number) for number in range(4)]
+    for owner, instance in zip(owners, ids, strict=True):
+        join(owner, instance)
+        show(owner, instance)
+        publish(owner, instance, keys(8))
+    firsts = set()
+    for _ in range(50):
+        there = reader.find(keys(8))
+        assert [len(here) for here in there.residents] == [2] * 8
+        run = {there.instances[here[0].instance] for here in there.residents}
+        assert len(run) == 1
+        firsts |= run
+    assert len(firsts) > 1
+
+
+# ---- who may
+
+
+def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(alone: Stage, reader: Client) -> None:
+    owner = owning(alone)
+    owner.expect("shown")
+    table = make_table(64)
+    try:
+        with pytest.raises(Refused, match=rf"join {A.hex()}: pid {owner.pid} is that"):
+            reader.join(A, NAMESPACE, 64, 1, EACH, table)
+    finally:
+        os.close(table)
+    with pytest.raises(Refused, match=f"pid {owner.pid} is that"):
+        reader.show_cache(A, 0, shape())
+    with pytest.raises(Refused, match="this connection has not shown that cache"):
+        reader.show_region(A, 0, 0, 0)
+    with pytest.raises(Refused, match="this connection has shown no cache of its rank 0"):
+        publish(reader, A, keys(3), sequence=9)
+    with pytest.raises(Refused, match="this connection is no part of it"):
+        reader.retract(A, 100)
+    reader.show_cache(A, 1, shape())  # beyond its ranks: harmless
+    with pytest.raises(Refused, match="rank 1 of an instance that joined with 1"):
+        publish(reader, A, keys(3, rank=1))
+    assert found(reader) == 3
+    assert reader.publish(B, 1, keys(1), chunk_blocks(0), chunk_generations(2)) == reader.retract(B, 1) == 0
+
+
+def test_the_same_process_takes_its_place_again_while_its_old_connection_is_still_there(alone: Stage, reader: Client) -> None:
+    before, after = alone.client(), alone.client()
+    join(before, A)
+    show(before, A)
+    publish(before, A, keys(3))
+    show(after, A)
+    assert found(reader) == 3
+    with pytest.raises(Refused, match="has shown no cache"):
+        publish(before, A, keys(3))
+    join(after, A)
+    assert found(reader) == 0  # another table
+    assert publish(after, A, keys(3)) == 3
+    before.close()
+    assert found(reader) == 3
+
+
+# ---- what goes with whom
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_with_its_owner_goes_an_instance_and_the_server_keeps_nothing_of_its_memory(
+    alone: Stage, server: Child, reader: Client, number: signal.Signals
+) -> None:
+    owner = owning(alone)
+    owner.expect("shown")
+    pidfd = reader.open_process(A, 0)
+    assert (found(reader), memories(server)) == (3, 2)
+    owner.signal(number)
+    eventually(lambda: found(reader) == 0)
+    assert memories(server) == 0
+    assert select.select([pidfd], [], [], 20)[0]
+    os.close(pidfd)
+
+
+def test_a_child_that_holds_its_dead_owner_s_connection_holds_no_instance(alone: Stage, server: Child, reader: Client) -> None:
+    owner = owning(alone, OWN_AND_LEAVE_A_CHILD)
+    child = int(owner.expect("shown").split()[1])
+    try:
+        assert found(reader) == 3
+        owner.signal(signal.SIGKILL)
+        eventually(lambda: found(reader) == memories(server) == 0)
+        os.kill(child, 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_who_comes_back_shows_again_and_finds_what_it_had_published(alone: Stage, server: Child, reader: Client) -> None:
+    """The others need not know of it. Only a fresh table or cache begins anew."""
+    scheduler, worker = alone.client(), alone.client(HASTY)
+    join(scheduler, A)
+    show(worker, A)
+    worker.on_return.append(lambda: show(worker, A))
+    publish(worker, A, keys(3))
+    with server.stopped(), pytest.raises(VCacheError):
+        worker.stats()
+    eventually(lambda: worker.connected and found(reader) == 3)
+    assert worker.connections_lost == 1
+    worker.show_cache(A, 0, shape(32))
+    show(worker, A)
+    assert found(reader) == 0
+
+
+def test_after_the_server_s_restart_everything_is_shown_again_and_a_hook_that_fails_ends_nothing(
+    alone: Stage, server: Child
+) -> None:
+    owner = alone.client(QUICK)
+    table = make_table(64)
+    alone.undo.callback(os.close, table)
+
+    def shown() -> None:
+        owner.join(A, NAMESPACE, 64, 1, EACH, table)
+        show(owner, A)
+        publish(owner, A, keys(3))
+
+    shown()
+    owner.on_return += [lambda: 1 / 0, shown]  # type: ignore[list-item]
+    server.kill()
+    alone.server()
+    eventually(lambda: owner.connected and owner.stats().instances)
+    reader = alone.client()
+    eventually(lambda: found(reader) == 3)
+
+
+# ---- resets
+
+
+def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(alone: Stage, reader: Client) -> None:
+    owner = alone.client()
+    join(owner, A)
+    show(owner, A)
+    publish(owner, A, keys(3), sequence=5)
+    assert owner.retract(A, 5) == 0
+    assert owner.retract(A, 6) == 3
+    assert (found(reader), publish(owner, A, keys(3), sequence=5)) == (0, 0)
+    assert publish(owner, A, keys(3), sequence=6) == 3
+    assert reader.clear(b"elsewher") == 0
+    assert found(reader) == 3
+    assert reader.clear(NAMESPACE, reset=True) == 3
+    assert found(reader) == 0
+    publish(owner, A, keys(3), sequence=7)
+    assert reader.find(keys(3)).epoch == reader.find(keys(1)).epoch == reader.present(keys(1)).epoch != 0
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"blocks": chunk_blocks(0)[:-1]}, "are due"),
+        ({"blocks": b""}, "are due"),
+        ({"generations": chunk_generations(2)[:-8]}, "are due"),
+        ({"generations": chunk_generations(2, 2)}, "are due"),
+        ({"blocks": chunk_blocks(0, 2), "generations": chunk_generations(2, 2)}, "are due"),
+        ({"blocks": numbers(0, 1, 2, 64)}, "block 64 of an instance that has 64"),
+        ({"blocks": numbers(0, 1, 2, (1 << 32) - 1)}, "block 4,294,967,295 of"),
+        ({"keys": [b"elsewher" + bytes(18)]}, "keys of other namespaces or ranks"),
+        ({"sequence": -1}, ">= 0"),
+        ({"sequence": 1 << 63}, ""),
+        ({"keys": [b"short"]}, ">= 26"),
+        ({"keys": keys(m.MAX_PUBLISHED + 1)}, "<= 512"),
+        ({"instance": b"short"}, ">= 16"),
+    ],
+)
+def test_a_publication_that_does_not_fit_together_is_refused_and_the_connection_stays(
+    alone: Stage, reader: Client, changed: dict[str, Any], why: str
+) -> None:
+    raw, table, memory = alone.raw(), make_table(64), make_memfd(4 * 64 * 64)
+    assert raw.ask("join", A, NAMESPACE, 64, 1, EACH, fds=(table,)) == ["count", 1]
+    assert raw.ask("show_cache", A, 0, packed(shape())) == ["count", 1]
+    assert raw.ask("show_region", A, 0, 0, fds=(memory,)) == ["count", 0]
+    good: dict[str, Any] = {
+        "instance": A,
+        "sequence": 1,
+        "keys": keys(1),
+        "blocks": chunk_blocks(0),
+        "generations": chunk_generations(2),
+    }
+    refused = raw.ask("publish", *(good | changed).values())
+    assert refused is not None
+    assert (refused[0], refused[2]) == ("error", False)
+    assert why in refused[1]
+    assert found(reader) == 0
+    mixed = raw.ask("publish", A, 1, [*keys(1), *keys(1, rank=1)], chunk_blocks(0, 2), chunk_generations(2, 2))
+    assert mixed is not None
+    assert "other namespaces or ranks" in mixed[1]
+    assert raw.ask("publish", *good.values()) == ["count", 1]
+    assert found(reader) == 1
+    for fd in (table, memory):
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"planes": [(0, 0)] * 3}, "3 planes of 2 layers with 2 parts"),
+        ({"planes": [(1, 0)] * 4}, "plane 0 lies in region 1 of 1"),
+        ({"planes": [(0, 0), (0, 0), (0, 0), (0, 4 * 64 * 64 - 64)]}, "plane 3 ends at 20,416 B of region 0, which has 16,384 B"),
+        ({"planes": [(0, 0)] * 3 + [(0, 1 << 50)]}, "<= 281474976710656"),
+        ({"planes": [(0, 0)] * (m.MAX_PLANES + 1)}, "<= 1024"),
+        ({"stride": 32}, "pages of 64 B every 32 B"),
+        ({"num_blocks": 1 << 40}, "plane 0 ends at"),
+        ({"regions": []}, ">= 1"),
+        ({"regions": [1 << 10] * (m.MAX_REGIONS + 1)}, "<= 256"),
+        ({"layers": 0}, ">= 1"),
+        ({"medium": "disk"}, "Invalid enum value"),
+        ({"device": "\x1b]0;owned\x07"}, "regex"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused(alone: Stage, server: Child, changed: dict[str, Any], why: str) -> None:
+    raw = alone.raw()
+    fields = {name: getattr(shape(), name) for name in shape().__struct_fields__} | changed
+    refused = raw.ask("show_cache", A, 0, list(fields.values()))
+    assert refused is not None
+    assert (refused[0], refused[2]) == ("error", False)
+    assert why in refused[1]
+    assert raw.ask("show_cache", A, 0, packed(shape())) == ["count", 1]
+
+
+def test_memory_that_readers_could_not_trust_is_refused_and_closed(
+    alone: Stage, server: Child, reader: Client, tmp_path: Path
+) -> None:
+    owner = alone.client()
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(file, 1 << 20)
+    writable, small, good = make_table(64, seals=0), make_table(8), make_table(64)
+    small_memory = make_memfd(4096)
+    loose = make_memfd(1 << 20, seals=False)
+    for fd, why in ((file, "no memfd"), (writable, "not sealed against"), (loose, "not sealed against")):
+        with pytest.raises(Refused, match=why):
+            owner.join(A, NAMESPACE, 64, 1, EACH, fd)
+    with pytest.raises(Refused, match="too few for the generations of 1,000 blocks"):
+        owner.join(A, NAMESPACE, 1000, 1, EACH, small)
+    owner.join(A, NAMESPACE, 64, 1, EACH, good)
+    owner.show_cache(A, 0, shape())
+    for fd, why in ((file, "no memfd"), (loose, "not sealed against"), (small_memory, "fewer than the 16,384 B announced")):
+        with pytest.raises(Refused, match=why):
+            owner.show_region(A, 0, 0, fd)
+    with pytest.raises(Refused, match="its cache has 1 regions"):
+        owner.show_region(A, 0, 1, good)
+    sealed = make_memfd(4 * 64 * 64, seals=False)
+    fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | FUTURE_WRITE)
+    read_only = os.open(f"/proc/self/fd/{sealed}", os.O_RDONLY)
+    assert owner.show_region(A, 0, 0, read_only) == 0
+    raw = alone.raw()
+    for message in (["join", B, NAMESPACE, 64, 1, EACH], ["show_cache", B, 0, packed(shape())]):
+        raw.ask(*message)
+    refused = raw.ask("show_region", B, 0, 0)
+    assert refused is not None
+    assert "0 fds came along" in refused[1]
+    assert memories(server) == 2
+    for fd in (file, writable, small, good, small_memory, loose, sealed, read_only):
+        os.close(fd)
+
+
+# ---- bounds
+
+
+def test_all_instances_together_have_a_bounded_number_of_blocks(alone: Stage, reader: Client) -> None:
+    table = make_table(m.MAX_BLOCKS)
+    with alone.client() as greedy:
+        for number in (10, 11):
+            greedy.join(instance_id(number), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
+        with pytest.raises(Refused, match="2,097,152 blocks, but there is room for 0 beside the other instances'"):
+            greedy.join(instance_id(12), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
+    eventually(lambda: not reader.stats().instances)
+    reader.join(instance_id(12), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
+    os.close(table)
+
+
+def test_one_client_cannot_take_all_the_room_there_is_for_others(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances, "MAX_INSTANCES", 10)
+    with running(alone.path) as server:
+        server._service.max_segments = 4
+        greedy, other = alone.client(), alone.client()
+        for number in range(instances.MAX_PARTS):
+            greedy.show_cache(instance_id(number), 0, shape(regions=4))
+        with pytest.raises(Refused, match="this connection shows 8 parts of instances already"):
+            greedy.show_cache(instance_id(20), 0, shape())
+        memory = make_memfd(4 * 64 * 64)
+        for number in range(3):
+            greedy.show_region(instance_id(0), 0, number, memory)
+        greedy.show_region(instance_id(0), 0, 2, memory)  # once more, in its own place
+        join(other, A)
+        for refused in (lambda: greedy.show_region(instance_id(0), 0, 3, memory), lambda: join(other, B)):
+            with pytest.raises(Refused, match="fds of instances are kept, more would leave none for clients"):
+                refused()
+        with pytest.raises(Refused, match="0 segments are there and 4 fds of instances, more would leave no descriptors"):
+            other.add_segment(info("s0", 4096), memory)
+        os.close(memory)
+        for number in (30, 31):
+            other.show_cache(instance_id(number), 0, shape())
+        with pytest.raises(Refused, match="10 instances share in place"):
+            other.show_cache(instance_id(32), 0, shape())
+        greedy.close()
+        eventually(lambda: len(other.stats().instances) == 3)
+        join(other, B)
+
+
+def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(alone: Stage, reader: Client) -> None:
+    """Three hundred chunks of 64 blocks take 230 kB."""
+    owner, each, count = alone.client(), 64, 300
+    join(owner, A, blocks=each * count, each=each)
+    show(owner, A)
+    assert owner.send_publish(A, 1, keys(count), chunk_blocks(0, count, each), chunk_generations(2, count, each)) is None
+    assert owner.publish(A, 1, keys(count), chunk_blocks(0, count, each), chunk_generations(2, count, each)) == count
+    sent = reader.send_find(keys(count))
+    assert sent is not None
+    part = sent.answer()
+    assert part.cut
+    assert 200 < len(part.pooled) < count
+    whole = reader.find(keys(count))
+    assert (len(whole.pooled), whole.cut, whole.instances) == (count, False, [A])
+    assert [here[0].blocks for here in whole.residents] == [chunk_blocks(each * at, 1, each) for at in range(count)]
+
+
+def test_a_look_up_among_many_instances_looks_at_some_keys_at_a_time(
+    alone: Stage, reader: Client, monkeypatch: pytest.MonkeyPatch, memfd: int
+) -> None:
+    """The chunks lie in turn in one instance, in the other and in the pool."""
+    monkeypatch.setattr(residents, "MAX_CELLS", 8)
+    alone.servers[0].close()
+    with running(alone.path):
+        owner = alone.client()
+        for number, instance in enumerate((A, B)):
+            join(owner, instance)
+            show(owner, instance)
+            for at in range(number, 12, 3):
+                publish(owner, instance, keys(1, start=at), first=4 * at)
+        owner.add_segment(info("s0", 4096), memfd)
+        for at in range(2, 12, 3):
+            owner.commit(owner.reserve(keys(1, start=at), 1024).reservation)
+        there = owner.find(keys(13))
+        assert (there.pooled, there.cut) == (b"\0\0\1" * 4, False)
+        assert [[there.instances[one.instance] for one in here] for here in there.residents] == [[A], [B], []] * 4
+        assert owner.find(keys(3), 1, A).pooled == b""
+        sent = owner.send_find(keys(13))
+        assert sent is not None
+        assert (len(sent.answer().pooled), sent.answer().cut) == (4, True)
+
+
+def test_too_many_keys_and_ranks_are_refused_and_the_client_cuts_them(alone: Stage, reader: Client) -> None:
+    raw = alone.raw()
+    refused = raw.ask("find", keys(m.MAX_KEYS), 9)
+    assert refused is not None
+    assert "2,048 keys of 9 ranks" in refused[1]
+    assert reader.send_find(keys(m.MAX_KEYS), 9) is None
+    assert reader.find(keys(m.MAX_KEYS), 9) == NOTHING
+    assert reader.find([]) == NOTHING
+
+
+def packed(cache: m.CacheShape) -> list[Any]:
+    return [getattr(cache, name) for name in cache.__struct_fields__]
+
+
+def test_the_protocol_s_own_words(alone: Stage, server: Child) -> None:
+    """As somebody else would speak it: the names and the order of fields."""
+    raw, other, table, memory = alone.raw(), alone.raw(), make_table(64), make_memfd(4 * 64 * 64)
+    assert isinstance(raw, Raw)
+    raw.ask("join", A, NAMESPACE, 64, 1, EACH, fds=(table,))
+    raw.ask("show_cache", A, 0, packed(shape()))
+    raw.ask("show_region", A, 0, 0, fds=(memory,))
+    assert raw.ask("publish", A, 1, keys(1), chunk_blocks(0), chunk_generations(2)) == ["count", 1]
+    one = [0, chunk_blocks(0), chunk_generations(2)]
+    assert other.ask("find", keys(2), 1, B) == ["found", b"\0", [A], [[one]], 0, False]
+    assert other.ask("open_instance", A) == ["joined", 64, 1, EACH]
+    cache = other.ask("open_cache", A, 0)
+    assert cache is not None
+    assert cache[0] == "cache"
+    assert cache[1][:3] == ["host", "host", "tokens heads"]
+    assert other.ask("open_region", A, 0, 0) == ["count", 4 * 64 * 64]
+    assert other.ask("open_process", A, -1) == ["count", os.getpid()]
+    assert len(other.fds) == 4  # with the hello came the witness
+    for message in (["open_cache", A, 1], ["open_region", A, 0, 1], ["open_process", A, 1], ["open_instance", B]):
+        refused = other.ask(*message)
+        assert refused is not None
+        assert refused[0] == "error"
+    assert raw.ask("retract", A, 2) == ["count", 1]
+    for fd in (table, memory):
+        os.close(fd)

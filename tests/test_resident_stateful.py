@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from instance_cases import counts, instance_id, numbers
 from model import FakeClock, chunk_key
-from resident_cases import counts, instance_id, numbers
 
 from vcache_backend.metadata_server import backlog
 from vcache_backend.metadata_server import messages as m

@@ -147,9 +147,12 @@ class Watch:
             os.close(pidfd)
 
     def pidfd(self, process: ProcessId) -> int | None:
-        """A copy of the pidfd of a connected process; None if it sent none. OSError: descriptors are exhausted."""
+        """A pidfd of a connected process, the caller's; None if it is gone, or sent none and is not visible. OSError: descriptors are
+        exhausted."""
         known = self._processes.get(process)
-        return None if known is None or known.pidfd is None else os.dup(known.pidfd)
+        if known is not None and known.pidfd is not None:
+            return os.dup(known.pidfd)
+        return open_pidfd(process) if process.pid and process not in self._unseen else None
 
     def left(self, process: ProcessId) -> None:
         """One connection less. Its pidfd stays until the next `wait_for`."""

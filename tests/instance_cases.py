@@ -1,0 +1,86 @@
+"""Instances that share in place, for the tests: what their schedulers and workers show, over real connections, without any vLLM."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Sequence
+
+from model import chunk_key
+from processes import make_memfd
+
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.client import Client
+
+NAMESPACE = b"namespac"
+FUTURE_WRITE = 0x10
+PAGE = 64
+EACH = 4
+
+
+def instance_id(number: int) -> m.InstanceId:
+    return m.InstanceId(number.to_bytes(16, "big"))
+
+
+def make_table(blocks: int, seals: int = FUTURE_WRITE) -> int:
+    """A generation table's memfd: nobody but who has mapped it already can write."""
+    fd = make_memfd(4096 + blocks * 8, seals=False)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | seals)
+    return fd
+
+
+def shape(blocks: int = 64, regions: int = 1, device: str = "host") -> m.CacheShape:
+    """Two layers of two parts in as many regions."""
+    planes = [(plane % regions, plane // regions * blocks * PAGE) for plane in range(4)]
+    return m.CacheShape(device, "host", "tokens heads", PAGE, 2, 2, blocks, 16, PAGE, planes, [4 * blocks * PAGE] * regions)
+
+
+def numbers(*blocks: int) -> bytes:
+    return struct.pack(f"<{len(blocks)}I", *blocks)
+
+
+def counts(*generations: int) -> bytes:
+    return struct.pack(f"<{len(generations)}Q", *generations)
+
+
+def chunk_blocks(first: int, chunks: int = 1, each: int = EACH) -> bytes:
+    """Numbers from `first` on."""
+    return numbers(*range(first, first + chunks * each))
+
+
+def chunk_generations(value: int, chunks: int = 1, each: int = EACH) -> bytes:
+    return counts(*[value] * (chunks * each))
+
+
+def join(client: Client, instance: bytes, blocks: int = 64, ranks: int = 1, each: int = EACH) -> None:
+    """Show a table, as a scheduler does."""
+    table = make_table(blocks)
+    try:
+        client.join(instance, NAMESPACE, blocks, ranks, each, table)
+    finally:
+        os.close(table)
+
+
+def show(client: Client, instance: bytes, rank: int = 0, regions: int = 1, blocks: int = 64) -> None:
+    """Show a cache and its regions, as a worker does."""
+    what = shape(blocks, regions)
+    assert client.show_cache(instance, rank, what) == regions
+    for number, nbytes in enumerate(what.regions):
+        memory = make_memfd(nbytes)
+        try:
+            assert client.show_region(instance, rank, number, memory) == regions - number - 1
+        finally:
+            os.close(memory)
+
+
+def publish(
+    client: Client, instance: bytes, keys: Sequence[m.ChunkKey], first: int = 0, generation: int = 2, sequence: int = 1
+) -> int:
+    """Publish chunks in blocks from `first` on."""
+    size = len(keys)
+    return client.publish(instance, sequence, list(keys), chunk_blocks(first, size), chunk_generations(generation, size))
+
+
+def keys(count: int, rank: int = 0, start: int = 0) -> list[m.ChunkKey]:
+    return [chunk_key(number, rank, NAMESPACE) for number in range(start, start + count)]
