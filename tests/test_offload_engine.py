@@ -82,13 +82,13 @@ def test_another_node_reads_what_one_stored_and_keeps_it_in_its_own_pool(pair: t
     assert two.contains(ChunkKey(bytes(26))) == -1
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["", "a quarter first"])
+@pytest.mark.parametrize("split", [False, True], ids=["", "the first one before the others"])
 def test_pool_and_store_take_turns(
     nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch, split: bool
 ) -> None:
     """Chunks 0, 1 and 3 are in the pool, all are below: every run comes from where it is, also behind what was leased first."""
     if split:
-        monkeypatch.setattr(engine_module, "SPLIT_BYTES", 1)
+        monkeypatch.setattr(engine_module, "HEAD_BYTES", 1)
     one, two = engine(nodes[0], depot, model), engine(nodes[1], depot, model, promote=False)
     cache, tokens = Cache(), prompt(LENGTH)
     through(one, cache, tokens)

@@ -21,20 +21,22 @@ from vcache_backend.transfer.arguments import (
     as_slots,
     first_wanted,
 )
-from vcache_backend.transfer.keys import TokenHasher, as_tokens, of_rank
+from vcache_backend.transfer.keys import TokenHasher, as_integers, as_tokens, of_rank
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.leases import AskedLease
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
+from vcache_backend.transfer.wanted import Rest, Wanted
 from vcache_backend.vram_pool.copier import Copier
+from vcache_backend.vram_pool.paged import PagedKV
 
 COPY_SECONDS = 10.0
 """How long `retrieve` waits for its next chunk, beside what the offload tier may take; a copy takes milliseconds."""
-HEAD_SHARE = 4
-SPLIT_BYTES = 512 << 20
-"""Of so much `retrieve` hashes, leases and launches a quarter first, whose copy takes longer than all of that for the rest."""
+HEAD_BYTES = 128 << 20
+"""So much of twice as much or more `retrieve` looks at, leases and launches first. Its copy takes a third of a millisecond, in which the
+rest is launched."""
 Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
 
 
@@ -102,9 +104,10 @@ class VCacheEngine:
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids)) // size
             slots, keys = as_slots(slot_mapping, len(ids), offset), self._keys(ids, as_salt(salt))
-            places = self._places("store", kvcaches, slots, first * size, len(keys))
-            if places is None:
+            kv = self._bound("store", kvcaches)
+            if kv is None:
                 return
+            places = self._places(kv, slots, first * size, len(keys))
             prefix, keys = keys[:first], keys[first:]
             try:
                 store(self._session, places, keys, [chunk for chunk in range(len(keys)) if places.holds(chunk)], prefix)
@@ -129,18 +132,27 @@ class VCacheEngine:
         the copy, too.
         """
         with self._stats.timed("retrieve"):
-            salted, size = as_salt(salt), self._layout.chunk_size
-            given = tokens if isinstance(tokens, list) else as_tokens(tokens)
-            first = first_wanted(mask, len(given))
-            start = first // size
-            head = start + self._head(len(given) // size - start)
-            # The server answers while the rest is looked at.
-            with self._session.leases.ask(self._keys(given[: head * size], salted)[start:]) as lease:
-                ids = as_tokens(given)
-                slots, keys = as_slots(slot_mapping, len(ids), 0), self._keys(ids, salted)
-                places = self._places("retrieve", kvcaches, slots, first, len(keys))
-                covered = self._loaded(places, keys, start, lease) if places is not None else np.zeros(len(ids), dtype=np.bool_)
-            return torch.from_numpy(covered)
+            given: Any = tokens if isinstance(tokens, list) else as_integers(tokens)
+            salted, size, total = as_salt(salt), self._layout.chunk_size, len(given)
+            first = first_wanted(mask, total)
+            start, chunks = first // size, total // size
+            head = start + self._head(chunks - start)
+            keys = self._keys(given[: head * size], salted)
+            # The server answers while the places are looked at.
+            with self._session.leases.ask(keys[start:]) as lease:
+                slots, kv = as_slots(slot_mapping, total, 0), self._bound("retrieve", kvcaches)
+                if kv is None:
+                    as_tokens(given)
+                    return torch.zeros(total, dtype=torch.bool)
+                places = self._places(kv, slots, first, head)
+
+                def all_of_it() -> Wanted:
+                    ids = as_tokens(given)
+                    if head == chunks:
+                        return Wanted(keys[start:], places)
+                    return Wanted(self._keys(ids, salted)[start:], self._places(kv, slots, first, chunks))
+
+                return self._loaded(Rest(Wanted(keys[start:], places), all_of_it), keys[:start], lease)
 
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in VRAM; 1: in the offload tier; -1: nowhere known. Takes no lease."""
@@ -199,33 +211,44 @@ class VCacheEngine:
 
     def _head(self, chunks: int) -> int:
         """How many of so many chunks are leased and launched before the rest."""
-        return max(chunks // HEAD_SHARE, 1) if chunks * self._session.chunk_bytes >= SPLIT_BYTES else chunks
+        nbytes = self._session.chunk_bytes
+        return max(HEAD_BYTES // nbytes, 1) if nbytes and chunks * nbytes >= 2 * HEAD_BYTES else chunks
 
-    def _places(self, call: str, kvcaches: KVCaches, slots: npt.NDArray[np.int64], first: int, chunks: int) -> SlotPlaces | None:
-        """Of the chunks from the one with token `first` on, `chunks` in all with those before it. None if the KV caches are not what the
-        layout says. ValueError if they are none, or if two tokens have one slot."""
-        size = self._layout.chunk_size
+    def _bound(self, call: str, kvcaches: KVCaches) -> PagedKV | None:
+        """None if the KV caches are not what the layout says. ValueError if they are none."""
         try:
-            kv = self._session.bind(kvcaches)
+            return self._session.bind(kvcaches)
         except ValueError:
             raise
         except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
             self._session.miss(call, error)
             return None
+
+    def _places(self, kv: PagedKV, slots: npt.NDArray[np.int64], first: int, chunks: int) -> SlotPlaces:
+        """Of the chunks from the one with token `first` on, `chunks` with those before it. ValueError if two tokens have one slot."""
+        size = self._layout.chunk_size
         places = SlotPlaces(kv, size, slots, range(first // size * size, chunks * size, size), first)
         places.refuse_shared()
         return places
 
-    def _loaded(self, places: SlotPlaces, keys: list[ChunkKey], start: int, lease: AskedLease) -> npt.NDArray[np.bool_]:
-        """Load the chunks from number `start` on: which tokens that has brought."""
-        loaded, prefix = 0, keys[:start]
+    def _loaded(self, wanted: Rest, prefix: list[ChunkKey], lease: AskedLease) -> torch.Tensor:
+        """Load the chunks behind those of `prefix`: which tokens that has brought. lease: asked for on the first of them."""
+        loaded, covered = 0, None
         try:
-            load = Load(self._session, places, keys[start:], lease=lease)
-            loaded = load.run(self._patience)
+            keys, places = wanted.known
+            load = Load(self._session, places, keys, lease=lease, rest=wanted.look)
+            try:
+                if not load.advance():
+                    # While the copy runs: what the answer mostly is.
+                    covered = torch.from_numpy(wanted.look().places.loaded(len(load.keys)))
+            finally:
+                loaded = load.run(self._patience)
             if prefix:
                 self._session.committer.touch(prefix)
             if chunks := load.to_promote():
-                store(self._session, places, load.keys, chunks, prefix, fetched_in=load.epoch)
+                store(self._session, load.places, load.keys, chunks, prefix, fetched_in=load.epoch)
         except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
             self._session.miss("promote", error)
-        return places.loaded(loaded)
+        wanted.check()
+        keys, places = wanted.known
+        return covered if covered is not None and loaded == len(keys) else torch.from_numpy(places.loaded(loaded))

@@ -64,23 +64,32 @@ def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
         with suppress(TypeError, OverflowError):
             # In half of numpy's time, which looks for a type first.
             return np.frombuffer(array("I", tokens), dtype=np.uint32)
+    ids = as_integers(tokens)
+    if ids.dtype == np.uint32:
+        return cast(Tokens, ids)
+    # One pass finds a bit that is none of theirs, a sign too.
+    if int(np.bitwise_or.reduce(ids)) >> 32:
+        raise ValueError(f"tokens are from {ids.min()} to {ids.max()}; expected 0 to {(1 << 32) - 1}")
+    return ids.astype(np.uint32)
+
+
+def as_integers(tokens: Sequence[int] | Any) -> npt.NDArray[np.integer[Any]]:
+    """`tokens` as they are, in an array of one dimension; their values are not looked at. ValueError like `as_tokens`."""
     there: Any = tokens
     try:
-        ids = np.asarray(there.cpu() if getattr(there, "is_cuda", False) else there)
+        # A tensor says it in a third of the time that numpy needs to find out.
+        ids = np.asarray((there.cpu() if there.is_cuda else there).numpy() if hasattr(there, "is_cuda") else there)
     except Exception as error:  # whatever a foreign object raises
         raise ValueError(f"tokens are a {type(tokens).__name__} that cannot be read: {type(error).__name__}: {error}") from error
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         raise ValueError(f"tokens have shape {ids.shape} and type {ids.dtype}; expected one dimension of integers")
-    narrow = ids.astype(np.uint32, copy=False)
-    if narrow is not ids and not (narrow == ids).all():
-        raise ValueError(f"tokens are from {ids.min()} to {ids.max()}; expected 0 to {(1 << 32) - 1}")
-    return narrow
+    return ids if len(ids) else np.empty(0, dtype=np.uint32)
 
 
 class _Hashed(NamedTuple):
-    """What was hashed last."""
+    """What was hashed last. tokens: those of `keys`, as they go into the hash."""
 
-    ids: Tokens
+    tokens: bytes
     salt: bytes
     keys: list[ChunkKey]
 
@@ -92,32 +101,36 @@ class TokenHasher:
     """
 
     def __init__(self, namespace: Namespace, chunk_size: int) -> None:
-        self.chunk_size = chunk_size
+        self.chunk_size, self._step = chunk_size, 4 * chunk_size
         self._prefix, self._suffix = namespace.prefix, bytes(RANK_BYTES)
         self._root = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-salt-1")
         self._chunk = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-chunk-1")
-        self._last = _Hashed(np.empty(0, dtype=np.uint32), b"", [])
+        self._last = _Hashed(b"", b"", [])
 
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
         """One key for each whole chunk of `tokens` (see `as_tokens`); a tail shorter than a chunk has none."""
         ids, size = as_tokens(tokens), self.chunk_size
-        known = self._known(ids, salt)
-        count = len(ids) // size
-        if len(known) == count:
-            return known
-        keys = known + self._hashed(ids[len(known) * size : count * size], self._chain(known, salt))
         # A copy: the caller may write into its array.
-        self._last = _Hashed(ids[: count * size].copy(), salt, keys)
+        raw = ids[: len(ids) // size * size].astype("<u4", copy=False).tobytes()
+        known = self._known(raw, salt)
+        if len(known) * self._step == len(raw):
+            return known
+        keys = known + self._hashed(raw, len(known), self._chain(known, salt))
+        self._last = _Hashed(raw, salt, keys)
         return list(keys)
 
-    def _known(self, ids: Tokens, salt: bytes) -> list[ChunkKey]:
+    def _known(self, raw: bytes, salt: bytes) -> list[ChunkKey]:
         """The keys of the leading chunks that were hashed a moment ago."""
-        last, size = self._last, self.chunk_size
-        both = min(len(ids) // size, len(last.keys)) * size
-        if not both or salt != last.salt or ids[0] != last.ids[0]:
+        last, step = self._last, self._step
+        if salt != last.salt:
             return []
-        same = ids[:both] == last.ids[:both]
-        return last.keys[: (both if same.all() else int(same.argmin())) // size]
+        # Mostly all of one begins the other.
+        if last.tokens.startswith(raw):
+            return last.keys[: len(raw) // step]
+        same, most = 0, min(len(raw), len(last.tokens))
+        while same < most and raw[same : same + step] == last.tokens[same : same + step]:
+            same += step
+        return last.keys[: same // step]
 
     def _chain(self, known: list[ChunkKey], salt: bytes) -> bytes:
         """The digest that the next chunk's is chained to."""
@@ -127,12 +140,13 @@ class TokenHasher:
         root.update(salt)
         return root.digest()
 
-    def _hashed(self, ids: Tokens, digest: bytes) -> list[ChunkKey]:
-        raw, step, keys = np.ascontiguousarray(ids, dtype="<u4").data.cast("B"), 4 * self.chunk_size, []
-        for start in range(0, len(raw), step):
+    def _hashed(self, raw: bytes, first: int, digest: bytes) -> list[ChunkKey]:
+        """The keys of the chunks from number `first` on."""
+        tokens, step, keys = memoryview(raw), self._step, []
+        for start in range(first * step, len(raw), step):
             link = self._chunk.copy()
             link.update(digest)
-            link.update(raw[start : start + step])
+            link.update(tokens[start : start + step])
             digest = link.digest()
             keys.append(ChunkKey(self._prefix + digest + self._suffix))
         return keys

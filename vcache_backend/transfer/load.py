@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -62,6 +62,7 @@ class Load:
         held: Mapping[int, HeldChunk] | None = None,
         residents: Mapping[int, ResidentChunk] | None = None,
         neighbours: Neighbours | None = None,
+        rest: Callable[[], tuple[list[ChunkKey], Places]] | None = None,
     ) -> None:
         """`keys[i]` and `places` are those of chunk i. lease: one on the leading chunks that there is already, or was asked for; this load
         ends it, and asks for one on the rest. mark: see `LoadContext`; None: the current stream goes on behind the copies.
@@ -69,7 +70,8 @@ class Load:
         offload: what the pool has not may lie in the offload tier. name: of the request, for the log. held: chunks that
         somebody has in host memory already, by number; a lease then begins with the first of the others. residents: chunks that lie in
         the KV caches of `neighbours`, by number; those that are gone by the time they are launched may come from elsewhere. Without a
-        lease the pool is asked for the others at once, and for nothing if there are none."""
+        lease the pool is asked for the others at once, and for nothing if there are none. rest: gives `keys` and `places` of all chunks,
+        where those above are of the first ones only; called once these are on their way, or found not to be there."""
         _bury(session)
         self.keys, self.places, self.stats = keys, places, LoadStats(session, places.kv, name, len(keys))
         self.loaded, self.cause = 0, ""
@@ -90,6 +92,7 @@ class Load:
         self._until, self._late = time.monotonic() + wait_seconds, "timeout" if wait_seconds else ABSENT
         self._end = len(keys)
         """Nothing is launched from this chunk on."""
+        self._rest = rest
         self._failed = self._cancelled = self._over = False
 
     def advance(self) -> bool:
@@ -195,6 +198,7 @@ class Load:
         coming = [source for source in sources if source.expects(chunk)]
         if self._launched_from(coming or sources):
             return True
+        self._grow()
         if coming or not any(source.may_have for source in sources):
             return False
         self._context.idle_since = perf_counter()
@@ -208,11 +212,19 @@ class Load:
             part = source.launch(self.reached)
             if part is not None:
                 self._parts.append(part)
+                self._grow()
                 if not (self._pool.more or self._held.expects(self.reached) or self._memory.has(self.reached)):
                     for other in self._sources:
                         other.prepare(self.reached)
                 return True
         return False
+
+    def _grow(self) -> None:
+        """The chunks behind the first ones are part of it from now on."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self.keys, self.places = self._context.keys, self._context.places = rest()
+            self._end = self.stats.chunks = len(self.keys)
 
     def _give_up(self) -> None:
         """Nothing could be launched: launch nothing more, unless something is on its way or may still come."""
@@ -275,7 +287,7 @@ class Load:
         with suppress(Exception):  # a number too few
             for source in self._sources:
                 source.cancel()
-            if not self._cancelled:
+            if not self._cancelled and self.loaded < len(self.keys):
                 self._session.stats.count(chunks_missed=len(self.keys) - self.loaded)
             if self.cause not in NO_FAILURE:
                 self._session.stats.failed(self.cause)

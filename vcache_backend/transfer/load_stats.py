@@ -25,7 +25,7 @@ class LoadStats:
 
     def __init__(self, session: Session, kv: PagedKV, name: str, chunks: int) -> None:
         """name: of the request, for the log. chunks: of the whole load."""
-        self._session, self._name, self._chunks = session, name, chunks
+        self._session, self._name, self.chunks = session, name, chunks
         self.token_bytes = kv.chunk_bytes(session.chunk_size) // session.chunk_size
         self.tokens: Counter[str] = Counter()
         self.metadata_seconds = self.data_seconds = 0.0
@@ -76,4 +76,4 @@ class LoadStats:
             log.debug("%s from the offload tier, %.2f ms, of that copy %.2f ms", which, 1e3 * waited, 1e3 * seconds)
 
     def _which(self, first: int, count: int) -> str:
-        return f"hit {self._name}: chunks {first} to {first + count} of {self._chunks}"
+        return f"hit {self._name}: chunks {first} to {first + count} of {self.chunks}"

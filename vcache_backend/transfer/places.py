@@ -67,8 +67,8 @@ class BlockPlaces:
 
     def distinct(self) -> bool:
         """Whether no two chunks, nor two places in one, have the same block."""
-        ordered = np.sort(self._ids)
-        return not (ordered[1:] == ordered[:-1]).any()
+        ids = self._ids.tolist()
+        return len(set(ids)) == len(ids)
 
 
 class SlotPlaces:
@@ -94,10 +94,10 @@ class SlotPlaces:
             return None
         if not (isinstance(starts, range) and starts.step == size) and any(b - a != size for a, b in pairwise(starts)):
             return None
-        places = mapping.reshape(-1, block)
-        ids = places[:, 0] // block
+        ids = mapping[::block] // block
         # Every block from its first place to its last, in order; -1 is a block's first place, too, where it has only one.
-        if not (places == (ids * block)[:, None] + np.arange(block)).all() or ids.min() < 0:
+        whole = (ids * block)[:, None] + np.arange(block)
+        if whole.tobytes() != mapping.tobytes() or np.minimum.reduce(ids) < 0:
             return None
         return BlockPlaces(self.kv, size, ids, block, -(-max(self._skip - self._begin, 0) // block))
 

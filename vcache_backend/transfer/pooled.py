@@ -80,8 +80,8 @@ class _PooledPiece(Piece):
 class Pooled:
     """The chunks of one load that are in the pool. One thread, the worker's.
 
-    cause: why nothing comes from here now; empty where it is simply not here. more: whether the next chunks may be there too, since the
-    lease that was given was only asked for on those before them.
+    cause: why nothing comes from here now; empty where it is simply not here. more: whether chunks behind the lease that was given may be there
+    too, since it was not asked for on them.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Pooled:
             self._context.plan(chunk, len(given.keys))
         lease = self._answered(given.fetch)
         if lease is None or self._numbers is None:
-            self.more = lease is not None and len(lease.keys) == len(given.keys) < len(self._context.keys)
+            self.more = lease is not None and len(lease.keys) == len(given.keys)
             return _consecutive(lease, chunk)
         run = _LeasedRun(lease, self._numbers[: len(lease.keys)])
         if chunk in run.numbers:

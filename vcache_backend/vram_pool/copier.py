@@ -173,12 +173,12 @@ def check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
     if plan.block_size != kv.block_size:
         raise LayoutError(f"the plan is for blocks of {plan.block_size} tokens, the KV cache has {kv.block_size}")
     need = kv.chunk_bytes(plan.chunk_size)
-    last = int(plan.blocks[:, 0].max(initial=-1))
+    last = int(np.maximum.reduce(plan.blocks[:, 0], initial=-1))
     if last >= len(slots):
         raise LayoutError(f"the plan names slot {last} but {len(slots)} slots were given")
-    smallest = min(slots, key=lambda slot: slot.nbytes, default=None)
-    if smallest is not None and smallest.nbytes < need:
-        raise LayoutError(f"a chunk needs {need:,} B but slot {slots.index(smallest)} has {smallest.nbytes:,} B")
+    for number, slot in enumerate(slots):
+        if slot.nbytes < need:
+            raise LayoutError(f"a chunk needs {need:,} B but slot {number} has {slot.nbytes:,} B")
 
 
 def check_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:

@@ -166,12 +166,9 @@ class CudaCopier:
             raise LayoutError(f"the KV cache is on {kv.device} but this copier drives {self.device}")
         if not job.blocks:
             return Finished(0.0)
-        # What a kernel uses must live until it ends, even if the caller gave up and dropped its completion.
-        with self._lock:
-            self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
         tuning = kernels.tuning_for(local=job.local, max_ctas=0 if job.local else self.max_ctas)
         size = kernels.table_rows(kv, job.blocks, job.origins)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
         # The current device belongs to the thread, and launches go by it. Everything here is queued by handle: torch's stream
         # contexts and copies would cost the host as much as the rest of a retrieve.
         with torch.cuda.device(self.device) if torch.cuda.current_device() != self.device.index else nullcontext():
@@ -196,6 +193,7 @@ class CudaCopier:
                     aligned=aligned,
                     stream=side.cuda_stream,
                 )
+                end = torch.cuda.Event(enable_timing=True)
                 end.record(side)
                 if after is None:
                     current.wait_event(end)
@@ -204,8 +202,9 @@ class CudaCopier:
                 side.synchronize()
                 raise
         completion = CudaCompletion(self.device, start, end, job, lambda: self._tables.append(table))
+        # What a kernel uses must live until it ends, even if the caller gave up and dropped its completion.
         with self._lock:
-            self._under_way.append(completion)
+            self._under_way = [*(earlier for earlier in self._under_way if not earlier.done()), completion]
         return completion
 
     def _table(self, rows: int, side: torch.cuda.Stream) -> kernels.Table:

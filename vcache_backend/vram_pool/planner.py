@@ -63,7 +63,8 @@ def plan_chunks(kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Sequ
         raise _outside(kv, low // size, high // size)
     ids = places[:, 0] // size
     whole = np.flatnonzero((ids >= 0) & (places == (ids * size)[:, None] + np.arange(size)).all(1))
-    return _plan(kv, chunk_size, number[whole], ids[whole], index[number[whole]])
+    rows, _ = _consecutive(kv, chunk_size, len(index))
+    return _plan(kv, chunk_size, rows[number[whole]], ids[whole], index[number[whole]])
 
 
 def plan_blocks(kv: PagedKV, chunk_size: int, ids: Int64s, first: int = 0, stop: int | None = None) -> CopyPlan:
@@ -76,20 +77,36 @@ def plan_blocks(kv: PagedKV, chunk_size: int, ids: Int64s, first: int = 0, stop:
     stop = len(ids) if stop is None else stop
     if not 0 <= first <= stop <= len(ids):
         raise LayoutError(f"blocks {first} to {stop} are wanted of {len(ids)}")
-    number = np.arange(first, stop)
-    return _plan(kv, chunk_size, number, ids[first:stop], number * kv.block_size)
+    rows, index = _consecutive(kv, chunk_size, stop)
+    return _plan(kv, chunk_size, rows[first:], ids[first:stop], index[first:])
 
 
-def _plan(kv: PagedKV, chunk_size: int, number: Int64s, ids: Int64s, index: Int64s) -> CopyPlan:
-    """number: of each block, counted over the chunks."""
+def _plan(kv: PagedKV, chunk_size: int, rows: Int64s, ids: Int64s, index: Int64s) -> CopyPlan:
+    """rows: of each block, whose id is yet to be set."""
     # Unsigned, a negative number is a large one: one pass finds both.
-    if len(ids) and int(ids.view(np.uint64).max()) >= kv.num_blocks:
+    if int(np.maximum.reduce(ids.view(np.uint64), initial=0)) >= kv.num_blocks and len(ids):
         raise _outside(kv, int(ids.min()), int(ids.max()))
-    rows = np.empty((len(ids), 3), dtype=np.int64)
-    rows[:, 0], virtual = np.divmod(number, chunk_size // kv.block_size)
-    rows[:, 1] = virtual * (kv.parts * kv.page_bytes)
-    rows[:, 2] = ids
-    return CopyPlan(chunk_size, kv.block_size, rows, index, kv.layers * kv.parts * len(ids) * kv.page_bytes)
+    blocks = rows.copy()
+    blocks[:, 2] = ids
+    return CopyPlan(chunk_size, kv.block_size, blocks, index, kv.layers * kv.parts * len(ids) * kv.page_bytes)
+
+
+def _consecutive(kv: PagedKV, chunk_size: int, count: int) -> tuple[Int64s, Int64s]:
+    """What the plans of the first `count` blocks of consecutive chunks have in common: their rows without ids, and their `index`. Both
+    are shared: they stay as they are."""
+    rows, index = _common(
+        chunk_size // kv.block_size, kv.parts * kv.page_bytes, kv.block_size, max(1024, 1 << count.bit_length())
+    )
+    return rows[:count], index[:count]
+
+
+@lru_cache(maxsize=16)
+def _common(each: int, stride: int, block_size: int, count: int) -> tuple[Int64s, Int64s]:
+    number = np.arange(count, dtype=np.int64)
+    slot, virtual = np.divmod(number, each)
+    rows, index = np.stack([slot, virtual * stride, number], axis=1), number * block_size
+    rows.flags.writeable = index.flags.writeable = False
+    return rows, index
 
 
 def _blocks_in(kv: PagedKV, chunk_size: int) -> int:
