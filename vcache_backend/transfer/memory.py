@@ -75,9 +75,11 @@ class _ReadPart(Part):
             seconds, whole = self.seconds, max(self.tokens, 1)
             while pieces:
                 start = pieces[0].first - self.first
-                begin = int(np.searchsorted(number, start))
+                begin = int(np.searchsorted(number, start)) if start else 0
 
                 def tokens(chunks: int, start: int = start, begin: int = begin) -> int:
+                    if chunks == self.count:
+                        return self.tokens
                     return (int(np.searchsorted(number, start + chunks)) - begin) * self.plan.block_size
 
                 piece = pieces.pop(0)

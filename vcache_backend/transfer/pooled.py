@@ -80,8 +80,8 @@ class _PooledPiece(Piece):
 class Pooled:
     """The chunks of one load that are in the pool. One thread, the worker's.
 
-    cause: why nothing comes from here now; empty where it is simply not here. more: whether chunks behind the lease that was given may be there
-    too, since it was not asked for on them.
+    cause: why nothing comes from here now; empty where it is simply not here. more: whether chunks behind the lease that was given may
+    be there too, since it was not asked for on them.
     """
 
     def __init__(
