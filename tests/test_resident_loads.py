@@ -13,6 +13,7 @@ from processes import QUICK, eventually
 from resident_cases import Reader, kv_mapped, owner, owner_process
 
 from vcache_backend.errors import VCacheError
+from vcache_backend.resident.neighbours import Neighbour
 from vcache_backend.transfer import load as loads
 from vcache_backend.transfer.resident import ResidentChunk
 
@@ -92,9 +93,9 @@ def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
 def test_what_is_not_resident_comes_from_the_pool_beside_the_rest(here: Node) -> None:
     one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(6 * CHUNK)
     there = one.compute(tokens, list(range(12)))
-    reader.put(tokens, [0, 2, 5])
+    reader.put(tokens, [0, 2, 3])
     asked_before = asked(reader, "Acquire")
-    assert reader.loaded(tokens, {number: there[number] for number in (1, 3, 4)}) == (6, "")
+    assert reader.loaded(tokens, {number: there[number] for number in (1, 4, 5)}) == (6, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
     assert (reader.copier.pulls, reader.copier.scatters) == ([12], [])
     assert asked(reader, "Acquire") == asked_before + 1
@@ -238,9 +239,9 @@ def test_a_table_that_was_given_up_while_it_was_read_proves_nothing(here: Node) 
 
 @pytest.mark.parametrize("wrong", ["blocks", "generations", "outside", "nobody"])
 def test_what_a_publication_cannot_mean_is_no_chunk(here: Node, wrong: str) -> None:
-    """They come from others."""
-    one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
-    there = one.compute(tokens, list(range(4)))
+    """They come from others. That chunks' blocks and generations do not belong together need not show in the numbers."""
+    one, reader, tokens = owner(here), Reader(here), prompt(3 * CHUNK)
+    there = one.compute(tokens, list(range(6)))
     second = there[1]
     there[1] = {
         "blocks": second._replace(blocks=second.blocks[:1]),
@@ -249,14 +250,18 @@ def test_what_a_publication_cannot_mean_is_no_chunk(here: Node, wrong: str) -> N
         "nobody": second._replace(instance=bytes(16)),
     }[wrong]
     assert reader.loaded(tokens, there) == (1, loads.ABSENT)
+    assert launches(reader) == 0
 
 
-def test_an_owner_with_chunks_of_another_size_is_not_read(here: Node) -> None:
-    """Of its blocks and ours: whoever changed engine.chunk_size while the others ran."""
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_an_owner_with_chunks_of_another_size_is_not_read(here: Node, blocks: int) -> None:
+    """Who says that half of our chunk is one of its own: and publishes such, or such as ours."""
     one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
     there = one.compute(tokens, list(range(4)))
+    there = {n: at._replace(blocks=at.blocks[:blocks], generations=at.generations[:blocks]) for n, at in there.items()}
     one.client.join(one.name, b"resident", one.table.blocks, 1, 1, one.table.fd)
     assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+    assert launches(reader) == 0
 
 
 # ---- the end of an owner, and of a load
@@ -290,6 +295,27 @@ def test_nothing_is_launched_out_of_an_owner_that_is_gone(here: Node) -> None:
         reader.knows(1)
         one.kill()
         eventually(lambda: not kv_mapped())
+        assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+        assert reader.copier.pulls == []
+
+
+def test_an_owner_that_ends_between_the_look_at_it_and_the_launch_is_not_read(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(3 * CHUNK)
+    with owner_process(here) as one:
+        there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(6)))
+        reader = Reader(here)
+        reader.knows(1)
+        get = reader.neighbours.get
+
+        def and_it_ends(instance: bytes) -> Neighbour | None:
+            found = get(instance)
+            one.kill()
+            eventually(lambda: found is None or not found._mapped)
+            return found
+
+        monkeypatch.setattr(reader.neighbours, "get", and_it_ends)
         assert reader.loaded(tokens, there) == (0, loads.ABSENT)
         assert reader.copier.pulls == []
 
