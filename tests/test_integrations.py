@@ -29,6 +29,8 @@ class Fleet:
     def __init__(self, here: Node, integration: str) -> None:
         self.here, self.integration = here, integration
         self._instances: dict[str, Instance] = {}
+        self.pooled = integration != "in_place"
+        """Whether an instance finds in the pool what it has itself forgotten."""
 
     def __call__(self, name: str) -> Instance:
         if name not in self._instances:
@@ -40,6 +42,12 @@ class Fleet:
         arguments = {"a": LONG, "tiny": TINY, "adapters": LORA}.get(name, {})
         settings = {} if waits is None else {"connector": {"min_hit_tokens": CHUNK, "sync_below_tokens": waits}}
         return self.here.connect(f"vllm-{name}", settings, **arguments)
+
+    def _in_place(self, name: str) -> Instance:
+        # It shares what its own prefix cache keeps.
+        arguments = {"a": LONG, "tiny": {**TINY, "enable_prefix_caching": True}}.get(name, {})
+        settings = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}, "pool": {"segment_bytes": 0}}
+        return self.here.connect(f"in-place-{name}", settings, **arguments)
 
     def _lmcache(self, name: str) -> Instance:
         settings = {"enable_async_loading": True} if name == "asynchronous" else {}
@@ -57,10 +65,17 @@ def aside(here: Node) -> Instance:
     return here.alone("aside")
 
 
-@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=vllm_here), pytest.param("lmcache", marks=lmcache_here)])
+WAYS = [
+    pytest.param("vllm", marks=vllm_here),
+    pytest.param("in_place", marks=vllm_here),
+    pytest.param("lmcache", marks=lmcache_here),
+]
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def fleet(request: pytest.FixtureRequest, here: Node, aside: Instance) -> Fleet:
     made = Fleet(here, request.param)
-    for name in ("a", "synchronous", "asynchronous"):
+    for name in ("a", "asynchronous", *(("synchronous",) if made.pooled else ())):
         made(name)
     return made
 
@@ -72,8 +87,17 @@ def a(fleet: Fleet) -> Instance:
 
 @pytest.fixture(params=["synchronous", "asynchronous"])
 def reader(request: pytest.FixtureRequest, fleet: Fleet) -> Instance:
-    """By how it loads: in the step that computes the rest, or between steps."""
+    """By how it loads: in the step that computes the rest, or between steps, as it always does out of another's KV cache."""
+    if request.param == "synchronous" and not fleet.pooled:
+        pytest.skip("in place all loads are asynchronous")
     return fleet(request.param)
+
+
+@pytest.fixture
+def pooled(fleet: Fleet) -> None:
+    """For what is about the pool itself, or about an instance that reads what it has stored."""
+    if not fleet.pooled:
+        pytest.skip("nothing is in the pool")
 
 
 @pytest.fixture
@@ -103,10 +127,10 @@ def test_of_a_prompt_that_is_all_there_the_last_of_it_is_computed(
     tokens = new_tokens(HITS)
     computed = here.keep(a, tokens)
     own, from_pool = a.one(tokens), reader.one(tokens)
-    last = BLOCK if fleet.integration == "vllm" else 1
+    last = 1 if fleet.integration == "lmcache" else BLOCK
     assert (own.cached, from_pool.cached) == (HITS - last, HITS - last)
     assert from_pool.agrees(computed)
-    assert fleet.integration != "vllm" or from_pool.said == own.said
+    assert fleet.integration == "lmcache" or from_pool.said == own.said
 
 
 def test_a_shared_beginning_is_a_hit_and_the_rest_is_computed(here: Node, a: Instance, reader: Instance, aside: Instance) -> None:
@@ -125,7 +149,7 @@ def test_the_pool_continues_vllms_own_cache(here: Node, a: Instance, reader: Ins
     here.keep(reader, tokens[: CHUNK + BLOCK + 1])
     before = here.stats().chunks
     assert a.one(tokens).cached == CHUNK
-    here.stored(before + 4)
+    here.kept(a, before + 4)
     aside.one(tokens)
     own, from_both = aside.one(tokens), reader.one(tokens)
     assert (own.cached, from_both.cached) == (5 * CHUNK, 5 * CHUNK)
@@ -139,7 +163,7 @@ def test_a_miss_is_vllms_ordinary_prefill(reader: Instance, aside: Instance) -> 
     assert missed.said == alone.said
 
 
-def test_less_than_a_chunk_is_not_stored(here: Node, a: Instance, reader: Instance) -> None:
+def test_less_than_a_chunk_is_not_stored(here: Node, pooled: None, a: Instance, reader: Instance) -> None:
     tokens, before = new_tokens(CHUNK - 8), here.stats().chunks
     assert (a.one(tokens).cached, reader.one(tokens).cached) == (0, 0)
     here.keep(a, new_tokens(CHUNK))
@@ -154,7 +178,7 @@ def test_a_prompt_computed_in_several_steps_is_stored_whole(here: Node, a: Insta
     assert from_pool.said == own.said
 
 
-def test_a_hit_whose_rest_is_computed_in_several_steps(here: Node, a: Instance, aside: Instance) -> None:
+def test_a_hit_whose_rest_is_computed_in_several_steps(here: Node, pooled: None, a: Instance, aside: Instance) -> None:
     """`a` computes 256 tokens a step at most, after what it loads."""
     tokens = new_tokens(HITS + 1)
     longer = tokens[:HITS] + new_tokens(9 * CHUNK + 5)
@@ -187,7 +211,7 @@ def test_hits_and_misses_of_one_batch(here: Node, a: Instance, reader: Instance)
     assert all(map(Answer.agrees, answers[1:], computed))
 
 
-def test_wrong_bytes_in_the_pool_are_wrong_tokens(here: Node, a: Instance, reader: Instance) -> None:
+def test_wrong_bytes_in_the_pool_are_wrong_tokens(here: Node, pooled: None, a: Instance, reader: Instance) -> None:
     """What the tests here compare does come from the pool."""
     tokens = new_tokens(HITS + 17)
     computed = here.keep(a, tokens)
@@ -224,7 +248,7 @@ def test_salts_never_share_but_with_themselves(here: Node, a: Instance, reader: 
     assert reader.again(tokens).cached == 0
 
 
-def test_an_adapter_is_told_apart_by_what_lies_at_its_path(here: Node, fleet: Fleet, tmp_path: Path) -> None:
+def test_an_adapter_is_told_apart_by_what_lies_at_its_path(here: Node, pooled: None, fleet: Fleet, tmp_path: Path) -> None:
     one, two, adapters = str(write_lora(tmp_path / "one", 1)), str(write_lora(tmp_path / "two", 2)), fleet("adapters")
     tokens = new_tokens(4 * CHUNK + 1)
     answers = {lora: here.keep(adapters, tokens, lora=lora) for lora in (one, two, None)}

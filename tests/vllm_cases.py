@@ -116,6 +116,9 @@ def new_tokens(count: int) -> list[int]:
 class Instance(Worker):
     """A vLLM engine in a process of its own. It starts at once; the first command (of `vllm_inside.Serving`) waits until it serves."""
 
+    in_place = False
+    """Whether it shares its KV cache in place."""
+
     def __init__(
         self, folder: Path, name: str, environment: dict[str, str | None], arguments: Any, make: Callable[..., Any] | None = None
     ) -> None:
@@ -350,7 +353,9 @@ class Node:
         **arguments: Any,
     ) -> Instance:
         """An instance with our own connector, without LMCache. See `transfer`; arguments: of `LLM`."""
-        return self.alone(name, environment, kv_transfer_config=self.transfer(settings, role), **arguments)
+        made = self.alone(name, environment, kv_transfer_config=self.transfer(settings, role), **arguments)
+        made.in_place = (settings or {}).get("connector", {}).get("share") == "in_place"
+        return made
 
     def alone(self, name: str, environment: dict[str, str | None] | None = None, **arguments: Any) -> Instance:
         """An instance of vLLM with no cache but its own."""
@@ -380,8 +385,15 @@ class Node:
         before = self.stats().chunks
         answer = instance.one(tokens, **more)
         assert answer.cached == 0
-        self.stored(before + len(tokens) // CHUNK)
+        self.kept(instance, before + len(tokens) // CHUNK)
         return answer
+
+    def kept(self, instance: Instance, chunks: int) -> None:
+        """Wait until what `instance` has computed can be found: the pool then has so many chunks. In place none of that is copied."""
+        if instance.in_place:
+            assert instance.ask("told")
+        else:
+            self.stored(chunks)
 
     def unleased(self) -> None:
         """Wait until nobody has a lease: those under which nothing is read end in the background."""

@@ -76,7 +76,10 @@ class Publications:
         if before is not None and before != self._resets:
             # They were filled with what no longer counts; nothing is published behind them.
             generations = [0] * len(generations)
-        tracked.generations = generations if anew else tracked.generations + generations
+        if anew:
+            tracked.generations = generations
+        else:
+            tracked.generations += generations
 
     def complete(self, tracked: Tracked, ready: int, loads: bool) -> list[PublicationSpec]:
         """Publish the request's leading `ready` chunks once the step is over, which has all of their tokens computed; but none that was
