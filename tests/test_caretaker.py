@@ -1,0 +1,120 @@
+"""The thread that unmaps what was a dead owner's, beside what the tests of neighbours see of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from neighbour_cases import EACH, HOST, SharedCache, descriptors, instance, kv_mapped
+from processes import SECONDS, eventually, script
+
+from vcache_backend.metadata_server.messages import CacheShape
+from vcache_backend.resident.caretaker import Caretaker
+from vcache_backend.resident.exported import cache_shape
+from vcache_backend.resident.generations import Generations, GenerationView
+from vcache_backend.resident.neighbours import Neighbour
+
+
+class Owners:
+    """KV caches that this process maps as if they were others'."""
+
+    def __init__(self) -> None:
+        self.cache = SharedCache()
+        self.shape: CacheShape = cache_shape(self.cache.kv, self.cache.regions, HOST)
+        self.table = Generations(instance(1), self.shape.num_blocks)
+
+    def neighbour(self, caretaker: Caretaker[Neighbour]) -> Neighbour:
+        view = GenerationView.open(self.table.fd, instance(1), self.shape.num_blocks)
+        made = Neighbour(instance(1), self.shape, view, EACH, caretaker.wake)
+        made.map(self.cache.regions[0].fd, self.shape.regions[0], HOST)
+        made.begin()
+        return made
+
+    def close(self) -> None:
+        self.table.close()
+        self.cache.close()
+
+
+@pytest.fixture
+def owners() -> Iterator[Owners]:
+    with closing(Owners()) as made:
+        yield made
+
+
+def test_a_descriptor_that_is_used_again_at_once_does_not_end_its_new_owner(owners: Owners) -> None:
+    """Two ends are noticed together; while the first is dealt with, somebody admits a living owner under the same numbers."""
+    living: list[Neighbour] = []
+
+    def admit_another(ended: Neighbour) -> None:
+        if living:
+            return
+        living.append(owners.neighbour(caretaker))
+        assert caretaker.admit(living[0], [os.pidfd_open(os.getpid()) for _ in ends])
+
+    caretaker: Caretaker[Neighbour] = Caretaker(admit_another)
+    with script("input()") as process:
+        ends = [os.pidfd_open(process.pid) for _ in range(8)]
+        dead = owners.neighbour(caretaker)
+        assert caretaker.admit(dead, ends)
+        process.kill()
+    eventually(lambda: not dead.enter())
+    eventually(lambda: living)
+    eventually(lambda: kv_mapped() == 1)
+    assert living[0].enter()
+    living[0].leave()
+    caretaker.close(SECONDS)
+    assert kv_mapped() == 0
+
+
+def test_what_was_never_admitted_is_unmapped_whether_there_is_a_thread_or_not(owners: Owners) -> None:
+    caretaker: Caretaker[Neighbour] = Caretaker(lambda ended: None)
+    first, second = owners.neighbour(caretaker), owners.neighbour(caretaker)
+    caretaker.discard(first)
+    eventually(lambda: kv_mapped() == 1)
+    caretaker.close(SECONDS)
+    assert not caretaker.admit(second, [])
+    caretaker.discard(second)
+    assert (kv_mapped(), first.enter(), second.enter()) == (0, False, False)
+    second.forbid()
+    caretaker.wake()
+
+
+def test_a_descriptor_that_cannot_be_waited_for_admits_nothing_and_leaves_nothing_watched(owners: Owners) -> None:
+    caretaker: Caretaker[Neighbour] = Caretaker(lambda ended: None)
+    neighbour = owners.neighbour(caretaker)
+    with script("input()") as process, open("/dev/null") as never:
+        before = descriptors()
+        end = os.pidfd_open(process.pid)
+        for bad in (never.fileno(), end):
+            # A file that epoll does not take; the same number twice.
+            with pytest.raises(OSError, match="Operation not permitted|File exists"):
+                caretaker.admit(neighbour, [end, bad])
+        os.close(end)
+        assert descriptors() == before
+        process.kill()
+    assert neighbour.enter()
+    neighbour.leave()
+    caretaker.close(SECONDS)
+    caretaker.discard(neighbour)
+    assert kv_mapped() == 0
+
+
+def test_when_the_thread_fails_nothing_is_read_any_more(owners: Owners, caplog: pytest.LogCaptureFixture) -> None:
+    """Or an owner's end would never be noticed."""
+
+    def fail(ended: Neighbour) -> None:
+        if ended is first:
+            raise RuntimeError("planted")
+
+    caretaker: Caretaker[Neighbour] = Caretaker(fail)
+    first, second = owners.neighbour(caretaker), owners.neighbour(caretaker)
+    with script("input()") as process:
+        assert caretaker.admit(second, [os.pidfd_open(os.getpid())])
+        assert caretaker.admit(first, [os.pidfd_open(process.pid)])
+        process.kill()
+    eventually(lambda: caretaker.closed and kv_mapped() == 0)
+    assert not second.enter()
+    caretaker.close(SECONDS)
+    assert "their ends would not be noticed" in caplog.text
