@@ -220,6 +220,8 @@ class Place:
         return pickle.loads(self._file.read_bytes())
 
 
+NO_SEGMENTS = "vcache-witness", "vcache-kv", "vcache-generations"
+"""Other memory that the server has fds of."""
 OURS = "vcache_backend.integration.vllm"
 _CLIENT = "vcache_backend.metadata_server.client:Client"
 LOOK_UP, LEASE = f"{_CLIENT}.lookup,send_lookup", f"{_CLIENT}.acquire,send_acquire"
@@ -426,7 +428,7 @@ class Node:
             # Connections come and go.
             with suppress(FileNotFoundError):
                 file = os.readlink(f"{folder}/{fd}")
-                if file.startswith("/memfd:") and "vcache-witness" not in file:
+                if file.startswith("/memfd:") and not any(name in file for name in NO_SEGMENTS):
                     found.append(f"{folder}/{fd}")
         return found
 
