@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from vcache_backend.integration.vllm.exportable import Hooks
-
 _Node = TypeVar("_Node", bound=ast.AST)
 _WORKER, _CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
+_ORDER = ("ensure_kv_transfer_initialized", "get_mem_pool_context", "initialize_kv_cache")
 _BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 _RUNNERS = {"v1/worker/gpu_model_runner.py": "initialize_kv_cache", "v1/worker/gpu/kv_connector.py": "__init__"}
 """The two model runners, and who calls `register_kv_caches` there."""
@@ -24,34 +23,31 @@ FILES = (_WORKER, _CPU_WORKER, _BASE, *_RUNNERS, *_ALLOCATES, _ALLOCATE[0])
 """All that are read."""
 
 
-def differences(package: Path, hooks: Hooks) -> list[str]:
-    """Where the sources in the folder `package` are not as `hooks` has it."""
-    return list(_differences(package, hooks))
+def differences(package: Path, asks: bool) -> list[str]:
+    """Where the sources in the folder `package` are not as they should be; asks: for a context, see `exportable.KNOWN`."""
+    return list(_differences(package, asks))
 
 
-def _differences(package: Path, hooks: Hooks) -> Iterator[str]:
+def _differences(package: Path, asks: bool) -> Iterator[str]:
     start = _functions(package / _WORKER).get("initialize_from_config")
     if start is None:
         yield f"{_WORKER} has no initialize_from_config"
         return
     order = [name for name in _calls(start) if name in _ORDER]
-    expected = [name for name in _ORDER if hooks.context or name != "get_mem_pool_context"]
+    expected = [name for name in _ORDER if asks or name != "get_mem_pool_context"]
     if order != expected:
         yield f"{_WORKER}: initialize_from_config calls {order}, not {expected}"
     if "initialize_from_config" in _functions(package / _CPU_WORKER):
         yield f"{_CPU_WORKER} makes its KV cache in another way than GPUs"
-    if ("get_mem_pool_context" in _functions(package / _BASE)) != hooks.context:
-        yield f"{_BASE}: get_mem_pool_context is {'not ' * hooks.context}there"
+    if ("get_mem_pool_context" in _functions(package / _BASE)) != asks:
+        yield f"{_BASE}: get_mem_pool_context is {'not ' * asks}there"
     for path, name in _RUNNERS.items():
         if "register_kv_caches" not in _calls(_functions(package / path)[name]):
             yield f"{path}: {name} does not call register_kv_caches"
-    yield from _allocation(package, hooks)
+    yield from _allocation(package, asks)
 
 
-_ORDER = ("ensure_kv_transfer_initialized", "get_mem_pool_context", "initialize_kv_cache")
-
-
-def _allocation(package: Path, hooks: Hooks) -> Iterator[str]:
+def _allocation(package: Path, asks: bool) -> Iterator[str]:
     path, name = _ALLOCATE
     common = _functions(package / path).get(name)
     for where, (old, caller) in _ALLOCATES.items():
@@ -64,7 +60,7 @@ def _allocation(package: Path, hooks: Hooks) -> Iterator[str]:
         if not any(name.endswith(makes.name) for name in called):
             yield f"{where}: {caller} does not call {makes.name}"
         within = [node for node in _nodes(functions[caller], ast.With) if "allocation_context" in ast.unparse(node.items[0])]
-        if hooks.context and not any(makes.name in ast.unparse(node) for node in within):
+        if asks and not any(makes.name in ast.unparse(node) for node in within):
             yield f"{where}: {caller} does not call {makes.name} in the context it was given"
 
 

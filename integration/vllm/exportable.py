@@ -2,6 +2,7 @@
 
 Known are those whose sources were read (`tests/outside/releases.py`): in all of them a worker makes its connector, then its KV cache, then
 calls `register_kv_caches`, in one thread. From 0.31 on it asks the connector for a context around exactly that allocation.
+On a CPU all of them have run so but 0.33, of which there is no such build.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,27 +29,9 @@ from .model_spec import ModelSpec
 log = logging.getLogger("vllm.vcache")
 
 
-class Hooks(NamedTuple):
-    """What a release of vLLM has.
-
-    context: `get_mem_pool_context`, entered around the allocation of the KV cache alone. Otherwise everything that the worker allocates
-    between its connector's constructor and `register_kv_caches` is exportable. run: vcache has run on it, not only read it.
-    """
-
-    context: bool
-    run: bool
-
-
-KNOWN = {
-    (0, 26): Hooks(context=False, run=True),
-    (0, 27): Hooks(context=False, run=False),
-    (0, 28): Hooks(context=False, run=False),
-    (0, 29): Hooks(context=False, run=False),
-    (0, 30): Hooks(context=False, run=False),
-    (0, 31): Hooks(context=True, run=False),
-    (0, 32): Hooks(context=True, run=True),
-    (0, 33): Hooks(context=True, run=False),
-}
+KNOWN = {(0, minor): minor >= 31 for minor in range(26, 34)}
+"""Releases of vLLM, and whether they ask for a context (`get_mem_pool_context`). Where they do not, everything that the worker allocates
+between its connector's constructor and `register_kv_caches` is exportable."""
 
 
 class Exporter:
@@ -57,16 +40,16 @@ class Exporter:
     Regions and their descriptors are not the caller's: they live as long as vLLM's tensors, and go with them.
     """
 
-    def __init__(self, memory: Exportable | None, hooks: Hooks, problem: str = "") -> None:
-        """problem: why there is no memory."""
-        self._memory, self._hooks, self._undo = memory, hooks, ExitStack()
+    def __init__(self, memory: Exportable | None, asks: bool, problem: str = "") -> None:
+        """asks: whether vLLM will ask for the context. problem: why there is no memory."""
+        self._memory, self._asks, self._undo = memory, asks, ExitStack()
         self._problems = [problem] if problem else []
-        if memory is not None and not hooks.context:
+        if memory is not None and not asks:
             self._undo.enter_context(_exportable(memory, self._problems))
 
     def context(self) -> AbstractContextManager[None] | None:
         """For `get_mem_pool_context`: what vLLM makes its KV cache in. None where it does not ask, or there is no such memory."""
-        return _exportable(self._memory, self._problems) if self._memory is not None and self._hooks.context else None
+        return _exportable(self._memory, self._problems) if self._memory is not None and self._asks else None
 
     def regions(self, kv_caches: Mapping[str, torch.Tensor]) -> list[Region]:
         """The allocations in which `kv_caches`, as vLLM registers them, lie: each once, in order of address.
@@ -126,16 +109,16 @@ def begin(device_type: str, vllm_version: str) -> Exporter:
 
     Never raises: where the memory cannot be had, `Exporter.regions` says why.
     """
-    hooks = KNOWN.get(_release(vllm_version))
-    if hooks is None:
-        return Exporter(None, Hooks(context=False, run=False), _unknown(vllm_version))
+    asks = KNOWN.get(_release(vllm_version))
+    if asks is None:
+        return Exporter(None, False, _unknown(vllm_version))
     try:
-        return Exporter(_memory(device_type), hooks)
+        return Exporter(_memory(device_type), asks)
     except VCacheError as error:
-        return Exporter(None, hooks, str(error))
+        return Exporter(None, asks, str(error))
     except Exception as error:
         log.exception("vcache: the KV cache lies in ordinary memory")
-        return Exporter(None, hooks, f"{type(error).__name__}: {error}")
+        return Exporter(None, asks, f"{type(error).__name__}: {error}")
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> str | None:

@@ -35,9 +35,9 @@ def fetch(version: str) -> Path:
 
 def main() -> int:
     wrong = 0
-    for (major, minor), hooks in KNOWN.items():
+    for (major, minor), asks in KNOWN.items():
         version = f"{major}.{minor}.0"
-        found = differences(fetch(version), hooks)
+        found = differences(fetch(version), asks)
         print(f"vllm {version}: {'; '.join(found) or 'as known'}")
         wrong += len(found)
     return 1 if wrong else 0
