@@ -72,7 +72,7 @@ class Model:
             return True
         new = Told(place, sequence, {rank})
         rivals = [k for k, one in self.told.items() if k == key or one.blocks() & new.blocks()]
-        if any(self.told[k].sequence > sequence for k in rivals):
+        if any(self.told[k].sequence > sequence for k in rivals) or len(new.blocks()) * 4 < len(place[0]):
             return False
         for k in rivals:
             del self.told[k]

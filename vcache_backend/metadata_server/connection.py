@@ -16,6 +16,7 @@ from typing import Protocol
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.closing import closer
 from vcache_backend.metadata_server.placement import Peer
 
 _RESIZES = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -29,14 +30,15 @@ class Holder(Protocol):
 
 
 class Descriptor:
-    """An open file that is closed when nobody needs it any more: neither the table it is in, nor an answer that is yet to be sent."""
+    """An open file that is closed, soon after nobody needs it any more: neither the table it is in, nor an answer yet to be sent."""
 
     def __init__(self, fd: int) -> None:
         """`fd` is this object's from now on."""
         self.fd = fd
+        closer.start()
 
     def __del__(self) -> None:
-        os.close(self.fd)
+        closer.close(self.fd)
 
 
 class Connection:

@@ -373,7 +373,7 @@ class Publish(Request, frozen=True, tag="publish"):
 
     Only of the connection that showed this rank's cache. `keys`: of one rank. `blocks`, `generations`: uint32 and uint64, little-endian,
     `each` of them a key. Replaces what the instance published under the same keys, or in the same blocks, with no higher `sequence`.
-    With several ranks a chunk is found when all have published the same of it.
+    With several ranks a chunk is found when all have published the same of it. One that names a block twice is not taken.
     """
 
     instance: Named

@@ -119,7 +119,7 @@ class Residence:
         return numbers
 
     def _take(self, new: Publication, numbers: tuple[int, ...]) -> bool:
-        """One chunk, unless a newer publication has its key or one of its blocks."""
+        """One chunk, unless a newer publication has its key or one of its blocks, or a block is in it twice."""
         found, awaited, holders = self.found, self.awaited, self.holders
         key = new.key
         old = found.get(key) or awaited.get(key)
@@ -128,7 +128,7 @@ class Residence:
         rivals = {holder for block in numbers if (holder := holders[block]) is not None and self._has(holder)}
         if old is not None:
             rivals.add(old)
-        if any(rival.sequence > new.sequence for rival in rivals):
+        if any(rival.sequence > new.sequence for rival in rivals) or len(set(numbers)) < len(numbers):
             return False
         for rival in rivals:
             (found if found.get(rival.key) is rival else awaited).pop(rival.key)
