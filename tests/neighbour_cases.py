@@ -158,6 +158,14 @@ def pull(neighbour: Neighbour, cache: SharedCache, block: int, into: int, copier
     return copier.pull(cache.kv, rows, neighbour.bases[None], keep=neighbour)
 
 
+def enters(neighbour: Neighbour) -> bool:
+    """Whether a copy may be launched; it is not."""
+    if neighbour.enter():
+        neighbour.leave()
+        return True
+    return False
+
+
 def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int]) -> bool:
     """Whether these are as they were published."""
     return view.leading(np.array(blocks, dtype=np.uint32), np.array(generations, dtype=np.uint64), len(blocks)) == 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from neighbour_cases import EACH, HOST, SharedCache, descriptors, instance, kv_mapped
+from neighbour_cases import EACH, HOST, SharedCache, descriptors, enters, instance, kv_mapped
 from processes import SECONDS, eventually, script
 
 from vcache_backend.metadata_server.messages import CacheShape
@@ -59,7 +59,7 @@ def test_a_descriptor_that_is_used_again_at_once_does_not_end_its_new_owner(owne
         dead = owners.neighbour(caretaker)
         assert caretaker.admit(dead, ends)
         process.kill()
-    eventually(lambda: not dead.enter())
+    eventually(lambda: not enters(dead))
     eventually(lambda: living)
     eventually(lambda: kv_mapped() == 1)
     assert living[0].enter()

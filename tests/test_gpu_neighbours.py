@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 from kv_cases import Sizes
-from neighbour_cases import SharedCache, instance, owner, pull, read, still
+from neighbour_cases import SharedCache, enters, instance, owner, pull, read, still
 from processes import SECONDS, Stage, eventually
 
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
@@ -90,7 +90,7 @@ def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, reader: Gp
         assert still(neighbour.view, [9], generations)
         assert reader.cache.held(0) == 90
         neighbour.leave()
-        eventually(lambda: not neighbour.enter())
+        eventually(lambda: not enters(neighbour))
         eventually(lambda: not neighbour._mapped)
         reader.cache.fill(1, 7)
         torch.cuda.synchronize()

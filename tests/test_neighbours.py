@@ -15,7 +15,7 @@ import pytest
 from engine_cases import said
 from fake_cuda import GPU0, GPU1, NOTHING, FakeCuda
 from kv_cases import SMALL
-from neighbour_cases import EACH, HOST, SharedCache, descriptors, instance, kv_mapped, owner, read, still, threads
+from neighbour_cases import EACH, HOST, SharedCache, descriptors, enters, instance, kv_mapped, owner, read, still, threads
 from processes import HASTY, QUICK, SECONDS, Stage, eventually, make_memfd, script
 from test_cuda_segments import cpu_view
 
@@ -123,7 +123,7 @@ def test_the_mapping_of_a_killed_owner_stays_while_a_copy_reads_it_and_goes_when
         assert neighbour.enter()
         assert neighbour.enter()
         there.kill()
-        eventually(lambda: not _enters(neighbour))
+        eventually(lambda: not enters(neighbour))
         assert read(neighbour, reader.cache, 4) == 9
         neighbour.leave()
         assert reader.neighbours.get(ONE) is None
@@ -132,14 +132,6 @@ def test_the_mapping_of_a_killed_owner_stays_while_a_copy_reads_it_and_goes_when
         neighbour.leave()
         eventually(lambda: kv_mapped() == 0)
         assert not neighbour.enter()
-
-
-def _enters(neighbour: Neighbour) -> bool:
-    """Whether a copy may be launched; it is not."""
-    if neighbour.enter():
-        neighbour.leave()
-        return True
-    return False
 
 
 def test_the_server_keeps_nothing_of_a_killed_owners_memory(stage: Stage, reader: Reader) -> None:
@@ -160,7 +152,7 @@ def test_the_end_of_any_of_its_processes_is_the_end_of_an_instance(stage: Stage,
     ):
         neighbour = reader.there()
         {"scheduler": scheduler, "rank 0": first, "rank 1": second}[victim].kill()
-        eventually(lambda: not _enters(neighbour))
+        eventually(lambda: not enters(neighbour))
         eventually(lambda: kv_mapped() == 0)
 
 
@@ -196,7 +188,7 @@ def test_an_owner_that_is_started_again_is_another_one_and_nobody_answers_for_it
             assert second.ask("write", [2], 21) == generations
             new = reader.there(TWO)
             assert read(new, reader.cache, 2) == 21
-            eventually(lambda: not _enters(old))
+            eventually(lambda: not enters(old))
             assert reader.neighbours.get(ONE) is None
 
 
