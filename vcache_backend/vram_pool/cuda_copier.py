@@ -204,7 +204,10 @@ class CudaCopier:
         completion = CudaCompletion(self.device, start, end, job, lambda: self._tables.append(table))
         # What a kernel uses must live until it ends, even if the caller gave up and dropped its completion.
         with self._lock:
-            self._under_way = [*(earlier for earlier in self._under_way if not earlier.done()), completion]
+            self._under_way.append(completion)
+            # Of a device that failed the completion tells: a VCacheError here would mean that nothing of this copy runs.
+            with suppress(VCacheError):
+                self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
         return completion
 
     def _table(self, rows: int, side: torch.cuda.Stream) -> kernels.Table:
