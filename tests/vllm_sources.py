@@ -19,7 +19,10 @@ _ALLOCATES = {
 }
 _ALLOCATE = "v1/worker/utils.py", "allocate_kv_cache"
 """Where the KV cache is made: in two functions before 0.29, each called by another one, in one since."""
-FILES = (_WORKER, _CPU_WORKER, _BASE, *_RUNNERS, *_ALLOCATES, _ALLOCATE[0])
+_POOL, _SCHEDULER = "v1/core/block_pool.py", "v1/core/sched/scheduler.py"
+_MANAGERS = ("v1/core/single_type_kv_cache_manager.py", "v1/core/kv_cache_manager.py", "v1/core/kv_cache_coordinator.py")
+_BINDS = {"bind_gpu_block_pool", "bind_kv_cache_manager"}
+FILES = (_WORKER, _CPU_WORKER, _BASE, *_RUNNERS, *_ALLOCATES, _ALLOCATE[0], _POOL, _SCHEDULER, *_MANAGERS)
 """All that are read."""
 
 
@@ -45,6 +48,7 @@ def _differences(package: Path, asks: bool) -> Iterator[str]:
         if "register_kv_caches" not in _calls(_functions(package / path)[name]):
             yield f"{path}: {name} does not call register_kv_caches"
     yield from _allocation(package, asks)
+    yield from _blocks(package)
 
 
 def _allocation(package: Path, asks: bool) -> Iterator[str]:
@@ -64,8 +68,31 @@ def _allocation(package: Path, asks: bool) -> Iterator[str]:
             yield f"{where}: {caller} does not call {makes.name} in the context it was given"
 
 
+def _blocks(package: Path) -> Iterator[str]:
+    """Whether the connector sees every block that gets another owner or another meaning."""
+    pool = _functions(package / _POOL)
+    yield from (f"{_POOL} has no {name}" for name in ("get_new_blocks", "evict_blocks", "reset_prefix_cache") if name not in pool)
+    # What the pool and a manager keep for themselves, from the start on, is nobody's cache.
+    given = {(_POOL, "get_new_blocks"), (_POOL, "__init__"), (_MANAGERS[0], "__init__")}
+    for path in (_POOL, *_MANAGERS):
+        for function in (node for node in ast.walk(ast.parse((package / path).read_text())) if isinstance(node, ast.FunctionDef)):
+            takes = [call for call in _nodes(function, ast.Call) if "free_block_queue.popleft" in ast.unparse(call.func)]
+            if takes and (path, function.name) not in given:
+                yield f"{path}: {function.name} hands out blocks beside get_new_blocks"
+    binds = _BINDS & set(_calls(_functions(package / _SCHEDULER)["__init__"]))
+    for name in binds - {"bind_gpu_block_pool"}:
+        if "bind_gpu_block_pool" not in _calls(_functions(package / _BASE)[name]):
+            yield f"{_BASE}: {name} does not call bind_gpu_block_pool"
+    if not binds:
+        yield f"{_SCHEDULER}: the connector does not get the block pool"
+    asked = {name for path in _MANAGERS for function in _functions(package / path).values() for name in _calls(function)}
+    yield from (
+        f"{_MANAGERS}: nobody calls the pool's {name}" for name in ("evict_blocks", "reset_prefix_cache") if name not in asked
+    )
+
+
 def _functions(path: Path) -> dict[str, ast.FunctionDef]:
-    """The last of each name."""
+    """By name; of several of one name the last."""
     return {node.name: node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 

@@ -1,4 +1,5 @@
-"""Whether each release of vLLM in `exportable.KNOWN` makes its KV cache as it says there, read in its source archive.
+"""Whether each release of vLLM in `exportable.KNOWN` makes its KV cache as it says there, and tells its connector of every block that is
+handed out: read in its source archive.
 
 Fetches the archives from the package index, keeps the files that are looked at in .venv/outside, and imports nothing of them.
 """
