@@ -115,7 +115,7 @@ def owner(here: Node, name: int = 1, **more: Any) -> Owner:
 
 def owner_process(here: Node, name: int = 1, device: str = "host") -> Worker:
     """An `Owner` in a process of its own."""
-    home, patience = nursery("resident_cases"), 2 * SECONDS if device == "host" else 120.0
+    home, patience = nursery("resident_cases"), 120.0 if device.startswith("cuda") else 2 * SECONDS
     made = Worker(
         *(home, Owner, here.path, PATIENT, name, SMALL, 1, device),
         name=f"owner {name}",
@@ -126,7 +126,8 @@ def owner_process(here: Node, name: int = 1, device: str = "host") -> Worker:
 
 
 class StoppingCopier(HostCopier):
-    """Its pulls call `half_way` in the middle, and are over once `finished` is set. pulls, scatters: how many rows each had."""
+    """Its pulls call `half_way` in the middle, and are over once `finished` is set. pulls, scatters: how many rows each had.
+    local: of each pull."""
 
     def __init__(self) -> None:
         self.half_way: Callable[[], None] = lambda: None
@@ -134,11 +135,13 @@ class StoppingCopier(HostCopier):
         self.finished.set()
         self.pulls: list[int] = []
         self.scatters: list[int] = []
+        self.local: list[bool] = []
 
     def pull(  # type: ignore[override]
         self, kv: PagedKV, rows: Int64s, origins: Int64s, after: Mark | None = None, keep: object = None, *, local: bool = False
     ) -> Copied:
         self.pulls.append(len(rows))
+        self.local.append(local)
         half = len(rows) // 2
         super().pull(kv, rows[:half], origins)
         self.half_way()
@@ -155,7 +158,7 @@ class Reader:
 
     def __init__(self, here: Node, split: int = 1, segment_bytes: int = 0, device: str = "host", **engine: Any) -> None:
         self.cache, self.copier, self.size = Cache(device=device), StoppingCopier(), SMALL.block_size * split
-        copier = self.copier if device == "host" else None
+        copier = self.copier if device.startswith("host") else None
         self.session = Session(here.config(device, segment_bytes, **engine), layout_of(self.cache), copier=copier)
         here.undo.callback(self.session.close)
         self.kv = self.session.bind(self.cache.tensors)

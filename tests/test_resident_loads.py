@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_cases import Node, node
@@ -16,6 +17,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.resident.neighbours import Neighbour
 from vcache_backend.transfer import load as loads
 from vcache_backend.transfer.resident import ResidentChunk
+from vcache_backend.transfer.stats import MAX_OWNERS, EngineStats
 
 ROOM = 1 << 20
 
@@ -70,6 +72,16 @@ def test_the_chunks_of_two_owners_come_in_one_launch(here: Node) -> None:
     assert reader.loaded(tokens, there) == (4, "")
     assert reader.copier.pulls == [8]
     assert reader.stats["owners"] == {one.name.hex(): 2 * reader.cache.chunk_bytes, two.name.hex(): 2 * reader.cache.chunk_bytes}
+
+
+def test_a_copy_is_local_if_all_that_it_reads_lies_on_the_readers_device(here: Node) -> None:
+    """It may then have all of the GPU's thread blocks."""
+    one, two, tokens = owner(here, 1, device="host:a"), owner(here, 2, device="host:b"), prompt(2 * CHUNK)
+    first, second = one.compute(tokens, list(range(4))), two.compute(tokens, list(range(4)))
+    reader = Reader(here, device="host:b")
+    for there in (first, second, {0: first[0], 1: second[1]}):
+        assert reader.loaded(tokens, there) == (2, "")
+    assert reader.copier.local == [False, True, False]
 
 
 def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
@@ -386,6 +398,24 @@ def test_a_launch_that_failed_lets_go_only_if_nothing_of_it_runs(here: Node, err
     reader.copier.half_way = fail
     assert reader.loaded(tokens, there) == (0, "copy")
     assert launches(reader) == left
+
+
+def test_whatever_goes_wrong_with_one_owners_chunk_lets_go_of_all_owners(here: Node) -> None:
+    one, two, reader, tokens = owner(here, 1), owner(here, 2), Reader(here), prompt(2 * CHUNK)
+    first, second = one.compute(tokens, list(range(4))), two.compute(tokens, list(range(4)))
+    broken: Any = None
+    assert reader.loaded(tokens, {0: first[0], 1: second[1]._replace(blocks=broken)}) == (0, "copy")
+    assert launches(reader) == 0
+
+
+def test_bytes_are_told_apart_for_the_owners_read_last() -> None:
+    stats = EngineStats()
+    for number in range(3 * MAX_OWNERS):
+        stats.read_from("always", 2)
+        stats.read_from(str(number), 1)
+    owners = stats.snapshot()["resident"]["owners"]
+    assert len(owners) == MAX_OWNERS
+    assert (owners["always"], str(3 * MAX_OWNERS - 1) in owners, "0" in owners) == (6 * MAX_OWNERS, True, False)
 
 
 class Broken(threading.Event):
