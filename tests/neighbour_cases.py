@@ -63,7 +63,7 @@ class SharedCache:
                 mapped = self._undo.enter_context(map_segment(owned.info, owned.fd, self.device))
             fd, nbytes, memory = mapped.fd, mapped.nbytes, mapped.whole
         else:
-            fd = os.memfd_create("vcache-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create("vcache-kv-of-a-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self._undo.callback(os.close, fd)
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, host_segment.SEALS)
@@ -173,7 +173,9 @@ def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int
 
 def kv_mapped() -> int:
     """Mappings of KV caches of others in this process."""
-    return sum("memfd:vcache-kv" in line and " r--s " in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return sum(
+        "memfd:vcache-kv-of-a-test" in line and " r--s " in line for line in Path("/proc/self/maps").read_text().splitlines()
+    )
 
 
 def descriptors() -> list[str]:

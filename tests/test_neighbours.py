@@ -261,12 +261,19 @@ def test_an_owner_that_dies_while_there_is_no_server_is_unmapped(stage_: Stage) 
         eventually(lambda: kv_mapped() == 0)
 
 
-def test_a_server_that_hangs_costs_a_miss(stage_: Stage) -> None:
+def test_a_server_that_hangs_costs_a_miss_and_some_seconds_until_it_is_asked_again(
+    stage_: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("vcache_backend.resident.tables.SLOW_SECONDS", 1000.0)
     server = stage_.server()
     with owner(stage_), closing(Reader(stage_.client(HASTY))) as reader:
         with server.stopped():
             assert reader.neighbours.get(ONE) is None
-        assert reader.there() is not None
+        eventually(lambda: reader.client.connected)
+        assert reader.neighbours.get(ONE) is None
+        with closing(Reader(stage_.client())) as another:
+            another.there()
 
 
 def test_an_instance_that_nobody_knows_is_a_miss_and_is_not_asked_for_in_every_step(stage: Stage, reader: Reader) -> None:

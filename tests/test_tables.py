@@ -88,12 +88,19 @@ def test_a_table_outlives_the_server_and_an_owner_that_dies_meanwhile_is_noticed
         assert tables.view(ONE) is None
 
 
-def test_a_server_that_hangs_costs_a_miss(stage_: Stage) -> None:
+def test_a_server_that_hangs_costs_a_miss_and_some_seconds_until_it_is_asked_again(
+    stage_: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("vcache_backend.resident.tables.SLOW_SECONDS", 1000.0)
     server = stage_.server()
-    with owner(stage_), closing(Tables(stage_.client(HASTY))) as tables:
+    with owner(stage_), closing(Tables(client := stage_.client(HASTY))) as tables:
         with server.stopped():
             assert tables.view(ONE) is None
-        there(tables)
+        eventually(lambda: client.connected)
+        assert tables.view(ONE) is None
+        with closing(Tables(stage_.client())) as others:
+            there(others)
 
 
 def test_closed_tables_show_nothing_and_leave_no_descriptor(stage: Stage, client: Client) -> None:

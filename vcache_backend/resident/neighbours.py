@@ -24,7 +24,7 @@ from vcache_backend.metadata_server.messages import CacheShape
 from vcache_backend.resident.caretaker import Caretaker
 from vcache_backend.resident.exported import check_shape
 from vcache_backend.resident.generations import GenerationView
-from vcache_backend.resident.tables import RETRY_SECONDS, SCHEDULER, Refusals, open_process, open_table
+from vcache_backend.resident.tables import SCHEDULER, Refusals, open_process, open_table, pause
 from vcache_backend.vram_pool import cuda_segment, host_segment
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
@@ -131,7 +131,7 @@ class Neighbours:
                 self._refused.add(instance)
                 log.warning("the KV cache of instance %s cannot be read in place: %s", instance.hex(), error)
             except VCacheError as error:
-                self._refused.add(instance, RETRY_SECONDS)
+                self._refused.add(instance, pause(error))
                 log.debug("the KV cache of instance %s: %s", instance.hex(), error)
             return None
 

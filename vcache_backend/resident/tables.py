@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import ExitStack
 
-from vcache_backend.errors import SegmentError, VCacheError
+from vcache_backend.errors import SegmentError, ServerTimeout, VCacheError
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import Joined
@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 SCHEDULER = -1
 """The rank of an instance's scheduler."""
 RETRY_SECONDS = 1.0
-"""After a question about an instance that the server could not answer."""
+SLOW_SECONDS = 5.0
+"""Until the next question about an instance: after one that the server could not answer, and after one that it did not in time, for
+which a step had to wait."""
 MAX_REFUSED = 4096
 """Instances that are remembered as unusable. Each start of an owner is a new one."""
 
@@ -42,6 +44,11 @@ class Refusals:
             self._until[instance] = time.monotonic() + seconds
             if len(self._until) > MAX_REFUSED:
                 del self._until[next(iter(self._until))]
+
+
+def pause(error: VCacheError) -> float:
+    """Seconds until an instance that could not be opened is asked for again."""
+    return SLOW_SECONDS if isinstance(error, ServerTimeout) else RETRY_SECONDS
 
 
 class Tables:
@@ -72,7 +79,7 @@ class Tables:
                 log.warning("instance %s is not read in place: %s", instance.hex(), error)
                 return None
             except VCacheError as error:
-                self._refused.add(instance, RETRY_SECONDS)
+                self._refused.add(instance, pause(error))
                 log.debug("instance %s: %s", instance.hex(), error)
                 return None
             return None if view.dead else view
