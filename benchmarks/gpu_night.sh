@@ -8,12 +8,14 @@
 #     equal     200 hits through each integration beside each other, a flipped byte, a restart; compiled, with their control
 #     kinds     failures, eager, TP=2 (both integrations); fp8, MLA, ngram
 #     lmcache   TTFT, decoding, misses through LMCache; misses through our connector
+#     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
+#     inplace2  likewise eager, TP=2, fp8, MLA, ngram; copies out of a KV cache
 #
 # A call unpacks the parts it is given and goes on after whatever fails. Rows go to $OUT/*.json as they are measured, the logs of
 # instances to $OUT/logs.tar.xz. Speed is worth something only on GPUs that nobody else uses. TINY=1 runs it without GPUs, for its own sake.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-call=${1:?"usage: $0 pool|speed|equal|kinds|lmcache [PART.tar.xz...]"}; shift
+call=${1:?"usage: $0 pool|speed|equal|kinds|lmcache|inplace|inplace2 [PART.tar.xz...]"}; shift
 out=${OUT:-/tmp/vcache-gpu}; site=${SITE:-/tmp/site}; logs=/tmp/vcache-gpu-logs/$call; began=$SECONDS
 mkdir -p "$out" "$site/vcache_backend-0.1.0.dist-info" "$logs"
 for part in "$@"; do tar xJf "$part" -C "$site" & done; wait
@@ -29,10 +31,11 @@ python=${PYTHON:-python3}
 
 # vllm INTEGRATION SECONDS PARTS [OPTION...]: rows of these parts; SECONDS of the call's are over at the latest then.
 vllm() {
-  local integration=$1 seconds=$(($2 - SECONDS + began)) parts=$3; shift 3
+  local integration=$1 seconds=$(($2 - SECONDS + began)) parts=$3 file=$integration; shift 3
+  [[ " $* " == *" in_place "* ]] && file=inplace
   echo "== $integration: $parts, $seconds s"
-  "$python" -m benchmarks.vllm_ttft --integration "$integration" --only "$parts" --seconds "$seconds" --out "$out/$integration.json" \
-    --logs "$logs/$integration" --commit "${COMMIT:-}" ${TINY:+--scale tiny --rounds 1} "$@" > >(tee "$out/$call.$integration.txt") 2>&1
+  "$python" -m benchmarks.vllm_ttft --integration "$integration" --only "$parts" --seconds "$seconds" --out "$out/$file.json" \
+    --logs "$logs/$file" --commit "${COMMIT:-}" ${TINY:+--scale tiny --rounds 1} "$@" > >(tee "$out/$call.$file.txt") 2>&1
 }
 
 case $call in
@@ -57,6 +60,13 @@ case $call in
   lmcache)
     vllm lmcache 350 ttft,tpot,miss --rounds 9 --isolated
     vllm vllm 520 miss --isolated
+    ;;
+  inplace)
+    vllm vllm 520 agreeing,sensitive,flipped,equal,ttft,scheduler,miss,tpot,pd --share in_place --isolated --rounds 9
+    ;;
+  inplace2)
+    vllm vllm 470 eager,tp2,fp8,mla,ngram --share in_place --isolated
+    [ -n "${TINY:-}" ] || "$python" -m benchmarks --only copies --out "$out/copies.json" --commit "${COMMIT:-}"
     ;;
   *) echo "no call $call"; exit 2 ;;
 esac

@@ -1,10 +1,11 @@
 """Real vLLM instances on two GPUs that share KV through vcache: is it right, and how fast is it?
 
-    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm] [--only PART,...] [--scale full|quick|tiny]
+    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm [--share in_place]] [--only PART,...] [--scale full|quick|tiny]
 
-`--integration`: through LMCache and the plugin, or through our own connector. Needs vLLM, and LMCache for its own and for comparisons;
+`--integration`: through LMCache and the plugin, or through our own connector; `--share in_place`: out of vLLM's own KV cache, without a
+pool. Needs vLLM, and LMCache for its own and for comparisons;
 the model has the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded. Each part writes its rows as soon as it has
-them; a part that fails does not cost the others theirs; at the deadline what runs is ended.
+them; a part that fails does not cost the others theirs; at the deadline what runs is ended. Parts run in the order of `--only`.
 `--scale tiny` runs the same on the CPU, for the sake of the script.
 """
 
@@ -47,7 +48,8 @@ class Run(NamedTuple):
 class Part(NamedTuple):
     """Something to measure, the instances it needs, and about how many seconds on two H200s once they are up.
 
-    of: the integrations it is for. cpu: whether it runs on the CPU too; vLLM's MLA there has no prefix cache.
+    of: the integrations it is for. cpu: whether it runs on the CPU too; vLLM's MLA there has no prefix cache. in_place: whether it says
+    anything of what is shared in place.
     """
 
     instances: tuple[str, ...]
@@ -55,6 +57,7 @@ class Part(NamedTuple):
     run: Callable[[Run], list[Row]]
     of: tuple[str, ...] = INTEGRATIONS
     cpu: bool = True
+    in_place: bool = True
 
 
 def _equal(run: Run) -> list[Row]:
@@ -95,19 +98,20 @@ PARTS: dict[str, Part] = {
     "sensitive": Part(("alone",), 12, lambda run: equality.sensitive(run.fleet, run.source)),
     "flipped": Part(PAIR, 6, lambda run: equality.flipped(run.fleet, run.source)),
     "equal": Part(PAIR, 150, _equal),
-    "restart": Part(PAIR, 60, lambda run: equality.restart(run.fleet, run.source)),
+    "restart": Part(PAIR, 60, lambda run: equality.restart(run.fleet, run.source), in_place=False),
     "tpot": Part(("a", "b"), 35, lambda run: latency.decoding(run.fleet, run.clock, run.source)),
     "miss": Part(("alone", "a"), 30, _miss),
     "pd": Part(("producer", "consumer"), 30, lambda run: pd.first_token(run.fleet, run.clock, run.source, run.rounds), OURS),
     "eager": _few("eager", 20, INTEGRATIONS),
     "tp2": Part(("tp2",), 20, lambda run: equality.tensor_parallel(run.fleet, run.source), cpu=False),
-    "failures": Part(_trio("failing"), 40, lambda run: failures.failures(run.fleet, run.clock, run.source)),
-    "below": Part(_trio(offload.EAGER), 40, lambda run: offload.equal(run.fleet, run.clock, run.source)),
+    "failures": Part(_trio("failing"), 40, lambda run: failures.failures(run.fleet, run.clock, run.source), in_place=False),
+    "below": Part(_trio(offload.EAGER), 40, lambda run: offload.equal(run.fleet, run.clock, run.source), in_place=False),
     "fp8": _few("fp8", 20),
     "mla": _few("mla", 15, cpu=False),
     "ngram": _few("ngram", 20),
 }
-"""In the order they are run in."""
+"""In the order they are run in. In place: what an instance computed goes with it (`restart`); what a promise needs is in its owner's
+memory, not in the server's (`failures`); and without a pool nothing goes below it (`below`)."""
 APART = (("pd",), ("eager",), ("tp2",), ("failures",), ("below",), ("fp8", "mla", "ngram"))
 """Parts whose instances start when all that others need is gone; those of one group start together, on the CPU each alone."""
 
@@ -120,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.pool_gib and not scale.cpu:
         scale = msgspec.structs.replace(scale, pool_bytes=int(options.pool_gib * GIB))
     clock, report = Clock(options.seconds), Report(options.out, options.commit, options.suffix)
-    names = [name for name in PARTS if name in (options.only or PARTS) and options.integration in PARTS[name].of]
+    in_place = options.share == "in_place"
+    names = [name for name in options.only or PARTS if _is_for(name, options.integration, in_place)]
     skipped = [name for name in names if scale.cpu and not PARTS[name].cpu]
     names = [name for name in names if name not in skipped]
     print("".join(f"{name}: skipped, needs GPUs\n" for name in skipped), end="", flush=True)
@@ -128,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     more = dict(setting.split("=", 1) for setting in options.set)
     failed = []
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-vllm-"))
-    with Fleet(scale, folder, options.cache, more, options.integration, options.isolated) as fleet:
+    with Fleet(scale, folder, options.cache, more, options.integration, options.isolated, in_place) as fleet:
         print(f"logs in {fleet.folder}", flush=True)
         for index, name in enumerate(names):
             source = Prompts(fleet.scale, seed=list(PARTS).index(name) + options.seed * 100)
@@ -137,6 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{name}: {clock.spent:.0f} s", flush=True)
                 clock.check(5)
                 report.add(PARTS[name].run(Run(fleet, clock, source, options.prompts, options.rounds, variants)))
+                if in_place:
+                    report.add([fleet.copied()])
             except Exception as error:  # noqa: BLE001 the other parts' rows count
                 failed.append(name)
                 traceback.print_exc()
@@ -154,10 +161,16 @@ def _arrange(fleet: Fleet, names: Sequence[str], variants: Sequence[str]) -> Non
     rest = {name for group in apart for name in group}
     now = [name for name in names if (name in group if group else name not in rest)]
     needed = {instance for name in now for instance in PARTS[name].instances}
+    if "tp2" in now and fleet.in_place:
+        needed.add("tp2_b")
     if "ttft" in now:
         needed |= {instance for variant in variants for instance in latency.SIDES[variant]}
     fleet.end(fleet.running - needed - {"memory"})
     fleet.start(sorted(needed))
+
+
+def _is_for(name: str, integration: str, in_place: bool) -> bool:
+    return integration in PARTS[name].of and (PARTS[name].in_place or not in_place)
 
 
 def end_in_time(seconds: float) -> None:
@@ -203,6 +216,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=names_of(PARTS), help=f"parts, with commas between them; of {', '.join(PARTS)}")
     parser.add_argument("--integration", choices=INTEGRATIONS, default="lmcache", help="rows begin with it")
     parser.add_argument(
+        "--share", choices=("pool", "in_place"), default="pool", help="what connector.share is; in_place: rows begin with inplace"
+    )
+    parser.add_argument(
         "--with-lmcache", action="store_true", help="of --integration vllm: LMCache's instances in `ttft` too, to compare"
     )
     parser.add_argument("--scale", choices=SCALES, default="full")
@@ -215,9 +231,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.with_lmcache and options.integration == "lmcache":
         parser.error("--with-lmcache compares our own connector with LMCache: add --integration vllm")
-    strange = [name for name in options.only or () if options.integration not in PARTS[name].of]
+    in_place = options.share == "in_place"
+    if in_place and (options.integration == "lmcache" or options.with_lmcache):
+        parser.error("--share in_place is of our connector alone: add --integration vllm, take out --with-lmcache")
+    strange = [name for name in options.only or () if not _is_for(name, options.integration, in_place)]
     if strange:
-        parser.error(f"{', '.join(strange)}: not for --integration {options.integration}")
+        parser.error(f"{', '.join(strange)}: not for --integration {options.integration}, --share {options.share}")
     return options
 
 

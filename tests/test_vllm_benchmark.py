@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from benchmarks.processes import Child, ChildFailed
 from benchmarks.results import Report, Row, fraction, read, row
 from benchmarks.vllm import latency
 from benchmarks.vllm.equality import said
-from benchmarks.vllm.fleet import Fleet
+from benchmarks.vllm.fleet import Fleet, descends
 from benchmarks.vllm.instances import KINDS
 from benchmarks.vllm.probe import Probe
 from benchmarks.vllm.prompts import Prompts
@@ -235,6 +236,15 @@ def test_a_child_that_ended_is_told_of_with_its_log(tmp_path: Path) -> None:
         dead.answer(20)
 
 
+def test_a_process_descends_from_itself_and_from_who_started_it_or_its_parent(child: Child) -> None:
+    with child:
+        assert descends(child.pid, child.pid)
+        assert descends(child.pid, os.getpid())
+        assert not descends(os.getpid(), child.pid)
+        assert not descends(0, child.pid)
+    assert not descends(child.pid, os.getpid())
+
+
 # ---- the command
 
 
@@ -244,6 +254,8 @@ def test_a_child_that_ended_is_told_of_with_its_log(tmp_path: Path) -> None:
         (["--only", "equal,speed"], "no speed"),
         (["--only", "scheduler"], "not for --integration lmcache"),
         (["--with-lmcache"], "add --integration vllm"),
+        (["--share", "in_place"], "add --integration vllm"),
+        (["--share", "in_place", "--integration", "vllm", "--only", "equal,restart"], "restart: not for"),
     ],
 )
 def test_what_there_is_not_is_refused(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,8 +276,13 @@ WHOLE = {
         {"equal", "failed_load_equal", "failed_load_others_equal"},
         {"vllm_ttft_4k", "vllm_vs_recompute_32k", "vllm_tpot_p99", "vllm_scheduler_us", "pd_ttft_16k"},
     ),
+    "inplace": (
+        ["equal", "flipped", "ttft", "tpot", "miss", "scheduler", "pd"],
+        {"equal", "flipped_byte_caught", "pooled_chunks", "pd_full_hits", "pd_equal"},
+        {"inplace_ttft_4k", "inplace_tpot_p99_owner", "inplace_miss_16k", "inplace_scheduler_us", "inplace_pd_ttft_16k"},
+    ),
 }
-"""Parts; rows that must be right, and rows that must be there."""
+"""By what rows begin with: parts; rows that must be right, and rows that must be there."""
 
 
 @pytest.fixture(scope="module")
@@ -275,24 +292,25 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
     known_models([folder / "cache"])
     with ExitStack() as undo:
         started = {}
-        for integration, (parts, _, _) in WHOLE.items():
-            out = folder / f"{integration}.json"
+        for rows, (parts, _, _) in WHOLE.items():
+            out = folder / f"{rows}.json"
             command = [sys.executable, "-m", "benchmarks.vllm_ttft", "--scale", "tiny", "--rounds", "2", "--seconds", "840"]
-            command += ["--only", ",".join(parts), "--out", str(out), "--logs", str(folder / integration), "--commit", "x"]
-            command += ["--cache", str(folder / "cache"), "--integration", integration]
-            started[integration] = undo.enter_context(Process(command, TRITON_INTERPRET="0")), out
+            command += ["--only", ",".join(parts), "--out", str(out), "--logs", str(folder / rows), "--commit", "x"]
+            command += ["--cache", str(folder / "cache"), "--integration", "vllm" if rows == "inplace" else rows]
+            command += ["--share", "in_place"] if rows == "inplace" else []
+            started[rows] = undo.enter_context(Process(command, TRITON_INTERPRET="0")), out
         yield started
 
 
 @pytest.mark.skipif(not all(map(find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("integration", WHOLE)
-def test_the_whole_script_runs_on_the_cpu(integration: str, scripts: dict[str, tuple[Process, Path]]) -> None:
-    """Right answers, and a byte flipped in the pool is seen; what the figures say of the CPU is nobody's concern."""
-    process, out = scripts[integration]
+@pytest.mark.parametrize("rows", WHOLE)
+def test_the_whole_script_runs_on_the_cpu(rows: str, scripts: dict[str, tuple[Process, Path]]) -> None:
+    """Right answers, and a byte flipped where they come from is seen; what the figures say of the CPU is nobody's concern."""
+    process, out = scripts[rows]
     _, said = process.wait(880)
     assert "; failed: " not in said, said[-6000:]
     found = {row.case: row for row in read(out)}
-    _, right, there = WHOLE[integration]
-    assert [case for case in right if not found[f"{integration}_{case}"].ok] == [], said[-6000:]
+    _, right, there = WHOLE[rows]
+    assert [case for case in right if not found[f"{rows}_{case}"].ok] == [], said[-6000:]
     assert there <= set(found)

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from ..processes import answer_commands
-from .weights import scale_weights
+from .weights import flip_kv, scale_weights
 
 SECONDS = 120.0
 
@@ -120,6 +120,10 @@ class Serving:
                 tokens = list(output.outputs[0].token_ids)
                 said[output.request_id] = {"tokens": tokens, "cached": output.num_cached_tokens or 0}
         return outputs
+
+    def flip(self, offset: int, mask: int) -> None:
+        """A byte of every block of the KV cache's first layer, exclusive or `mask`."""
+        self._llm.collective_rpc(flip_kv, args=(offset, mask))
 
     def reset(self) -> bool:
         """Empty vLLM's own prefix cache."""

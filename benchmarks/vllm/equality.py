@@ -57,21 +57,18 @@ class Pair:
         self.fleet = fleet
         self.a, self.b = fleet.instance(f"{prefix}a"), fleet.instance(f"{prefix}b")
         self.alone = fleet.instance(f"{prefix}alone")
-        self._room = 0
+        self._writer = f"{prefix}a"
 
     def store(self, hit: Hit) -> int:
         """A computes and stores `first`, and the reference computes it; the pool is emptied where it would have to evict."""
         scale = self.fleet.scale
         chunks = len(hit.first) // scale.chunk
-        self._room -= chunks
-        if self._room < 0:
-            self.fleet.pool.clear()
-            self._room = int(0.8 * scale.pool_bytes / (scale.token_bytes * scale.chunk)) - chunks
-        due = self.fleet.chunks() + chunks
+        self.fleet.make_room(len(hit.first))
+        due = self.fleet.chunks(self._writer) + chunks
         for child in (self.a, self.alone):
             child.ask("generate", SECONDS, tokens=hit.first, count=1)
-        if not self.fleet.stored(due):
-            print(f"  {hit.kind}: the pool holds {self.fleet.chunks()} chunks where {due} were due", flush=True)
+        if not self.fleet.stored(due, writer=self._writer):
+            print(f"  {hit.kind}: there are {self.fleet.chunks(self._writer)} chunks where {due} were due", flush=True)
         return chunks
 
     def both(self, hit: Hit) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -96,7 +93,7 @@ def equal(
     """The row over all `hits`, or over those before the time was up. kind: of the instances, by their names' prefix. store: what makes
     a hit of `then`; where: what it does, in words."""
     suffix = f"_{kind}" if kind else ""
-    case, prefix = f"{fleet.integration}_equal{suffix}", f"{kind}_" if kind else ""
+    case, prefix = f"{fleet.rows}_equal{suffix}", f"{kind}_" if kind else ""
     pair = Pair(fleet, prefix)
     soil(pair.b, fleet, prompts)
     wrong: Counter[str] = Counter()
@@ -152,7 +149,7 @@ def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
         answers = [child.ask("generate", SECONDS, **asked, salt=name) for name, child in children.items()]
         same.append(len({said(answer) for answer in answers}) == 1 and not any(answer["cached"] for answer in answers))
     what = f"prompts that three instances compute alike without any cache, bit for bit; lengths {scale.few}"
-    return [fraction(f"{fleet.integration}_instances_agree{suffix}", same, what)]
+    return [fraction(f"{fleet.rows}_instances_agree{suffix}", same, what)]
 
 
 def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) -> list[Row]:
@@ -173,9 +170,9 @@ def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) ->
     lengths = f"lengths {scale.few}"
     what = f"prompts whose logprobs after a prefix-cache hit change with token 0 ({tokens}: the greedy tokens too); {lengths}"
     return [
-        fraction(f"{fleet.integration}_first_token_matters{suffix}", changed, what),
+        fraction(f"{fleet.rows}_first_token_matters{suffix}", changed, what),
         fraction(
-            f"{fleet.integration}_reference_repeats{suffix}",
+            f"{fleet.rows}_reference_repeats{suffix}",
             repeated,
             f"vLLM's own prefix-cache hit twice, bit for bit; {lengths}",
         ),
@@ -183,15 +180,24 @@ def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) ->
 
 
 def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
-    """One byte of the pool is flipped, and the comparison must see it; before and after it must see nothing."""
-    pair, memory, scale = Pair(fleet), fleet.helper(), fleet.scale
+    """One byte of the pool is flipped, and the comparison must see it; before and after it must see nothing.
+
+    In place a byte of each block of A's own KV cache: B's answer comes out of that.
+    """
+    pair, scale = Pair(fleet), fleet.scale
+    flips = pair.a if fleet.in_place else fleet.helper()
     hit = prompts.whole(scale.few[-1] if scale.few[-1] < 2048 else scale.few[2])
     fleet.pool.clear()
-    memory.ask("fill", value=POISON)
-    pair.store(hit)
-    where = memory.ask("written", value=POISON)[0]
-    # Slots begin on pages; V of a token's first head follows its K.
-    byte = {"id_": where["segment"], "offset": where["first"] // 4096 * 4096 + 2 * scale.model["head_dim"] + 1}
+    # V of a token's first head follows its K.
+    byte: dict[str, Any] = {"offset": 2 * scale.model["head_dim"] + 1}
+    if fleet.in_place:
+        pair.store(hit)
+    else:
+        flips.ask("fill", value=POISON)
+        pair.store(hit)
+        where = flips.ask("written", value=POISON)[0]
+        # Slots begin on pages.
+        byte = {"id_": where["segment"], "offset": where["first"] // 4096 * 4096 + byte["offset"]}
     expected, got = pair.both(hit)
 
     def verdict(answer: dict[str, Any]) -> str:
@@ -200,7 +206,7 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
         return "equal" if said(answer) == said(expected) else "different"
 
     def again(mask: int) -> str:
-        memory.ask("flip", **byte, mask=mask)
+        flips.ask("flip", **byte, mask=mask)
         pair.b.ask("reset")
         return verdict(pair.b.ask("generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS))
 
@@ -210,12 +216,11 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
         if caught != "equal" or after != "equal":
             break
     seen = f"{before} before, {caught} with it, {after} once it is undone"
-    what = f"a byte of layer 0 in the pool exclusive or 0x{mask:02x}: {seen}"
+    which = "a byte of each block of layer 0 in the owner's KV cache" if fleet.in_place else "a byte of layer 0 in the pool"
+    what = f"{which} exclusive or 0x{mask:02x}: {seen}"
     unseen = [f"0x{earlier:02x}" for earlier in MASKS[: MASKS.index(mask)]]
     what += f"; not seen: {', '.join(unseen)}" if unseen else ""
-    return [
-        fraction(f"{fleet.integration}_flipped_byte_caught", [(before, caught, after) == ("equal", "different", "equal")], what)
-    ]
+    return [fraction(f"{fleet.rows}_flipped_byte_caught", [(before, caught, after) == ("equal", "different", "equal")], what)]
 
 
 def restart(fleet: Fleet, prompts: Prompts) -> list[Row]:
@@ -243,31 +248,32 @@ def restart(fleet: Fleet, prompts: Prompts) -> list[Row]:
         f"vLLM killed with SIGKILL, ready again after {seconds:.0f} s, pool kept: the first request hits what the other instance stored, "
         f"the second what it stored itself; cached {cached} of {[theirs.cached, own.cached]} tokens, equal to the own prefix cache"
     )
-    return [fraction(f"{fleet.integration}_restart_hits", good, what)]
+    return [fraction(f"{fleet.rows}_restart_hits", good, what)]
 
 
 def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
-    """One instance on both GPUs: its own prefix-cache hit, then, its blocks overwritten, the pool's.
+    """One instance on both GPUs: its own prefix-cache hit, then, its blocks overwritten, the pool's. In place a second such instance reads
+    what the first still holds.
 
-    Whole hits alone: the reference is this very instance, and stores what it computes of a longer prompt.
+    Whole hits alone: the reference is the instance that computed them, and stores what it computes of a longer prompt.
     """
     child, scale = fleet.instance("tp2"), fleet.scale
+    reader = fleet.instance("tp2_b") if fleet.in_place else child
     hits = [prompts.whole(length) for length in scale.few * 2]
     fleet.pool.clear()
-    expected = []
+    expected, each = [], 1 if fleet.in_place else 2
     for hit in hits:
         child.ask("generate", SECONDS, tokens=hit.first, count=1)
         expected.append(reference(child, fleet, hit))
-    fleet.stored(2 * sum(len(hit.first) // scale.chunk for hit in hits))
-    child.ask("reset")
-    soil(child, fleet, prompts)
-    child.ask("reset")
+    fleet.stored(each * sum(len(hit.first) // scale.chunk for hit in hits), writer="tp2")
+    reader.ask("reset")
+    soil(reader, fleet, prompts)
+    reader.ask("reset")
     good, full = [], 0
     for hit, one in zip(hits, expected, strict=True):
-        got = child.ask("generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS)
+        got = reader.ask("generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS)
         full += got["cached"] == hit.cached
         good.append(got["cached"] == hit.cached and said(got) == said(one))
-    what = (
-        f"tensor parallel 2 on two GPUs, hits from the pool on overwritten blocks against the own prefix cache; {full} full hits"
-    )
-    return [fraction(f"{fleet.integration}_tp2_equal", good, what)]
+    where = "out of another such instance's KV cache" if fleet.in_place else "from the pool"
+    what = f"tensor parallel 2 on two GPUs, hits {where} on overwritten blocks against the own prefix cache; {full} full hits"
+    return [fraction(f"{fleet.rows}_tp2_equal", good, what)]

@@ -26,6 +26,7 @@ from vcache_backend.metadata_server.messages import ServerStats
 
 from ..mooncake_store import Depot
 from ..processes import HOST, PATIENT, Child, ChildFailed, MetadataServer, free_ports, module
+from ..results import Row, none
 from .instances import INSTANCES, KINDS, Spec
 from .scale import Scale
 from .settings import Integration, arguments, lmcache_file
@@ -34,6 +35,8 @@ from .weights import write_model
 START_SECONDS = 240.0
 STORE_POOLS = 2
 """The store holds as much as the pool of two instances."""
+OWNERS = 2
+"""In place, how many times as large as a reader's the KV cache of who computes is."""
 WRITTEN_SECONDS = 0.3
 SAVED = (b"saved AOT compiled function", b"Directly load AOT compilation")
 """What vLLM logs once there is compiled code that others can load."""
@@ -66,7 +69,8 @@ class Fleet:
 
     folder: logs and settings. cache: vLLM's compiled code and the models, kept for the next run. more: settings of vcache, by
     `vcache.SECTION.KEY`. integration: `lmcache`, vcache as a plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin
-    with it. isolated: an instance sees the GPU it computes on and no other, those with tensor parallelism excepted.
+    with it. isolated: an instance sees the GPU it computes on and no other, those with tensor parallelism excepted. in_place: nobody
+    lends the pool anything, others read vLLM's own KV cache; rows begin with `inplace`.
     """
 
     def __init__(
@@ -77,9 +81,14 @@ class Fleet:
         more: dict[str, str] | None = None,
         integration: str = "lmcache",
         isolated: bool = False,
+        in_place: bool = False,
     ) -> None:
         self.scale = msgspec.structs.replace(scale, whole_blocks=integration == "vllm")
+        if in_place:
+            self.scale = msgspec.structs.replace(self.scale, pool_bytes=0)
+            more = {"vcache.connector.share": "in_place", **(more or {})}
         self.folder, self._cache, self.integration, self._isolated = folder, cache, integration, isolated
+        self.in_place, self.rows = in_place, "inplace" if in_place else integration
         self._undo = ExitStack()
         # Not among the logs: those may be another run's too, and a journal beside the socket would bring its pool back.
         own = self._undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-vllm-"))
@@ -133,7 +142,11 @@ class Fleet:
             assert self.depot is not None
         if self._settings.of(spec):
             assert self.pool is not None
-        given = arguments(KINDS[spec.kind].of(self.scale), spec, self._model(spec.kind), self._settings)
+        scale = KINDS[spec.kind].of(self.scale)
+        if self.in_place and spec.gpu == 0:
+            # What its readers' own prefix caches cannot keep, who computes it must still have.
+            scale = msgspec.structs.replace(scale, kv_bytes=OWNERS * scale.kv_bytes)
+        given = arguments(scale, spec, self._model(spec.kind), self._settings)
         settings = json.dumps({"arguments": given, "dummy": given.get("load_format") == "dummy"})
         log = self.folder / f"{name}.log"
         # Of an earlier run with the same folder: its lines would say that the code is compiled.
@@ -215,24 +228,45 @@ class Fleet:
         assert self.server is not None
         return self._client
 
-    def chunks(self) -> int:
-        """Committed chunks in the pool."""
-        return self.pool.stats().chunks
+    def chunks(self, writer: str = "a") -> int:
+        """Committed chunks in the pool, in place those resident in instance `writer`."""
+        stats = self.pool.stats()
+        if not self.in_place:
+            return stats.chunks
+        child = self.instance(writer).pid
+        return sum(one.resident for one in stats.instances if not one.missing and descends(one.pid, child))
 
-    def stored(self, chunks: int, seconds: float = 5.0) -> bool:
-        """Wait until the pool holds so many."""
+    def stored(self, chunks: int, seconds: float = 5.0, writer: str = "a") -> bool:
+        """Wait until `chunks` says so many. ChildFailed where in place there is none at all: nothing is shared."""
         deadline = time.monotonic() + seconds
-        while self.chunks() < chunks:
+        while (found := self.chunks(writer)) < chunks:
             if time.monotonic() > deadline:
+                if self.in_place and not found:
+                    raise ChildFailed(f"{writer} shares nothing; instances: {self.pool.stats().instances}; {self._said(writer)}")
                 return False
             time.sleep(0.005)
         return True
 
+    def _said(self, name: str) -> str:
+        """What vcache has last said in an instance's log."""
+        lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
+        return " | ".join([line for line in lines if "vcache" in line.lower() and ("WARN" in line or "ERROR" in line)][-5:])
+
     def make_room(self, tokens: int) -> None:
-        """Empty the pool before it must evict: what is stored then would lie on the reader's own GPU."""
+        """Empty the pool before it must evict: what is stored then would lie on the reader's own GPU.
+
+        In place, forget what is resident: blocks that get a new owner take their chunks along, and nobody could count what is new.
+        """
         scale = self.scale
-        if (self.chunks() * scale.chunk + tokens) * scale.token_bytes > 0.8 * scale.pool_bytes:
+        if self.in_place or (self.chunks() * scale.chunk + tokens) * scale.token_bytes > 0.8 * scale.pool_bytes:
             self.pool.clear()
+
+    def copied(self) -> Row:
+        """In place nobody has anywhere to store to: chunks in the pool and its segments."""
+        stats = self.pool.stats()
+        held = ", ".join(f"{one.resident} in {one.id[:8]} on {one.device}" for one in stats.instances)
+        what = f"segments of the pool, and chunks copied into it: stores move no byte; resident chunks: {held or 'none'}"
+        return none(f"{self.rows}_pooled_chunks", "chunks", stats.chunks + len(stats.segments), what)
 
     def helper(self) -> Child:
         """The process that can touch the pool's memory, see `memory`."""
@@ -296,6 +330,16 @@ class Fleet:
         alone = self._isolated and spec.tensor_parallel == 1
         given["CUDA_VISIBLE_DEVICES"] = visible(spec.gpu).split(",")[0] if alone else visible(spec.gpu)
         return given | KINDS[spec.kind].environment
+
+
+def descends(pid: int, ancestor: int) -> bool:
+    """Whether process `pid` is `ancestor`, or was started by it, or by one that it started."""
+    while pid > 1 and pid != ancestor:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return pid == ancestor
 
 
 def visible(gpu: int) -> str:

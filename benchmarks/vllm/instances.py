@@ -111,6 +111,8 @@ INSTANCES = {
     "lm_b": Spec(variant="lmcache", gpu=1),
     "timed": Spec(variant="vcache", gpu=1, scheduler="probed"),
     "tp2": Spec(variant="vcache", gpu=0, tensor_parallel=2, scheduler="in_chunks"),
+    # The same GPUs the other way round: rank 0 reads from the other GPU, as do all.
+    "tp2_b": Spec(variant="vcache", gpu=1, tensor_parallel=2, scheduler="in_chunks"),
     "producer": Spec(variant="vcache", gpu=0, role="producer"),
     "consumer": Spec(variant="vcache", gpu=1, role="consumer"),
     **_trio("eager_", "eager"),

@@ -11,6 +11,7 @@ host. The row `4k_whole` shows such a prompt.
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,9 @@ MS = 1e3
 ALLOWED_MS = 2.0
 ALLOWED_COPY = 1.15
 VS_RECOMPUTE = {"4k": 4.0, "16k": 15.0, "32k": 30.0}
-TPOT = {"lmcache": 1.10, "vllm": 1.05}
+TPOT = {"lmcache": 1.10, "vllm": 1.05, "inplace": 1.03}
+MISS = {"inplace_16k": 1.003}
+"""What a miss may cost in place; else 1.01 for lengths in `VS_RECOMPUTE`."""
 LOAD = "16k"
 EVERY = 1.0
 OFTEN = 0.1
@@ -96,9 +99,9 @@ def _round(fleet: Fleet, prompt: list[int], name: str, samples: Samples, variant
     for variant in variants:
         writer, reader = SIDES[variant]
         fleet.make_room(len(prompt))
-        chunks = fleet.chunks() + len(prompt) // fleet.scale.chunk
+        chunks = fleet.chunks(writer) + len(prompt) // fleet.scale.chunk
         _ttft(fleet.instance(writer), prompt)
-        fleet.stored(chunks)
+        fleet.stored(chunks, writer=writer)
         seconds, cached = _ttft(fleet.instance(reader), prompt)
         if due - fleet.scale.chunk < cached:
             samples[variant, name].append(seconds)
@@ -116,7 +119,7 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str]) ->
     rows = []
     if not fleet.scale.cpu:
         what = "the copy engine between the two GPUs in this run"
-        rows.append(row(f"{fleet.integration}_copy_engine", "GB/s", speed, speed, what=what))
+        rows.append(row(f"{fleet.rows}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(short)}" if short else ""
     for name, length in _lengths(fleet).items():
         held = {
@@ -128,7 +131,7 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str]) ->
         for variant, values in held.items():
             if values:
                 what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
-                rows.append(row(f"{fleet.integration}_{variant}_ms_{name}", "ms", values, floor, what=what))
+                rows.append(row(f"{fleet.rows}_{variant}_ms_{name}", "ms", values, floor, what=what))
         if name in VS_RECOMPUTE and held["vcache"]:
             rows += _judged(fleet, name, held, floor, speed, missed)
     return rows
@@ -141,13 +144,13 @@ def _judged(fleet: Fleet, name: str, held: dict[str, list[float]], floor: float,
     ours = held["vcache"]
     sum_ = f"own prefix-cache hit {floor:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms"
     what = f"TTFT of a hit on the peer GPU; reference: {sum_}"
-    rows = [row(f"{fleet.integration}_ttft_{name}", "ms", ours, allowed, what=what + missed, at_most=1.0)]
-    against = "reference: a hit on the peer GPU through the pool"
+    rows = [row(f"{fleet.rows}_ttft_{name}", "ms", ours, allowed, what=what + missed, at_most=1.0)]
+    against = f"reference: a hit on the peer GPU {'in place' if fleet.in_place else 'through the pool'}"
     what, least = f"TTFT recomputing; {against}", VS_RECOMPUTE[name]
-    rows.append(row(f"{fleet.integration}_vs_recompute_{name}", "ms", held["recompute"], ours, what=what, at_least=least))
+    rows.append(row(f"{fleet.rows}_vs_recompute_{name}", "ms", held["recompute"], ours, what=what, at_least=least))
     if held["lmcache"]:
         what = f"TTFT of a hit on the peer GPU by our connector; reference: by LMCache and the plugin, same pool{missed}"
-        rows.append(row(f"{fleet.integration}_ttft_vs_lmcache_{name}", "ms", ours, held["lmcache"], what=what, at_most=1.0))
+        rows.append(row(f"{fleet.rows}_ttft_vs_lmcache_{name}", "ms", ours, held["lmcache"], what=what, at_most=1.0))
     return rows
 
 
@@ -165,14 +168,17 @@ def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -
                 seconds, cached = _ttft(children[which], prompts.new(fleet.scale.lengths[name]))
                 if turn and not cached:
                     samples[which].append(seconds * MS)
-        what = f"TTFT of a miss of {fleet.scale.lengths[name]} tokens with the pool on, stored as it goes; reference: vLLM alone"
-        limit = 1.01 if name in VS_RECOMPUTE else None
-        case = f"{fleet.integration}_miss_overhead_{name}"
+        how = "with its KV cache shared in place, nothing copied" if fleet.in_place else "with the pool on, stored as it goes"
+        what = f"TTFT of a miss of {fleet.scale.lengths[name]} tokens {how}; reference: vLLM alone"
+        limit = MISS.get(f"{fleet.rows}_{name}") if fleet.in_place else 1.01 if name in VS_RECOMPUTE else None
+        case = f"{fleet.rows}_miss_{'' if fleet.in_place else 'overhead_'}{name}"
         rows.append(row(case, "ms", samples["with"], samples["without"], what=what, at_most=limit))
+    if fleet.in_place:
+        return rows
     if judged := [each for each in rows if each.ok is not None]:
         worst = max(judged, key=lambda each: each.ratio)
         what = f"the worst of the lengths {[each.case.rpartition('_')[2] for each in judged]}: {worst.what}"
-        rows.append(msgspec.structs.replace(worst, case=f"{fleet.integration}_miss_overhead", what=what))
+        rows.append(msgspec.structs.replace(worst, case=f"{fleet.rows}_miss_overhead", what=what))
     return rows
 
 
@@ -184,16 +190,9 @@ def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     Windows with and without loads alternate. The loads take turns among as many prompts as B's own prefix cache cannot keep.
     """
     fleet.settle()
-    scale, a, b = fleet.scale, fleet.instance("a"), fleet.instance("b")
-    fleet.pool.clear()
+    scale, b = fleet.scale, fleet.instance("b")
     length = scale.lengths[LOAD]
-    held = scale.kv_bytes // scale.token_bytes // length
-    loads = [prompts.new(length) for _ in range(held + 2)]
-    for prompt in loads:
-        clock.check(40)
-        due = fleet.chunks() + length // scale.chunk
-        a.ask("generate", SECONDS, tokens=prompt, count=1)
-        fleet.stored(due)
+    loads = _held_by_a(fleet, clock, prompts, length)
     seconds = scale.decode_seconds
     # Contexts grow and steps with them, by a tenth in the time this takes: each kind has the same share of every part of it.
     order = [0.0, EVERY, OFTEN, OFTEN, EVERY, 0.0] * 2
@@ -210,17 +209,58 @@ def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     full = sum(cached == scale.hit(length) for _, cached in done)
     share = sum(len(result["beside"]) for result in of[EVERY]) / max(1, len(loaded))
     loads_ = f"{len(done)} loads of {length} tokens ({full} full hits), {share:.2%} of the gaps hold one"
-    return _gaps(fleet, quiet, loaded, often, beside, loads_)
+    rows = _gaps(fleet, quiet, loaded, often, beside, loads_)
+    return [*rows, _owner(fleet, clock, prompts, loads)] if fleet.in_place else rows
+
+
+def _held_by_a(fleet: Fleet, clock: Clock, prompts: Prompts, length: int) -> list[list[int]]:
+    """As many prompts as B's own prefix cache cannot keep, which A has computed and stored."""
+    scale, a = fleet.scale, fleet.instance("a")
+    fleet.pool.clear()
+    loads = [prompts.new(length) for _ in range(scale.kv_bytes // scale.token_bytes // length + 2)]
+    for prompt in loads:
+        clock.check(40)
+        due = fleet.chunks() + length // scale.chunk
+        a.ask("generate", SECONDS, tokens=prompt, count=1)
+        fleet.stored(due)
+    return loads
+
+
+def _owner(fleet: Fleet, clock: Clock, prompts: Prompts, loads: Sequence[list[int]]) -> Row:
+    """Gaps between the tokens of requests that run on A while B reads `loads` out of its KV cache, one a second; and while nobody does."""
+    scale, a, b = fleet.scale, fleet.instance("a"), fleet.instance("b")
+    windows = [{"seconds": scale.decode_seconds, "every": 0.0}]
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    cached: list[int] = []
+    for turn in range(8):
+        reads = turn % 4 in (1, 2)
+        clock.check(20)
+        running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
+        a.send("decode", prompts=running, count=scale.max_model_len - scale.decode_prompt - 1, windows=windows, loads=[])
+        until = time.monotonic() + scale.decode_seconds
+        while reads and (due := time.monotonic()) < until:
+            cached.append(_ttft(b, loads[len(cached) % len(loads)])[1])
+            time.sleep(max(0.0, min(due + EVERY, until) - time.monotonic()))
+        (window,) = a.answer(60 + 20 * scale.decode_seconds)
+        gaps[reads] += [MS * gap for gap in window["gaps"]]
+    full = sum(one == scale.hit(len(loads[0])) for one in cached)
+    who = f"gaps between tokens of {scale.running} running requests"
+    reads_ = f"{len(cached)} reads of {len(loads[0])} tokens ({full} full hits)"
+    what = f"p99 of {who} while another instance reads this one's KV cache once a second: {reads_}; reference: nobody reads"
+    calm = percentile(gaps[False], 99)
+    case = f"{fleet.rows}_tpot_p99_owner"
+    return row(case, "ms", percentile(gaps[True], 99), calm, what=what, at_most=TPOT["inplace"], runs=len(gaps[True]))
 
 
 def _gaps(
     fleet: Fleet, quiet: list[float], loaded: list[float], often: list[float], beside: list[float], loads: str
 ) -> list[Row]:
-    case, most, unit = f"{fleet.integration}_tpot", TPOT[fleet.integration], "ms"
+    case, most, unit = f"{fleet.rows}_tpot", TPOT[fleet.rows], "ms"
     calm = percentile(quiet, 99)
     who = f"gaps between tokens of {fleet.scale.running} running requests"
     what = f"p99 of {who} while another loads from the peer GPU once a second: {loads}; reference: none loads"
-    rows = [row(f"{case}_p99", unit, percentile(loaded, 99), calm, what=what, at_most=most, runs=len(loaded))]
+    judged = f"{case}_p99{'_reader' if fleet.in_place else ''}"
+    rows = [row(judged, unit, percentile(loaded, 99), calm, what=what, at_most=most, runs=len(loaded))]
     means = statistics.fmean(loaded), statistics.fmean(quiet)
     rows.append(row(f"{case}_mean", unit, *means, what=f"mean of the same {who}", runs=len(loaded)))
     if often:

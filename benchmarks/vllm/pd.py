@@ -5,6 +5,8 @@ to both at the same instant (`together`); to the consumer once the producer has 
 off (`prefill`); to the consumer with the pool off (`alone`). Time to first token runs from that instant to the token of whoever
 answers. What comes out after `together` is compared with what the producer says of the same prompt from vLLM's own prefix cache.
 
+In place nobody can wait for what is announced: there is no `together`, and the consumer takes what it finds once the producer has answered.
+
 Prompts end 8 tokens after their last whole chunk, fewer than a block: so both compute the same last tokens in a step of the same shape.
 """
 
@@ -64,6 +66,14 @@ def in_turn(here: Pair, prompt: list[int]) -> Taken:
     return Taken(answer["first"] - when, answer)
 
 
+def taken(here: Pair, prompt: list[int]) -> Taken:
+    """As `in_turn`, and the consumer takes what it finds then."""
+    when = time.perf_counter() + SOON
+    here.producer.ask("at", ANSWER_SECONDS, when=when, tokens=prompt, count=1, vcache={})
+    answer = here.consumer.ask("at", ANSWER_SECONDS, when=0, tokens=prompt, count=NEW_TOKENS, vcache={})
+    return Taken(answer["first"] - when, answer)
+
+
 def _off(instance: Child, prompt: list[int]) -> Taken:
     """One instance computes the prompt itself, and the pool has no part in it."""
     when = time.perf_counter() + SOON
@@ -79,6 +89,9 @@ WAYS: dict[str, Callable[[Pair, list[int]], Taken]] = {
 }
 
 
+IN_PLACE = {"in_turn": taken, "prefill": WAYS["prefill"], "alone": WAYS["alone"]}
+
+
 class Samples:
     """What the rounds gave. seconds: by way. full: whether all whole chunks came from the pool. equal: whether the tokens are right.
     left: chunks in the pool that `consume_once` should have taken out."""
@@ -91,7 +104,8 @@ class Samples:
 
     def add(self, fleet: Fleet, here: Pair, prompts: Prompts, length: int, turn: int) -> None:
         """One round, each time beginning with another way."""
-        ways = itertools.islice(itertools.cycle(WAYS.items()), turn % len(WAYS), turn % len(WAYS) + len(WAYS))
+        known = IN_PLACE if fleet.in_place else WAYS
+        ways = itertools.islice(itertools.cycle(known.items()), turn % len(known), turn % len(known) + len(known))
         for name, way in list(ways):
             prompt = prompts.new(length + TAIL)
             taken = way(here, prompt)
@@ -104,7 +118,7 @@ class Samples:
             if not (self.full[-1] and self.equal[-1]):
                 same = "equal" if self.equal[-1] else "differ"
                 print(f"  {name}: {taken.answer['cached']} of {length} tokens came from the pool, tokens {same}", flush=True)
-            self.left.append(fleet.chunks())
+            self.left.append(0 if fleet.in_place else fleet.chunks())
             if self.left[-1]:
                 fleet.pool.clear()
 
@@ -122,11 +136,11 @@ def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int) -> li
             break
         clock.check(10)
         samples.add(fleet, here, prompts, length, turn)
-    return rows(samples, length, length * fleet.scale.token_bytes, speed)
+    return rows(samples, length, length * fleet.scale.token_bytes, speed, "inplace_" if fleet.in_place else "")
 
 
-def rows(samples: Samples, length: int, nbytes: int, speed: float) -> list[Row]:
-    """length: tokens that go through the pool, `nbytes` of KV. speed: the copy engine's, in GB/s."""
+def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str = "") -> list[Row]:
+    """length: tokens that go through the pool, `nbytes` of KV. speed: the copy engine's, in GB/s. prefix: of the rows' names."""
     ms = {name: [1e3 * value for value in values] for name, values in samples.seconds.items()}
     computed = statistics.median(ms["prefill"])
     allowed = computed + nbytes / speed / 1e6 * ALLOWED_COPY + ALLOWED_MS
@@ -134,18 +148,23 @@ def rows(samples: Samples, length: int, nbytes: int, speed: float) -> list[Row]:
     prompt = f"a prompt of {length} + {TAIL} tokens"
     against = "reference: the producer's prefill with the pool off"
     answers = f"answers of {NEW_TOKENS} tokens by the consumer"
-    said = f"from handing {prompt} to producer and consumer until the consumer's first token; reference: {sum_}"
+    judged = "together" if "together" in ms else "in_turn"
+    said = f"from handing {prompt} to producer and consumer, {judged}, until the consumer's first token; reference: {sum_}"
     whats = {
         "prefill": f"TTFT of {prompt} at the producer, the pool off",
         "alone": f"TTFT of {prompt} at the consumer, the pool off; {against}",
         "in_turn": f"TTFT, the consumer asked after the producer; {against}",
         "together": f"TTFT, both asked at the same instant; {against}",
     }
-    return [
-        row("pd_copy_engine", "GB/s", speed, speed, what="the copy engine between the two GPUs in this run"),
-        *(row(f"pd_{way}_ms_16k", "ms", ms[way], computed, what=what) for way, what in whats.items()),
-        row("pd_ttft_16k", "ms", ms["together"], allowed, what=said, at_most=1.0),
-        fraction("pd_full_hits", samples.full, f"{answers} for which every whole chunk came from the pool"),
-        fraction("pd_equal", samples.equal, f"{answers} whose tokens are the producer's from vLLM's own prefix cache"),
-        fraction("pd_consumed", [not left for left in samples.left], "requests with consume_once that left no chunk in the pool"),
+    name = f"{prefix}pd"
+    found = [
+        row(f"{name}_copy_engine", "GB/s", speed, speed, what="the copy engine between the two GPUs in this run"),
+        *(row(f"{name}_{way}_ms_16k", "ms", ms[way], computed, what=what) for way, what in whats.items() if way in ms),
+        row(f"{name}_ttft_16k", "ms", ms[judged], allowed, what=said, at_most=1.0),
+        fraction(f"{name}_full_hits", samples.full, f"{answers} for which every whole chunk came from the producer"),
+        fraction(f"{name}_equal", samples.equal, f"{answers} whose tokens are the producer's from vLLM's own prefix cache"),
     ]
+    if judged == "together":
+        consumed = [not left for left in samples.left]
+        found.append(fraction(f"{name}_consumed", consumed, "requests with consume_once that left no chunk in the pool"))
+    return found

@@ -38,9 +38,12 @@ LAST = ("request_finished", "request_finished_all_groups")
 
 
 class Probe:
-    """Wraps a connector's methods; all calls come from the scheduler's one thread. connector: None where there is none."""
+    """Wraps a connector's methods; all calls come from the scheduler's one thread. connector: None where there is none.
 
-    def __init__(self, connector: Any) -> None:
+    pool: vLLM's `BlockPool`. Where the connector watches it, what that adds to `get_new_blocks` counts as a method called once a step.
+    """
+
+    def __init__(self, connector: Any, pool: Any = None) -> None:
         self._timed: dict[str, tuple[Path, dict[str, float]]] = {}
         self._lose: dict[str, dict[str, Any]] = {}
         self._due: list[tuple[dict[str, Any], int]] = []
@@ -49,6 +52,18 @@ class Probe:
         for name in (*OF_A_REQUEST, *OF_A_STEP):
             if hasattr(connector, name) and name != inner:
                 setattr(connector, name, self._wrapped(name, getattr(connector, name)))
+        watcher = getattr(getattr(pool, "get_new_blocks", None), "__self__", pool)
+        if watcher is not pool:
+            inner_get, inside = watcher._get, [0.0]
+
+            def get(*args: Any) -> Any:
+                started = time.perf_counter()
+                blocks = inner_get(*args)
+                inside[0] += time.perf_counter() - started
+                return blocks
+
+            watcher._get = get
+            pool.get_new_blocks = self._watched(pool.get_new_blocks, inside)
 
     def take(self, request: str, asked: dict[str, Any]) -> None:
         """A request has come, with these `extra_args`."""
@@ -90,6 +105,19 @@ class Probe:
             if name in LAST:
                 self._ended(request)
             return result
+
+        return called
+
+    def _watched(self, get_new_blocks: Any, inside: list[float]) -> Any:
+        """`get_new_blocks`, its seconds added to all who asked, but for those `inside` vLLM's own."""
+
+        def called(*args: Any) -> Any:
+            started, inside[0] = time.perf_counter(), 0.0
+            blocks = get_new_blocks(*args)
+            seconds = time.perf_counter() - started - inside[0]
+            for _, spent in self._timed.values():
+                spent["get_new_blocks"] += seconds
+            return blocks
 
         return called
 

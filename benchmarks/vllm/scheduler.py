@@ -57,10 +57,11 @@ class _Probed:
     """Mixed into a scheduler."""
 
     connector: Any
+    kv_cache_manager: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._probe = Probe(self.connector)
+        self._probe = Probe(self.connector, self.kv_cache_manager.block_pool)
 
     def add_request(self, request: Any) -> None:
         self._probe.take(request.request_id, _asked(request))

@@ -37,7 +37,7 @@ def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
                 fleet.pool.clear()
                 asked = [prompts.new(scale.lengths[name]) for _ in range(count + 1)]
                 for prompt in asked if kind == "hit" else ():
-                    due = fleet.chunks() + len(prompt) // scale.chunk
+                    due = fleet.chunks("a") + len(prompt) // scale.chunk
                     a.ask("generate", SECONDS, tokens=prompt, count=1)
                     fleet.stored(due)
                 file.unlink(missing_ok=True)
@@ -47,11 +47,11 @@ def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
                 due_tokens = scale.hit(scale.lengths[name]) if kind == "hit" else 0
                 right = sum(answer["cached"] == due_tokens for answer in answers)
                 what = f"{kind} of {scale.lengths[name]} tokens beside {beside} running requests ({right} of {len(answers)} were)"
-                rows.append(_row(f"vllm_scheduler_us_{name}_{kind}_{beside}_running", file, what))
+                rows.append(_row(f"{fleet.rows}_scheduler_us_{name}_{kind}_{beside}_running", file, what))
     worst = max(rows, key=lambda each: each.value)
     what = f"scheduler's time in our connector a request, the worst median of all lengths, hits and misses; {worst.what}"
     judged = msgspec.structs.replace(
-        worst, case="vllm_scheduler_us", what=what, limit=f"<= {ALLOWED_US:g} us", ok=worst.value <= ALLOWED_US
+        worst, case=f"{fleet.rows}_scheduler_us", what=what, limit=f"<= {ALLOWED_US:g} us", ok=worst.value <= ALLOWED_US
     )
     return [*rows, judged]
 

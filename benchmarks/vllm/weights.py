@@ -23,6 +23,19 @@ def scale_weights(model: Any) -> int:
     return sum(1 for _ in model.parameters())
 
 
+def flip_kv(worker: Any, offset: int, mask: int) -> None:
+    """In vLLM's worker: byte `offset` of every block of the first layer, exclusive or `mask`."""
+    import torch
+
+    cache = worker.model_runner.kv_caches[0]
+    numbers = cache.view(torch.uint8)
+    page = numbers[0].numel()
+    bytes_ = numbers.as_strided((numbers.shape[0], page), (numbers.stride(0), 1), numbers.storage_offset())
+    bytes_[:, offset] ^= mask
+    if cache.is_cuda:
+        torch.cuda.synchronize(cache.device)
+
+
 def write_model(folder: Path, scale: Scale) -> Path:
     """A folder that vLLM takes for the model: `config.json` alone for dummy weights; the tiny Llama brings its own.
 
