@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
-from vllm_cases import BLOCK, Instance, Node, Prompt, missing, new_tokens
+from vllm_cases import BLOCK, START_SECONDS, Instance, Node, Prompt, beside_vllm, missing, new_tokens
+from vllm_models import TOKEN_BYTES
 from vllm_sources import FILES, differences
 
 from vcache_backend.integration.vllm import exportable
@@ -115,6 +116,26 @@ def refusals(serving: Any) -> dict[str, str | None]:
     }
 
 
+def start_and_fail(serving: Any, arguments: dict[str, Any]) -> tuple[str, list[int]]:
+    """Start a vLLM before 0.31 that cannot make its KV cache; what it says, and torch's modes before and after the connector's end."""
+    import vllm
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def fail(*given: Any, **more: Any) -> None:
+        raise MemoryError("no KV cache today")
+
+    exportable.KNOWN = dict.fromkeys(exportable.KNOWN, False)
+    GPUModelRunner.initialize_kv_cache_tensors = fail
+    try:
+        vllm.LLM(**arguments)
+    except MemoryError as error:
+        before = torch._C._len_torch_function_stack()
+        get_kv_transfer_group().shutdown()
+        return str(error), [before, torch._C._len_torch_function_stack()]
+    raise AssertionError("vLLM started")
+
+
 # ---- in the test's
 
 
@@ -204,6 +225,20 @@ def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(alone:
         assert line.startswith(expected[name])
         assert line.endswith("; or set connector.share: pool")
         assert "\n" not in line
+
+
+def test_a_vllm_that_does_not_start_leaves_torch_as_it_was(here: Node) -> None:
+    arguments = {
+        "model": str(here.model),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "kv_cache_memory_bytes": 64 * BLOCK * TOKEN_BYTES,
+        "max_model_len": 1024,
+        "kv_transfer_config": here.transfer({"connector": {"share": "in_place"}}),
+    }
+    with beside_vllm() as worker:
+        assert worker.ask(start_and_fail, arguments, seconds=START_SECONDS) == ("no KV cache today", [1, 0])
 
 
 def package() -> Path:

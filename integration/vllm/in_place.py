@@ -40,7 +40,7 @@ class InPlace:
 
     def export(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM has made its KV cache. Raises LayoutError, SegmentError: others could not read it."""
-        self._regions = [Region(*region) for region in self.exporter.regions(kv_caches)]
+        self._regions = self.exporter.regions(kv_caches)
 
     def open(self, session: Session, kv: PagedKV) -> None:
         """The worker has joined the pool, and this is its KV cache. Raises LayoutError."""

@@ -243,6 +243,9 @@ class WorkerSide:
     def close(self) -> None:
         """Let copies end, and leave the pool; the chunks stay there."""
         worker, self._worker = self._worker, None
+        if self.in_place is not None:
+            # vLLM may end before it has made its KV cache.
+            self.in_place.exporter.close()
         if worker is None:
             return
         deadline = time.monotonic() + CLOSE_SECONDS
