@@ -107,7 +107,10 @@ def _torch_allocator(allocate: int | None, free: int | None) -> Any:
     make = getattr(torch._C, "_cuda_customAllocator", None)
     if make is None:
         raise SegmentError(f"torch {torch.__version__} takes no memory from others")
-    return make(allocate, free)
+    made = make(allocate, free)
+    # torch's pools hold it, but in older releases by a plain pointer, and free through it to the end.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+    return made
 
 
 def _make(driver: Driver, ordinal: int, nbytes: int) -> _Piece:
