@@ -332,6 +332,10 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
     reader.finish(request)
     reader.flush()
     again = owner.add(tokens)
+    assert owner.half.matched(again, 0)[0] == 3 * CHUNK, "the reader's, not its own"
+    assert {name for name, *_ in owner.half._requests[again.request_id].answer.residents.values()} == {
+        reader.half.publications.instance
+    }
     assert owner.step().loads == []
     owner.finish(again)
     assert owner.scheduler.reset_prefix_cache()

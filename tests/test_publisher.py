@@ -1,0 +1,131 @@
+"""What a worker tells the server of its KV cache: behind the step that wrote it, in order, and again to a server that has lost it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_cases import Node, node
+from neighbour_cases import EACH, HOST, NAMESPACE, SharedCache, instance
+from processes import QUICK, SECONDS, eventually
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Found
+from vcache_backend.resident.exported import Shown, cache_shape
+from vcache_backend.resident.generations import Generations
+from vcache_backend.transfer.publisher import Publication, Publisher
+from vcache_backend.transfer.stats import EngineStats
+
+NAME = instance(7)
+
+
+class Step:
+    """A step's work, over when a test says so. failed: on the device."""
+
+    def __init__(self, over: bool = True) -> None:
+        self.over, self.failed, self.looks = over, False, 0
+
+    def reached(self) -> bool:
+        self.looks += 1
+        if self.failed:
+            raise VCacheError("the device failed")
+        return self.over
+
+
+class Owner:
+    """A scheduler that joins when a test wants it to, and a worker with its publisher; all in this process."""
+
+    def __init__(self, here: Node) -> None:
+        self.scheduler, self.client, cache = Client(here.path, QUICK), Client(here.path, QUICK), SharedCache()
+        self.table = Generations(NAME, cache.sizes.blocks)
+        self.stats = EngineStats()
+        self.shown = Shown(self.client, NAME, 0, cache_shape(cache.kv, cache.regions, HOST), cache.regions)
+        self.publisher = Publisher(self.client, self.stats, NAME, EACH)
+
+    def join(self) -> None:
+        self.scheduler.join(NAME, NAMESPACE, self.table.blocks, 1, EACH, self.table.fd)
+
+    def publish(self, number: int, step: Step, sequence: int = 1) -> None:
+        """Chunk `number`, in blocks of its own."""
+        blocks = [2 * number, 2 * number + 1]
+        generations = self.table.counters[blocks].astype("<u8").tobytes()
+        self.publisher.submit(Publication([key(number)], np.array(blocks, dtype="<u4").tobytes(), generations, sequence), step)
+
+    def found(self, *numbers: int) -> list[bool]:
+        """Which of the chunks others find, each asked for by itself."""
+        answers: list[Found] = [self.scheduler.find([key(number)]) for number in numbers]
+        return [bool(answer.residents and answer.residents[0]) for answer in answers]
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.shown.close()
+        self.table.close()
+        for client in (self.client, self.scheduler):
+            client.close()
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(NAMESPACE + bytes([number]) * (KEY_BYTES - len(NAMESPACE) - 2) + b"\0\0")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Node]:
+    with node(tmp_path, QUICK) as made:
+        made.serve()
+        yield made
+
+
+@pytest.fixture
+def owner(here: Node) -> Iterator[Owner]:
+    made = Owner(here)
+    yield made
+    made.close()
+
+
+def test_nothing_is_told_before_the_step_that_wrote_it_is_over(owner: Owner) -> None:
+    owner.join()
+    running = Step(over=False)
+    owner.publish(1, running)
+    owner.publish(2, Step())
+    eventually(lambda: running.looks > 100)
+    assert owner.found(1, 2) == [False, False], "in their order"
+    running.over = True
+    assert owner.publisher.flush(SECONDS)
+    assert owner.found(1, 2) == [True, True]
+
+
+def test_a_step_that_failed_publishes_nothing_and_holds_nothing_up(owner: Owner) -> None:
+    owner.join()
+    broken = Step()
+    broken.failed = True
+    owner.publish(1, broken)
+    owner.publish(2, Step())
+    assert owner.publisher.flush(SECONDS)
+    assert owner.found(1, 2) == [False, True]
+
+
+def test_what_was_told_before_the_scheduler_had_joined_is_told_again(owner: Owner) -> None:
+    owner.publish(1, Step())
+    assert owner.publisher.flush(SECONDS)
+    owner.join()
+    eventually(lambda: owner.found(1) == [True])
+
+
+def test_the_next_server_is_told_of_what_is_still_there(here: Node, owner: Owner) -> None:
+    """Not of what was handed out since."""
+    owner.join()
+    for number, sequence in ((1, 1), (2, 2), (3, 2)):
+        owner.publish(number, Step(), sequence)
+    assert owner.publisher.flush(SECONDS)
+    assert owner.found(1, 2, 3) == [True] * 3
+    owner.scheduler.on_return.append(owner.join)
+    before = owner.scheduler.epoch
+    here.server.kill()
+    owner.table.change([4])
+    here.serve()
+    eventually(lambda: owner.scheduler.connected and owner.scheduler.epoch != before)
+    eventually(lambda: owner.found(1, 3) == [True, True])
+    assert owner.found(2) == [False]
