@@ -16,6 +16,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Found
 from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations
+from vcache_backend.transfer import courier
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.stats import EngineStats
 
@@ -95,6 +96,16 @@ def test_nothing_is_told_before_the_step_that_wrote_it_is_over(owner: Owner) -> 
     running.over = True
     assert owner.publisher.flush(SECONDS)
     assert owner.found(1, 2) == [True, True]
+
+
+def test_what_can_be_read_is_told_at_once(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Letters that are not urgent may wait; whoever is asked next looks for these chunks."""
+    monkeypatch.setattr(courier, "LATER_SECONDS", 10 * SECONDS)
+    owner = Owner(here)
+    owner.join()
+    owner.publish(1, Step())
+    eventually(lambda: owner.found(1) == [True])
+    owner.close()
 
 
 def test_a_step_that_failed_publishes_nothing_and_holds_nothing_up(owner: Owner) -> None:

@@ -89,6 +89,10 @@ class Publisher(Courier):
     def _has_work(self) -> bool:
         return bool(self._queue) or self._tries == MOST_TRIES or super()._has_work()
 
+    def _hurries(self) -> bool:
+        """Whoever is asked after this instance has answered looks for what it has computed at once."""
+        return bool(self._queue) or super()._hurries()
+
     def _work(self) -> None:
         super()._work()
         if self._tries:
