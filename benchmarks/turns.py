@@ -9,9 +9,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from vcache_backend.errors import VCacheError
@@ -19,6 +20,7 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.link import ServerLink
+from vcache_backend.resident.generations import Generations
 from vcache_backend.vram_pool import segment
 from vcache_backend.vram_pool.devices import Device
 
@@ -159,6 +161,28 @@ def _clear(client: Client, path: Path, end: float, number: int) -> None:
             client.drop_segment(owned.info.id)
 
 
+def _reside(client: Client, path: Path, end: float, number: int) -> None:
+    """An instance of a million blocks, which publishes as much as a message takes in other blocks each time, asks for as many keys as it
+    may, takes all back now and then, and hangs up."""
+    each, keys, most = 16, [key(n) for n in range(m.MAX_KEYS)], m.MAX_PUBLISHED
+    instance, blocks = os.urandom(m.INSTANCE_BYTES), m.MAX_BLOCKS // 2
+    shape = m.CacheShape("host", "host", "x", 4096, 1, 1, 1, 16, 4096, [(0, 0)], [4096])
+    with closing(Generations(instance, blocks)) as table, segment.create(Device("host", "host"), 4096) as memory:
+        client.join(instance, key(0)[: m.NAMESPACE_BYTES], blocks, 1, each, table.fd)
+        client.show_cache(instance, 0, shape)
+        client.show_region(instance, 0, 0, memory.fd)
+        for turn in range(200):
+            if time.monotonic() > end:
+                return
+            first = turn * most * each % (blocks - most * each)
+            numbers = struct.pack(f"<{most * each}I", *range(first, first + most * each))
+            start = turn % 4 * most
+            client.publish(instance, turn, keys[start : start + most], numbers, os.urandom(8 * most * each))
+            client.find(keys)
+            if turn % 50 == 49:
+                client.retract(instance, turn)
+
+
 def _hello(client: Client, path: Path, end: float, number: int) -> None:
     """Connections that come, say half of something, and go."""
     link = ServerLink()
@@ -175,4 +199,5 @@ ATTACKS: dict[str, Callable[[Client, Path, float, int], None]] = {
     "squat": _squat,
     "clear": _clear,
     "hello": _hello,
+    "reside": _reside,
 }

@@ -49,6 +49,7 @@ join(client, A)
 show(client, A)
 publish(client, A, keys(3))
 """
+WORK = OWNER.replace("join(client, A)\nshow(client, A)", "show(client, A, regions=2)") + 'print("shown"); time.sleep(60)'
 OWN = OWNER + 'print("shown"); time.sleep(60)'
 OWN_AND_LEAVE_A_CHILD = (
     OWNER
@@ -258,6 +259,21 @@ def test_with_its_owner_goes_an_instance_and_the_server_keeps_nothing_of_its_mem
     eventually(lambda: found(reader) == memories(server) == 0)
     assert select.select([pidfd], [], [], 20)[0]
     os.close(pidfd)
+
+
+def test_with_a_worker_goes_its_memory_though_its_scheduler_and_the_other_workers_stay(
+    alone: Stage, server: Child, reader: Client
+) -> None:
+    scheduler, other = alone.client(), alone.client()
+    join(scheduler, A, ranks=2)
+    show(other, A, 1, regions=3)
+    publish(other, A, keys(3, rank=1))
+    worker = alone.script(WORK)
+    worker.expect("shown")
+    assert (found(reader, 3, 2), memories(server)) == (3, 6)
+    worker.signal(signal.SIGKILL)
+    eventually(lambda: memories(server) == 4)
+    assert (found(reader, 3, 2), reader.stats().instances[0].missing) == (0, "rank 0")
 
 
 def test_a_child_that_holds_its_dead_owner_s_connection_holds_no_instance(alone: Stage, server: Child, reader: Client) -> None:

@@ -224,9 +224,9 @@ class Instances:
         for instance, rank in self._parts.pop(client.id, ()):
             known = self._of[instance]
             part = known.table if rank == SCHEDULER else known.caches[rank]
-            if part is not None and part.peer is client:
-                part.gone()
-                self._changed(instance)
+            assert part is not None
+            part.gone()
+            self._changed(instance)
 
     def process_gone(self, process: ProcessId) -> None:
         """The process has ended, though a child of it may hold its connection open."""
