@@ -164,7 +164,8 @@ def _clear(client: Client, path: Path, end: float, number: int) -> None:
 def _reside(client: Client, path: Path, end: float, number: int) -> None:
     """An instance of a million blocks, which publishes as much as a message takes in other blocks each time, asks for as many keys as it
     may, takes all back now and then, and hangs up."""
-    each, keys, most = 16, [key(n) for n in range(m.MAX_KEYS)], m.MAX_PUBLISHED
+    each, most = 16, m.MAX_PUBLISHED
+    keys = [m.ChunkKey(key(n)[: -m.RANK_BYTES] + bytes(m.RANK_BYTES)) for n in range(m.MAX_KEYS)]
     instance, blocks = os.urandom(m.INSTANCE_BYTES), m.MAX_BLOCKS // 2
     shape = m.CacheShape("host", "host", "x", 4096, 1, 1, 1, 16, 4096, [(0, 0)], [4096])
     with closing(Generations(instance, blocks)) as table, segment.create(Device("host", "host"), 4096) as memory:
