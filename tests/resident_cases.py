@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
-from vcache_backend.transfer.resident import ResidentChunk
+from vcache_backend.transfer.resident import ResidentChunk, UInt64s
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool import devices, segment
@@ -95,6 +96,24 @@ class Owner:
         """Another request gets this block, and writes it."""
         self.compute(torch.arange(self.size) + 77_000_000, [block])
 
+    def churn(self, published: Path, late: bool = False) -> int:
+        """Use blocks again and again, and note each in the file `published` once it is written, until the file's last number is not 0.
+        late: a planted bug, the generation changes after the write. How many times."""
+        notes, random, times = shared_numbers(published), np.random.default_rng(1), 0
+        while not notes[-1]:
+            block = int(random.integers(self.table.blocks))
+            after = int(self.table.counters[block]) + 2
+            if not late:
+                self.table.change([block])
+            notes[block] = 0
+            self.cache.fill(written(block, after, self.size), self.slots([block]))
+            if late:
+                time.sleep(0.002)
+                self.table.change([block])
+            notes[block] = after
+            times += 1
+        return times
+
     def give_up(self) -> None:
         self.table.give_up()
 
@@ -106,6 +125,16 @@ class Owner:
             os.close(region.fd)
 
 
+def written(block: int, generation: int, size: int) -> torch.Tensor:
+    """The tokens whose KV a block holds that is used for the so-manieth time."""
+    return torch.arange(size) + block * 4_000_000 + generation * size
+
+
+def shared_numbers(path: Path) -> UInt64s:
+    """As many as fit into the file, for several processes."""
+    return np.memmap(path, dtype=np.uint64, mode="r+")
+
+
 def owner(here: Node, name: int = 1, **more: Any) -> Owner:
     """In this process."""
     made = Owner(here.path, PATIENT, name, **more)
@@ -113,11 +142,11 @@ def owner(here: Node, name: int = 1, **more: Any) -> Owner:
     return made
 
 
-def owner_process(here: Node, name: int = 1, device: str = "host") -> Worker:
+def owner_process(here: Node, name: int = 1, device: str = "host", sizes: Sizes = SMALL) -> Worker:
     """An `Owner` in a process of its own."""
     home, patience = nursery("resident_cases"), 120.0 if device.startswith("cuda") else 2 * SECONDS
     made = Worker(
-        *(home, Owner, here.path, PATIENT, name, SMALL, 1, device),
+        *(home, Owner, here.path, PATIENT, name, sizes, 1, device),
         name=f"owner {name}",
         patience=patience,
         start_seconds=patience,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from engine_cases import Node, node
-from kv_cases import CHUNK, prompt
+from kv_cases import CHUNK, SMALL, prompt
+from neighbour_cases import instance
 from processes import QUICK, eventually
-from resident_cases import Reader, kv_mapped, owner, owner_process
+from resident_cases import Reader, kv_mapped, owner, owner_process, shared_numbers, written
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.resident.neighbours import Neighbour
@@ -203,6 +207,64 @@ def test_of_a_block_that_is_used_again_while_it_is_read_nothing_counts_and_what_
     assert reader.loaded(tokens, there) == (block // 2, "changed")
     assert reader.stats["refused"] == 4 - block // 2
     assert reader.session.stats.snapshot()["failures"] == {}
+
+
+class Churn:
+    """An owner in another process that uses its 128 blocks again and again, and a reader."""
+
+    def __init__(self, here: Node, folder: Path, late: bool) -> None:
+        self.held = self.refused = self.wrong = 0
+        path = folder / "published"
+        path.write_bytes(bytes(8 * 129))
+        self.published, self._random = shared_numbers(path), np.random.default_rng(2)
+        self.owner, self._reader = owner_process(here, sizes=SMALL._replace(blocks=128)), Reader(here)
+        self._reader.knows(1)
+        # A copy of a thousand chunks takes as long.
+        self._reader.copier.half_way = lambda: time.sleep(0.005)
+        self.owner.tell("churn", path, late)
+
+    def read(self) -> None:
+        """Some chunks of what was published."""
+        published = np.array(self.published)
+        there = np.flatnonzero(published[:128])
+        if len(there) < 64:
+            return
+        reader, ids = self._reader, self._random.permutation(there)[:16].astype(np.uint32)
+        now = published[ids]
+        tokens = torch.cat([written(int(block), int(generation), 16) for block, generation in zip(ids, now, strict=True)])
+        load = reader.load(tokens, {n: ResidentChunk(instance(1), ids[2 * n :][:2], now[2 * n :][:2]) for n in range(8)})
+        load.run(10)
+        self.held += load.loaded
+        self.refused += load.cause == "changed"
+        self.wrong += reader.cache.wrong(tokens[: load.loaded * CHUNK], reader.slots(len(tokens))[: load.loaded * CHUNK]) > 0
+
+    def stop(self) -> None:
+        self.published[128] = 1
+        assert self.owner.answer()
+
+
+def test_beside_an_owner_that_uses_its_blocks_again_all_the_time_nothing_that_counts_is_wrong(here: Node, tmp_path: Path) -> None:
+    churn = Churn(here, tmp_path, late=False)
+
+    def seen() -> bool:
+        churn.read()
+        return churn.wrong > 0 or (churn.held >= 200 and churn.refused >= 10)
+
+    eventually(seen, 60)
+    churn.stop()
+    assert churn.wrong == 0
+
+
+def test_an_owner_that_changed_the_generation_only_after_the_write_would_be_found_out(here: Node, tmp_path: Path) -> None:
+    """The test before this one sees it."""
+    churn = Churn(here, tmp_path, late=True)
+
+    def seen() -> bool:
+        churn.read()
+        return churn.wrong > 0
+
+    eventually(seen, 60)
+    churn.stop()
 
 
 def test_without_the_verdict_wrong_bytes_would_count(here: Node) -> None:
