@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from processes import Child as Process
@@ -27,7 +29,10 @@ from benchmarks.vllm.probe import Probe
 from benchmarks.vllm.prompts import Prompts
 from benchmarks.vllm.scale import FULL, TINY, Scale
 from benchmarks.vllm_ttft import main
+from vcache_backend.integration.vllm.resident_pool import ResidentPool
+from vcache_backend.resident.generations import Generations
 
+SLOW_SECONDS = 0.5
 ECHO = """
 import json, sys, time
 for line in sys.stdin:
@@ -168,6 +173,24 @@ class Connector:
         return self.request_finished(request, [])
 
 
+class Block(NamedTuple):
+    block_id: int
+
+
+class BlockPool:
+    """As vLLM's, and slow."""
+
+    def get_new_blocks(self, count: int) -> list[Block]:
+        time.sleep(SLOW_SECONDS)
+        return [Block(number) for number in range(count)]
+
+    def evict_blocks(self, numbers: set[int]) -> None:
+        return None
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
 class Request:
     def __init__(self, name: str) -> None:
         self.request_id = name
@@ -189,6 +212,19 @@ def test_a_timed_request_is_told_what_its_calls_and_the_steps_of_its_life_took(t
     assert spent.pop("steps") == 3
     assert set(spent) == {"get_num_new_matched_tokens", "build_connector_meta", "request_finished_all_groups"}
     assert all(seconds > 0 for seconds in spent.values())
+
+
+def test_what_watching_vllms_blocks_adds_to_handing_them_out_is_told_too(tmp_path: Path) -> None:
+    connector, file, pool, table = Connector(), tmp_path / "timed", BlockPool(), Generations(b"i" * 16, 4)
+    ResidentPool(pool, table, lambda: None)
+    probe = Probe(connector, pool)
+    probe.take("one", {"timed": str(file)})
+    assert pool.get_new_blocks(2) == [Block(0), Block(1)]
+    assert table.counters[:3].tolist() == [4, 4, 2]
+    connector.request_finished_all_groups(Request("one"), ())
+    (line,) = file.read_text().splitlines()
+    assert 0 < json.loads(line)["get_new_blocks"] < SLOW_SECONDS, "without what vLLM itself takes"
+    table.close()
 
 
 def test_a_promise_is_broken_once_after_the_step_is_scheduled(tmp_path: Path) -> None:
