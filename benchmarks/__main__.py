@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from . import codecs, copies, engine, journal_mutations, metadata, mooncake, turns
+from . import codecs, copies, engine, inplace_campaign, journal_mutations, metadata, mooncake, turns
 from .mooncake_store import missing
 from .results import Report, Row
 
@@ -21,9 +21,10 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "engine": engine.run,
     "codecs": codecs.run,
     "journal": journal_mutations.run,
+    "inplace": inplace_campaign.run,
     "mooncake": mooncake.run,
 }
-LONG = ("journal", "mooncake")
+LONG = ("journal", "inplace", "mooncake")
 """Subjects that run only where `--only` names them."""
 
 

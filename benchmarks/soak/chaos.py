@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import random
-import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
 from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, OffloadConfig, PoolConfig, ServerConfig
 
+from ..forked import SECONDS, Forked, Waker
 from ..mooncake_store import Depot
 from .mishaps import LONGEST_STOP, Mishaps, NodeMishaps
 from .node import Node
 from .store import FLAGS, STORE_BYTES, TIMES, StoreMishaps
 from .worker import CHUNK_BYTES, CHUNK_TOKENS, Outcomes, Served, Settings, run
 
-SECONDS = 60.0
 POOL_CHUNKS = 10
 """Of each worker's segment; all prompts together have 64 chunks."""
 SEGMENTS = 3
@@ -53,42 +49,20 @@ class Found(msgspec.Struct, frozen=True):
     before: list[str]
 
 
-class Worker:
-    """A worker process, forked from one that has imported everything: kills come often, and imports take seconds."""
-
-    _context = multiprocessing.get_context("forkserver")
-    _lock = threading.Lock()
+class Worker(Forked):
+    """A worker process."""
 
     def __init__(self, settings: Settings) -> None:
-        self.log = Path(settings.log)
-        with self._lock:
-            self._context.set_forkserver_preload([run.__module__])
-            self._pipe, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=run, args=(settings, theirs), daemon=True)
-            self._process.start()
-            theirs.close()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+        super().__init__(run, settings, Path(settings.log))
 
     def serve(self, lasting: float) -> Served:
         """Raises EOFError or OSError if the process is gone, or silent for SECONDS."""
-        self._pipe.send(lasting)
-        if not self._pipe.poll(SECONDS):
+        self.pipe.send(lasting)
+        if not self.pipe.poll(SECONDS):
             raise TimeoutError(f"worker {self.pid} is silent")
-        served = self._pipe.recv()
+        served = self.pipe.recv()
         assert isinstance(served, Served)
         return served
-
-    def kill(self) -> None:
-        """Reaped. Idempotent."""
-        self._process.kill()
-        self._process.join(SECONDS)
-        self._pipe.close()
-
-    def tail(self, size: int = 1500) -> str:
-        """The end of its log."""
-        said = self.log.read_bytes()[-size:].decode(errors="replace") if self.log.exists() else ""
-        return f"worker {self.pid} ended or is silent; {self.log} ends with:\n{said}"
 
 
 class Soak:
@@ -100,7 +74,7 @@ class Soak:
         """disk: an empty folder on a small file system of its own, for socket and journal. only: kinds of mishaps, all by default.
         trusting: workers that take every lease for one that held, and every object for a right one. store: with an offload tier, to
         which the mishaps happen, and not to the server."""
-        self.outcomes, self.found, self.died, self.stops = Outcomes(), list[Found](), 0, 0
+        self.outcomes, self.found, self.died, self._waker = Outcomes(), list[Found](), 0, Waker(str(seed), LONGEST_STOP)
         self._seed, self._trusting, self._lock = seed, trusting, threading.Lock()
         self._over, self._nobody_works = threading.Event(), threading.Event()
         self._started, self._errors, self._starts = time.monotonic(), list[BaseException](), 0
@@ -128,6 +102,11 @@ class Soak:
     def __exit__(self, *_: object) -> None:
         self._stop()
         self._undo.close()
+
+    @property
+    def stops(self) -> int:
+        """Of workers, by themselves or from outside."""
+        return self._waker.stops
 
     @property
     def servers_ended(self) -> int:
@@ -207,18 +186,8 @@ class Soak:
                 self.found += [Found(round(at, 1), wrong, list(self.mishaps.recent)) for wrong in served.wrong]
 
     def _wake(self) -> None:
-        """Send SIGCONT to who is stopped, by whom ever, some time later."""
-        dice, wakes = random.Random(f"wake {self._seed}"), dict[int, float]()
         while not self._nobody_works.wait(WAKE_SECONDS):
-            now = time.monotonic()
-            for pid in self._pids():
-                if pid not in wakes and _stopped(pid):
-                    wakes[pid] = now + dice.uniform(0, LONGEST_STOP)
-                    self.stops += 1
-            for pid in [pid for pid, at in wakes.items() if at < now]:
-                del wakes[pid]
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+            self._waker.look(self._pids())
 
     def _guarded(self, job: Callable[[], None]) -> None:
         """What fails here is the soak's own fault, and ends it."""
@@ -227,10 +196,3 @@ class Soak:
         except BaseException as error:  # noqa: BLE001 - raised by `run`
             self._errors.append(error)
             self._stop()
-
-
-def _stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False

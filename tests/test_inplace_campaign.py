@@ -1,0 +1,29 @@
+"""The in-place campaign, small: nothing is wrong whatever happens, and with one rule of the protocol broken wrong bytes are seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import inplace_campaign
+from benchmarks.inplace_instance import Control
+
+
+@pytest.mark.timeout(300)
+def test_no_byte_out_of_a_live_kv_cache_is_wrong_though_blocks_are_used_again_while_they_are_read() -> None:
+    result = inplace_campaign.campaign(loads=1000, seed=7, pause=0.15, stops=0.005)
+    seen = result.outcomes
+    assert (seen.wrong, result.wrong) == (0, [])
+    assert (seen.raised, result.ended) == (0, 0)
+    assert seen.loads >= 1000
+    assert seen.reuse_hits >= 10
+    assert all(row.ok for row in inplace_campaign.rows(result, {}, 1000))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("control", inplace_campaign.CONTROLS)
+def test_wrong_bytes_are_seen_where_a_rule_of_the_protocol_is_broken(control: Control) -> None:
+    result = inplace_campaign.run_control(control, seed=7)
+    assert result.outcomes.wrong_bytes > 0
+    assert all(
+        row.ok for row in inplace_campaign.rows(result, {control: result}, 0) if row.case in inplace_campaign.CONTROLS.values()
+    )
