@@ -24,7 +24,7 @@ HELLO_SECONDS = 5.0
 """A connection that says no hello within this time is closed."""
 TURN_SECONDS = 0.004
 """When answering has taken so long, the requests that are left wait for the next turn."""
-FOLLOWED = (m.Lookup, m.Acquire, m.Reserve)
+FOLLOWED = (m.Lookup, m.Find, m.Acquire, m.Reserve)
 """After these another request comes soon, which is worth spinning for."""
 
 
