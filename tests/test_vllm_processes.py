@@ -61,6 +61,20 @@ def test_each_rank_stores_and_loads_its_part(here: Node, integration: str) -> No
         assert without.cached in (0, CHUNK, 2 * CHUNK, 3 * CHUNK)
 
 
+def test_each_rank_reads_from_the_same_rank_of_another_instance(here: Node) -> None:
+    """In place: a chunk is found once both ranks have published the same of it."""
+    settings = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}, "pool": {"segment_bytes": 0}}
+    owner, reader = (here.connect(name, settings, environment=APART, **RANKS) for name in ("owner", "reader"))
+    with owner, reader:
+        tokens = new_tokens(LENGTH + 17)
+        computed = owner.one(tokens)
+        eventually(lambda: [one.resident for one in here.stats().instances] == [4])
+        hit, own = reader.one(tokens), owner.one(tokens)
+        assert (hit.cached, own.cached) == (LENGTH, LENGTH)
+        assert hit.said == own.said
+        assert hit.agrees(computed)
+
+
 def keys_of(here: Node) -> list[ChunkKey]:
     """Of the committed chunks, from the server's journal."""
     return list(journal.read(beside(here.socket, ".journal")).chunks)

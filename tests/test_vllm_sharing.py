@@ -142,8 +142,8 @@ def test_what_was_published_is_found_again_at_the_next_server(here: Node, a: Ins
     here.kill()
     assert b.one(new_tokens(CHUNK)).cached == 0
     here.serve_again(stores=False)
-    eventually(lambda: resident(here) >= 3, 30)
-    assert b.one(tokens).cached == 3 * CHUNK
+    leaving_no_trace = {"vcache": {"store": False}}
+    eventually(lambda: b.again(tokens, params=leaving_no_trace).cached == 3 * CHUNK, 30)
 
 
 def test_a_reset_makes_all_that_an_instance_has_void(here: Node, a: Instance, b: Instance) -> None:
@@ -155,3 +155,32 @@ def test_a_reset_makes_all_that_an_instance_has_void(here: Node, a: Instance, b:
     keep(a, new_tokens(CHUNK + 1))
     assert a.ask("reset")
     assert a.again(others).cached == 0, "the whole namespace's"
+
+
+def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(here: Node, a: Instance, b: Instance, c: Instance) -> None:
+    """Somebody beside them lends to it. A reader in place passes on what it had from there."""
+    pooled, tokens = here.connect("pooled"), new_tokens(5 * CHUNK + 1)
+    computed = here.keep(pooled, tokens)
+    keep(a, tokens[: 3 * CHUNK + 1], params={"vcache": {"load": False}})
+    before = [b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in ("resident", "host")]
+    hit, own = keep(b, tokens), pooled.one(tokens)
+    assert (hit.cached, hit.said) == (5 * CHUNK, own.said)
+    assert hit.agrees(computed)
+    after = [b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in ("resident", "host")]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [3 * CHUNK, 2 * CHUNK]
+    here.empty()
+    assert a.ask("forget")
+    assert c.one(tokens).said == own.said
+    assert c.counter("vllm:vcache_loaded_tokens", tier="host") == 0
+
+
+def test_who_cannot_share_in_place_caches_nothing_and_says_why(here: Node, a: Instance, aside: Instance) -> None:
+    refused = here.connect("refused", {**IN_PLACE, "pool": {"segment_bytes": "1 MiB"}}, enable_prefix_caching=False)
+    tokens = new_tokens(3 * CHUNK + 1)
+    chunks = here.stats().chunks
+    assert refused.one(tokens).said == aside.one(tokens).said
+    assert refused.one(tokens).cached == 0
+    assert here.stats().chunks == chunks
+    said = "without prefix caching vLLM's KV cache keeps nothing to share"
+    assert f"vcache caches nothing: {said}" in refused.log
+    assert [report.text for report in here.stats().reports if said in report.text]

@@ -161,8 +161,8 @@ class WorkerSide:
         self._worker = _Worker(session, kv, self.in_place.neighbours if self.in_place is not None else None)
         self._stores.open(session, kv, self._model.block_size)
         self.report.open(session, Shard(shard, session.tier is not None))
-        where = session.device
-        log.info("vcache: worker %d lends to and reads from %s, %s B a chunk", self._rank, where, f"{shard.chunk_bytes:,}")
+        does = "lends to and reads from" if self.in_place is None else "shares its KV cache in place, on"
+        log.info("vcache: worker %d %s %s, %s B a chunk", self._rank, does, session.device, f"{shard.chunk_bytes:,}")
 
     def refuse(self, reason: str) -> None:
         """Cache nothing, and let the scheduler know."""
