@@ -31,8 +31,8 @@ python=${PYTHON:-python3}
 
 # vllm INTEGRATION SECONDS PARTS [OPTION...]: rows of these parts; SECONDS of the call's are over at the latest then.
 vllm() {
-  local integration=$1 seconds=$(($2 - SECONDS + began)) parts=$3 file=$integration; shift 3
-  [[ " $* " == *" in_place "* ]] && file=inplace
+  local integration=$1 seconds=$(($2 - SECONDS + began)) parts=$3 file=$1; shift 3
+  if [[ " $* " == *" in_place "* ]]; then file=inplace; fi
   echo "== $integration: $parts, $seconds s"
   "$python" -m benchmarks.vllm_ttft --integration "$integration" --only "$parts" --seconds "$seconds" --out "$out/$file.json" \
     --logs "$logs/$file" --commit "${COMMIT:-}" ${TINY:+--scale tiny --rounds 1} "$@" > >(tee "$out/$call.$file.txt") 2>&1
