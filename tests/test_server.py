@@ -113,7 +113,7 @@ def test_every_request_and_its_answer(stage_: Stage, worker: Raw, server: Child,
     ]
     assert worker.ask("report", "info", "all is well") == ["count", 1]
     assert worker.ask("drop_segment", "s0") == ["dropped", 0, True]
-    assert not any("vcache-test" in name for name in server.fds())
+    eventually(lambda: not any("vcache-test" in name for name in server.fds()))
     assert [worker.ask(what, "s0")[0] for what in ("drop_segment", "open_segment")] == ["error", "error"]
 
 
@@ -141,7 +141,7 @@ def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(
     opened, dropped = worker.receive(), worker.receive()
     assert (opened[0], dropped) == ("opened", ["dropped", 0, True])
     assert os.fstat(worker.fds[-1]).st_ino == os.fstat(memfd).st_ino
-    assert not any("vcache-test" in name for name in server.fds())
+    eventually(lambda: not any("vcache-test" in name for name in server.fds()))
 
 
 def test_stats_count_what_happened(worker: Raw) -> None:
@@ -304,7 +304,7 @@ def test_a_host_segment_must_be_what_every_worker_can_map(raw: Raw, tmp_path: Pa
         os.close(fd)
         assert reply[0] == "error"
         assert why in reply[1]
-    assert not any("vcache-test" in name for name in server.fds())
+    eventually(lambda: not any("vcache-test" in name for name in server.fds()))
 
 
 def test_what_is_surely_no_memory_of_a_gpu_is_refused_as_such(raw: Raw, memfd: int, tmp_path: Path) -> None:
