@@ -174,6 +174,22 @@ def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(here: Node, a: Instan
     assert c.counter("vllm:vcache_loaded_tokens", tier="host") == 0
 
 
+def test_an_announced_prefix_is_waited_for_where_it_is_computed(here: Node, a: Instance, b: Instance, aside: Instance) -> None:
+    """The reader is first, and holds nobody up. One whose prefix does not come computes it."""
+    tokens, lonely = new_tokens(6 * CHUNK + 17), new_tokens(3 * CHUNK)
+    b.add("waiting", tokens, params={"vcache": {"announced": True, "wait_seconds": 60}})
+    assert b.step(3) == {}
+    keep(a, tokens[: 4 * CHUNK])
+    b.add("other", new_tokens(CHUNK))
+    assert b.finish("other").keys() == {"other"}
+    keep(a, tokens)
+    answer, own = b.finish("waiting")["waiting"], a.one(tokens)
+    assert (answer.cached, own.cached) == (6 * CHUNK, 6 * CHUNK)
+    assert answer.said == own.said
+    computed = b.one(lonely, params={"vcache": {"announced": True, "wait_seconds": 0.2}})
+    assert (computed.cached, computed.said) == (0, aside.one(lonely).said)
+
+
 def test_who_cannot_share_in_place_caches_nothing_and_says_why(here: Node, a: Instance, aside: Instance) -> None:
     refused = here.connect("refused", {**IN_PLACE, "pool": {"segment_bytes": "1 MiB"}}, enable_prefix_caching=False)
     tokens = new_tokens(3 * CHUNK + 1)

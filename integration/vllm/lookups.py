@@ -34,6 +34,10 @@ AHEAD_SECONDS = 0.05
 """How long a question that was sent ahead is worth its answer: what others stored meanwhile is not in it."""
 
 
+AGAIN_SECONDS = 0.005
+"""How often the chunks are asked for that were announced and are not there yet."""
+
+
 class Answer(msgspec.Struct):
     """What can be loaded of a request, as of the time `at`: the chunks [first, hits), those before `pooled` from the pool, the others
     from the offload tier. lease: on those of the pool. residents: those that lie in others' KV caches, by number. seconds: spent on
@@ -92,7 +96,7 @@ class Tracked(msgspec.Struct):
     """One request. loads: whether it may take anything from the pool. consumes: remove what it has loaded. local: its tokens in vLLM's own
     cache when it was matched. stored: chunks from its start that are in the pool or on their way; `complete_at`: with how many tokens
     computed one more is complete, never if it stores none. loading: an asynchronous load is under way. generations, resets: see
-    `Publications`."""
+    `Publications`. until: when what was announced is waited for no longer; 0 before it is."""
 
     request: Any
     params: RequestParams
@@ -102,6 +106,7 @@ class Tracked(msgspec.Struct):
     blocks: list[int] = []
     generations: list[int] = []
     resets: int | None = None
+    until: float = 0.0
     local: int = 0
     stored: int = 0
     complete_at: float = inf
@@ -159,11 +164,19 @@ class Lookups:
             answer = self._ask(tracked, first, whole, lease)
         elif not lease:
             self.drop(tracked)
-        if not answer.counted:
-            answer.counted = True
-            found = max(min(answer.hits, whole) - first, 0)
-            self._meter.looked_up((whole - first) * self._size, found * self._size, answer.seconds)
-            log.debug("look-up %s: %d of %d chunks", tracked.request.request_id, found, whole - first)
+        self._count(tracked, answer, first, whole)
+        return answer
+
+    def find_announced(self, tracked: Tracked, first: int, whole: int, seconds: float) -> Answer | None:
+        """`find` without a lease, for a request whose chunks somebody else still computes: None while some are to come, for so many seconds
+        from the first time on. Asks every `AGAIN_SECONDS`."""
+        now, answer = monotonic(), tracked.answer
+        tracked.until = tracked.until or now + seconds
+        if answer is None or now >= answer.at + AGAIN_SECONDS or answer.first > first:
+            answer = self._ask(tracked, first, whole, lease=False)
+        if answer.hits < whole and now < tracked.until:
+            return None
+        self._count(tracked, answer, first, whole)
         return answer
 
     def drop(self, tracked: Tracked) -> None:
@@ -179,6 +192,13 @@ class Lookups:
             answer.lease = None
 
     # ---- inside
+
+    def _count(self, tracked: Tracked, answer: Answer, first: int, whole: int) -> None:
+        if not answer.counted:
+            answer.counted = True
+            found = max(min(answer.hits, whole) - first, 0)
+            self._meter.looked_up((whole - first) * self._size, found * self._size, answer.seconds)
+            log.debug("look-up %s: %d of %d chunks", tracked.request.request_id, found, whole - first)
 
     def _ask(self, tracked: Tracked, first: int, whole: int, lease: bool) -> Answer:
         client, started, at = self._instance.client, perf_counter(), monotonic()

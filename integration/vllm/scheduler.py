@@ -14,7 +14,7 @@ from vcache_backend.config import Config
 from . import compat, exportable, model_spec, publications, request_params
 from .events import Announcer, block_removed, block_stored
 from .introduction import Introduction
-from .lookups import Lookups, Tracked
+from .lookups import Answer, Lookups, Tracked
 from .metadata import LoadSpec, StepMetadata, StoreSpec, WorkerReport
 from .publications import Publications
 from .stats import Meter
@@ -93,6 +93,8 @@ class SchedulerSide:
         tracked = self._track(request)
         tracked.local = local
         tokens, synchronous = self._matched(tracked, local)
+        if tokens is None:
+            return None, False
         if synchronous:
             self._promised += tokens
         else:
@@ -105,7 +107,6 @@ class SchedulerSide:
         size, first, asked, answer = self._size, tracked.local // self._size, tracked.params, tracked.answer
         end = tracked.local + external
         stop, blocks_end = -(-end // size), end // self._block
-        wait = asked.wait_seconds if asked.wait_seconds is not None else self._settings.wait_seconds
         lease = answer.lease_from(first) if answer is not None else None
         # Also where the pool had it all: it may lose some before it is read.
         offload = lease is None and not asked.announced and self.instance.offload is not None and self.instance.offload.usable
@@ -116,7 +117,7 @@ class SchedulerSide:
             blocks=blocks.get_block_ids()[0][first * self._per_chunk : blocks_end],
             skip=tracked.local // self._block - first * self._per_chunk,
             stop=blocks_end - first * self._per_chunk,
-            wait_seconds=wait if asked.announced else 0.0,
+            wait_seconds=self._wait_seconds(tracked) if asked.announced and self.publications is None else 0.0,
             consume=tracked.consumes,
             lease=lease,
             offload=offload,
@@ -257,8 +258,8 @@ class SchedulerSide:
             log.warning("request %s is served uncached: %s", request.request_id, error)
             return request_params.NOTHING
 
-    def _matched(self, tracked: Tracked, local: int) -> tuple[int, bool]:
-        """Tokens after the first `local` that come from the pool, and whether their load is synchronous."""
+    def _matched(self, tracked: Tracked, local: int) -> tuple[int | None, bool]:
+        """Tokens after the first `local` that come from the pool, and whether their load is synchronous. None: some are still to come."""
         if not tracked.loads or self._clearing or local % self._block or not self.instance.open():
             return 0, False
         request, size, least = tracked.request, self._size, self._least
@@ -266,11 +267,23 @@ class SchedulerSide:
         tokens = min(whole * size, most) - local
         if tokens < least or not self.lookups.name(tracked, whole):
             return 0, False
-        if tracked.params.announced:
+        answer: Answer | None
+        if tracked.params.announced and self.publications is not None:
+            # The worker would wait for what enters the pool, where none of it goes.
+            answer = self.lookups.find_announced(tracked, local // size, whole, self._wait_seconds(tracked))
+            if answer is None:
+                return None, False
+        elif tracked.params.announced:
             return tokens, False
-        answer = self.lookups.find(tracked, local // size, whole, self._fits_step(tracked, tokens))
+        else:
+            answer = self.lookups.find(tracked, local // size, whole, self._fits_step(tracked, tokens))
         external = min(answer.hits * size, most) - local
         return (external, answer.lease is not None) if external >= least else (0, False)
+
+    def _wait_seconds(self, tracked: Tracked) -> float:
+        """How long what was announced to the request is waited for."""
+        asked = tracked.params.wait_seconds
+        return asked if asked is not None else self._settings.wait_seconds
 
     def _most(self, request: Any) -> int:
         """Tokens that may be loaded: in whole blocks, as from vLLM's own cache, which leaves the one with the last token, since that is
