@@ -314,7 +314,7 @@ WHOLE = {
     ),
     "inplace": (
         ["equal", "flipped", "ttft", "tpot", "miss", "scheduler", "pd"],
-        {"equal", "flipped_byte_caught", "pooled_chunks", "pd_full_hits", "pd_equal"},
+        {"equal", "flipped_byte_caught", "pooled_chunks", "pd_equal"},
         {"inplace_ttft_4k", "inplace_tpot_p99_owner", "inplace_miss_16k", "inplace_scheduler_us", "inplace_pd_ttft_16k"},
     ),
 }
