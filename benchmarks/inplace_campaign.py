@@ -33,7 +33,8 @@ import msgspec
 from vcache_backend.config import ByteSize, Config, EngineConfig, PoolConfig, ServerConfig
 
 from .forked import SECONDS, Forked, Waker
-from .inplace_instance import EACH, Control, Outcomes, Settings, Told, live
+from .inplace_instance import EACH, Control, Outcomes, Settings, Told
+from .inplace_reader import live
 from .kv import BLOCK_SIZE
 from .results import Report, Row, load, none, row
 from .soak.chaos import QUICK
@@ -61,6 +62,7 @@ CONTROLS: dict[Control, str] = {
     "counted late": "inplace_control_late_wrong_cpu",
     "published early": "inplace_control_early_wrong_cpu",
 }
+CONTROL_LOADS = 5000
 CONTROL_SECONDS = 120.0
 PROGRESS_SECONDS = 15.0
 SHOWN = 10
@@ -205,10 +207,10 @@ def campaign(loads: int = LOADS, seed: int = 1, pause: float = PAUSE, stops: flo
         return made.run(lambda seen, _: seen.loads >= loads and seen.reuse_hits >= REUSE_HITS * loads, pause)
 
 
-def run_control(control: Control, seed: int = 1, seconds: float = CONTROL_SECONDS) -> Result:
-    """Until a byte is wrong, or for so long."""
+def run_control(control: Control, seed: int = 1, loads: int = CONTROL_LOADS) -> Result:
+    """Until a byte is wrong and there are so many loads, or for CONTROL_SECONDS."""
     with Campaign(seed, control=control) as made:
-        return made.run(lambda seen, passed: seen.wrong > 0 or passed > seconds, PAUSE)
+        return made.run(lambda seen, passed: (seen.wrong > 0 and seen.loads >= loads) or passed > CONTROL_SECONDS, PAUSE)
 
 
 def run() -> list[Row]:
@@ -230,7 +232,9 @@ def rows(result: Result, controls: dict[Control, Result], loads: int = LOADS) ->
         none("inplace_failed_cpu", "times", result.ended + seen.raised, "a process ended by itself, or a call raised"),
     ]
     for control, its in controls.items():
-        what = f"{control}; {its.outcomes.wrong_bytes:,} wrong bytes; seed {its.seed}; reference 1"
+        what = (
+            f"{control}; {its.outcomes.wrong_bytes:,} wrong bytes in {its.outcomes.loads:,} loads; seed {its.seed}; reference 1"
+        )
         made.append(row(CONTROLS[control], "loads", its.outcomes.wrong, 1, what=what, at_least=1, runs=its.outcomes.loads))
     return made
 

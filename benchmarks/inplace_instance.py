@@ -1,8 +1,8 @@
 """One instance of the in-place campaign: a KV cache that others read, whose blocks are handed out and written again all the time.
 
-An owner computes chunks. A reader loads them out of the others' KV caches, compares each byte, and publishes its copies. What a block
-holds follows from its chunk's key and the position alone, so nobody need be asked. Both stop themselves at any step of the protocol, as
-a process does that is swapped out or in a debugger; whoever watches them sends SIGCONT.
+An owner computes chunks. A reader (`inplace_reader`) loads them out of the others' KV caches, compares each byte, and publishes its
+copies. What a block holds follows from its chunk's key and the position alone, so nobody need be asked. Both stop themselves at any step
+of the protocol, as a process does that is swapped out or in a debugger; whoever watches them sends SIGCONT.
 """
 
 from __future__ import annotations
@@ -17,40 +17,27 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from integration.vllm.replicas import Replica, choose
 from integration.vllm.resident_pool import ResidentPool
 from vcache_backend.config import Config
 from vcache_backend.demo.content import content, mix
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, Found, InstanceId
+from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, InstanceId
 from vcache_backend.resident.exported import Region, Shown, cache_shape
 from vcache_backend.resident.generations import Generations, UInt64s
-from vcache_backend.resident.neighbours import Neighbours
-from vcache_backend.resident.tables import Tables
-from vcache_backend.transfer import resident
 from vcache_backend.transfer.keys import TokenHasher
-from vcache_backend.transfer.load import Load
-from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.publisher import Publication, Publisher
-from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.session import Session
-from vcache_backend.transfer.sources import Settled
-from vcache_backend.vram_pool import reference
-from vcache_backend.vram_pool.copier import HostCopier, Mark
+from vcache_backend.vram_pool.copier import Copier, Mark
 from vcache_backend.vram_pool.host_exportable import HostExportable
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 from .kv import BLOCK_SIZE, layout
-from .processes import die_with_parent
 
 LAYERS, HEADS, DIM = 2, 2, 16
 PLANES = 2 * LAYERS
@@ -63,13 +50,6 @@ BLOCKS = 8 * MOST_CHUNKS * EACH
 FAMILIES = 12
 """Of prompts, each of which are prefixes of one another."""
 POISON = 0x5A5A5A5A5A5A5A5A
-SLOW = 0.1
-"""Share of the copies that go page by page with pauses in between."""
-REMEMBERED = 0.05
-"""Share of the look-ups that are answered from an old answer, as they all are while there is no server."""
-REPORT_SECONDS = 0.2
-OFFLINE_SECONDS = 0.02
-PATIENCE_SECONDS = 60.0
 
 Control = Literal["", "no verdict", "counted late", "published early"]
 
@@ -160,11 +140,13 @@ class Written:
 
 
 class Instance:
-    """The KV cache of an instance, its blocks, and its name at the server. One thread."""
+    """The KV cache of an instance, its blocks, and its name at the server. One thread.
 
-    def __init__(self, settings: Settings) -> None:
-        torch.set_num_threads(1)
-        self.dice = random.Random(settings.seed)
+    over: nothing of it is to be believed any more, and another one takes its place in this process.
+    """
+
+    def __init__(self, settings: Settings, dice: random.Random, copier: Copier | None = None) -> None:
+        self.dice, self.over = dice, False
         self.told = Told(Outcomes(), [])
         self.settings, self._late = settings, settings.role == "owner" and settings.control == "counted late"
         memory = HostExportable()
@@ -173,8 +155,7 @@ class Instance:
         self.words: npt.NDArray[np.int64] = whole.numpy().view(np.int64).reshape(PLANES, BLOCKS, WORDS)
         shape = (LAYERS, 2, BLOCKS, BLOCK_SIZE, HEADS, DIM)
         tensors = list(whole.view(torch.bfloat16).view(shape))
-        self.copier = SlowCopier(self)
-        self.session = Session(settings.config, layout("inplace", tensors, EACH * BLOCK_SIZE), copier=self.copier, anonymous=True)
+        self.session = Session(settings.config, layout("inplace", tensors, EACH * BLOCK_SIZE), copier=copier, anonymous=True)
         self.kv, self.client = self.session.bind(tensors), self.session.client
         self.instance, self.sequence = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), 0
         self.table, self.pool = Generations(self.instance, BLOCKS), BlockPool(BLOCKS)
@@ -197,10 +178,10 @@ class Instance:
     def _reset(self) -> None:
         self.publisher.retract(self.instance, self.sequence + 1)
 
-    def prompt(self) -> list[ChunkKey]:
+    def some_prompt(self) -> list[ChunkKey]:
         """Some are more popular than others."""
         family = min(self.dice.randrange(FAMILIES), self.dice.randrange(FAMILIES))
-        return _keys(self.hasher, family)[: self.dice.randint(1, MOST_CHUNKS)]
+        return prompt(self.hasher, family)[: self.dice.randint(1, MOST_CHUNKS)]
 
     def allocate(self, chunks: int) -> tuple[list[int], UInt64s]:
         """Blocks for so many, and their generations: from here on nobody may believe what they held."""
@@ -221,14 +202,21 @@ class Instance:
             self.told.outcomes.by_step[name] += 1
 
     def round(self) -> None:
+        """One request."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.shown.close()
+        self.table.close()
+        self.session.close()
 
 
 class Owner(Instance):
     """Computes chunk after chunk, in more blocks than it has."""
 
     def round(self) -> None:
-        keys = self.prompt()
+        keys = self.some_prompt()
         blocks, generations = self.allocate(len(keys))
         self.step("handed out")
         written = Written(self.settings.control == "published early")
@@ -255,6 +243,12 @@ class Owner(Instance):
             self.pool.reset_prefix_cache()
             self.step("reset")
             self.words[:] = POISON
+        elif chance < 0.026:
+            # As where blocks cannot be counted any more.
+            self.table.give_up()
+            self.step("given up")
+            self.words[:] = POISON
+            self.over = True
 
     def _write(self, keys: list[ChunkKey], blocks: list[int]) -> None:
         """Page by page, as slowly as a model."""
@@ -268,147 +262,9 @@ class Owner(Instance):
                 time.sleep(0.0003)
 
 
-class Reader(Instance):
-    """Loads, compares, and has its copies read by others."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        if settings.control == "no verdict":
-            _believe_copies()
-        self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
-        self.tables = Tables(self.client)
-        self._found: dict[ChunkKey, Found] = {}
-
-    def round(self) -> None:
-        keys, outcomes = self.prompt(), self.told.outcomes
-        found = self._look_up(keys)
-        self.step("looked up")
-        count, chosen = choose(found, self.tables, EACH)
-        if not count:
-            outcomes.misses += 1
-            return
-        keys = keys[:count]
-        blocks, generations = self.allocate(count)
-        self.words[:, blocks] = POISON
-        self.step("before launch")
-        before = self.session.stats.counted("chunks_")
-        residents = {number: ResidentChunk.unpacked(*replica) for number, replica in chosen.items()}
-        places = BlockPlaces(self.kv, EACH * BLOCK_SIZE, blocks, BLOCK_SIZE)
-        load = Load(self.session, places, keys, mark=self.copier.mark(), residents=residents, neighbours=self.neighbours)
-        loaded = load.run(PATIENCE_SECONDS)
-        self.step("behind the verdict")
-        after = self.session.stats.counted("chunks_")
-        stale, refused = (after.get(name, 0) - before.get(name, 0) for name in ("stale", "refused"))
-        outcomes.loads += bool(loaded)
-        outcomes.chunks += loaded
-        outcomes.nbytes += loaded * PLANES * EACH * WORDS * 8
-        outcomes.launched += bool(loaded or refused)
-        outcomes.stale += bool(stale)
-        outcomes.causes[load.cause] += 1
-        if refused:
-            outcomes.reuse_hits += 1
-            outcomes.differed += bool(self._wrong(keys[loaded : loaded + refused], blocks[loaded * EACH :]))
-        if nbytes := self._wrong(keys[:loaded], blocks):
-            outcomes.wrong += 1
-            outcomes.wrong_bytes += nbytes
-            self.told.wrong.append(self._describe(keys[:loaded], blocks, chosen))
-        elif loaded:
-            self.publish(keys[:loaded], blocks[: loaded * EACH], generations[: loaded * EACH], Written(over=True))
-        self.pool.free(blocks)
-
-    def _look_up(self, keys: list[ChunkKey]) -> Found:
-        old = self._found.get(keys[-1])
-        if old is not None and self.dice.random() < REMEMBERED:
-            return old
-        try:
-            found = self._found[keys[-1]] = self.client.find(keys, 1, self.instance)
-        except VCacheError:
-            # Whoever starts the server again needs the core.
-            time.sleep(OFFLINE_SECONDS)
-            return old or Found(b"", [], [])
-        return found
-
-    def _wrong(self, keys: Sequence[ChunkKey], blocks: Sequence[int]) -> int:
-        """How many bytes of these chunks are not what they must be."""
-        if not keys:
-            return 0
-        want = np.concatenate([what(key) for key in keys], axis=1)
-        got = self.words[:, blocks[: len(keys) * EACH]]
-        return 0 if np.array_equal(got, want) else int((got.view(np.uint8) != want.view(np.uint8)).sum())
-
-    def _describe(self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: dict[int, Replica]) -> str:
-        """The first wrong chunk, before anything is written over it."""
-        number = next(n for n, key in enumerate(keys) if self._wrong([key], blocks[n * EACH :]))
-        got = self.words[:, blocks[number * EACH : (number + 1) * EACH]]
-        instance, theirs, generations = chosen[number]
-        view = self.tables.view(instance)
-        ids = np.frombuffer(theirs, dtype="<u4")
-        now = "gone" if view is None else view.counters[ids].tolist()
-        said = [f"process {os.getpid()}: chunk {number} of {len(keys)}, key {bytes(keys[number]).hex()}"]
-        said += [f"in {instance.hex()}'s blocks {ids.tolist()}, generations {np.frombuffer(generations, dtype='<u8').tolist()}"]
-        said += [
-            f"which are now {now}; {int((got == POISON).sum())} of {got.size} words are poison, {int((got == 0).sum())} zero"
-        ]
-        for family in range(FAMILIES):
-            for at, key in enumerate(_keys(self.hasher, family)):
-                if same := int((got == what(key)).sum()):
-                    said.append(f"{same} prompt {family}'s chunk {at}")
-        return ", ".join(said)
-
-
-class SlowCopier(HostCopier):
-    """Some of its copies go page by page, with pauses."""
-
-    def __init__(self, instance: Instance) -> None:
-        self._instance = instance
-
-    def pull(  # type: ignore[override]
-        self, kv: PagedKV, rows: Int64s, origins: Int64s, after: Mark | None = None, keep: object = None, *, local: bool = False
-    ) -> Copied:
-        instance, started = self._instance, time.perf_counter()
-        dice = instance.dice
-        if dice.random() < SLOW:
-            instance.told.outcomes.slow += 1
-            for row in rows:
-                for plane, page in enumerate(kv.pages):
-                    one: Any = SimpleNamespace(pages=[page], page_bytes=kv.page_bytes)
-                    reference.pull(one, row[None], origins[:, plane : plane + 1])
-                    instance.step("copying")
-                time.sleep(dice.uniform(0, 0.001))
-        else:
-            super().pull(kv, rows, origins)
-        instance.step("launched")
-        return Copied(instance, time.perf_counter() - started)
-
-
-@dataclass
-class Copied:
-    """A copy that is over, which its load has not heard yet."""
-
-    instance: Instance
-    seconds: float
-
-    def done(self) -> bool:
-        self.instance.step("before the verdict")
-        return True
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-
-def _believe_copies() -> None:
-    """What a copy brought counts, whatever the generations say afterwards."""
-    settle = resident._ResidentPiece.settle
-
-    def settled(piece: resident._ResidentPiece, *arguments: Any) -> Settled:
-        settle(piece, *arguments)
-        return Settled(piece.count)
-
-    resident._ResidentPiece.settle = settled  # type: ignore[method-assign, assignment]
-
-
 @functools.cache
-def _keys(hasher: TokenHasher, family: int) -> list[ChunkKey]:
+def prompt(hasher: TokenHasher, family: int) -> list[ChunkKey]:
+    """The keys of its chunks."""
     return hasher.keys(np.arange(MOST_CHUNKS * EACH * BLOCK_SIZE) + family * 1_000_000)
 
 
@@ -417,22 +273,3 @@ def what(key: ChunkKey) -> npt.NDArray[np.int64]:
     """What a chunk's blocks must hold, (PLANES, EACH, WORDS): each page other words."""
     seeds = mix(torch.tensor([int.from_bytes(key[8:16], "little", signed=True)]) + torch.arange(EACH))
     return torch.cat([content(seeds, layer, WORDS) for layer in range(LAYERS)]).numpy()
-
-
-def live(settings: Settings, pipe: Connection) -> None:
-    """The life of an instance's process: until it is killed, it tells what happened. A wrong byte is told at once."""
-    die_with_parent()
-    log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for output in (1, 2):
-        os.dup2(log, output)
-    instance = Owner(settings) if settings.role == "owner" else Reader(settings)
-    while True:
-        until = time.monotonic() + REPORT_SECONDS
-        while time.monotonic() < until and not instance.told.wrong:
-            try:
-                instance.round()
-            except Exception:  # noqa: BLE001 - none may come, and the parent counts it
-                traceback.print_exc()
-                instance.told.outcomes.raised += 1
-        pipe.send(instance.told)
-        instance.told = Told(Outcomes(), [])
