@@ -50,6 +50,8 @@ BLOCKS = 8 * MOST_CHUNKS * EACH
 FAMILIES = 12
 """Of prompts, each of which are prefixes of one another."""
 POISON = 0x5A5A5A5A5A5A5A5A
+OFTEN = 20
+"""So much more often does an owner stop itself at steps that are rare."""
 
 Control = Literal["", "no verdict", "counted late", "published early"]
 
@@ -195,9 +197,9 @@ class Instance:
         numbers = np.array(blocks, dtype="<u4").tobytes()
         self.publisher.submit(Publication(keys, numbers, generations.astype("<u8").tobytes(), self.sequence), written)
 
-    def step(self, name: str) -> None:
-        """Here the process may be stopped."""
-        if self.dice.random() < self.settings.stops:
+    def step(self, name: str, often: int = 1) -> None:
+        """Here the process may be stopped, so many times as often as elsewhere."""
+        if self.dice.random() < often * self.settings.stops:
             os.kill(os.getpid(), signal.SIGSTOP)
             self.told.outcomes.by_step[name] += 1
 
@@ -236,17 +238,17 @@ class Owner(Instance):
         if chance < 0.02:
             # A load into these blocks failed: they are computed again where they are, and nothing of it is told.
             self.pool.evict_blocks(set(blocks))
-            self.step("evicted")
+            self.step("evicted", OFTEN)
             self.words[:, blocks] = POISON
         elif chance < 0.025:
             # What is there does not count any more, and here its bytes say so.
             self.pool.reset_prefix_cache()
-            self.step("reset")
+            self.step("reset", OFTEN)
             self.words[:] = POISON
         elif chance < 0.026:
             # As where blocks cannot be counted any more.
             self.table.give_up()
-            self.step("given up")
+            self.step("given up", OFTEN)
             self.words[:] = POISON
             self.over = True
 
