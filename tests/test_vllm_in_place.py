@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from engine_cases import Node, node
+from kv_cases import Cache, layout_of
 from neighbour_cases import HOST, SharedCache
 from processes import QUICK, SECONDS, eventually
 from vllm_cases import missing
@@ -20,6 +21,7 @@ from vllm_models import write_model
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
 import torch
+import vllm
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
@@ -32,11 +34,15 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vcache_backend.integration.vllm import lookups
-from vcache_backend.integration.vllm.metadata import Shard, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm import exportable, lookups
+from vcache_backend.integration.vllm.in_place import InPlace
+from vcache_backend.integration.vllm.metadata import PublicationSpec, Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model_spec import ShardSpec
+from vcache_backend.metadata_server.messages import ChunkKey, InstanceId
 from vcache_backend.resident.exported import Shown, cache_shape
+from vcache_backend.resident.generations import Generations
 from vcache_backend.transfer.publisher import Publication, Publisher
+from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copier import Finished
 
@@ -393,3 +399,44 @@ def test_what_a_reset_made_void_is_not_found(shared: Callable[[], Engine]) -> No
     reader.finish(request)
     name, client = owner.half.publications.instance.hex(), reader.half.instance.client
     eventually(lambda: [one.resident for one in client.stats().instances if one.id == name] == [0])
+
+
+# ---- the worker
+
+
+def test_what_was_computed_from_a_block_that_no_load_filled_is_not_published(here: Node) -> None:
+    """Its own, or one of a chunk before it; the scheduler is told whose it was."""
+    cache = Cache()
+    exporter = exportable.begin("cpu", vllm.__version__)
+    with ExitStack() as undo:
+        around = exporter.context()
+        assert around is not None
+        with around:
+            # As vLLM makes them.
+            raw = [torch.zeros(tensor.nbytes, dtype=torch.int8, device="cpu") for tensor in cache.tensors]
+        shape = cache.tensors[0].shape
+        tensors = {f"layer {number}": one.view(torch.bfloat16).view(shape) for number, one in enumerate(raw)}
+        session = Session(here.config("host"), layout_of(cache))
+        undo.callback(session.close)
+        worker, each = InPlace(exporter, 2, shows=True), 2
+        undo.callback(worker.close)
+        worker.export(tensors)
+        worker.open(session, session.bind(tensors))
+        name, scheduler = InstanceId(b"w" * 16), undo.enter_context(here.client())
+        table = Generations(name, cache.sizes.blocks)
+        undo.callback(table.close)
+        scheduler.join(name, session.namespace.prefix, table.blocks, 1, each, table.fd)
+        worker.show(name)
+        keys = [ChunkKey(session.namespace.prefix + bytes([number]) * 16 + b"\0\0") for number in range(3)]
+
+        def spec(request: str, number: int, *before: int) -> PublicationSpec:
+            blocks = np.array([2 * number, 2 * number + 1], dtype="<u4")
+            return PublicationSpec(
+                request, [keys[number]], blocks.tobytes(), np.full(2, 2, dtype="<u8").tobytes(), 1, list(before)
+            )
+
+        specs = [spec("own", 0), spec("before", 1, 9), spec("right", 2)]
+        assert worker.publish(specs, {1, 9}) == {"own", "before"}
+        assert worker.publisher is not None
+        assert worker.publisher.flush(SECONDS)
+        assert [len(scheduler.find([key]).pooled) for key in keys] == [0, 0, 1]
