@@ -133,6 +133,12 @@ class Child(Program):
             raise ChildFailed(f"{self.name}: {reply['error']}; {self.tail()}")
         return reply["answer"]
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether `answer` would not wait: for what it has said, or for its end."""
+        assert self._process.stdout is not None
+        return b"\n" in self._buffer or bool(select.select([self._process.stdout], [], [], 0)[0])
+
     def ask(self, command: str, seconds: float = 60.0, **arguments: Any) -> Any:
         self.send(command, **arguments)
         return self.answer(seconds)

@@ -261,9 +261,11 @@ def test_what_a_pull_reads_is_held_until_it_is_over() -> None:
     _, other, _, _ = large(1)
     held = Held()
     alive = weakref.ref(held)
-    torch.cuda._sleep(LONG)
     rows = np.stack([np.zeros(256, dtype=np.int64), np.arange(256) * other.planes[0, 1], np.arange(256)], axis=1)
-    pulled = CudaCopier(0).pull(kv, rows, other.planes[None, :, 0], None, held)
+    copier = CudaCopier(0)
+    copier.prepare(kv)
+    torch.cuda._sleep(LONG)
+    pulled = copier.pull(kv, rows, other.planes[None, :, 0], None, held)
     del held
     gc.collect()
     assert not pulled.done()

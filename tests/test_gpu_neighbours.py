@@ -107,5 +107,6 @@ def test_the_memory_of_a_killed_owner_that_somebody_had_mapped_is_free_for_the_n
         with owner(stage, life, device="cuda:0", sizes=sizes) as there:
             neighbour = reader.there(life)
             there.kill()
-            # Gone from here, with nobody asking.
+            # Gone from here, with nobody asking; the server lets go a moment later.
             eventually(lambda mapped=neighbour: not mapped._mapped)
+        eventually(lambda: torch.cuda.mem_get_info(0)[0] >= sizes.blocks * block)

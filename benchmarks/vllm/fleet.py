@@ -166,9 +166,11 @@ class Fleet:
         return write_model(self._cache / f"model{kind and '_' + kind}_{scale.name}", scale)
 
     def _await_compiled(self, name: str, seconds: float = START_SECONDS) -> None:
-        """Until others can load what this one compiled; or until it has ended, which is told of later."""
+        """Until others can load what this one compiled; or until it has started or failed, which is told of later."""
         child, deadline = self._children[name], time.monotonic() + seconds
-        while child.alive and time.monotonic() < deadline and not any(said in child.log.read_bytes() for said in SAVED):
+        while (
+            not child.has_answered and time.monotonic() < deadline and not any(said in child.log.read_bytes() for said in SAVED)
+        ):
             time.sleep(0.2)
         print(f"  {name}: compiled after {time.monotonic() - self._waiting[name]:.0f} s", flush=True)
 
