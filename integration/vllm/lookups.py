@@ -12,6 +12,8 @@ from time import monotonic, perf_counter
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.channel import Sent
@@ -95,7 +97,7 @@ class _Question(msgspec.Struct):
 class Tracked(msgspec.Struct):
     """One request. loads: whether it may take anything from the pool. consumes: remove what it has loaded. local: its tokens in vLLM's own
     cache when it was matched. stored: chunks from its start that are in the pool or on their way; `complete_at`: with how many tokens
-    computed one more is complete, never if it stores none. loading: an asynchronous load is under way. generations, resets: see
+    computed one more is complete, never if it stores none. loading: an asynchronous load is under way. captured, resets: see
     `Publications`. until: when what was announced is waited for no longer; 0 before it is."""
 
     request: Any
@@ -104,7 +106,7 @@ class Tracked(msgspec.Struct):
     consumes: bool
     keys: list[ChunkKey] = []
     blocks: list[int] = []
-    generations: list[int] = []
+    captured: list[tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64]]] = []
     resets: int | None = None
     until: float = 0.0
     local: int = 0

@@ -72,14 +72,14 @@ class Publications:
     def capture(self, tracked: Tracked, blocks: Sequence[int], anew: bool) -> None:
         """The request has got these blocks, or hit them, since the last step. anew: they are all that it has."""
         before, tracked.resets = tracked.resets, None
-        generations = self.generations.counters[list(blocks)].tolist()
-        if before is not None and before != self._resets:
-            # They were filled with what no longer counts; nothing is published behind them.
-            generations = [0] * len(generations)
+        numbers = np.fromiter(blocks, dtype=np.intp, count=len(blocks))
+        # They may be filled with what no longer counts; nothing is published behind those.
+        void = before is not None and before != self._resets
+        piece = numbers, np.zeros(len(numbers), dtype=np.uint64) if void else self.generations.counters[numbers]
         if anew:
-            tracked.generations = generations
+            tracked.captured = [piece]
         else:
-            tracked.generations += generations
+            tracked.captured.append(piece)
 
     def complete(self, tracked: Tracked, ready: int, loads: bool) -> list[PublicationSpec]:
         """Publish the request's leading `ready` chunks once the step is over, which has all of their tokens computed; but none that was
@@ -89,9 +89,11 @@ class Publications:
         """
         if self._pool is None or self._pool.broken:
             return []
+        if len(tracked.captured) > 1:
+            numbers, generations = zip(*tracked.captured, strict=True)
+            tracked.captured = [(np.concatenate(numbers), np.concatenate(generations))]
         end = ready * self.each
-        blocks = np.array(tracked.blocks[:end], dtype=np.uint32)
-        captured = np.array(tracked.generations[:end], dtype=np.uint64)
+        blocks, captured = (of_all[:end] for of_all in tracked.captured[0])
         lost = self.generations.counters[blocks] != captured
         right = int(lost.argmax()) // self.each if lost.any() else ready
         fresh = (self._published[blocks] != captured).reshape(-1, self.each).any(axis=1)
@@ -105,7 +107,8 @@ class Publications:
 
     def forget(self, tracked: Tracked) -> None:
         """Nobody knows what was published of the request: publish it again when it is computed."""
-        self._published[tracked.blocks] = 0
+        for blocks, _ in tracked.captured:
+            self._published[blocks] = 0
 
     def close(self) -> None:
         """Idempotent."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from vcache_backend.resident.generations import Generations
 
 log = logging.getLogger("vllm.vcache")
+_NUMBER = attrgetter("block_id")
 
 
 class ResidentPool:
@@ -30,7 +34,7 @@ class ResidentPool:
     def _get_new_blocks(self, num_blocks: int) -> Any:
         """What writes them is launched after this has returned."""
         blocks = self._get(num_blocks)
-        self._surely(lambda: self._generations.change([block.block_id for block in blocks]))
+        self._surely(lambda: self._generations.change(np.fromiter(map(_NUMBER, blocks), dtype=np.intp, count=len(blocks))))
         return blocks
 
     def _evict_blocks(self, block_ids: Any) -> Any:

@@ -69,7 +69,7 @@ class Generations:
         self.counters[:] = 2
         _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks)
 
-    def change(self, blocks: Sequence[int]) -> None:
+    def change(self, blocks: Sequence[int] | npt.NDArray[np.intp]) -> None:
         """These may be written by somebody else from now on. IndexError, and no change, if one of them is none of the cache's."""
         self.counters[np.asarray(blocks, dtype=np.intp)] += np.uint64(2)
 
