@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM 
 PULL = "vcache_backend.vram_pool.copier:HostCopier.pull"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler:SchedulerSide.allocated"
 """Places: a copy begins; a hit was found, its load is not described yet."""
-IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}, "pool": {"segment_bytes": 0}}
+IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}, "pool": {"segment_bytes": "1 MiB"}}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,8 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node, a: In
         assert hit.said == own.said
         assert hit.agrees(computed)
     assert here.stats().chunks == 0
+    # Whatever `pool.segment_bytes` says.
+    assert not here.stats().segments
     assert b.counter("vllm:vcache_loaded_tokens", tier="resident") == 11 * CHUNK
     assert b.counter("vllm:vcache_stored_bytes") == 0
 

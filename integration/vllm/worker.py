@@ -18,7 +18,7 @@ import msgspec
 import torch
 import vllm
 
-from vcache_backend.config import Config
+from vcache_backend.config import ByteSize, Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import InstanceId
@@ -142,7 +142,7 @@ class WorkerSide:
         kv = model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine)
         shard = model_spec.read_shard(self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank)
         session = Session(
-            _on_device_of(kv, self._config),
+            _settled(kv, self._config),
             model_spec.layout(self._model, [shard], size, b""),
             over_budget=memory_budget.beside_vllm(self._model.device_type, self._model.gpu_memory_utilization),
             anonymous=True,
@@ -320,9 +320,11 @@ class WorkerSide:
                 self._meter.count("recomputed_tokens", tokens)
 
 
-def _on_device_of(kv: PagedKV, config: Config) -> Config:
-    """`auto` is the device of the KV cache."""
-    if config.pool.device != "auto":
-        return config
-    device = "host" if kv.device.type == "cpu" else str(kv.device)
-    return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, device=device))
+def _settled(kv: PagedKV, config: Config) -> Config:
+    """The configuration with what this worker's KV cache decides: `auto` is its device, and what is shared in place lends nothing."""
+    pool = config.pool
+    if pool.device == "auto":
+        pool = msgspec.structs.replace(pool, device="host" if kv.device.type == "cpu" else str(kv.device))
+    if config.connector.share == "in_place":
+        pool = msgspec.structs.replace(pool, segment_bytes=ByteSize(0))
+    return msgspec.structs.replace(config, pool=pool)
