@@ -203,13 +203,13 @@ class Campaign:
 
 def campaign(loads: int = LOADS, seed: int = 1, pause: float = PAUSE, stops: float = STOPS) -> Result:
     """loads: those that bring something; and so many are refused by their verdicts as `REUSE_HITS` says. stops: as in `Settings`."""
-    with Campaign(seed, stops=stops) as made:
+    with Campaign(seed, stops) as made:
         return made.run(lambda seen, _: seen.loads >= loads and seen.reuse_hits >= REUSE_HITS * loads, pause)
 
 
-def run_control(control: Control, seed: int = 1, loads: int = CONTROL_LOADS) -> Result:
+def run_control(control: Control, seed: int = 1, loads: int = CONTROL_LOADS, stops: float = STOPS) -> Result:
     """Until a byte is wrong and there are so many loads, or for CONTROL_SECONDS."""
-    with Campaign(seed, control=control) as made:
+    with Campaign(seed, stops, control) as made:
         return made.run(lambda seen, passed: (seen.wrong > 0 and seen.loads >= loads) or passed > CONTROL_SECONDS, PAUSE)
 
 
