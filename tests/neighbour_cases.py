@@ -6,9 +6,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +188,24 @@ def descriptors() -> list[str]:
         except FileNotFoundError:
             continue
     return sorted(names)
+
+
+@contextmanager
+def few_descriptors() -> Iterator[list[int]]:
+    """This process has used up its descriptors; whoever closes one of these lends one to what comes next. Gone on leaving, and so is the
+    limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        yield taken
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
 
 
 def threads() -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -64,6 +66,29 @@ def test_a_descriptor_that_is_used_again_at_once_does_not_end_its_new_owner(owne
     eventually(lambda: kv_mapped() == 1)
     assert living[0].enter()
     living[0].leave()
+    caretaker.close(SECONDS)
+    assert kv_mapped() == 0
+
+
+def test_an_end_is_told_once_though_somebody_else_holds_the_same_pidfd(owners: Owners) -> None:
+    """As the server does, who sent it. Epoll would go on telling of it, under a number that is a living owner's by then."""
+    caretaker: Caretaker[Neighbour] = Caretaker(lambda ended: None)
+    dead, living = owners.neighbour(caretaker), owners.neighbour(caretaker)
+    with script("input()") as process:
+        end = os.pidfd_open(process.pid)
+        held = os.dup(end)
+        assert caretaker.admit(dead, [end])
+        process.kill()
+        eventually(lambda: kv_mapped() == 1)
+        with open(os.pidfd_open(os.getpid()), "rb", buffering=0) as own:
+            again = fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, end)
+        assert again == end
+        assert caretaker.admit(living, [again])
+        for _ in range(10):
+            caretaker.wake()
+            time.sleep(0.01)
+    assert enters(living)
+    os.close(held)
     caretaker.close(SECONDS)
     assert kv_mapped() == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections import Counter
@@ -15,7 +16,20 @@ import pytest
 from engine_cases import said
 from fake_cuda import GPU0, GPU1, NOTHING, FakeCuda
 from kv_cases import SMALL
-from neighbour_cases import EACH, HOST, SharedCache, descriptors, enters, instance, kv_mapped, owner, read, still, threads
+from neighbour_cases import (
+    EACH,
+    HOST,
+    SharedCache,
+    descriptors,
+    enters,
+    few_descriptors,
+    instance,
+    kv_mapped,
+    owner,
+    read,
+    still,
+    threads,
+)
 from processes import HASTY, QUICK, SECONDS, Stage, eventually, make_memfd, script
 from test_cuda_segments import cpu_view
 
@@ -280,6 +294,30 @@ def test_an_instance_that_nobody_knows_is_a_miss_and_is_not_asked_for_in_every_s
     assert [reader.neighbours.get(ONE) for _ in range(50)] == [None] * 50
     # A second's pause after each: fifty questions take less, or are few.
     assert asked(reader.client, "OpenInstance") < 50
+
+
+def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
+    stage: Stage, reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever in the opening that happens; and nothing is left of what was begun."""
+    # It keeps what it is told, an error and all that its frames refer to.
+    caplog.set_level("CRITICAL")
+    monkeypatch.setattr("vcache_backend.resident.tables.SHORT_SECONDS", 0.0)
+    monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 0.0)
+    with owner(stage, regions=3) as there:
+        there.ask("write", [3], 40)
+        eventually(lambda: [one for one in reader.client.stats().instances if not one.missing])
+        gc.collect()
+        before, tries = descriptors(), 0
+        with few_descriptors() as taken:
+            while reader.neighbours.get(ONE) is None:
+                os.close(taken.pop())
+                tries += 1
+        assert tries > 5
+        assert (kv_mapped(), threads()) == (3, 1)
+        # Two processes' ends; Python's mappings of a table and three regions.
+        eventually(lambda: sum((Counter(descriptors()) - Counter(before)).values()) == 6)
+        assert read(reader.there(), reader.cache, 3) == 40
 
 
 # ---- what is refused

@@ -224,6 +224,8 @@ def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(alone
     reader.show_cache(A, 1, shape())  # beyond its ranks: harmless
     with pytest.raises(Refused, match="rank 1 of an instance that joined with 1"):
         publish(reader, A, keys(3, rank=1))
+    with pytest.raises(Refused, match="this connection is no part of it"):
+        reader.retract(A, 100)
     assert found(reader) == 3
     assert reader.publish(B, 1, keys(1), chunk_blocks(0), chunk_generations(2)) == reader.retract(B, 1) == 0
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from neighbour_cases import descriptors, instance, owner, still
+from neighbour_cases import descriptors, few_descriptors, instance, owner, still
 from processes import HASTY, QUICK, Stage, eventually
 from test_neighbours import asked
 
@@ -101,6 +104,37 @@ def test_a_server_that_hangs_costs_a_miss_and_some_seconds_until_it_is_asked_aga
         assert tables.view(ONE) is None
         with closing(Tables(stage_.client())) as others:
             there(others)
+
+
+def test_a_reader_that_has_run_out_of_descriptors_sees_a_table_again_once_it_has_some(
+    stage: Stage, client: Client, tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vcache_backend.resident.tables.SHORT_SECONDS", 0.0)
+    monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 0.0)
+    with owner(stage):
+        eventually(lambda: [one for one in client.stats().instances if not one.missing])
+        gc.collect()
+        before, tries = descriptors(), 0
+        with few_descriptors() as taken:
+            while tables.view(ONE) is None:
+                os.close(taken.pop())
+                tries += 1
+        assert tries > 1
+        # The end of its scheduler; Python's mapping.
+        assert sum((Counter(descriptors()) - Counter(before)).values()) == 2
+
+
+def test_an_end_is_noticed_once_though_somebody_else_holds_the_same_pidfd(stage: Stage, client: Client, tables: Tables) -> None:
+    """As the server does. Epoll would go on telling of it, under a number that is another's by then."""
+    with owner(stage, 1) as part, owner(stage, 2):
+        there(tables)
+        held = client.open_process(ONE, -1)
+        part.kill()
+        assert tables.view(ONE) is None
+        again = there(tables, TWO)
+        assert [tables.view(TWO) for _ in range(3)] == [again] * 3
+        assert tables.view(ONE) is None
+        os.close(held)
 
 
 def test_closed_tables_show_nothing_and_leave_no_descriptor(stage: Stage, client: Client) -> None:

@@ -178,7 +178,9 @@ class Instances:
         instance = request.instance
         if instance not in self._of:
             return m.Count(0)
-        if not any(one == instance for one, _ in self._parts.get(client.id, ())):
+        table = self._of[instance].table
+        ranks = table.request.ranks if table is not None else 0
+        if not any(one == instance and rank < ranks for one, rank in self._parts.get(client.id, ())):
             raise Refuse(f"retract {instance.hex()}: this connection is no part of it")
         return m.Count(self._residents.retract(instance, request.sequence))
 

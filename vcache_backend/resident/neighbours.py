@@ -117,7 +117,7 @@ class Neighbours:
         """The KV cache of `instance`; None while it is not to be had, and for good once its owner has ended.
 
         A new one is mapped in the caller's thread: some tens of requests to the server, then some 10 ms for 40 GiB of a GPU. What
-        cannot be read here is said once in the log, and not tried again.
+        cannot be read here is said once in the log, and not tried again; what this process is short of, whenever it was.
         """
         known = self._here.get(instance)
         if known is not None:
@@ -128,7 +128,7 @@ class Neighbours:
             try:
                 return self._open(instance)
             except (LayoutError, SegmentError, OSError) as error:
-                self._refused.add(instance)
+                self._refused.add(instance, pause(error))
                 log.warning("the KV cache of instance %s cannot be read in place: %s", instance.hex(), error)
             except VCacheError as error:
                 self._refused.add(instance, pause(error))

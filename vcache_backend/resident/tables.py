@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -9,7 +10,7 @@ import threading
 import time
 from contextlib import ExitStack
 
-from vcache_backend.errors import SegmentError, ServerTimeout, VCacheError
+from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import Joined
@@ -21,8 +22,14 @@ SCHEDULER = -1
 """The rank of an instance's scheduler."""
 RETRY_SECONDS = 1.0
 SLOW_SECONDS = 5.0
-"""Until the next question about an instance: after one that the server could not answer, and after one that it did not in time, for
-which a step had to wait."""
+SHORT_SECONDS = 30.0
+"""Until the next question about an instance: after one that the server could not answer; after one that it did not in time, for which
+a step had to wait; and after this process ran short of something, which the log says each time."""
+_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN} | {
+    f"CUDA_ERROR_{code}" for code in ("OUT_OF_MEMORY", "OPERATING_SYSTEM")
+}
+"""What says something of this process or this machine now, and nothing of the instance. (The driver has one error for all that the
+kernel refuses it.)"""
 MAX_REFUSED = 4096
 """Instances that are remembered as unusable. Each start of an owner is a new one."""
 
@@ -46,9 +53,18 @@ class Refusals:
                 del self._until[next(iter(self._until))]
 
 
-def pause(error: VCacheError) -> float:
-    """Seconds until an instance that could not be opened is asked for again."""
-    return SLOW_SECONDS if isinstance(error, ServerTimeout) else RETRY_SECONDS
+def pause(error: Exception) -> float:
+    """Seconds until an instance that could not be opened is asked for again; infinite if it cannot be read, whoever tries again."""
+    if isinstance(error, ServerTimeout):
+        return SLOW_SECONDS
+    if not isinstance(error, LayoutError | SegmentError | OSError):
+        return RETRY_SECONDS
+    why: BaseException | None = error
+    while why is not None:
+        if getattr(why, "errno", None) in _SHORT or getattr(why, "code", None) in _SHORT:
+            return SHORT_SECONDS
+        why = why.__cause__
+    return float("inf")
 
 
 class Tables:
@@ -75,7 +91,7 @@ class Tables:
             try:
                 view = self._open(instance)
             except (SegmentError, OSError) as error:
-                self._refused.add(instance)
+                self._refused.add(instance, pause(error))
                 log.warning("instance %s is not read in place: %s", instance.hex(), error)
                 return None
             except VCacheError as error:
