@@ -11,6 +11,8 @@
 #     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
 #     inplace2  likewise eager, TP=2, fp8, MLA, ngram; copies out of a KV cache
 #
+# CALL+CALL runs two beside each other on a host of four GPUs, each on a pair of its own, into $OUT/CALL.
+#
 # A call unpacks the parts it is given and goes on after whatever fails. Rows go to $OUT/*.json as they are measured, the logs of
 # instances to $OUT/logs.tar.xz. Speed is worth something only on GPUs that nobody else uses. TINY=1 runs it without GPUs, for its own sake.
 set -uo pipefail
@@ -38,6 +40,14 @@ vllm() {
     --logs "$logs/$file" --commit "${COMMIT:-}" ${TINY:+--scale tiny --rounds 1} "$@" > >(tee "$out/$call.$file.txt") 2>&1
 }
 
+if [[ $call == *+* ]]; then
+  IFS=+ read -ra calls <<< "$call"
+  for i in "${!calls[@]}"; do
+    CUDA_VISIBLE_DEVICES=$((2 * i)),$((2 * i + 1)) OUT=$out/${calls[i]} SITE=$site benchmarks/gpu_night.sh "${calls[i]}" &
+  done
+  wait
+  exit
+fi
 case $call in
   pool)
     "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/pool.json" --commit "${COMMIT:-}"
