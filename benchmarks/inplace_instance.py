@@ -188,6 +188,9 @@ class Instance:
     def allocate(self, chunks: int) -> tuple[list[int], UInt64s]:
         """Blocks for so many, and their generations: from here on nobody may believe what they held."""
         blocks = [block.block_id for block in self.pool.get_new_blocks(chunks * EACH)]
+        if not self._late:
+            # By vLLM's plan; what is published of it is told when they are written.
+            self.table.filled(np.array(blocks, dtype=np.intp))
         return blocks, self.table.counters[blocks] + np.uint64(2 * self._late)
 
     def publish(self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark) -> None:

@@ -47,13 +47,16 @@ class Watched:
         self.resets += 1
 
     def take(self, count: int) -> tuple[Any, list[int]]:
-        """Blocks of vLLM's, and which generations changed meanwhile."""
+        """Blocks of vLLM's, and which generations changed meanwhile, to what nobody may read. Then they are filled."""
         before = self.view.counters.copy()
-        return self.pool.get_new_blocks(count), self.changed(before)
+        blocks, changed = self.pool.get_new_blocks(count), self.changed(before)
+        ids = np.array([block.block_id for block in blocks], dtype=np.intp)
+        assert (self.view.counters[ids] & np.uint64(1)).all()
+        self.generations.filled(ids)
+        return blocks, changed
 
     def changed(self, before: Any) -> list[int]:
-        """Blocks whose generation is another, and even."""
-        assert not (self.view.counters & np.uint64(1)).any()
+        """Blocks whose generation is another."""
         return [int(block) for block in np.flatnonzero(self.view.counters != before)]
 
 
@@ -105,7 +108,17 @@ def test_a_reset_changes_all_blocks_before_vllm_decides(watched: Watched, used: 
     assert watched.pool.reset_prefix_cache() == (not used)
     assert watched.changed(before) == list(range(BLOCKS))
     assert list(watched.pool.asked["reset"]) == list(watched.view.counters)
+    assert (watched.view.counters & np.uint64(1)).all(), "nobody may read a block before it is handed out and filled again"
     assert watched.resets == 1
+
+
+def test_what_vllm_never_hands_out_is_never_read(watched: Watched) -> None:
+    """Its null block, which takes what no request wants, and blocks that nobody has filled."""
+    odd = watched.view.counters & np.uint64(1)
+    assert odd.all()
+    _, changed = watched.take(BLOCKS - 1)
+    assert sorted({*range(BLOCKS)} - {*changed}) == [watched.pool.null_block.block_id]
+    assert np.flatnonzero(watched.view.counters & np.uint64(1)).tolist() == [watched.pool.null_block.block_id]
 
 
 @pytest.mark.parametrize("call", ["get", "evict", "reset"])

@@ -77,7 +77,10 @@ class Published(NamedTuple):
 class Engine:
     """vLLM's scheduler with our half in it, whose worker says what a test wants it to."""
 
-    def __init__(self, here: Node, undo: ExitStack, blocks: int = BLOCKS, **connector: Any) -> None:
+    def __init__(
+        self, here: Node, undo: ExitStack, blocks: int = BLOCKS, arguments: dict[str, Any] | None = None, **connector: Any
+    ) -> None:
+        """arguments: of vLLM's. connector: settings."""
         transfer = KVTransferConfig(
             kv_connector="VCacheConnector",
             kv_connector_module_path="vcache_backend.integration.vllm_connector",
@@ -95,9 +98,9 @@ class Engine:
             block_size=BLOCK,
             max_model_len=640,
             max_num_seqs=4,
-            max_num_batched_tokens=640,
             kv_cache_memory_bytes=1 << 20,
             kv_transfer_config=transfer,
+            **{"max_num_batched_tokens": 640, **(arguments or {})},
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
@@ -128,7 +131,7 @@ class Engine:
         assert self.publisher is not None
         assert self.publisher.flush(SECONDS)
 
-    def add(self, tokens: list[int], max_tokens: int = 4, **vcache: Any) -> Request:
+    def add(self, tokens: list[int], max_tokens: int = 4, priority: int = 0, **vcache: Any) -> Request:
         request = Request(
             request_id=f"r{next(_made)}",
             prompt_token_ids=tokens,
@@ -137,6 +140,7 @@ class Engine:
             ),
             pooling_params=None,
             block_hasher=self.hasher,
+            priority=priority,
         )
         self.scheduler.add_request(request)
         return request
@@ -178,6 +182,11 @@ class Engine:
 
     def numbers(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
         return [one.number for one in self.published(request, meta)]
+
+    def hit(self, request: Request) -> int:
+        """Tokens that vLLM's own cache had of a request that runs."""
+        tokens: int = self.half._requests[request.request_id].local
+        return tokens
 
     def right(self, published: list[Published]) -> bool:
         """Whether all of it is as the table has it now."""
@@ -281,6 +290,26 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(m
     }
 
 
+def test_blocks_whose_step_never_ran_are_not_published(make: Callable[..., Engine]) -> None:
+    """vLLM knows them by their tokens as soon as it plans the step. A request that goes before its owner takes the step away from
+    it, and then its owner finds them in vLLM's own cache, never written."""
+    steps = {"scheduling_policy": "priority", "long_prefill_token_threshold": 2 * CHUNK, "max_num_batched_tokens": 5 * BLOCK + 8}
+    engine = make(blocks=14, arguments=steps)
+    gone = engine.add(new_tokens(6 * CHUNK), priority=1)
+    engine.step()
+    first = engine.add(new_tokens(BLOCK), max_tokens=8)
+    engine.step()
+    assert engine.numbers(gone) == [2, 3]
+    engine.step()
+    assert gone.num_preemptions == 1
+    engine.finish(first)
+    engine.step()
+    assert engine.hit(gone) == 11 * BLOCK
+    again = [engine.numbers(gone, meta) for meta in engine.metas[2:]]
+    engine.finish(gone)
+    assert again == [[]] * len(again)
+
+
 # ---- resets
 
 
@@ -302,6 +331,26 @@ def test_what_began_before_a_reset_is_never_published(engine: Engine, connector:
     assert [one.number for one in published] == [0, 1]
     assert engine.right(published)
     assert published[0].sequence >= sequence
+
+
+def test_what_began_before_a_reset_is_not_published_by_who_finds_it_in_vllms_cache(engine: Engine) -> None:
+    """vLLM did not reset, as a request ran: what it has computed stays in its own cache, and so does what is computed behind that."""
+    tokens = new_tokens(3 * CHUNK)
+    request = engine.add(tokens + new_tokens(5))
+    engine.step()
+    assert not engine.scheduler.reset_prefix_cache()
+    engine.finish(request)
+    longer = engine.add(tokens + new_tokens(2 * CHUNK))
+    meta = engine.step()
+    assert engine.hit(longer) == 3 * CHUNK
+    assert engine.numbers(longer, meta) == []
+    own = engine.scheduler.kv_cache_manager.get_block_ids(longer.request_id)[0][: 5 * EACH]
+    assert (engine.half.publications.generations.counters[own] & np.uint64(1)).all(), "nobody ever believes these"
+    engine.finish(longer)
+    fresh = engine.add(new_tokens(18 * BLOCK))
+    engine.step()
+    assert engine.right(engine.published(fresh))
+    assert engine.numbers(fresh) == list(range(9))
 
 
 # ---- what is read where it lies

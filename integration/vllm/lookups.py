@@ -97,7 +97,7 @@ class _Question(msgspec.Struct):
 class Tracked(msgspec.Struct):
     """One request. loads: whether it may take anything from the pool. consumes: remove what it has loaded. local: its tokens in vLLM's own
     cache when it was matched. stored: chunks from its start that are in the pool or on their way; `complete_at`: with how many tokens
-    computed one more is complete, never if it stores none. loading: an asynchronous load is under way. captured, resets: see
+    computed one more is complete, never if it stores none. loading: an asynchronous load is under way. captured, filled, preempted: see
     `Publications`. until: when what was announced is waited for no longer; 0 before it is."""
 
     request: Any
@@ -107,7 +107,8 @@ class Tracked(msgspec.Struct):
     keys: list[ChunkKey] = []
     blocks: list[int] = []
     captured: list[tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64]]] = []
-    resets: int | None = None
+    filled: int = 0
+    preempted: int = 0
     until: float = 0.0
     local: int = 0
     stored: int = 0

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .lookups import Tracked
 
 log = logging.getLogger("vllm.vcache")
+NEVER = 1 << 62
+"""Blocks that no request has."""
 
 
 def begin(kv_cache_config: Any, each: int) -> tuple[Publications | None, str | None]:
@@ -44,7 +46,6 @@ class Publications:
         self.generations = Generations(self.instance, blocks)
         self.retract: Callable[[int], None] = lambda sequence: None
         """Told after a reset: publications of a lower sequence are void."""
-        self._resets = 0
         self._published: npt.NDArray[np.uint64] = np.zeros(blocks, dtype=np.uint64)
         """The generation in which each block was published; 0: never."""
         self._pool: ResidentPool | None = None
@@ -65,21 +66,44 @@ class Publications:
         self.generations.change_all()
         self._reset()
 
-    def loads(self, tracked: Tracked) -> None:
-        """Blocks of the request are to be filled from elsewhere, with what counts now."""
-        tracked.resets = self._resets
-
     def capture(self, tracked: Tracked, blocks: Sequence[int], anew: bool) -> None:
-        """The request has got these blocks, or hit them, since the last step. anew: they are all that it has."""
-        before, tracked.resets = tracked.resets, None
+        """The request has got these blocks, or hit them, since the last step. anew: they are all that it has.
+
+        Of a block that it got, the generation is the one that is to come, once it is filled.
+        """
+        if self._pool is None:
+            return
         numbers = np.fromiter(blocks, dtype=np.intp, count=len(blocks))
-        # They may be filled with what no longer counts; nothing is published behind those.
-        void = before is not None and before != self._resets
-        piece = numbers, np.zeros(len(numbers), dtype=np.uint64) if void else self.generations.counters[numbers]
+        now = self.generations.counters[numbers]
+        own = self._pool.taken(numbers)
         if anew:
-            tracked.captured = [piece]
+            own |= _still(tracked, numbers, now)
+            tracked.captured, tracked.filled, tracked.preempted = [], 0, tracked.request.num_preemptions
+        tracked.captured.append((numbers, now + own))
+
+    def fill(self, tracked: Tracked, blocks: int) -> None:
+        """The step, which is planned, writes the last of the request's leading `blocks`: from then on these hold what they stand for.
+
+        vLLM's cache knows them even if no step writes them, so what is not in a step's plan stays unreadable; and so does all that is
+        computed behind such a block, or behind one of before a reset.
+        """
+        if self._pool is None:
+            return
+        start, tracked.filled = tracked.filled, blocks
+        numbers, captured = _captured(tracked)
+        first, numbers, captured = (numbers[0], captured[0]), numbers[start:blocks], captured[start:blocks]
+        counters = self.generations.counters
+        now, even = counters[numbers], captured & np.uint64(1) == 0
+        mine = even & (now + np.uint64(1) == captured)
+        if not (even & (mine | (now == captured))).all() or (start and counters[first[0]] != first[1]):
+            tracked.filled = NEVER
         else:
-            tracked.captured.append(piece)
+            self.generations.filled(numbers[mine])
+
+    def planned(self) -> None:
+        """The step has all blocks that it gets."""
+        if self._pool is not None:
+            self._pool.planned()
 
     def complete(self, tracked: Tracked, ready: int, loads: bool) -> list[PublicationSpec]:
         """Publish the request's leading `ready` chunks once the step is over, which has all of their tokens computed; but none that was
@@ -89,12 +113,9 @@ class Publications:
         """
         if self._pool is None or self._pool.broken:
             return []
-        if len(tracked.captured) > 1:
-            numbers, generations = zip(*tracked.captured, strict=True)
-            tracked.captured = [(np.concatenate(numbers), np.concatenate(generations))]
         end = ready * self.each
-        blocks, captured = (of_all[:end] for of_all in tracked.captured[0])
-        lost = self.generations.counters[blocks] != captured
+        blocks, captured = (of_all[:end] for of_all in _captured(tracked))
+        lost = (self.generations.counters[blocks] != captured) | (captured & np.uint64(1) == 1)
         right = int(lost.argmax()) // self.each if lost.any() else ready
         fresh = (self._published[blocks] != captured).reshape(-1, self.each).any(axis=1)
         chosen = np.flatnonzero(fresh[:right])
@@ -130,5 +151,23 @@ class Publications:
         )
 
     def _reset(self) -> None:
-        self._resets += 1
         self.retract(self.sequence)
+
+
+def _captured(tracked: Tracked) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64]]:
+    """The request's blocks, and the generations in which they are its own."""
+    if len(tracked.captured) != 1:
+        numbers, generations = zip(*tracked.captured, strict=True)
+        tracked.captured = [(np.concatenate(numbers), np.concatenate(generations))]
+    return tracked.captured[0]
+
+
+def _still(tracked: Tracked, numbers: npt.NDArray[np.intp], now: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Which of these the request got before, and has not filled: a load has, or it goes on with more tokens. After a preemption it finds
+    its own in vLLM's cache, as anybody does."""
+    still = np.zeros(len(numbers), dtype=np.bool_)
+    if tracked.captured and tracked.preempted == tracked.request.num_preemptions:
+        before, captured = _captured(tracked)
+        known = min(len(numbers), len(before))
+        still[:known] = (numbers[:known] == before[:known]) & (now[:known] + np.uint64(1) == captured[:known])
+    return still

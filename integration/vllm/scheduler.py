@@ -132,7 +132,7 @@ class SchedulerSide:
             self._stored(tracked, max(tracked.stored, end // size if partial else stop))
         else:
             # What it has loaded is published as if computed here, once it is there.
-            self.publications.loads(tracked)
+            self._own(tracked, blocks.get_block_ids()[0], anew=True)
         if tracked.consumes and self.announcer is not None:
             for number, key in enumerate(load.keys, first):
                 hashes = request.block_hashes[number * self._hashes : (number + 1) * self._hashes]
@@ -167,13 +167,8 @@ class SchedulerSide:
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
         """What they store in it, and which blocks get a new owner."""
         requests, scheduled, fresh = self._requests, output.num_scheduled_tokens, meta.fresh
-        for new in output.scheduled_new_reqs:
-            fresh.append(new.block_ids[0])
-            tracked = requests.get(new.req_id)
-            if tracked is not None:
-                self._own(tracked, new.block_ids[0], anew=True)
-                self._complete(tracked, new.num_computed_tokens + scheduled[new.req_id], meta)
         cached = output.scheduled_cached_reqs
+        # These first: new requests may hit what they write in this step.
         for request_id, computed, added in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             tracked = requests.get(request_id)
             if added is not None:
@@ -184,13 +179,21 @@ class SchedulerSide:
                 self._own(tracked, added[0] if added is not None else [], anew=True)
             elif added is not None:
                 self._own(tracked, added[0], anew=False)
-            reached = computed + scheduled[request_id]
-            if reached >= tracked.complete_at:
-                self._complete(tracked, reached, meta)
+            self._computes(tracked, computed + scheduled[request_id], meta)
+        for new in output.scheduled_new_reqs:
+            fresh.append(new.block_ids[0])
+            tracked = requests.get(new.req_id)
+            if tracked is not None:
+                self._own(tracked, new.block_ids[0], anew=True)
+                self._computes(tracked, new.num_computed_tokens + scheduled[new.req_id], meta)
+        if self.publications is not None:
+            self.publications.planned()
 
     def stop_stores(self, meta: StepMetadata) -> None:
         """After an exception in `add_stores` nothing of the requests there are is stored any more: nobody knows their blocks."""
         meta.stores, meta.publications, meta.opaque = [], [], True
+        if self.publications is not None:
+            self.publications.planned()
         for tracked in self._requests.values():
             tracked.params = msgspec.structs.replace(tracked.params, store=False)
             tracked.complete_at = inf
@@ -312,6 +315,16 @@ class SchedulerSide:
             tracked.blocks += blocks
         if self.publications is not None:
             self.publications.capture(tracked, blocks, anew)
+
+    def _computes(self, tracked: Tracked, reached: int, meta: StepMetadata) -> None:
+        """The step computes the first `reached` tokens of the request, or they are there."""
+        if self.publications is not None:
+            # As vLLM makes them known: what is guessed ahead is not.
+            filled = min(min(reached, tracked.request.num_tokens) // self._block, len(tracked.blocks))
+            if filled > tracked.filled:
+                self.publications.fill(tracked, filled)
+        if reached >= tracked.complete_at:
+            self._complete(tracked, reached, meta)
 
     def _stored(self, tracked: Tracked, chunks: int) -> None:
         """So many chunks from the start are in the pool or on their way."""

@@ -1,7 +1,7 @@
 """Which bytes a block of a KV cache holds: a counter for each block, in memory that its owner writes and all others only read.
 
 A counter changes before its block may be written again, so whoever finds the published even number after a copy has copied what the
-number stood for. Odd: the block is being handed out, and equals nothing.
+number stood for. Odd: nobody has filled the block, or what it holds counts no more; it equals nothing.
 
 One memfd: a page with the header (`_HEADER`), then the counters, little-endian, 64 bits each, aligned, so that none is ever read in
 halves. It is sealed: its size does not change, and only its owner, who mapped it before, can write it.
@@ -73,9 +73,18 @@ class Generations:
         """These may be written by somebody else from now on. IndexError, and no change, if one of them is none of the cache's."""
         self.counters[np.asarray(blocks, dtype=np.intp)] += np.uint64(2)
 
+    def hand_out(self, blocks: Sequence[int] | npt.NDArray[np.intp]) -> None:
+        """These hold nothing that anybody may read, until they are `filled`. IndexError, and no change, as with `change`."""
+        at = np.asarray(blocks, dtype=np.intp)
+        self.counters[at] = self.counters[at] + np.uint64(1) | np.uint64(1)
+
+    def filled(self, blocks: npt.NDArray[np.intp]) -> None:
+        """What these, all handed out and each named once, are being given is what their next, even number stands for."""
+        self.counters[blocks] += np.uint64(1)
+
     def change_all(self) -> None:
-        """What every block holds means something else from now on."""
-        self.counters += np.uint64(2)
+        """What every block holds means something else: nobody may read it before it is handed out and filled again."""
+        self.counters[:] = self.counters + np.uint64(1) | np.uint64(1)
 
     def give_up(self) -> None:
         """Nothing here is to be believed any more, whatever happens next. Never raises."""
