@@ -488,6 +488,28 @@ def test_nobody_waits_while_the_memory_of_an_instance_that_is_gone_is_freed(
         freed.set()
 
 
+def test_nobody_waits_while_memory_that_was_refused_is_freed(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner may have let go of it meanwhile."""
+    memory, freed, close = make_memfd(4 * 64 * 64, seals=False), threading.Event(), os.close
+    number = os.fstat(memory).st_ino
+
+    def closed(fd: int) -> None:
+        if fd != memory and os.fstat(fd).st_ino == number:
+            assert freed.wait(20)
+        close(fd)
+
+    with running(alone.path):
+        owner, other = alone.client(), alone.client()
+        owner.show_cache(A, 0, shape())
+        monkeypatch.setattr(os, "close", closed)
+        with pytest.raises(Refused, match="not sealed"):
+            owner.show_region(A, 0, 0, memory)
+        assert [one.missing for one in other.stats().instances] == ["its scheduler"]
+        freed.set()
+        monkeypatch.undo()
+        os.close(memory)
+
+
 def test_all_instances_together_have_a_bounded_number_of_blocks(alone: Stage, reader: Client) -> None:
     table = make_table(m.MAX_BLOCKS)
     with alone.client() as greedy:

@@ -9,7 +9,7 @@ import select
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import processes, wire
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.connection import Connection
 from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.journal import Witness
@@ -93,8 +93,7 @@ class Admission:
         watch.joined(process, _take_pidfd(connection))
         for fd in connection.fds:
             service.predecessor.hear(fd)
-        wire.close_fds(connection.fds)
-        connection.fds.clear()
+        connection.close_fds()
         connection.client = Peer(connection.number, process, request.device, request.medium)
         mismatches = service.layouts.add(connection.client, request.layout)
         if mismatches:

@@ -88,9 +88,11 @@ class Connection:
             self.unsent.popleft()
 
     def close_fds(self) -> None:
-        """Those that came along and that nobody took."""
-        wire.close_fds(self.fds)
-        self.fds.clear()
+        """Those that came along and that nobody took, soon: each may be the last of much memory."""
+        if self.fds:
+            closer.start()
+        while self.fds:
+            closer.close(self.fds.pop())
 
     def close(self) -> None:
         self.close_fds()
