@@ -4,10 +4,12 @@ reader sees of it."""
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
 import resource
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -179,15 +181,21 @@ def kv_mapped() -> int:
     )
 
 
-def descriptors() -> list[str]:
-    """What the file descriptors of this process point to, in order."""
-    names = []
+def descriptors() -> Counter[str]:
+    """How many of this process's file descriptors point to what. Of sockets no numbers: a client may have connected again."""
+    gc.collect()
+    names = Counter[str]()
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
         try:
-            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+            names[os.readlink(f"/proc/self/fd/{fd}").partition(":[")[0]] += 1
         except FileNotFoundError:
             continue
-    return sorted(names)
+    return names
+
+
+def added_to(before: Counter[str]) -> Counter[str]:
+    """Descriptors that were not there before."""
+    return descriptors() - before
 
 
 @contextmanager

@@ -221,7 +221,7 @@ def test_what_watching_vllms_blocks_adds_to_handing_them_out_is_told_too(tmp_pat
     probe = Probe(connector, pool)
     probe.take("one", {"timed": str(file)})
     assert pool.get_new_blocks(2) == [Block(0), Block(1)]
-    assert table.counters[:3].tolist() == [4, 4, 2]
+    assert table.counters[:3].tolist() == [5, 5, 3]
     connector.request_finished_all_groups(Request("one"), ())
     (line,) = file.read_text().splitlines()
     assert 0 < json.loads(line)["get_new_blocks"] < SLOW_SECONDS, "without what vLLM itself takes"
