@@ -16,7 +16,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Found
 from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations
-from vcache_backend.transfer import courier
+from vcache_backend.transfer import courier, publisher
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.stats import EngineStats
 
@@ -105,6 +105,26 @@ def test_what_can_be_read_is_told_at_once(here: Node, monkeypatch: pytest.Monkey
     owner.join()
     owner.publish(1, Step())
     eventually(lambda: owner.found(1) == [True])
+    owner.close()
+
+
+def test_of_too_many_that_wait_the_last_is_dropped_and_none_is_told_early(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the first one: its step's end would be taken for the next one's."""
+    monkeypatch.setattr(publisher, "MOST_WAITING", 2)
+    owner = Owner(here)
+    owner.join()
+    steps = [Step(over=False) for _ in range(3)]
+    for number, step in enumerate(steps[:2], 1):
+        owner.publish(number, step)
+    eventually(lambda: steps[0].looks)
+    owner.publish(3, steps[2])
+    steps[0].over = True
+    eventually(lambda: steps[1].looks)
+    assert owner.found(1, 2) == [True, False]
+    for step in steps:
+        step.over = True
+    assert owner.publisher.flush(SECONDS)
+    assert owner.found(1, 2, 3) == [True, True, False]
     owner.close()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import NUMBER_BYTES, ChunkKey, InstanceId
+from vcache_backend.metadata_server.messages import GENERATION_BYTES, NUMBER_BYTES, ChunkKey, InstanceId
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.courier import Courier
 from vcache_backend.transfer.stats import EngineStats
@@ -24,7 +24,7 @@ _SLICE_SECONDS = 0.05
 """How long a step's end is waited for before the rest of the work is looked at again."""
 _POLL_SECONDS = 0.001
 MOST_WAITING = 1024
-"""Publications of steps that are not over. More are dropped: what is not published is a miss."""
+"""Publications of steps that are not over. Those after them are dropped: what is not published is a miss."""
 MOST_TRIES = 60
 """How often, a second apart, a new server is told what was published before: until the scheduler has shown it the generations."""
 
@@ -33,15 +33,6 @@ class Publication(NamedTuple):
     """Chunks of one rank, the blocks they lie in and those blocks' generations, packed as in `Publish`."""
 
     keys: list[ChunkKey]
-    blocks: bytes
-    generations: bytes
-    sequence: int
-
-
-class _Kept(NamedTuple):
-    """One chunk that was published."""
-
-    key: ChunkKey
     blocks: bytes
     generations: bytes
     sequence: int
@@ -57,8 +48,9 @@ class Publisher(Courier):
     def __init__(self, client: Client, stats: EngineStats, instance: InstanceId, each: int) -> None:
         """each: blocks of a chunk."""
         self._stats, self._instance, self._each = stats, instance, each
-        self._queue: deque[tuple[Publication, Mark]] = deque(maxlen=MOST_WAITING)
-        self._kept: dict[bytes, _Kept] = {}
+        self._queue: deque[tuple[Publication, Mark]] = deque()
+        self._kept: dict[bytes, Publication] = {}
+        """Of one chunk each, by the first of its blocks."""
         self._tables = Tables(client)
         self._tries = 0
         super().__init__(client)
@@ -67,8 +59,9 @@ class Publisher(Courier):
     def submit(self, publication: Publication, written: Mark) -> None:
         """Hand over what can be read once `written` is reached. Never blocks."""
         with self._changed:
-            if len(self._queue) == MOST_WAITING:
+            if len(self._queue) >= MOST_WAITING:
                 self._stats.failed("publication_dropped")
+                return
             self._queue.append((publication, written))
             self._changed.notify_all()
 
@@ -119,12 +112,12 @@ class Publisher(Courier):
         return True
 
     def _keep(self, publication: Publication) -> None:
-        number, generation = self._each * NUMBER_BYTES, self._each * 8
+        number, generation = self._each * NUMBER_BYTES, self._each * GENERATION_BYTES
         for at, key in enumerate(publication.keys):
             blocks = publication.blocks[at * number : (at + 1) * number]
             generations = publication.generations[at * generation : (at + 1) * generation]
             self._kept.pop(blocks[:NUMBER_BYTES], None)
-            self._kept[blocks[:NUMBER_BYTES]] = _Kept(key, blocks, generations, publication.sequence)
+            self._kept[blocks[:NUMBER_BYTES]] = Publication([key], blocks, generations, publication.sequence)
 
     def _tell(self, publication: Publication) -> int:
         """How many of the chunks the server took."""
@@ -153,6 +146,6 @@ class Publisher(Courier):
         for sequence, same in groupby(self._kept.values(), key=lambda one: one.sequence):
             ones = list(same)
             blocks_, generations_ = b"".join(one.blocks for one in ones), b"".join(one.generations for one in ones)
-            taken += self._tell(Publication([one.key for one in ones], blocks_, generations_, sequence))
+            taken += self._tell(Publication([key for one in ones for key in one.keys], blocks_, generations_, sequence))
         if taken or not self._kept:
             self._tries = 0
