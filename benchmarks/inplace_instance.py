@@ -190,7 +190,7 @@ class Instance:
         blocks = [block.block_id for block in self.pool.get_new_blocks(chunks * EACH)]
         if not self._late:
             # By vLLM's plan; what is published of it is told when they are written.
-            self.table.filled(np.array(blocks, dtype=np.intp))
+            self.table.filled(blocks)
         return blocks, self.table.counters[blocks] + np.uint64(2 * self._late)
 
     def publish(self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark) -> None:
@@ -228,7 +228,8 @@ class Owner(Instance):
         self.publish(keys, blocks, generations, written)
         self._write(keys, blocks)
         if self._late:
-            self.table.change(blocks)
+            self.table.void(blocks)
+            self.table.filled(blocks)
         self.step("before publication")
         written.over = True
         self.told.outcomes.written += len(keys)

@@ -120,8 +120,9 @@ class OwnerPart:
         self.client.join(self.name, NAMESPACE, self.table.blocks, self.ranks, EACH, self.table.fd)
 
     def write(self, blocks: Sequence[int], value: int) -> list[int]:
-        """As vLLM does: the blocks are handed out, then written. Their generations."""
-        self.table.change(blocks)
+        """As vLLM does: the blocks are handed out, a step is planned, and they are written. Their generations."""
+        self.table.void(blocks)
+        self.table.filled(blocks)
         for block in blocks:
             self.cache.fill(block, value)
         if self.cache.device.medium == "cuda":

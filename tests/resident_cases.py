@@ -80,8 +80,9 @@ class Owner:
         return (torch.tensor(blocks)[:, None] * self.size + torch.arange(self.size)).reshape(-1)
 
     def compute(self, tokens: torch.Tensor, blocks: Sequence[int]) -> dict[int, ResidentChunk]:
-        """As vLLM does: the blocks are handed out, then written. The chunks, by number, as they would be published."""
-        self.table.change(blocks)
+        """As vLLM does: the blocks are handed out, a step is planned, and they are written. The chunks as they would be published."""
+        self.table.void(blocks)
+        self.table.filled(blocks)
         self.cache.fill(tokens, self.slots(blocks))
         if self.kv.device.type == "cuda":
             torch.cuda.synchronize(self.kv.device)
@@ -104,12 +105,14 @@ class Owner:
             block = int(random.integers(self.table.blocks))
             after = int(self.table.counters[block]) + 2
             if not late:
-                self.table.change([block])
+                self.table.void([block])
+                self.table.filled([block])
             notes[block] = 0
             self.cache.fill(written(block, after, self.size), self.slots([block]))
             if late:
                 time.sleep(0.002)
-                self.table.change([block])
+                self.table.void([block])
+                self.table.filled([block])
             notes[block] = after
             times += 1
         return times

@@ -155,7 +155,7 @@ def test_the_next_server_is_told_of_what_is_still_there(here: Node, owner: Owner
     owner.scheduler.on_return.append(owner.join)
     before = owner.scheduler.epoch
     here.server.kill()
-    owner.table.change([4])
+    owner.table.void([4])
     here.serve()
     eventually(lambda: owner.scheduler.connected and owner.scheduler.epoch != before)
     eventually(lambda: owner.found(1, 3) == [True, True])

@@ -300,7 +300,7 @@ def test_a_changed_block_of_one_owner_does_not_touch_what_another_one_has_before
 def test_a_reset_of_the_owner_while_it_is_read_ends_the_load(here: Node) -> None:
     one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
     there = one.compute(tokens, list(range(4)))
-    reader.copier.half_way = one.table.change_all
+    reader.copier.half_way = one.table.void_all
     assert reader.loaded(tokens, there) == (0, "changed")
 
 

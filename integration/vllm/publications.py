@@ -63,7 +63,7 @@ class Publications:
 
     def reset(self) -> None:
         """Nothing that was computed, or is being computed, is what was asked for any more."""
-        self.generations.change_all()
+        self.generations.void_all()
         self._reset()
 
     def capture(self, tracked: Tracked, blocks: Sequence[int], anew: bool) -> None:

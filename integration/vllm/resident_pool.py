@@ -31,7 +31,7 @@ class ResidentPool:
         self._taken: npt.NDArray[np.int64] = np.zeros(generations.blocks, dtype=np.int64)
         """The step for which each block was handed out last."""
         # Also the null block's, whose bytes are of no request: none is anybody's until it is handed out and written.
-        generations.change_all()
+        generations.void_all()
         self._generations, self._on_reset = generations, on_reset
         self._get, self._evict, self._reset = pool.get_new_blocks, pool.evict_blocks, pool.reset_prefix_cache
         pool.get_new_blocks, pool.evict_blocks = self._get_new_blocks, self._evict_blocks
@@ -53,17 +53,17 @@ class ResidentPool:
         return blocks
 
     def _take(self, blocks: npt.NDArray[np.intp]) -> None:
-        self._generations.hand_out(blocks)
+        self._generations.void(blocks)
         self._taken[blocks] = self._step
 
     def _evict_blocks(self, block_ids: Any) -> Any:
-        """After a load that failed vLLM computes into the same blocks, without allocating them anew."""
-        self._surely(lambda: self._generations.change(list(block_ids)))
+        """After a load that failed vLLM computes into the same blocks, without allocating them anew: these stay void."""
+        self._surely(lambda: self._generations.void(list(block_ids)))
         return self._evict(block_ids)
 
     def _reset_prefix_cache(self) -> Any:
         """The bytes stay and mean something else, also where vLLM then says that it cannot reset now: its caller changes the weights."""
-        self._surely(self._generations.change_all)
+        self._surely(self._generations.void_all)
         self._surely(self._on_reset)
         return self._reset()
 

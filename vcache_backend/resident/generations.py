@@ -69,20 +69,17 @@ class Generations:
         self.counters[:] = 2
         _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks)
 
-    def change(self, blocks: Sequence[int] | npt.NDArray[np.intp]) -> None:
-        """These may be written by somebody else from now on. IndexError, and no change, if one of them is none of the cache's."""
-        self.counters[np.asarray(blocks, dtype=np.intp)] += np.uint64(2)
-
-    def hand_out(self, blocks: Sequence[int] | npt.NDArray[np.intp]) -> None:
-        """These hold nothing that anybody may read, until they are `filled`. IndexError, and no change, as with `change`."""
+    def void(self, blocks: Sequence[int] | npt.NDArray[np.intp]) -> None:
+        """These hold nothing that anybody may read until they are `filled`: somebody else may write them from now on. IndexError, and no
+        change, if one of them is none of the cache's."""
         at = np.asarray(blocks, dtype=np.intp)
         self.counters[at] = self.counters[at] + np.uint64(1) | np.uint64(1)
 
-    def filled(self, blocks: npt.NDArray[np.intp]) -> None:
-        """What these, all handed out and each named once, are being given is what their next, even number stands for."""
-        self.counters[blocks] += np.uint64(1)
+    def filled(self, blocks: Sequence[int] | npt.NDArray[np.intp]) -> None:
+        """What these, all void and each named once, are being given is what their next, even number stands for."""
+        self.counters[np.asarray(blocks, dtype=np.intp)] += np.uint64(1)
 
-    def change_all(self) -> None:
+    def void_all(self) -> None:
         """What every block holds means something else: nobody may read it before it is handed out and filled again."""
         self.counters[:] = self.counters + np.uint64(1) | np.uint64(1)
 
