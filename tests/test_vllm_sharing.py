@@ -170,10 +170,11 @@ def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(here: Node, a: Instan
     assert hit.agrees(computed)
     after = [b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in ("resident", "host")]
     assert [now - then for now, then in zip(after, before, strict=True)] == [3 * CHUNK, 2 * CHUNK]
-    here.empty()
     assert a.ask("forget")
-    assert c.one(tokens).said == own.said
-    assert c.counter("vllm:vcache_loaded_tokens", tier="host") == 0
+    before = c.counter("vllm:vcache_loaded_tokens", tier="resident")
+    passed_on = c.one(tokens)
+    assert (passed_on.cached, passed_on.said) == (5 * CHUNK, own.said)
+    assert c.counter("vllm:vcache_loaded_tokens", tier="resident") - before == 5 * CHUNK
 
 
 def test_an_announced_prefix_is_waited_for_where_it_is_computed(here: Node, a: Instance, b: Instance, aside: Instance) -> None:
