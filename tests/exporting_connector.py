@@ -8,8 +8,9 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 from vcache_backend.integration.vllm import exportable, model_spec
-from vcache_backend.resident.exported import Region, cache_shape
+from vcache_backend.resident.exported import cache_shape
 from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.exportable import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 

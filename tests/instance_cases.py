@@ -12,9 +12,9 @@ from processes import make_memfd
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.seals import FUTURE_WRITE, RESIZING
 
 NAMESPACE = b"namespac"
-FUTURE_WRITE = 0x10
 PAGE = 64
 EACH = 4
 
@@ -26,7 +26,7 @@ def instance_id(number: int) -> m.InstanceId:
 def make_table(blocks: int, seals: int = FUTURE_WRITE) -> int:
     """A generation table's memfd: nobody but who has mapped it already can write."""
     fd = make_memfd(4096 + blocks * 8, seals=False)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | seals)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING | seals)
     return fd
 
 

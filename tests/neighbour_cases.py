@@ -19,15 +19,17 @@ import torch
 from kv_cases import SMALL, Sizes
 from processes import PATIENT, SECONDS, Stage, Worker, nursery
 
+from vcache_backend import seals
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import InstanceId
-from vcache_backend.resident.exported import Region, Shown, cache_shape
+from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour
-from vcache_backend.vram_pool import devices, host_segment
+from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.exportable import Region
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.segment import create, map_segment
 
@@ -69,7 +71,7 @@ class SharedCache:
             fd = os.memfd_create("vcache-kv-of-a-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self._undo.callback(os.close, fd)
             os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, host_segment.SEALS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals.RESIZING)
             memory = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         self.regions.append(Region(fd, nbytes, memory.data_ptr()))
         return memory

@@ -21,7 +21,7 @@ from processes import PATIENT, SECONDS, Worker, eventually, make_memfd, nursery
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.resident.exported import Region, Shown, cache_shape
+from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.keys import TokenHasher
@@ -32,6 +32,7 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool import devices, segment
 from vcache_backend.vram_pool.copier import HostCopier, Mark
+from vcache_backend.vram_pool.exportable import Region
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 NAMESPACE = b"resident"

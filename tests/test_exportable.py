@@ -27,11 +27,10 @@ from torch.overrides import TorchFunctionMode
 from vcache_backend import config
 from vcache_backend.errors import LayoutError, SegmentError
 from vcache_backend.integration.vllm.exportable import begin
-from vcache_backend.resident.exported import Region
 from vcache_backend.vram_pool import cuda_driver, cuda_exportable, host_exportable, host_segment
 from vcache_backend.vram_pool.cuda_driver import Driver
 from vcache_backend.vram_pool.cuda_exportable import CudaExportable
-from vcache_backend.vram_pool.exportable import Allocation
+from vcache_backend.vram_pool.exportable import Region
 from vcache_backend.vram_pool.host_exportable import HostExportable
 
 
@@ -40,7 +39,7 @@ def kv(nbytes: int = MIB + 100, **more: Any) -> torch.Tensor:
     return torch.zeros(nbytes, **{"dtype": torch.int8, "device": torch.device("cpu"), **more})
 
 
-def holds(tensor: torch.Tensor, found: Sequence[Allocation | Region]) -> bool:
+def holds(tensor: torch.Tensor, found: Sequence[Region]) -> bool:
     return any(one.address == tensor.data_ptr() and tensor.nbytes <= one.nbytes for one in found)
 
 

@@ -21,7 +21,8 @@ from processes import Worker, eventually, nursery
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.messages import MAX_BLOCKS
 from vcache_backend.resident import generations
-from vcache_backend.resident.generations import F_SEAL_FUTURE_WRITE, SEALS, Generations, GenerationView
+from vcache_backend.resident.generations import SEALS, Generations, GenerationView
+from vcache_backend.seals import FUTURE_WRITE
 
 ME = bytes(range(16))
 OTHER = bytes(16)
@@ -164,7 +165,7 @@ def forged(kind: str) -> Iterator[int]:
             os.ftruncate(fd, 0)
         else:
             os.pwrite(fd, struct.pack("<8sII16sQ", magic, version, 0, ME, BLOCKS - (kind == "count")), 0)
-        missing = {"growing": fcntl.F_SEAL_GROW, "shrinking": fcntl.F_SEAL_SHRINK, "writable": F_SEAL_FUTURE_WRITE}.get(kind, 0)
+        missing = {"growing": fcntl.F_SEAL_GROW, "shrinking": fcntl.F_SEAL_SHRINK, "writable": FUTURE_WRITE}.get(kind, 0)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS & ~missing)
     try:
         yield fd
@@ -176,10 +177,10 @@ def forged(kind: str) -> Iterator[int]:
     ("kind", "message"),
     [
         ("pipe", "is no memfd but p"),
-        ("plain", "is a plain file|has seals 0x1, needs"),
-        ("growing", "has seals 0x13, needs 0x17"),
-        ("shrinking", "has seals 0x15, needs 0x17"),
-        ("writable", "has seals 0x7, needs 0x17"),
+        ("plain", "plain file|it has 0x1, needs"),
+        ("growing", "it has 0x13, needs 0x17"),
+        ("shrinking", "it has 0x15, needs 0x17"),
+        ("writable", "others' writing .it has 0x7, needs 0x17"),
         ("empty", "holds 0 B, but one of 64 blocks has 8,192"),
         ("short", "holds 4,096 B, but one of 64 blocks has 8,192"),
         ("long", "holds 16,384 B, but one of 64 blocks has 8,192"),

@@ -15,10 +15,9 @@ import torch
 from processes import IMPORT_SECONDS, ROOT, SECONDS
 
 from vcache_backend.integration.vllm.exportable import Exporter, begin
-from vcache_backend.resident.exported import Region
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.cuda_exportable import CudaExportable
-from vcache_backend.vram_pool.exportable import Allocation
+from vcache_backend.vram_pool.exportable import Region
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -43,12 +42,12 @@ def fill(tensor: torch.Tensor) -> None:
     torch.cuda.synchronize()
 
 
-def holder(tensor: torch.Tensor, found: Sequence[Allocation | Region]) -> Allocation | Region | None:
+def holder(tensor: torch.Tensor, found: Sequence[Region]) -> Region | Region | None:
     first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     return next((one for one in found if one.address <= first and end <= one.address + one.nbytes), None)
 
 
-def read_elsewhere(one: Allocation | Region, tensor: torch.Tensor, gpu: str) -> None:
+def read_elsewhere(one: Region, tensor: torch.Tensor, gpu: str) -> None:
     """Another process maps the allocation on `gpu`, and finds what `fill` has written."""
     where = [one.fd, one.nbytes, tensor.data_ptr() - one.address, tensor.nbytes, devices.resolve("cuda:0").name, gpu]
     child = subprocess.run(

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vcache_backend.metadata_server.messages import KEY_BYTES
-from vcache_backend.transfer.keys import TokenHasher, of_rank
+from vcache_backend.metadata_server.messages import KEY_BYTES, of_rank
+from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.layout import Layout
 
 LAYOUT = Layout(model="m", dtype="bf16", layers=2, kv_heads=2, head_dim=8, block_size=16, kv_layout="x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,10 +17,9 @@ from triton.runtime import interpreter
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool import kernels, reference
-from vcache_backend.vram_pool.copier import slot_rows
 from vcache_backend.vram_pool.kernels import Tuning
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks
+from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks, plane_offsets
 from vcache_backend.vram_pool.slots import SlotView
 
 POISON = 0xA5
@@ -35,6 +35,18 @@ DEVICE = pytest.mark.parametrize(
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
+
+
+def slot_rows(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> tuple[Int64s, Int64s]:
+    """Rows and origin, as `Copier.pull` takes them, of a copy out of slots, which are one origin: a plane begins in each of them where it
+    does in a chunk."""
+    addresses = np.array([slot.address for slot in slots], dtype=np.int64)
+    rows = np.empty((len(plan.blocks), 3), dtype=np.int64)
+    rows[:, 0] = 0
+    rows[:, 1] = addresses[plan.blocks[:, 0]]
+    rows[:, 1] += plan.blocks[:, 1]
+    rows[:, 2] = plan.blocks[:, 2]
+    return rows, plane_offsets(len(kv.planes), kv.parts, plan.chunk_size // kv.block_size, kv.page_bytes)
 
 
 @pytest.fixture(autouse=True)

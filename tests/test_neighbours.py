@@ -347,7 +347,7 @@ def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
         for fd, why in [
             (reading, "no memfd"),
             (short, "holds"),
-            (unsealed, "can be resized"),
+            (unsealed, "not sealed against"),
             (file.fileno(), "plain file|seals"),
         ]:
             neighbour = Neighbour(ONE, shape, view, EACH, lambda: None)

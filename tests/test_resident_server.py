@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from instance_cases import (
     EACH,
-    FUTURE_WRITE,
     NAMESPACE,
     chunk_blocks,
     chunk_generations,
@@ -34,6 +33,7 @@ from vcache_backend.errors import Refused, VCacheError
 from vcache_backend.metadata_server import instances, residents
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.seals import FUTURE_WRITE, RESIZING
 
 A, B = instance_id(1), instance_id(2)
 NOTHING = m.Found(b"", [], [])
@@ -402,11 +402,14 @@ def test_a_publication_that_does_not_fit_together_is_refused_and_the_connection_
     [
         ({"planes": [(0, 0)] * 3}, "3 planes of 2 layers with 2 parts"),
         ({"planes": [(1, 0)] * 4}, "plane 0 lies in region 1 of 1"),
-        ({"planes": [(0, 0), (0, 0), (0, 0), (0, 4 * 64 * 64 - 64)]}, "plane 3 ends at 20,416 B of region 0, which has 16,384 B"),
+        (
+            {"planes": [(0, 0), (0, 0), (0, 0), (0, 4 * 64 * 64 - 64)]},
+            "bytes 16,320 to 20,416 of region 0, which has 16,384 B",
+        ),
         ({"planes": [(0, 0)] * 3 + [(0, 1 << 50)]}, "<= 281474976710656"),
         ({"planes": [(0, 0)] * (m.MAX_PLANES + 1)}, "<= 1024"),
         ({"stride": 32}, "pages of 64 B every 32 B"),
-        ({"num_blocks": 1 << 40}, "plane 0 ends at"),
+        ({"num_blocks": 1 << 40}, "plane 0 lies at bytes 0 to"),
         ({"regions": []}, ">= 1"),
         ({"regions": [1 << 10] * (m.MAX_REGIONS + 1)}, "<= 256"),
         ({"layers": 0}, ">= 1"),
@@ -446,7 +449,7 @@ def test_memory_that_readers_could_not_trust_is_refused_and_closed(
     with pytest.raises(Refused, match="its cache has 1 regions"):
         owner.show_region(A, 0, 1, good)
     sealed = make_memfd(4 * 64 * 64, seals=False)
-    fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | FUTURE_WRITE)
+    fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, RESIZING | FUTURE_WRITE)
     read_only = os.open(f"/proc/self/fd/{sealed}", os.O_RDONLY)
     assert owner.show_region(A, 0, 0, read_only) == 0
     raw = alone.raw()
@@ -556,7 +559,6 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(alone: 
     owner, each, count = alone.client(), 64, 300
     join(owner, A, blocks=each * count, each=each)
     show(owner, A)
-    assert owner.send_publish(A, 1, keys(count), chunk_blocks(0, count, each), chunk_generations(2, count, each)) is None
     assert owner.publish(A, 1, keys(count), chunk_blocks(0, count, each), chunk_generations(2, count, each)) == count
     sent = reader.send_find(keys(count))
     assert sent is not None

@@ -26,7 +26,7 @@ from vllm_sources import FILES, differences
 from vcache_backend.doctor import in_place, packages
 from vcache_backend.integration.vllm import exportable
 from vcache_backend.metadata_server.messages import CacheShape
-from vcache_backend.resident.exported import Region
+from vcache_backend.vram_pool.exportable import Region
 
 pytestmark = [
     pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from vcache_backend import config
 from vcache_backend.errors import ConfigError
 from vcache_backend.integration.vllm import adapters, request_params, settings
-from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES, ChunkKey
-from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest, of_rank
+from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES, ChunkKey, of_rank
+from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest
 from vcache_backend.transfer.layout import Namespace
 
 # ---- settings

@@ -11,7 +11,7 @@ import torch
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.arguments import (
     KVCaches,
     SlotMapping,
@@ -21,7 +21,7 @@ from vcache_backend.transfer.arguments import (
     as_slots,
     first_wanted,
 )
-from vcache_backend.transfer.keys import TokenHasher, as_integers, as_tokens, of_rank
+from vcache_backend.transfer.keys import TokenHasher, as_integers, as_tokens
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.leases import AskedLease
 from vcache_backend.transfer.load import Load

@@ -17,10 +17,10 @@ from lmcache.v1.memory_management import MemoryObj
 
 from vcache_backend.config import OffloadConfig
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.held import HeldChunk
-from vcache_backend.transfer.keys import TaggedHashKeys, Tags, of_rank
+from vcache_backend.transfer.keys import TaggedHashKeys, Tags
 from vcache_backend.transfer.leases import Lease
 from vcache_backend.transfer.load import SLICE_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces

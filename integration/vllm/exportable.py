@@ -19,9 +19,9 @@ import torch
 
 from vcache_backend import config
 from vcache_backend.errors import LayoutError, SegmentError, VCacheError
-from vcache_backend.resident.exported import Region
+from vcache_backend.resident.generations import MACHINE
 from vcache_backend.vram_pool.cuda_exportable import CudaExportable
-from vcache_backend.vram_pool.exportable import Allocation, Exportable
+from vcache_backend.vram_pool.exportable import Exportable, Region
 from vcache_backend.vram_pool.host_exportable import HostExportable
 
 from .model_spec import ModelSpec
@@ -62,14 +62,14 @@ class Exporter:
             raise SegmentError(f"vLLM's KV cache cannot be shared in place: {'; '.join(self._problems)}")
         found = sorted(self._memory.allocations(), key=lambda one: one.address)
         used = {self._holder(self._memory, found, name, tensor) for name, tensor in kv_caches.items()}
-        return [Region(*found[at]) for at in sorted(used)]
+        return [found[at] for at in sorted(used)]
 
     def close(self) -> None:
         """What is allocated from now on is no business of ours. May be called again; also where vLLM does not start after all."""
         self._undo.close()
 
     @staticmethod
-    def _holder(memory: Exportable, found: Sequence[Allocation], name: str, tensor: torch.Tensor) -> int:
+    def _holder(memory: Exportable, found: Sequence[Region], name: str, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
         first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         for at, one in enumerate(found):
@@ -138,7 +138,7 @@ def _refusals(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Itera
     kinds = sorted({kind for group in groups for kind in _kinds(group.kv_cache_spec)})
     if _release(vllm.__version__) not in KNOWN:
         yield _unknown(vllm.__version__)
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if platform.machine() != MACHINE:
         yield f"it relies on the order in which x86-64 makes writes visible, and this machine is {platform.machine()}"
     if not vllm_config.cache_config.enable_prefix_caching:
         yield "without prefix caching vLLM's KV cache keeps nothing to share: take out --no-enable-prefix-caching"

@@ -9,12 +9,12 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 import torch
 
-from vcache_backend.metadata_server.messages import InstanceId
-from vcache_backend.resident.exported import Region, Shown, cache_shape
+from vcache_backend.metadata_server.messages import InstanceId, of_rank
+from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.neighbours import Neighbours
-from vcache_backend.transfer.keys import of_rank
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.exportable import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .exportable import Exporter

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
-from vcache_backend.transfer.keys import of_rank
+from vcache_backend.metadata_server.messages import ChunkKey, SegmentId, of_rank
 from vcache_backend.transfer.session import Session
 
 from .metadata import Change, Link, Shard, WorkerReport

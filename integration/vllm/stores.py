@@ -10,8 +10,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.keys import of_rank
+from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces, Places
 from vcache_backend.transfer.session import Session

@@ -21,10 +21,9 @@ import vllm
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import InstanceId
+from vcache_backend.metadata_server.messages import InstanceId, of_rank
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer import load as transfer
-from vcache_backend.transfer.keys import of_rank
 from vcache_backend.transfer.leases import FOREIGN, Lease
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.resident import ResidentChunk

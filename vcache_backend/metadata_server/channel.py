@@ -146,6 +146,18 @@ class Channel(ABC):
         self._alone(request, exchange, seconds)
         return sent.answer()
 
+    def _open(self, request: m.Request, kind: type[R]) -> tuple[R, int]:
+        """Ask for what comes with an fd, the caller's to close."""
+        fds: list[int] = []
+        try:
+            reply = self._call(request, kind, received=fds)
+            if len(fds) != 1:
+                raise ProtocolError(f"{type(request).__name__}: {len(fds)} fds came along; exactly 1 was due")
+        except VCacheError:
+            wire.close_fds(fds)
+            raise
+        return reply, fds[0]
+
     def _send(self, request: m.Request, kind: type[R]) -> Sent[R]:
         """Ask now; the answer is read later."""
         data, sent = wire.encode(request), Sent(self, request, kind)

@@ -6,18 +6,12 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import cast
 
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, of_rank
 from vcache_backend.metadata_server.placement import Entry
 
 Space = dict[ChunkKey, Entry]
 """The chunks of one namespace."""
 _EMPTY: Space = {}
-
-
-def of_rank(keys: list[ChunkKey], rank: int) -> list[ChunkKey]:
-    """The keys of another rank's part of the same chunks."""
-    suffix = rank.to_bytes(RANK_BYTES, "big")
-    return [ChunkKey(key[:-RANK_BYTES] + suffix) for key in keys]
 
 
 class Chunks:

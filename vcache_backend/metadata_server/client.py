@@ -12,9 +12,8 @@ from pathlib import Path
 import msgspec
 
 from vcache_backend.config import ClientConfig
-from vcache_backend.errors import ProtocolError, VCacheError
+from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.channel import R, Sent
 from vcache_backend.metadata_server.resident_calls import ResidentCalls
 
@@ -83,10 +82,6 @@ class Client(ResidentCalls):
         """`acquire` without waiting for the answer."""
         return self._send(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
 
-    def send_release(self, lease: int) -> None:
-        """`release` without waiting, whatever the answer is."""
-        self._send(m.Release(lease), m.Verdict)
-
     def renew(self, lease: int) -> bool:
         return self._call(m.Renew(lease), m.Verdict).held
 
@@ -151,15 +146,8 @@ class Client(ResidentCalls):
 
     def open_segment(self, id_: m.SegmentId) -> tuple[m.SegmentInfo, int]:
         """A segment and its fd, the caller's to close."""
-        fds: list[int] = []
-        try:
-            info = self._call(m.OpenSegment(id_), m.Opened, received=fds).segment
-            if len(fds) != 1:
-                raise ProtocolError(f"open_segment {id_}: {len(fds)} fds came along; exactly 1 was due")
-        except VCacheError:
-            wire.close_fds(fds)
-            raise
-        return info, fds[0]
+        opened, fd = self._open(m.OpenSegment(id_), m.Opened)
+        return opened.segment, fd
 
     def avoid(self, id_: m.SegmentId) -> None:
         """This process cannot map the segment: no slot there, also after a reconnection."""

@@ -18,9 +18,7 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.closing import closer
 from vcache_backend.metadata_server.placement import Peer
-
-_RESIZES = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_READ_ONLY = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, which Python 3.11 does not name
+from vcache_backend.seals import FUTURE_WRITE, lacking
 
 
 class Holder(Protocol):
@@ -162,13 +160,10 @@ def unmappable(medium: m.Medium, nbytes: int, fd: int, to_write: bool = True) ->
     if medium == "cuda":
         # The driver exports memory as an open file of its own device, /dev/nvidiactl.
         return "" if stat.S_ISCHR(status.st_mode) else "the fd is a file, a memfd or a socket, no memory of a GPU"
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        return f"the fd is no memfd ({error.strerror})"
-    if seals & _RESIZES != _RESIZES:
-        return f"the memfd is not sealed against shrinking, growing and other seals (it has {seals:#x}, needs {_RESIZES:#x})"
-    if to_write and seals & _READ_ONLY:
+    if reason := lacking(fd):
+        return reason
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    if to_write and seals & (fcntl.F_SEAL_WRITE | FUTURE_WRITE):
         return f"the memfd is sealed against writing (seals {seals:#x})"
     if status.st_size < nbytes:
         return f"the memfd has {status.st_size:,} B, fewer than the {nbytes:,} B announced"

@@ -16,15 +16,11 @@ from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.residents import Residents
+from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
 MAX_INSTANCES = 64
 MAX_PARTS = 8
 """Most instances, and most parts of instances (a scheduler's or a rank's) that one connection shows."""
-_TABLE_SEALS = (
-    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | 0x10
-)  # F_SEAL_FUTURE_WRITE: Python 3.11 has no name for it
-SCHEDULER = -1
-"""In place of a rank."""
 
 
 class ShownTable:
@@ -71,7 +67,7 @@ class KnownInstance:
     def parts(self) -> Iterator[tuple[int, ShownTable | ShownCache]]:
         """Those that are there, and those that were."""
         if self.table is not None:
-            yield SCHEDULER, self.table
+            yield m.SCHEDULER, self.table
         yield from self.caches.items()
 
     def missing(self) -> str:
@@ -118,7 +114,7 @@ class Instances:
             raise Refuse(f"{what}: {reason}")
         if request.blocks > (left := self._residents.blocks_left(request.instance)):
             raise Refuse(f"{what}: {request.blocks:,} blocks, but there is room for {left:,} beside the other instances'")
-        known = self._enter(client, request.instance, SCHEDULER, what)
+        known = self._enter(client, request.instance, m.SCHEDULER, what)
         before = known.table
         known.table = shown = ShownTable(client, request, Descriptor(fds.pop()))
         if before is None or (before.process, before.memory) != (shown.process, shown.memory):
@@ -131,7 +127,7 @@ class Instances:
         """A worker says what its cache is."""
         instance, rank, shape = request.instance, request.rank, request.shape
         what = f"show_cache {instance.hex()}, rank {rank}"
-        if reason := misfit(shape):
+        if reason := shape.misfit():
             raise Refuse(f"{what}: {reason}")
         known = self._enter(client, instance, rank, what)
         before = known.caches.get(rank)
@@ -209,7 +205,7 @@ class Instances:
     def open_process(self, instance: m.InstanceId, rank: int) -> tuple[m.Count, Descriptor]:
         """A pidfd of one of its processes."""
         what = f"open_process {instance.hex()}, rank {rank}"
-        part = self._whole(instance, what).table if rank == SCHEDULER else self._cache(instance, rank, "open_process")
+        part = self._whole(instance, what).table if rank == m.SCHEDULER else self._cache(instance, rank, "open_process")
         assert part is not None
         try:
             pidfd = self._pidfd(part.process)
@@ -225,7 +221,7 @@ class Instances:
         """The connection is gone, and what it showed with it."""
         for instance, rank in self._parts.pop(client.id, ()):
             known = self._of[instance]
-            part = known.table if rank == SCHEDULER else known.caches[rank]
+            part = known.table if rank == m.SCHEDULER else known.caches[rank]
             assert part is not None
             part.gone()
             self._changed(instance)
@@ -263,7 +259,7 @@ class Instances:
     def _enter(self, client: Peer, instance: m.InstanceId, rank: int, what: str) -> KnownInstance:
         """The instance of which this connection becomes a part, in place of an earlier connection of the same process."""
         known = self._of.get(instance)
-        part = None if known is None else known.table if rank == SCHEDULER else known.caches.get(rank)
+        part = None if known is None else known.table if rank == m.SCHEDULER else known.caches.get(rank)
         if part is not None and part.peer is not None and part.process != client.process:
             raise Refuse(f"{what}: pid {part.process.pid} is that; an instance's id names one start of one instance")
         if not self.owns(client, instance, rank):
@@ -274,7 +270,7 @@ class Instances:
                 )
             if known is None and len(self._of) >= MAX_INSTANCES:
                 raise Refuse(f"{what}: {len(self._of)} instances share in place, no server takes more")
-        if rank == SCHEDULER and (part is None or part.peer is None):
+        if rank == m.SCHEDULER and (part is None or part.peer is None):
             self._room(what)
         if known is None:
             known = self._of[instance] = KnownInstance()
@@ -320,32 +316,12 @@ class Instances:
             self._residents.show(instance, not known.missing())
 
 
-def misfit(shape: m.CacheShape) -> str:
-    """Why no cache can be so; empty if nothing speaks against it."""
-    if len(shape.planes) != shape.layers * shape.parts:
-        return f"{len(shape.planes)} planes of {shape.layers} layers with {shape.parts} parts"
-    if shape.num_blocks > 1 and shape.stride < shape.page_bytes:
-        return f"pages of {shape.page_bytes:,} B every {shape.stride:,} B"
-    spans = (shape.num_blocks - 1) * shape.stride + shape.page_bytes
-    for plane, (region, offset) in enumerate(shape.planes):
-        if region >= len(shape.regions):
-            return f"plane {plane} lies in region {region} of {len(shape.regions)}"
-        if offset + spans > shape.regions[region]:
-            return f"plane {plane} ends at {offset + spans:,} B of region {region}, which has {shape.regions[region]:,} B"
-    return ""
-
-
 def _no_table(fd: int, blocks: int) -> str:
     """Why readers could not trust `fd` to be a table that only its owner changes, and that stays; empty if they can."""
     if fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH) not in (os.O_RDONLY, os.O_RDWR):
         return "the fd is not open for reading"
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        return f"the fd is no memfd ({error.strerror})"
-    if seals & _TABLE_SEALS != _TABLE_SEALS:
-        what = "sealed against shrinking, growing, other seals and others' writing"
-        return f"the memfd is not {what} (it has {seals:#x}, needs {_TABLE_SEALS:#x})"
+    if reason := lacking(fd, RESIZING | FUTURE_WRITE):
+        return reason
     if (nbytes := os.fstat(fd).st_size) < blocks * m.GENERATION_BYTES:
         return f"the memfd has {nbytes:,} B, too few for the generations of {blocks:,} blocks"
     return ""

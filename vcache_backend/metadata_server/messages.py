@@ -7,6 +7,7 @@ docstring, or with `Error`. Fds travel as SCM_RIGHTS with their message.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Annotated, Literal, NewType
 
@@ -43,6 +44,8 @@ ChunkKey = NewType("ChunkKey", bytes)
 SegmentId = NewType("SegmentId", str)
 InstanceId = NewType("InstanceId", bytes)
 """Names one start of one EngineCore: 16 random bytes."""
+SCHEDULER = -1
+"""Names an instance's scheduler, in place of a rank."""
 Named = Annotated[InstanceId, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Medium = Literal["cuda", "host"]
@@ -67,6 +70,14 @@ GRACE_SECONDS = 0.25
 """So long after it was granted or renewed (unless it was given for less) a lease holds whatever happens: its holder's connection
 may be lost, its server may die and start again. A copy that is over by then needs nobody's word for it."""
 Level = Literal["info", "warn", "error"]
+
+
+def of_rank(keys: Sequence[ChunkKey], rank: int) -> list[ChunkKey]:
+    """The keys of this rank's part of the same chunks. keys: all of one rank."""
+    suffix = rank.to_bytes(RANK_BYTES, "big")
+    if keys and keys[0].endswith(suffix):
+        return list(keys)
+    return [ChunkKey(key[:-RANK_BYTES] + suffix) for key in keys]
 
 
 class Refusal(IntEnum):
@@ -147,6 +158,21 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
         msgspec.Meta(max_length=MAX_PLANES),
     ]
     regions: Annotated[list[Bytes], msgspec.Meta(min_length=1, max_length=MAX_REGIONS)]
+
+    def misfit(self) -> str:
+        """Why no cache can be so; empty if every page lies inside of its region."""
+        if len(self.planes) != self.layers * self.parts:
+            return f"{len(self.planes)} planes of {self.layers} layers with {self.parts} parts"
+        if self.num_blocks > 1 and self.stride < self.page_bytes:
+            return f"pages of {self.page_bytes:,} B every {self.stride:,} B"
+        span = (self.num_blocks - 1) * self.stride + self.page_bytes
+        for plane, (region, offset) in enumerate(self.planes):
+            if not 0 <= region < len(self.regions):
+                return f"plane {plane} lies in region {region} of {len(self.regions)}"
+            nbytes, end = self.regions[region], offset + span
+            if offset < 0 or end > nbytes:
+                return f"plane {plane} lies at bytes {offset:,} to {end:,} of region {region}, which has {nbytes:,} B"
+        return ""
 
 
 class InstanceStats(msgspec.Struct, frozen=True, array_like=True):

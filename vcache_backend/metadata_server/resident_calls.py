@@ -7,10 +7,8 @@ from abc import ABC
 
 import msgspec
 
-from vcache_backend.errors import ProtocolError, VCacheError
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.channel import Channel, R, Sent
+from vcache_backend.metadata_server.channel import Channel, Sent
 
 _PUBLISHED_BYTES = m.MAX_MESSAGE_BYTES - 256
 _KEY_BYTES = m.KEY_BYTES + 2
@@ -45,14 +43,6 @@ class ResidentCalls(Channel, ABC):
             part = _publication(instance, sequence, keys, blocks, generations, start, most)
             taken += self._call(part, m.Count, deadline - time.perf_counter()).count
         return taken
-
-    def send_publish(
-        self, instance: bytes, sequence: int, keys: list[m.ChunkKey], blocks: bytes, generations: bytes
-    ) -> Sent[m.Count] | None:
-        """`publish` without waiting for the answer; None, and nothing is sent, if one request cannot tell so much."""
-        if len(keys) > _most(len(keys), blocks):
-            return None
-        return self._send(m.Publish(m.InstanceId(instance), sequence, keys, blocks, generations), m.Count)
 
     def retract(self, instance: bytes, sequence: int) -> int:
         """Whatever the instance publishes with a lower sequence is void; how many chunks it had published so."""
@@ -92,18 +82,6 @@ class ResidentCalls(Channel, ABC):
     def open_process(self, instance: bytes, rank: int) -> int:
         """A pidfd of the process that is one of its ranks; -1: its scheduler."""
         return self._open(m.OpenProcess(m.InstanceId(instance), rank), m.Count)[1]
-
-    def _open(self, request: m.Request, kind: type[R]) -> tuple[R, int]:
-        """An answer that comes with an fd."""
-        fds: list[int] = []
-        try:
-            reply = self._call(request, kind, received=fds)
-            if len(fds) != 1:
-                raise ProtocolError(f"{type(request).__name__}: {len(fds)} fds came along; exactly 1 was due")
-        except VCacheError:
-            wire.close_fds(fds)
-            raise
-        return reply, fds[0]
 
 
 def _most(keys: int, blocks: bytes) -> int:

@@ -14,7 +14,8 @@ import msgspec
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.backlog import Backlog, Steps
-from vcache_backend.metadata_server.chunks import Chunks, of_rank
+from vcache_backend.metadata_server.chunks import Chunks
+from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.metadata_server.refuse import Refuse
 
 MAX_BLOCKS_IN_ALL = 2 * m.MAX_BLOCKS

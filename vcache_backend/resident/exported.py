@@ -5,23 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import MAX_PLANES, MAX_REGIONS, CacheShape
 from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.exportable import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 log = logging.getLogger(__name__)
-
-
-class Region(NamedTuple):
-    """One exported allocation of this process: `nbytes` at `address`, and the fd by which others map it."""
-
-    fd: int
-    nbytes: int
-    address: int
 
 
 def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> CacheShape:
@@ -77,16 +69,10 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
         raise LayoutError("its KV cache has " + "; ".join(wrong))
     if blocks < 1 or shape.num_blocks < 1 or shape.num_blocks % blocks:
         raise LayoutError(f"its KV cache has {shape.num_blocks:,} blocks, which is no multiple of its {blocks:,} generations")
-    if len(shape.planes) != len(kv.planes) or shape.stride < shape.page_bytes:
-        raise LayoutError(
-            f"its KV cache has {len(shape.planes)} planes with blocks {shape.stride:,} B apart, here {len(kv.planes)}"
-        )
-    span = (shape.num_blocks - 1) * shape.stride + shape.page_bytes
-    for region, offset in shape.planes:
-        if not 0 <= region < len(shape.regions) or offset < 0 or offset + span > shape.regions[region]:
-            raise LayoutError(
-                f"its KV cache has a plane of {span:,} B at byte {offset:,} of region {region}, which has no such bytes"
-            )
+    if len(shape.planes) != len(kv.planes):
+        raise LayoutError(f"its KV cache has {len(shape.planes)} planes, here {len(kv.planes)}")
+    if reason := shape.misfit():
+        raise LayoutError(f"its KV cache has {reason}")
 
 
 class Shown:

@@ -16,7 +16,6 @@ import fcntl
 import mmap
 import os
 import platform
-import stat
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -26,6 +25,7 @@ import numpy.typing as npt
 
 from vcache_backend.errors import SegmentError, raising_as
 from vcache_backend.metadata_server.messages import INSTANCE_BYTES, MAX_BLOCKS
+from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
 MAGIC = b"vcache-g"
 VERSION = 1
@@ -33,10 +33,8 @@ MACHINE = "x86_64"
 _HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQ")
 """Magic, version, 1 once the owner gave the table up, instance, blocks."""
 _DEAD_AT = 12
-F_SEAL_FUTURE_WRITE = 0x10
-"""Linux 5.1; not in Python's fcntl before 3.13."""
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | F_SEAL_FUTURE_WRITE
-"""What every reader insists on: a file that shrinks under a mapping is a SIGBUS, and one that others write says nothing."""
+SEALS = RESIZING | FUTURE_WRITE
+"""What every reader insists on: a table that others write says nothing."""
 
 UInt32s = npt.NDArray[np.uint32]
 UInt64s = npt.NDArray[np.uint64]
@@ -152,22 +150,12 @@ class GenerationView:
 
 
 def _check(fd: int, blocks: int) -> None:
-    """Refuse what could shrink under a mapping, be written by others, or is smaller than it should be. SegmentError, OSError."""
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise SegmentError(f"generation table: fd {fd} is no memfd but {stat.filemode(status.st_mode)}")
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise SegmentError(f"generation table: fd {fd} is a plain file of {status.st_size:,} B, not a memfd ({error})") from error
-    if seals & SEALS != SEALS:
-        raise SegmentError(
-            f"generation table: fd {fd} has seals {seals:#x}, needs {SEALS:#x} (shrink, grow, seal, future write): others could write it"
-        )
-    if not 0 < blocks <= MAX_BLOCKS or status.st_size != _size(blocks):
-        raise SegmentError(
-            f"generation table: fd {fd} holds {status.st_size:,} B, but one of {blocks:,} blocks has {_size(blocks):,}"
-        )
+    """Refuse what could shrink under a mapping, be written by others, or has another size than it should. SegmentError, OSError."""
+    if reason := lacking(fd, SEALS):
+        raise SegmentError(f"generation table: {reason}")
+    nbytes = os.fstat(fd).st_size
+    if not 0 < blocks <= MAX_BLOCKS or nbytes != _size(blocks):
+        raise SegmentError(f"generation table: fd {fd} holds {nbytes:,} B, but one of {blocks:,} blocks has {_size(blocks):,}")
 
 
 def _check_machine() -> None:

@@ -20,11 +20,11 @@ import torch
 
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import CacheShape
+from vcache_backend.metadata_server.messages import SCHEDULER, CacheShape
 from vcache_backend.resident.caretaker import Caretaker
 from vcache_backend.resident.exported import check_shape
 from vcache_backend.resident.generations import GenerationView
-from vcache_backend.resident.tables import SCHEDULER, Refusals, open_process, open_table, pause
+from vcache_backend.resident.tables import Refusals, open_process, open_table, pause
 from vcache_backend.vram_pool import cuda_segment, host_segment
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.paged import Int64s, PagedKV

@@ -13,13 +13,11 @@ from contextlib import ExitStack
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import Joined
+from vcache_backend.metadata_server.messages import SCHEDULER, Joined
 from vcache_backend.resident.generations import GenerationView
 
 log = logging.getLogger(__name__)
 
-SCHEDULER = -1
-"""The rank of an instance's scheduler."""
 RETRY_SECONDS = 1.0
 SLOW_SECONDS = 5.0
 SHORT_SECONDS = 30.0

@@ -39,14 +39,6 @@ HASH_BYTES = 16
 Tokens = npt.NDArray[np.uint32]
 
 
-def of_rank(keys: Sequence[ChunkKey], rank: int) -> list[ChunkKey]:
-    """The keys of this rank's shard of the same chunks. keys: all of one rank."""
-    suffix = rank.to_bytes(RANK_BYTES, "big")
-    if keys and keys[0].endswith(suffix):
-        return list(keys)
-    return [ChunkKey(key[:-RANK_BYTES] + suffix) for key in keys]
-
-
 def of_all_ranks(keys: Sequence[ChunkKey], ranks: int) -> list[ChunkKey]:
     """The keys of all shards of each chunk, chunk by chunk, given those of rank 0."""
     if ranks == 1:

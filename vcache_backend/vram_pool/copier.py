@@ -17,7 +17,7 @@ from torch import Tensor
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool import reference
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, plane_offsets
+from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 _Move = Callable[[PagedKV, CopyPlan, Sequence[Tensor]], None]
@@ -190,16 +190,3 @@ def check_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
         low, high = int(rows[:, column].min(initial=0)), int(rows[:, column].max(initial=-1))
         if low < 0 or high >= count:
             raise LayoutError(f"a copy names {name}s {low} to {high}, but there are {count}")
-
-
-def slot_rows(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> tuple[Int64s, Int64s]:
-    """Rows and origin, as `Copier.pull` takes them, of a copy out of slots, which are one origin: a plane begins in each of them where it
-    does in a chunk. Raises LayoutError like `check`."""
-    check(kv, plan, slots)
-    addresses = np.array([slot.address for slot in slots], dtype=np.int64)
-    rows = np.empty((len(plan.blocks), 3), dtype=np.int64)
-    rows[:, 0] = 0
-    rows[:, 1] = addresses[plan.blocks[:, 0]]
-    rows[:, 1] += plan.blocks[:, 1]
-    rows[:, 2] = plan.blocks[:, 2]
-    return rows, plane_offsets(len(kv.planes), kv.parts, plan.chunk_size // kv.block_size, kv.page_bytes)

@@ -23,7 +23,7 @@ import torch
 from vcache_backend.errors import SegmentError
 from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.cuda_driver import Driver
-from vcache_backend.vram_pool.exportable import Allocation
+from vcache_backend.vram_pool.exportable import Region
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, 
 class _Piece(NamedTuple):
     """undo: unmaps it; in the context of its device."""
 
-    allocation: Allocation
+    allocation: Region
     undo: ExitStack
 
 
@@ -62,7 +62,7 @@ class CudaExportable:
             yield
         # The pool is dropped here: its memory goes back to the GPU once the tensors are gone and torch empties its cache.
 
-    def allocations(self) -> list[Allocation]:
+    def allocations(self) -> list[Region]:
         """Those that torch has not given back."""
         return [piece.allocation for piece in list(self._live.values())]
 
@@ -127,4 +127,4 @@ def _make(driver: Driver, ordinal: int, nbytes: int) -> _Piece:
         driver.allow(address, rounded, ordinal)
         fd = driver.export(handle)
         os.set_inheritable(fd, False)
-        return _Piece(Allocation(fd, rounded, address), undo.pop_all())
+        return _Piece(Region(fd, rounded, address), undo.pop_all())

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 
-class Allocation(NamedTuple):
-    """fd: open as long as the memory is, and not the caller's. nbytes: all of it, as a reader must map it. address: in this process."""
+class Region(NamedTuple):
+    """One exported allocation of this process: `nbytes` at `address`, all of which a reader must map, by `fd`, which is open as long as the
+    memory is, and not the caller's."""
 
     fd: int
     nbytes: int
@@ -26,7 +27,7 @@ class Exportable(Protocol):
         May be left from another thread, and while contexts that were entered later are not left yet.
         """
 
-    def allocations(self) -> list[Allocation]:
+    def allocations(self) -> list[Region]:
         """Those that are alive."""
 
     @property

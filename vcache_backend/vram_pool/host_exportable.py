@@ -22,11 +22,9 @@ import torch
 from torch import overrides
 from torch.overrides import TorchFunctionMode
 
-from vcache_backend.vram_pool.exportable import Allocation
-from vcache_backend.vram_pool.host_segment import SEALS
+from vcache_backend.seals import FUTURE_WRITE, RESIZING
+from vcache_backend.vram_pool.exportable import Region
 
-F_SEAL_FUTURE_WRITE = 0x10
-"""Whoever maps it from now on can only read. Linux 5.1; not in Python's fcntl before 3.13."""
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14; not in Python's mmap."""
 
@@ -35,7 +33,7 @@ class HostExportable:
     """See `exportable.Exportable`."""
 
     def __init__(self) -> None:
-        self._live: dict[int, Allocation] = {}
+        self._live: dict[int, Region] = {}
         self.problem = ""
 
     @contextmanager
@@ -48,7 +46,7 @@ class HostExportable:
         finally:
             _leave(mode)
 
-    def allocations(self) -> list[Allocation]:
+    def allocations(self) -> list[Region]:
         """Those whose tensors are alive."""
         return list(self._live.values())
 
@@ -59,7 +57,7 @@ class HostExportable:
             self.problem = f"a memfd of {nbytes:,} B for the KV cache: {error}"
             return None
         tensor = torch.frombuffer(memory, dtype=torch.int8, count=nbytes)
-        found = Allocation(fd, len(memory), tensor.data_ptr())
+        found = Region(fd, len(memory), tensor.data_ptr())
         self._live[found.address] = found
         # torch holds the last reference, through the tensor's storage; the mapping goes with it.
         weakref.finalize(memory, _gone, self._live, found).atexit = False
@@ -109,7 +107,7 @@ def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
         undo.callback(memory.close)
         # A forked child has a copy of malloc's memory; here it would write vLLM's own.
         memory.madvise(mmap.MADV_DONTFORK)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | F_SEAL_FUTURE_WRITE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING | FUTURE_WRITE)
         _take(memory)
         undo.pop_all()
         return fd, memory
@@ -126,7 +124,7 @@ def _take(memory: mmap.mmap) -> None:
             memory[page] = 0
 
 
-def _gone(live: dict[int, Allocation], allocation: Allocation) -> None:
+def _gone(live: dict[int, Region], allocation: Region) -> None:
     """Its last tensor is gone."""
     live.pop(allocation.address, None)
     with suppress(OSError):

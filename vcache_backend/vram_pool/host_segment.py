@@ -5,15 +5,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import stat
 from contextlib import ExitStack
 
 import torch
 
 from vcache_backend.errors import SegmentError
-
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""What every host segment has and every reader insists on: a file that shrinks under a mapping is a SIGBUS."""
+from vcache_backend.seals import RESIZING, lacking
 
 
 def allocate(name: str, nbytes: int) -> int:
@@ -26,7 +23,7 @@ def allocate(name: str, nbytes: int) -> int:
         fd = os.memfd_create(f"vcache-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         undo.callback(os.close, fd)
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING)
         undo.pop_all()
         return fd
 
@@ -45,14 +42,7 @@ def map_fd(fd: int, nbytes: int) -> torch.Tensor:
 
 def check(fd: int, nbytes: int) -> None:
     """Refuse an fd that is no sealed memfd of at least `nbytes`. Raises SegmentError with the figures."""
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise SegmentError(f"fd {fd} is no memfd but {stat.filemode(status.st_mode)}")
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise SegmentError(f"fd {fd} is a plain file of {status.st_size:,} B, not a memfd ({error})") from error
-    if seals & SEALS != SEALS:
-        raise SegmentError(f"fd {fd} can be resized: it has seals {seals:#x}, needs {SEALS:#x} (shrink, grow, seal)")
-    if status.st_size < nbytes:
-        raise SegmentError(f"fd {fd} holds {status.st_size:,} B but the segment is said to have {nbytes:,} B")
+    if reason := lacking(fd):
+        raise SegmentError(reason)
+    if (held := os.fstat(fd).st_size) < nbytes:
+        raise SegmentError(f"fd {fd} holds {held:,} B but the segment is said to have {nbytes:,} B")
