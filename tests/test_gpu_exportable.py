@@ -42,7 +42,7 @@ def fill(tensor: torch.Tensor) -> None:
     torch.cuda.synchronize()
 
 
-def holder(tensor: torch.Tensor, found: Sequence[Region]) -> Region | Region | None:
+def holder(tensor: torch.Tensor, found: Sequence[Region]) -> Region | None:
     first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     return next((one for one in found if one.address <= first and end <= one.address + one.nbytes), None)
 

@@ -14,7 +14,7 @@ import torch
 from engine_cases import Node, node
 from kv_cases import CHUNK, SMALL, prompt
 from neighbour_cases import instance
-from processes import QUICK, eventually
+from processes import QUICK, Worker, eventually
 from resident_cases import Reader, kv_mapped, owner, owner_process, shared_numbers, written
 
 from vcache_backend.errors import VCacheError
@@ -341,57 +341,55 @@ def test_an_owner_with_chunks_of_another_size_is_not_read(here: Node, blocks: in
 # ---- the end of an owner, and of a load
 
 
+def apart(
+    here: Node, theirs: str = "host", ours: str = "host", chunks: int = 3
+) -> tuple[Worker, Reader, torch.Tensor, dict[int, ResidentChunk]]:
+    """An owner in a process of its own, a reader that knows it, tokens, and where the owner has computed their chunks."""
+    one, reader, tokens = owner_process(here, 1, theirs), Reader(here, device=ours), prompt(chunks * CHUNK)
+    there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(2 * chunks)))
+    reader.knows(1)
+    return one, reader, tokens, there
+
+
 def test_bytes_of_an_owner_that_was_killed_while_they_were_read_are_right_and_its_memory_goes_afterwards(here: Node) -> None:
-    tokens = prompt(3 * CHUNK)
-    with owner_process(here) as one:
-        there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(6)))
-        reader = Reader(here)
-        reader.knows(1)
-        neighbour = reader.neighbours.get(there[0].instance)
-        assert neighbour is not None
+    one, reader, tokens, there = apart(here)
+    neighbour = reader.neighbours.get(there[0].instance)
+    assert neighbour is not None
 
-        def kill() -> None:
-            one.kill()
-            eventually(lambda: neighbour._forbidden)
-            assert kv_mapped()
+    def kill() -> None:
+        one.kill()
+        eventually(lambda: neighbour._forbidden)
+        assert kv_mapped()
 
-        reader.copier.half_way = kill
-        assert reader.loaded(tokens, there) == (3, "")
-        eventually(lambda: not kv_mapped())
-        assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+    reader.copier.half_way = kill
+    assert reader.loaded(tokens, there) == (3, "")
+    eventually(lambda: not kv_mapped())
+    assert reader.loaded(tokens, there) == (0, loads.ABSENT)
 
 
 def test_nothing_is_launched_out_of_an_owner_that_is_gone(here: Node) -> None:
-    tokens = prompt(3 * CHUNK)
-    with owner_process(here) as one:
-        there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(6)))
-        reader = Reader(here)
-        reader.knows(1)
-        one.kill()
-        eventually(lambda: not kv_mapped())
-        assert reader.loaded(tokens, there) == (0, loads.ABSENT)
-        assert reader.copier.pulls == []
+    one, reader, tokens, there = apart(here)
+    one.kill()
+    eventually(lambda: not kv_mapped())
+    assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+    assert reader.copier.pulls == []
 
 
 def test_an_owner_that_ends_between_the_look_at_it_and_the_launch_is_not_read(
     here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = prompt(3 * CHUNK)
-    with owner_process(here) as one:
-        there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(6)))
-        reader = Reader(here)
-        reader.knows(1)
-        get = reader.neighbours.get
+    one, reader, tokens, there = apart(here)
+    get = reader.neighbours.get
 
-        def and_it_ends(instance: bytes) -> Neighbour | None:
-            found = get(instance)
-            one.kill()
-            eventually(lambda: found is None or not found._mapped)
-            return found
+    def and_it_ends(instance: bytes) -> Neighbour | None:
+        found = get(instance)
+        one.kill()
+        eventually(lambda: found is None or not found._mapped)
+        return found
 
-        monkeypatch.setattr(reader.neighbours, "get", and_it_ends)
-        assert reader.loaded(tokens, there) == (0, loads.ABSENT)
-        assert reader.copier.pulls == []
+    monkeypatch.setattr(reader.neighbours, "get", and_it_ends)
+    assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+    assert reader.copier.pulls == []
 
 
 def launches(reader: Reader) -> int:
@@ -399,25 +397,21 @@ def launches(reader: Reader) -> int:
 
 
 def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over(here: Node) -> None:
-    tokens = prompt(3 * CHUNK)
-    with owner_process(here) as one:
-        there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(6)))
-        reader = Reader(here)
-        reader.knows(1)
-        neighbour = reader.neighbours.get(there[0].instance)
-        assert neighbour is not None
-        reader.copier.finished.clear()
-        load = reader.load(tokens, there)
-        assert load.run(0.01) == 0
-        assert load.advance()
-        one.kill()
-        eventually(lambda: neighbour._forbidden)
-        assert neighbour._launches == 1
-        assert kv_mapped()
-        del load
-        reader.copier.finished.set()
-        assert reader.loaded(tokens, {}) == (0, loads.ABSENT)
-        eventually(lambda: not kv_mapped())
+    one, reader, tokens, there = apart(here)
+    neighbour = reader.neighbours.get(there[0].instance)
+    assert neighbour is not None
+    reader.copier.finished.clear()
+    load = reader.load(tokens, there)
+    assert load.run(0.01) == 0
+    assert load.advance()
+    one.kill()
+    eventually(lambda: neighbour._forbidden)
+    assert neighbour._launches == 1
+    assert kv_mapped()
+    del load
+    reader.copier.finished.set()
+    assert reader.loaded(tokens, {}) == (0, loads.ABSENT)
+    eventually(lambda: not kv_mapped())
 
 
 def test_a_load_that_nobody_wants_any_more_lets_go_once_its_copy_is_over(here: Node) -> None:
@@ -527,33 +521,26 @@ def test_a_gpu_reads_the_kv_caches_of_two_other_processes_and_the_pool_in_one_la
 
 @pytest.mark.parametrize(("theirs", "ours"), GPUS)
 def test_what_an_owners_gpu_wrote_again_before_the_verdict_does_not_count(here: Node, theirs: str, ours: str) -> None:
-    tokens = prompt(6 * CHUNK)
-    with owner_process(here, 1, theirs) as one:
-        there = one.ask("compute", tokens, list(range(12)))
-        reader = Reader(here, device=ours)
-        load = reader.load(tokens, there)
-        load.advance()
-        one.ask("reuse", 9)
-        load.run(10)
-        assert load.loaded in (4, 6)
-        reader.check(load, tokens)
-        one.ask("reuse", 1)
-        assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+    one, reader, tokens, there = apart(here, theirs, ours, chunks=6)
+    load = reader.load(tokens, there)
+    load.advance()
+    one.ask("reuse", 9)
+    load.run(10)
+    assert load.loaded in (4, 6)
+    reader.check(load, tokens)
+    one.ask("reuse", 1)
+    assert reader.loaded(tokens, there) == (0, loads.ABSENT)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), GPUS)
 def test_memory_of_a_gpu_whose_owner_was_killed_is_free_again_once_the_copy_is_over(here: Node, theirs: str, ours: str) -> None:
-    tokens = prompt(6 * CHUNK)
-    with owner_process(here, 1, theirs) as one:
-        there = one.ask("compute", tokens, list(range(12)))
-        reader = Reader(here, device=ours)
-        reader.knows(1)
-        neighbour = reader.neighbours.get(there[0].instance)
-        assert neighbour is not None
-        load = reader.load(tokens, there)
-        load.advance()
-        one.kill()
-        assert load.run(10) == 6
-        reader.check(load, tokens)
-        eventually(lambda: not neighbour._mapped)
-        assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+    one, reader, tokens, there = apart(here, theirs, ours, chunks=6)
+    neighbour = reader.neighbours.get(there[0].instance)
+    assert neighbour is not None
+    load = reader.load(tokens, there)
+    load.advance()
+    one.kill()
+    assert load.run(10) == 6
+    reader.check(load, tokens)
+    eventually(lambda: not neighbour._mapped)
+    assert reader.loaded(tokens, there) == (0, loads.ABSENT)
