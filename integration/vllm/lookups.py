@@ -36,10 +36,6 @@ AHEAD_SECONDS = 0.05
 """How long a question that was sent ahead is worth its answer: what others stored meanwhile is not in it."""
 
 
-AGAIN_SECONDS = 0.005
-"""How often the chunks are asked for that were announced and are not there yet."""
-
-
 class Answer(msgspec.Struct):
     """What can be loaded of a request, as of the time `at`: the chunks [first, hits), those before `pooled` from the pool, the others
     from the offload tier. lease: on those of the pool. residents: those that lie in others' KV caches, by number. seconds: spent on
@@ -98,7 +94,7 @@ class Tracked(msgspec.Struct):
     """One request. loads: whether it may take anything from the pool. consumes: remove what it has loaded. local: its tokens in vLLM's own
     cache when it was matched. stored: chunks from its start that are in the pool or on their way; `complete_at`: with how many tokens
     computed one more is complete, never if it stores none. loading: an asynchronous load is under way. captured, filled, preempted: see
-    `Publications`. until: when what was announced is waited for no longer; 0 before it is."""
+    `Publications`."""
 
     request: Any
     params: RequestParams
@@ -109,7 +105,6 @@ class Tracked(msgspec.Struct):
     captured: list[tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64]]] = []
     filled: int = 0
     preempted: int = 0
-    until: float = 0.0
     local: int = 0
     stored: int = 0
     complete_at: float = inf
@@ -170,17 +165,9 @@ class Lookups:
         self._count(tracked, answer, first, whole)
         return answer
 
-    def find_announced(self, tracked: Tracked, first: int, whole: int, seconds: float) -> Answer | None:
-        """`find` without a lease, for a request whose chunks somebody else still computes: None while some are to come, for so many seconds
-        from the first time on. Asks every `AGAIN_SECONDS`."""
-        now, answer = monotonic(), tracked.answer
-        tracked.until = tracked.until or now + seconds
-        if answer is None or now >= answer.at + AGAIN_SECONDS or answer.first > first:
-            answer = self._ask(tracked, first, whole, lease=False)
-        if answer.hits < whole and now < tracked.until:
-            return None
-        self._count(tracked, answer, first, whole)
-        return answer
+    def look(self, tracked: Tracked, first: int, whole: int) -> Answer:
+        """`find` without a lease, asked now, for a request whose chunks somebody else may still compute. It is not counted."""
+        return self._ask(tracked, first, whole, lease=False)
 
     def drop(self, tracked: Tracked) -> None:
         """End a lease that nobody reads under, in the background."""

@@ -108,7 +108,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     fresh: blocks that get a new owner in this step, in lists. cancelled: requests that ended while their load was under way.
     flush: say when the stores of earlier steps have begun. idle: no model runs in this step. opaque: nobody knows which blocks get
     a new owner. introduce: say what you hold. instance: under which name to show the KV cache to others, in a step that introduces;
-    empty if it is not to be shown.
+    empty if it is not to be shown. found: more of `LoadSpec.residents`, by request, for loads that wait for chunks.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -121,6 +121,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     introduce: bool = False
     instance: bytes = b""
     publications: list[PublicationSpec] = field(default_factory=list)
+    found: dict[str, dict[int, tuple[bytes, bytes, bytes]]] = field(default_factory=dict)
 
 
 class Shard(msgspec.Struct, frozen=True):

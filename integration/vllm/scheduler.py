@@ -12,9 +12,10 @@ import msgspec
 from vcache_backend.config import Config
 
 from . import compat, exportable, model_spec, publications, request_params
+from .awaited import Awaited
 from .events import Announcer, block_removed, block_stored
 from .introduction import Introduction
-from .lookups import Answer, Lookups, Tracked
+from .lookups import Lookups, Tracked
 from .metadata import LoadSpec, StepMetadata, StoreSpec, WorkerReport
 from .publications import Publications
 from .stats import Meter
@@ -52,6 +53,7 @@ class SchedulerSide:
             self.publications, refused = (None, refused) if refused else publications.begin(kv_cache_config, self._per_chunk)
         self.instance = Introduction(config, model, self._hash_block, refused, self.publications)
         self.lookups = Lookups(self.instance, self._size, meter)
+        self._awaited = Awaited(self.lookups)
         announces = not in_place and compat.publishes_events(vllm_config)
         self.announcer = Announcer(self.instance.ranks) if announces else None
         self.prefix_cache: Any = None
@@ -117,7 +119,7 @@ class SchedulerSide:
             blocks=blocks.get_block_ids()[0][first * self._per_chunk : blocks_end],
             skip=tracked.local // self._block - first * self._per_chunk,
             stop=blocks_end - first * self._per_chunk,
-            wait_seconds=self._wait_seconds(tracked) if asked.announced and self.publications is None else 0.0,
+            wait_seconds=self._wait_seconds(tracked) if asked.announced else 0.0,
             consume=tracked.consumes,
             lease=lease,
             offload=offload,
@@ -133,6 +135,8 @@ class SchedulerSide:
         else:
             # What it has loaded is published as if computed here, once it is there.
             self._own(tracked, blocks.get_block_ids()[0], anew=True)
+            if asked.announced:
+                self._awaited.add(tracked, first, stop, load.wait_seconds)
         if tracked.consumes and self.announcer is not None:
             for number, key in enumerate(load.keys, first):
                 hashes = request.block_hashes[number * self._hashes : (number + 1) * self._hashes]
@@ -162,7 +166,8 @@ class SchedulerSide:
         fresh, idle = [load.blocks for load in loads], not output.total_num_scheduled_tokens
         introduce = self.instance.keys is None and not self.instance.over
         name = self.publications.instance if introduce and self.publications is not None else b""
-        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name)
+        found = {} if self._clearing else self._awaited.found()
+        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name, found=found)
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
         """What they store in it, and which blocks get a new owner."""
@@ -212,6 +217,7 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
             if tracked.loading:
+                tracked.loading = False
                 self._cancelled.add(request.request_id)
             self.lookups.drop(tracked)
 
@@ -270,16 +276,9 @@ class SchedulerSide:
         tokens = min(whole * size, most) - local
         if tokens < least or not self.lookups.name(tracked, whole):
             return 0, False
-        answer: Answer | None
-        if tracked.params.announced and self.publications is not None:
-            # The worker would wait for what enters the pool, where none of it goes.
-            answer = self.lookups.find_announced(tracked, local // size, whole, self._wait_seconds(tracked))
-            if answer is None:
-                return None, False
-        elif tracked.params.announced:
+        if tracked.params.announced:
             return tokens, False
-        else:
-            answer = self.lookups.find(tracked, local // size, whole, self._fits_step(tracked, tokens))
+        answer = self.lookups.find(tracked, local // size, whole, self._fits_step(tracked, tokens))
         external = min(answer.hits * size, most) - local
         return (external, answer.lease is not None) if external >= least else (0, False)
 

@@ -35,6 +35,7 @@ from .. import amx, memory_budget, round_trip
 from . import compat, exportable, model_spec
 from .in_place import InPlace
 from .metadata import LoadSpec, Shard, StepMetadata
+from .replicas import Replica
 from .report import Reporter
 from .stats import Meter
 from .stores import Stores
@@ -75,10 +76,11 @@ class Loading(transfer.Load):
             consume=spec.consume,
             offload=spec.offload,
             name=spec.request_id,
-            residents={chunk: ResidentChunk.unpacked(*replica) for chunk, replica in spec.residents.items()},
+            residents=_unpacked(spec.residents),
             neighbours=worker.neighbours,
         )
         self.spec, self._per_chunk = spec, session.chunk_size // block_size
+        self.in_place = worker.neighbours is not None
 
     @property
     def invalid(self) -> list[int]:
@@ -90,7 +92,8 @@ class Loading(transfer.Load):
     @property
     def failure(self) -> str:
         """The cause, as it is counted."""
-        return ("store" if self.spec.offload else "lease_lost") if self.cause == transfer.ABSENT else self.cause
+        absent = "store" if self.spec.offload else "changed" if self.in_place else "lease_lost"
+        return absent if self.cause == transfer.ABSENT else self.cause
 
 
 class WorkerSide:
@@ -195,6 +198,8 @@ class WorkerSide:
             (self._asynchronous if spec.lease is None else self._synchronous).append(loading)
             self._lost.remove(spec)
         for loading in self._asynchronous:
+            if loading.spec.request_id in meta.found:
+                loading.found(_unpacked(meta.found[loading.spec.request_id]))
             if loading.spec.request_id in meta.cancelled:
                 loading.cancel()
 
@@ -317,6 +322,10 @@ class WorkerSide:
                 log.warning("%d tokens of request %s are computed, not loaded: %s", tokens, name, loading.failure)
                 self._meter.count("failures", 1, loading.failure)
                 self._meter.count("recomputed_tokens", tokens)
+
+
+def _unpacked(residents: Mapping[int, Replica]) -> dict[int, ResidentChunk]:
+    return {chunk: ResidentChunk.unpacked(*replica) for chunk, replica in residents.items()}
 
 
 def _settled(kv: PagedKV, config: Config) -> Config:

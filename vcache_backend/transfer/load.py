@@ -83,8 +83,10 @@ class Load:
         if residents and lease is None and session.client.connected:
             numbers = [number for number in range(len(keys)) if number not in residents]
             lease = session.leases.ask([keys[number] for number in numbers]) if numbers else None
-        self._pool = Pooled(self._context, lease, POLL_SECONDS if wait_seconds else 0.0, numbers)
-        self._memory = MemorySource(self._context, self._pool, self._residents(residents, neighbours))
+        self._residents = self._of_others(residents or {}, neighbours) if residents or wait_seconds else None
+        poll = POLL_SECONDS if self._residents is None else SLICE_SECONDS
+        self._pool = Pooled(self._context, lease, poll if wait_seconds else 0.0, numbers)
+        self._memory = MemorySource(self._context, self._pool, self._residents)
         self._offload = OffloadSource(self._context, session.tier) if offload and session.tier is not None else None
         self._held = HeldSource(self._context, held or {})
         self._sources: list[Source] = [self._memory, *([self._offload] if self._offload is not None else ()), self._held]
@@ -143,6 +145,11 @@ class Load:
         """Leading chunks that are in place or on their way."""
         return self._parts[-1].first + self._parts[-1].count if self._parts else self.loaded
 
+    def found(self, residents: Mapping[int, ResidentChunk]) -> None:
+        """These chunks, by number, lie in the KV caches of the neighbours by now. Before that, chunks are waited for."""
+        if self._residents is not None and not self._over:
+            self._residents.add({number: one for number, one in residents.items() if number >= self.reached})
+
     def hold(self, cause: str = ABSENT) -> None:
         """Launch nothing more: what is not on its way by now is not wanted."""
         if not self._over and self.reached < self._end:
@@ -177,8 +184,8 @@ class Load:
 
     # ---- inside
 
-    def _residents(self, residents: Mapping[int, ResidentChunk] | None, neighbours: Neighbours | None) -> Residents | None:
-        if not residents or neighbours is None:
+    def _of_others(self, residents: Mapping[int, ResidentChunk], neighbours: Neighbours | None) -> Residents | None:
+        if neighbours is None:
             return None
         # Only who shares in place needs it.
         from vcache_backend.transfer.resident import Residents
@@ -230,10 +237,12 @@ class Load:
         """Nothing could be launched: launch nothing more, unless something is on its way or may still come."""
         if any(source.expects(self.reached) for source in self._sources):
             return
-        # That the pool cannot be read does not change; that the offload tier has nothing may.
-        if not self._pool.cause and time.monotonic() < self._until:
+        # That the pool cannot be read does not change; that the offload tier has nothing may. Who had a chunk and used its blocks again has
+        # no reason to compute it once more.
+        gone = self._residents is not None and self._residents.gone
+        if not gone and not self._pool.cause and time.monotonic() < self._until:
             return
-        self.hold(next((source.cause for source in self._sources if source.cause), self._late))
+        self.hold(next((source.cause for source in self._sources if source.cause), ABSENT if gone else self._late))
 
     def _settle(self) -> None:
         """Take what is in place."""

@@ -67,10 +67,15 @@ class _ResidentPiece(Piece):
 
 class Residents:
     """The chunks of one load that somebody's KV cache has, by number, until they are launched or found gone: `LoadContext.resident`.
-    One thread, the worker's."""
+    One thread, the worker's. gone: whether one was found gone."""
 
     def __init__(self, context: LoadContext, residents: Mapping[int, ResidentChunk], neighbours: Neighbours) -> None:
         self._context, self._neighbours, self._chunks = context, neighbours, context.resident
+        self._chunks.update(residents)
+        self.gone = False
+
+    def add(self, residents: Mapping[int, ResidentChunk]) -> None:
+        """More of them."""
         self._chunks.update(residents)
 
     def take(self, chunk: int) -> Piece | None:
@@ -115,4 +120,5 @@ class Residents:
     def _forget(self, numbers: list[int]) -> None:
         for number in numbers:
             del self._chunks[number]
+        self.gone = True
         self._context.session.stats.count(chunks_stale=len(numbers))

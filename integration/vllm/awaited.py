@@ -1,0 +1,57 @@
+"""Announced chunks, where KV caches are shared in place: looked for from the time their load began until they are there."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import msgspec
+
+from .lookups import Lookups, Tracked
+from .replicas import Replica
+
+AGAIN_SECONDS = 0.005
+"""How often the chunks of one load are asked for."""
+MOST_SECONDS = 0.001
+"""How long one step may ask. Who has waited longest is first."""
+
+
+class _Wait(msgspec.Struct):
+    """A load whose chunks before number `reached` have been found. first: the number of its first one. asked: when it last was."""
+
+    tracked: Tracked
+    first: int
+    reached: int
+    stop: int
+    until: float
+    asked: float = 0.0
+
+
+class Awaited:
+    """In the scheduler's thread. The loads wait in the workers, for as long as they were told to, and read what has come meanwhile."""
+
+    def __init__(self, lookups: Lookups) -> None:
+        self._lookups = lookups
+        self._waits: list[_Wait] = []
+
+    def add(self, tracked: Tracked, first: int, stop: int, seconds: float) -> None:
+        """A load of the request's chunks [first, stop), which are named, waits for them so many seconds."""
+        self._waits.append(_Wait(tracked, first, first, stop, monotonic() + seconds))
+
+    def found(self) -> dict[str, dict[int, Replica]]:
+        """Chunks that lie in others' KV caches and did not at the last call: by request, and by their numbers within its load."""
+        if not self._waits:
+            return {}
+        now = monotonic()
+        self._waits = [one for one in self._waits if one.tracked.loading and one.reached < one.stop and now < one.until]
+        found: dict[str, dict[int, Replica]] = {}
+        for wait in sorted(self._waits, key=lambda one: one.asked):
+            if wait.asked + AGAIN_SECONDS > now or monotonic() > now + MOST_SECONDS:
+                break
+            wait.asked = now
+            answer = self._lookups.look(wait.tracked, wait.reached, wait.stop)
+            residents = answer.residents_of(wait.first, wait.stop)
+            # What the pool has besides the workers find there.
+            wait.reached = min(answer.hits, wait.stop)
+            if residents:
+                found[wait.tracked.request.request_id] = residents
+        return found
