@@ -25,7 +25,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import InstanceId
 from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations, GenerationView
-from vcache_backend.resident.neighbours import Neighbour
+from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.devices import Device
@@ -130,6 +130,11 @@ class OwnerPart:
         if self.cache.device.medium == "cuda":
             torch.cuda.synchronize(self.cache.device.ordinal)
         return [int(number) for number in self.table.counters[list(blocks)]]
+
+    def reads(self, name: InstanceId) -> bool:
+        """Whether it has mapped the KV cache of another one, which it goes on to have."""
+        self.neighbours = Neighbours(self.client, self.cache.device, self.cache.kv, self.rank or 0)
+        return self.neighbours.get(name) is not None
 
     def give_up(self) -> None:
         self.table.give_up()

@@ -22,7 +22,15 @@ from typer.testing import CliRunner
 
 from vcache_backend import __version__, config, status
 from vcache_backend.cli import app
-from vcache_backend.metadata_server.messages import InstanceStats, Latency, Mismatch, SegmentId, SegmentInfo, ServerStats
+from vcache_backend.metadata_server.messages import (
+    InstanceStats,
+    Latency,
+    Mismatch,
+    SegmentId,
+    SegmentInfo,
+    ServerStats,
+    StillMapped,
+)
 
 VCACHE = [sys.executable, "-m", "vcache_backend.cli"]
 EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash", "prometheus_client")
@@ -227,6 +235,10 @@ def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
     assert ["cdcdcdcd", "GPU-3c1f5a3e", "–", "8", "272", "0", "0"] in [row[:7] for row in rows]
     assert "lacks" in " ".join(rows[3])
     assert "share in place" in text_of(status.render(stats))
+    kept = msgspec.structs.replace(STATS, still_mapped=[StillMapped("ef" * 16, uuid, 4711, True)])
+    (row,) = [line for line in text_of(status.render(kept)).splitlines() if "efefefef" in line]
+    assert " ".join(row.split()) == "efefefef GPU-3c1f5a3e 4711 stopped: continue it, or kill it"
+    assert len(row.rstrip()) <= 80
     assert "share in place" not in text_of(status.render(STATS))
     assert status.summary(stats)["instances"][0] == status.plain(whole)
     assert status.summary(stats)["instances"][0]["id"] == "ab" * 16

@@ -34,6 +34,8 @@ from neighbour_cases import (
 from processes import HASTY, QUICK, SECONDS, Stage, eventually, make_memfd, script
 from test_cuda_segments import cpu_view
 
+from vcache_backend.config import from_dict
+from vcache_backend.doctor import check_server
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.resident.caretaker import Caretaker
@@ -155,6 +157,28 @@ def test_the_server_keeps_nothing_of_a_killed_owners_memory(stage: Stage, reader
         assert any("vcache-kv" in name for name in stage.servers[0].fds())
         there.kill()
         eventually(lambda: not any("vcache-kv" in name or "generations" in name for name in stage.servers[0].fds()))
+
+
+def test_a_stopped_reader_that_keeps_a_dead_owners_memory_is_named_until_it_lets_go(stage: Stage) -> None:
+    client = stage.client()
+
+    def named() -> list[tuple[str, str, int, bool]]:
+        return [tuple(getattr(one, name) for name in one.__struct_fields__) for one in client.stats().still_mapped]
+
+    with owner(stage) as there, owner(stage, 2) as keeping, owner(stage, 3) as ending:
+        for reader in (keeping, ending):
+            eventually(lambda reader=reader: reader.ask("reads", ONE))
+        assert named() == []
+        with keeping.stopped():
+            with ending.stopped():
+                there.kill()
+                expected = {(ONE.hex(), "host", reader.pid, True) for reader in (keeping, ending)}
+                eventually(lambda: set(named()) == expected)
+                ending.kill()
+            eventually(lambda: named() == [(ONE.hex(), "host", keeping.pid, True)])
+            (found,) = [one for one in check_server(from_dict({"server": {"socket": str(stage.path)}})) if one.status != "ok"]
+            assert (found.check, found.advice) == ("memory of host", f"kill -CONT {keeping.pid}, or kill it")
+        eventually(lambda: named() == [])
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "rank 0", "rank 1"])

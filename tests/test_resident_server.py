@@ -627,6 +627,7 @@ def test_the_protocol_s_own_words(alone: Stage, server: Child) -> None:
     assert other.ask("open_region", A, 0, 0) == ["count", 4 * 64 * 64]
     assert other.ask("open_process", A, -1) == ["count", os.getpid()]
     assert len(other.fds) == 4  # with the hello came the witness
+    assert [other.ask("close_instance", A) for _ in range(2)] == [["count", 1], ["count", 0]]
     for message in (["open_cache", A, 1], ["open_region", A, 0, 1], ["open_process", A, 1], ["open_instance", B]):
         refused = other.ask(*message)
         assert refused is not None

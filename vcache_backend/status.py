@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vcache_backend.config import ByteSize
-from vcache_backend.metadata_server.messages import InstanceStats, SegmentInfo, ServerStats
+from vcache_backend.metadata_server.messages import InstanceStats, SegmentInfo, ServerStats, StillMapped
 
 BAR_WIDTH = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -79,6 +79,7 @@ def render(stats: ServerStats, before: ServerStats | None = None, seconds: float
     ]
     tables = [
         instances_table(stats.instances),
+        _still_mapped(stats.still_mapped),
         table("Hits", ("request", "rate", "", "found", "asked"), _hits(stats)),
         _counters(stats, before if before is not None and seconds and before.epoch == stats.epoch else None, seconds),
         table("Time inside the server", ("request", ">count", ">p50 µs", ">p99 µs"), latencies),
@@ -113,6 +114,16 @@ def instances_table(instances: Sequence[InstanceStats]) -> Table:
         rows.append((one.id[:8], one.device[:12], str(one.pid or "–"), *sizes, state))
     columns = ("instance", "device", ">pid", ">ranks", ">regions", ">blocks", ">resident", "~state")
     return table("Instances that share in place, and the chunks resident in each", columns, rows)
+
+
+def _still_mapped(readers: Sequence[StillMapped]) -> Table:
+    """Who keeps the memory of owners that have ended, and what to do about it."""
+    rows = []
+    for one in readers:
+        what = Text("stopped: continue it, or kill it" if one.stopped else "about to let go", style="yellow")
+        rows.append((one.instance[:8], one.device[:12], str(one.pid or "–"), what))
+    columns = ("instance", "device", ">read by", "~state of that process")
+    return table("KV caches of instances that have ended, still mapped", columns, rows)
 
 
 def size(nbytes: int) -> str:

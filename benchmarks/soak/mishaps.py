@@ -276,6 +276,7 @@ class NodeMishaps(Mishaps):
             "show_region",
             "open_instance",
             "open_region",
+            "close_instance",
             "open_process",
             "publish",
             "retract",

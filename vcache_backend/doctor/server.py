@@ -67,6 +67,10 @@ def check_server(config: Config) -> Iterator[Finding]:
         values = "; ".join(f"{value} ({', '.join(who)})" for value, who in mismatch.values)
         advice = mismatch.advice or "give all instances the same settings if they should share"
         yield Finding("sharing", "warn", f"{mismatch.model}, {mismatch.field}: {values}", advice)
+    for one in stats.still_mapped:
+        detail = f"the KV cache of instance {one.instance[:8]}, which has ended, is still mapped by pid {one.pid}"
+        advice = f"kill -CONT {one.pid}, or kill it" if one.stopped else "look again: it lets go once its copies are over"
+        yield Finding(f"memory of {one.device}", "warn", f"{detail}{', which is stopped' * one.stopped}", advice)
     since = time.time() - REPORT_SECONDS
     yield from (_reported(report) for report in reversed(stats.reports) if report.level != "info" and report.time >= since)
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.connection import Descriptor, unmappable
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
@@ -20,7 +21,8 @@ from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
 MAX_INSTANCES = 64
 MAX_PARTS = 8
-"""Most instances, and most parts of instances (a scheduler's or a rank's) that one connection shows."""
+MAX_READERS = 4096
+"""Most instances, most parts of instances (a scheduler's or a rank's) that one connection shows, and most that read any are known."""
 
 
 class ShownTable:
@@ -92,6 +94,8 @@ class Instances:
         self._of: dict[m.InstanceId, KnownInstance] = {}
         self._parts: dict[int, set[tuple[m.InstanceId, int]]] = {}
         """By connection: what it shows."""
+        self._readers: dict[tuple[m.InstanceId, int], tuple[Peer, str]] = {}
+        """By instance and connection: who has opened regions and not said that they are unmapped, and the device they lie on."""
 
     @property
     def descriptors(self) -> int:
@@ -193,14 +197,21 @@ class Instances:
         """What one worker's cache is."""
         return m.Cache(self._cache(instance, rank, "open_cache").shape)
 
-    def open_region(self, instance: m.InstanceId, rank: int, number: int) -> tuple[m.Count, Descriptor]:
+    def open_region(self, client: Peer, instance: m.InstanceId, rank: int, number: int) -> tuple[m.Count, Descriptor]:
         """One region of one worker's cache."""
         cache = self._cache(instance, rank, "open_region")
         if number not in cache.regions:
             raise Refuse(
                 f"open_region {instance.hex()}, rank {rank}: there are {len(cache.regions)} regions, none has number {number}"
             )
+        self._readers[instance, client.id] = client, cache.shape.device
+        if len(self._readers) > MAX_READERS:
+            del self._readers[next(iter(self._readers))]
         return m.Count(cache.shape.regions[number]), cache.regions[number]
+
+    def close_instance(self, client: Peer, instance: m.InstanceId) -> m.Count:
+        """The connection's process has unmapped what it had opened of it."""
+        return m.Count(int(self._readers.pop((instance, client.id), None) is not None))
 
     def open_process(self, instance: m.InstanceId, rank: int) -> tuple[m.Count, Descriptor]:
         """A pidfd of one of its processes."""
@@ -218,7 +229,9 @@ class Instances:
     # ---- gone
 
     def disconnect(self, client: Peer) -> None:
-        """The connection is gone, and what it showed with it."""
+        """The connection is gone, and what it showed with it. (A process that is stopped keeps its connections.)"""
+        for reader in [reader for reader in self._readers if reader[1] == client.id]:
+            del self._readers[reader]
         for instance, rank in self._parts.pop(client.id, ()):
             known = self._of[instance]
             part = known.table if rank == m.SCHEDULER else known.caches[rank]
@@ -240,6 +253,14 @@ class Instances:
     def stats(self) -> list[m.InstanceStats]:
         """What people see."""
         return [self._stats(instance, known) for instance, known in self._of.items()]
+
+    def still_mapped(self) -> list[m.StillMapped]:
+        """Who keeps the memory of instances that are gone, the first of them."""
+        gone = [(instance, *reader) for (instance, _), reader in self._readers.items() if instance not in self._of]
+        return [
+            m.StillMapped(instance.hex(), device, peer.process.pid, processes.stopped(peer.process.pid))
+            for instance, peer, device in gone[:MAX_INSTANCES]
+        ]
 
     # ---- inside
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of so many bytes with a socket's ordinary buffer. A client that sends more is disconnected."""
 MAX_KEYS = 2048
@@ -188,6 +188,16 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     regions: int
     ranks: int = 1
     missing: str = ""
+
+
+class StillMapped(msgspec.Struct, frozen=True, array_like=True):
+    """A process, 0 if it is not visible, that has not said that it has unmapped the KV cache of `instance` (in hex), which has ended:
+    that memory of `device` is not free. `stopped`: it cannot say so, as it is stopped."""
+
+    instance: str
+    device: str
+    pid: int
+    stopped: bool
 
 
 # ---- requests
@@ -384,6 +394,12 @@ class OpenRegion(Request, frozen=True, tag="open_region"):
     instance: Named
     rank: Rank
     number: Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
+
+
+class CloseInstance(Request, frozen=True, tag="close_instance"):
+    """This connection's process has none of the instance's regions mapped any more → `Count` (1, or 0 if it had opened none)."""
+
+    instance: Named
 
 
 class OpenProcess(Request, frozen=True, tag="open_process"):
@@ -594,11 +610,12 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     quarantined_slots: dict[int, int] = {}
     mismatches: list[Mismatch] = []
     instances: list[InstanceStats] = []
+    still_mapped: list[StillMapped] = []
 
 
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
 _OfChunks = Reserve | Commit | Abort | Lookup | Acquire | Renew | Release | Contains | Touch | Remove | Clear
-_OfInstances = Join | ShowCache | ShowRegion | OpenInstance | OpenCache | OpenRegion | OpenProcess
+_OfInstances = Join | ShowCache | ShowRegion | OpenInstance | OpenCache | OpenRegion | CloseInstance | OpenProcess
 _OfResidents = Publish | Retract | Find
 AnyRequest = Hello | _OfSegments | _OfChunks | _OfInstances | _OfResidents | Stats | Report
 _OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Dropped

@@ -49,6 +49,14 @@ def started(pid: int) -> int:
     return int(status.rpartition(b")")[2].split()[19])
 
 
+def stopped(pid: int) -> bool:
+    """Whether process `pid` is stopped by a signal, or by a debugger; False where nobody can tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
+
+
 def identity(pid: int, token: int = 0) -> ProcessId:
     """The process `pid` for good. One that this pid namespace does not show (pid 0) goes by the token it sent, or by a fresh one."""
     return ProcessId(pid, started(pid)) if pid else ProcessId(0, token or secrets.randbits(TOKEN_BITS))

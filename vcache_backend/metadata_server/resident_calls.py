@@ -79,6 +79,10 @@ class ResidentCalls(Channel, ABC):
         """The fd of one region of that cache."""
         return self._open(m.OpenRegion(m.InstanceId(instance), rank, number), m.Count)[1]
 
+    def close_instance(self, instance: bytes) -> None:
+        """None of its regions is mapped here any more."""
+        self._call(m.CloseInstance(m.InstanceId(instance)), m.Count)
+
     def open_process(self, instance: bytes, rank: int) -> int:
         """A pidfd of the process that is one of its ranks; -1: its scheduler."""
         return self._open(m.OpenProcess(m.InstanceId(instance), rank), m.Count)[1]

@@ -125,7 +125,9 @@ class Service:
             case m.OpenCache(instance, rank):
                 return self.instances.open_cache(instance, rank), None
             case m.OpenRegion(instance, rank, number):
-                return self.instances.open_region(instance, rank, number)
+                return self.instances.open_region(client, instance, rank, number)
+            case m.CloseInstance(instance):
+                return self.instances.close_instance(client, instance), None
             case m.OpenProcess(instance, rank):
                 return self.instances.open_process(instance, rank)
             case m.Stats():
@@ -257,6 +259,7 @@ class Service:
             quarantined_slots=dict(directory.reservations.writers()),
             mismatches=self.layouts.mismatches(),
             instances=self.instances.stats(),
+            still_mapped=self.instances.still_mapped(),
         )
         while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES and (
             stats.reports or stats.mismatches or stats.namespaces

@@ -13,7 +13,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import torch
@@ -44,11 +45,19 @@ class Neighbour:
     each: blocks of vLLM in a chunk. split: blocks of the tensors in a block of vLLM, which is what generations count.
     """
 
-    def __init__(self, instance: bytes, shape: CacheShape, view: GenerationView, each: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        instance: bytes,
+        shape: CacheShape,
+        view: GenerationView,
+        each: int,
+        wake: Callable[[], None],
+        unmapped: Callable[[bytes], None] = lambda instance: None,
+    ) -> None:
         self.instance, self.shape, self.view, self.each = instance, shape, view, each
         self.split = shape.num_blocks // view.blocks
         self.bases: Int64s = np.zeros(0, dtype=np.int64)
-        self._wake = wake
+        self._wake, self._unmapped = wake, unmapped
         self._lock = threading.Lock()
         self._launches, self._forbidden = 0, False
         self._mapped: list[mmap.mmap | torch.Tensor] = []
@@ -97,6 +106,7 @@ class Neighbour:
             idle = not self._launches
         if idle:
             self._mapped.clear()
+            self._unmapped(self.instance)
         return idle
 
 
@@ -112,6 +122,8 @@ class Neighbours:
         self._here: dict[bytes, Neighbour] = {}
         self._refused = Refusals()
         self._caretaker = Caretaker(self._ended)
+        self._aside = ThreadPoolExecutor(1, "vcache-neighbours-aside")
+        """Asks and tells the server what neither a step nor an owner's end may wait for."""
 
     def get(self, instance: bytes) -> Neighbour | None:
         """The KV cache of `instance`; None while it is not to be had, and for good once its owner has ended.
@@ -138,6 +150,7 @@ class Neighbours:
     def close(self) -> None:
         """Unmap all, each once its last copy has left; waits `CLOSE_SECONDS` for that at most. Idempotent."""
         self._caretaker.close(CLOSE_SECONDS)
+        self._aside.shutdown(wait=False)
 
     # ---- inside
 
@@ -146,7 +159,7 @@ class Neighbours:
         joined, view = open_table(self._client, instance)
         shape = self._client.open_cache(instance, self._rank)
         check_shape(shape, joined.blocks, self._kv, self._device)
-        neighbour = Neighbour(instance, shape, view, joined.each, self._caretaker.wake)
+        neighbour = Neighbour(instance, shape, view, joined.each, self._caretaker.wake, self._tell)
         with ExitStack() as undo:
             pidfds: list[int] = []
             for rank in range(SCHEDULER, joined.ranks):
@@ -186,6 +199,17 @@ class Neighbours:
         self._here.pop(neighbour.instance, None)
         if not self._caretaker.closed:
             log.info("instance %s has ended: its KV cache is unmapped here", neighbour.instance.hex())
+
+    def _tell(self, instance: bytes) -> None:
+        """It is unmapped, so nobody need look here for the memory of an owner that has ended."""
+        with suppress(RuntimeError):  # closed: its connection goes, which says as much
+            self._aside.submit(self._told, instance)
+
+    def _told(self, instance: bytes) -> None:
+        try:
+            self._client.close_instance(instance)
+        except VCacheError as error:
+            log.debug("the server was not told that instance %s is unmapped: %s", instance.hex(), error)
 
 
 def _in_time(started: float) -> None:
