@@ -93,6 +93,19 @@ def test_an_answer_is_found_too_and_a_reader_passes_on_what_it_has(here: Node, a
     assert hit.said == own.said
 
 
+def test_requests_of_one_step_are_found_whole_though_one_has_hit_what_the_other_computes(
+    here: Node, a: Instance, b: Instance
+) -> None:
+    head = new_tokens(2 * CHUNK)
+    first, second = (Prompt(head + new_tokens(2 * CHUNK + 1)) for _ in range(2))
+    assert [answer.cached for answer in a.run(first, second, together=True)] == [0, 2 * CHUNK]
+    assert a.ask("told")
+    for prompt in (first, second):
+        hit, own = b.one(prompt.tokens), a.one(prompt.tokens)
+        assert (hit.cached, own.cached) == (4 * CHUNK, 4 * CHUNK)
+        assert hit.said == own.said
+
+
 def test_blocks_that_their_owner_used_again_are_computed(
     here: Node, a: Instance, b: Instance, tiny: Instance, aside: Instance
 ) -> None:

@@ -69,13 +69,14 @@ class Publications:
     def capture(self, tracked: Tracked, blocks: Sequence[int], anew: bool) -> None:
         """The request has got these blocks, or hit them, since the last step. anew: they are all that it has.
 
-        Of a block that it got, the generation is the one that is to come, once it is filled.
+        Of a block that it got, the generation is the one that is to come, once it is filled. What it hit may have been handed out, and
+        filled, in the same step: for a request that is planned before it.
         """
         if self._pool is None:
             return
         numbers = np.fromiter(blocks, dtype=np.intp, count=len(blocks))
         now = self.generations.counters[numbers]
-        own = self._pool.taken(numbers)
+        own = self._pool.taken(numbers) & (now & np.uint64(1) == 1)
         if anew:
             own |= _still(tracked, numbers, now)
             tracked.captured, tracked.filled, tracked.preempted = [], 0, tracked.request.num_preemptions
