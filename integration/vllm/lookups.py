@@ -169,6 +169,11 @@ class Lookups:
         """`find` without a lease, asked now, for a request whose chunks somebody else may still compute. It is not counted."""
         return self._ask(tracked, first, whole, lease=False)
 
+    def gone(self, instance: bytes) -> bool:
+        """Whether nothing can be read of what this instance has; some microseconds."""
+        tables = self._instance.tables
+        return tables is None or tables.view(instance) is None
+
     def drop(self, tracked: Tracked) -> None:
         """End a lease that nobody reads under, in the background."""
         question, answer, courier = tracked.question, tracked.answer, self._instance.courier

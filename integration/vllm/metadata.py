@@ -108,7 +108,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     fresh: blocks that get a new owner in this step, in lists. cancelled: requests that ended while their load was under way.
     flush: say when the stores of earlier steps have begun. idle: no model runs in this step. opaque: nobody knows which blocks get
     a new owner. introduce: say what you hold. instance: under which name to show the KV cache to others, in a step that introduces;
-    empty if it is not to be shown. found: more of `LoadSpec.residents`, by request, for loads that wait for chunks.
+    empty if it is not to be shown. found: more of `LoadSpec.residents`, by request, for loads that wait for chunks;
+    none: no more will come.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)

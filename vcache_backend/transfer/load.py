@@ -146,7 +146,9 @@ class Load:
         return self._parts[-1].first + self._parts[-1].count if self._parts else self.loaded
 
     def found(self, residents: Mapping[int, ResidentChunk]) -> None:
-        """These chunks, by number, lie in the KV caches of the neighbours by now. Before that, chunks are waited for."""
+        """These chunks, by number, lie in the KV caches of the neighbours by now. If there are none, no more are waited for."""
+        if not residents:
+            self._until, self._late = 0.0, ABSENT
         if self._residents is not None and not self._over:
             self._residents.add({number: one for number, one in residents.items() if number >= self.reached})
 
