@@ -5,8 +5,6 @@ to both at the same instant (`together`); to the consumer once the producer has 
 off (`prefill`); to the consumer with the pool off (`alone`). Time to first token runs from that instant to the token of whoever
 answers. What comes out after `together` is compared with what the producer says of the same prompt from vLLM's own prefix cache.
 
-In place nobody can wait for what is announced: there is no `together`, and the consumer takes what it finds once the producer has answered.
-
 Prompts end 8 tokens after their last whole chunk, fewer than a block: so both compute the same last tokens in a step of the same shape.
 """
 
@@ -66,14 +64,6 @@ def in_turn(here: Pair, prompt: list[int]) -> Taken:
     return Taken(answer["first"] - when, answer)
 
 
-def taken(here: Pair, prompt: list[int]) -> Taken:
-    """As `in_turn`, and the consumer takes what it finds then."""
-    when = time.perf_counter() + SOON
-    here.producer.ask("at", ANSWER_SECONDS, when=when, tokens=prompt, count=1, vcache={})
-    answer = here.consumer.ask("at", ANSWER_SECONDS, when=0, tokens=prompt, count=NEW_TOKENS, vcache={})
-    return Taken(answer["first"] - when, answer)
-
-
 def _off(instance: Child, prompt: list[int]) -> Taken:
     """One instance computes the prompt itself, and the pool has no part in it."""
     when = time.perf_counter() + SOON
@@ -89,9 +79,6 @@ WAYS: dict[str, Callable[[Pair, list[int]], Taken]] = {
 }
 
 
-IN_PLACE = {"in_turn": taken, "prefill": WAYS["prefill"], "alone": WAYS["alone"]}
-
-
 class Samples:
     """What the rounds gave. seconds: by way. full: whether all whole chunks came from the pool. equal: whether the tokens are right.
     left: chunks in the pool that `consume_once` should have taken out."""
@@ -104,8 +91,7 @@ class Samples:
 
     def add(self, fleet: Fleet, here: Pair, prompts: Prompts, length: int, turn: int) -> None:
         """One round, each time beginning with another way."""
-        known = IN_PLACE if fleet.in_place else WAYS
-        ways = itertools.islice(itertools.cycle(known.items()), turn % len(known), turn % len(known) + len(known))
+        ways = itertools.islice(itertools.cycle(WAYS.items()), turn % len(WAYS), turn % len(WAYS) + len(WAYS))
         for name, way in list(ways):
             prompt = prompts.new(length + TAIL)
             taken = way(here, prompt)
@@ -148,8 +134,7 @@ def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str =
     prompt = f"a prompt of {length} + {TAIL} tokens"
     against = "reference: the producer's prefill with the pool off"
     answers = f"answers of {NEW_TOKENS} tokens by the consumer"
-    judged = "together" if "together" in ms else "in_turn"
-    said = f"from handing {prompt} to producer and consumer, {judged}, until the consumer's first token; reference: {sum_}"
+    said = f"from handing {prompt} to both at the same instant until the consumer's first token; reference: {sum_}"
     whats = {
         "prefill": f"TTFT of {prompt} at the producer, the pool off",
         "alone": f"TTFT of {prompt} at the consumer, the pool off; {against}",
@@ -159,12 +144,12 @@ def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str =
     name = f"{prefix}pd"
     found = [
         row(f"{name}_copy_engine", "GB/s", speed, speed, what="the copy engine between the two GPUs in this run"),
-        *(row(f"{name}_{way}_ms_16k", "ms", ms[way], computed, what=what) for way, what in whats.items() if way in ms),
-        row(f"{name}_ttft_16k", "ms", ms[judged], allowed, what=said, at_most=1.0),
+        *(row(f"{name}_{way}_ms_16k", "ms", ms[way], computed, what=what) for way, what in whats.items()),
+        row(f"{name}_ttft_16k", "ms", ms["together"], allowed, what=said, at_most=1.0),
         fraction(f"{name}_full_hits", samples.full, f"{answers} for which every whole chunk came from the producer"),
         fraction(f"{name}_equal", samples.equal, f"{answers} whose tokens are the producer's from vLLM's own prefix cache"),
     ]
-    if judged == "together":
+    if not prefix:
         consumed = [not left for left in samples.left]
         found.append(fraction(f"{name}_consumed", consumed, "requests with consume_once that left no chunk in the pool"))
     return found
