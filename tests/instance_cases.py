@@ -75,11 +75,17 @@ def show(client: Client, instance: bytes, rank: int = 0, regions: int = 1, block
 
 
 def publish(
-    client: Client, instance: bytes, keys: Sequence[m.ChunkKey], first: int = 0, generation: int = 2, sequence: int = 1
+    client: Client,
+    instance: bytes,
+    keys: Sequence[m.ChunkKey],
+    first: int = 0,
+    generation: int = 2,
+    sequence: int = 1,
+    epoch: int = 0,
 ) -> int:
     """Publish chunks in blocks from `first` on."""
     size = len(keys)
-    return client.publish(instance, sequence, list(keys), chunk_blocks(first, size), chunk_generations(generation, size))
+    return client.publish(instance, sequence, list(keys), chunk_blocks(first, size), chunk_generations(generation, size), epoch)
 
 
 def keys(count: int, rank: int = 0, start: int = 0) -> list[m.ChunkKey]:

@@ -344,8 +344,12 @@ def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(alone
     assert found(reader) == 3
     assert reader.clear(NAMESPACE, reset=True) == 3
     assert found(reader) == 0
-    publish(owner, A, keys(3), sequence=7)
-    assert reader.find(keys(3)).epoch == reader.find(keys(1)).epoch == reader.present(keys(1)).epoch != 0
+    assert publish(owner, A, keys(3), sequence=7) == found(reader) == 0  # computed before, told after
+    epoch = owner.listen(A).epoch
+    assert publish(owner, A, keys(3), sequence=7, epoch=epoch) == found(reader) == 3
+    assert reader.find(keys(3)).epoch == reader.find(keys(1)).epoch == reader.present(keys(1)).epoch == epoch != 0
+    with pytest.raises(Refused, match="this connection has shown no generations of it"):
+        reader.listen(A)
 
 
 # ---- what cannot be

@@ -197,11 +197,15 @@ class ResidentMachine(RuleBasedStateMachine):
         every = [key for ranks in (1, 2) for rank in range(ranks) for key in self.keys(ranks, rank)]
         self.pooled = {key for key, there in zip(every, self.directory.contains(every), strict=True) if there}
 
-    @rule(ranks=st.sampled_from([0, 1, 2]))
-    def clear(self, ranks: int) -> None:
+    @rule(ranks=st.sampled_from([0, 1, 2]), pool=st.booleans())
+    def clear(self, ranks: int, pool: bool) -> None:
+        """pool: or only what resets that were forgotten may have made void."""
         namespace = NAMESPACES[ranks][0] if ranks else b""
-        self.directory.clear(namespace)
-        self.pooled = {key for key in self.pooled if not key.startswith(namespace)}
+        if pool:
+            self.directory.clear(namespace)
+            self.pooled = {key for key in self.pooled if not key.startswith(namespace)}
+        else:
+            self.directory.raise_epoch(namespace)
         for model in self.model.values():
             if ranks in (0, model.ranks):
                 model.told = {}

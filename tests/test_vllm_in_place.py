@@ -113,6 +113,8 @@ class Engine:
         self.half = self.scheduler.connector._scheduler
         self.metas: list[StepMetadata] = []
         self.publisher: Publisher | None = None
+        self.slow = False
+        """Whether its worker publishes what a test tells it to."""
         shard = Shard(ShardSpec(pp_rank=0, tp_rank=0, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK))
         self.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(shards={(0, 0): shard})))
         assert self.half.instance.open(), self.half.instance.refused
@@ -125,6 +127,13 @@ class Engine:
         undo.callback(shown.close)
         self.publisher = Publisher(client, EngineStats(), instance, EACH)
         undo.callback(self.publisher.close)
+
+    def tell(self, meta: StepMetadata) -> None:
+        """The step is over: its worker publishes."""
+        assert self.publisher is not None
+        for spec in meta.publications:
+            one = Publication(spec.keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)
+            self.publisher.submit(one, Finished(0.0))
 
     def flush(self) -> None:
         """Wait until all that was published is known."""
@@ -150,8 +159,8 @@ class Engine:
         output = self.scheduler.schedule()
         meta: StepMetadata = output.kv_connector_metadata
         self.metas.append(meta)
-        for spec in meta.publications if self.publisher is not None else ():
-            self.publisher.submit(Publication(spec.keys, spec.blocks, spec.generations, spec.sequence), Finished(0.0))
+        if self.publisher is not None and not self.slow:
+            self.tell(meta)
         ids = list(output.num_scheduled_tokens)
         finished = [self.scheduler.requests[one].num_computed_tokens >= self.scheduler.requests[one].num_tokens for one in ids]
         ran = ModelRunnerOutput(
@@ -449,6 +458,45 @@ def test_what_a_reset_made_void_is_not_found(shared: Callable[[], Engine]) -> No
     reader.finish(request)
     name, client = owner.half.publications.instance.hex(), reader.half.instance.client
     eventually(lambda: [one.resident for one in client.stats().instances if one.id == name] == [0])
+
+
+def test_what_was_computed_before_another_reset_the_namespace_is_not_found(shared: Callable[[], Engine]) -> None:
+    """Not if it is told late, and not behind what vLLM's own cache, which nobody reset, goes on with."""
+    owner, other, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    owner.slow = True
+    source = owner.add(tokens, load=False)
+    late = owner.step()
+    assert owner.numbers(source, late) == [0, 1, 2]
+    assert other.scheduler.reset_prefix_cache(reset_connector=True)
+    owner.slow = False
+    owner.tell(late)
+    owner.flush()
+    assert other.half.instance.client.find(other.keys(source)).pooled == b""
+    owner.finish(source)
+    eventually(lambda: owner.half.publications.heard == other.half.publications.heard != 0)
+    longer = owner.add(tokens + new_tokens(CHUNK), load=False)
+    meta = owner.step()
+    assert (owner.hit(longer), owner.numbers(longer, meta)) == (3 * CHUNK, [])
+    owner.finish(longer)
+    assert not owner.right(owner.published(source, late))
+    later = new_tokens(3 * CHUNK + 5)
+    computed(owner, later)
+    other.add(later)
+    assert owners(other.step()) == [owner.half.publications.instance] * 3
+
+
+def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Callable[[], Engine]) -> None:
+    """Its owner has not heard of it: its generations are those that were found."""
+    owner, other, reader, tokens = shared(), shared(), shared(), new_tokens(3 * CHUNK + 5)
+    published = owner.published(computed(owner, tokens), owner.metas[0])
+    request = reader.add(tokens)
+    assert reader.half._requests[request.request_id].question is not None
+    assert other.scheduler.reset_prefix_cache(reset_connector=True)
+    eventually(lambda: reader.half.publications.heard == other.half.publications.heard)
+    assert len(published) == 3
+    assert owner.right(published)
+    assert reader.step().loads == []
+    assert reader.numbers(request) == [0, 1, 2]
 
 
 # ---- the worker

@@ -67,7 +67,7 @@ class InPlace:
         written = session.copier.mark()
         for spec in wanted:
             keys = of_rank(spec.keys, session.rank)
-            publisher.submit(Publication(keys, spec.blocks, spec.generations, spec.sequence), written)
+            publisher.submit(Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch), written)
         return spoiled
 
     def measure(self, meter: Meter) -> None:

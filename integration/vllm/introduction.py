@@ -114,6 +114,7 @@ class Introduction:
             self.tables = Tables(self.client)
             self.shared.retract = partial(self.courier.retract, self.shared.instance)
             self.client.on_return.append(self._join)
+            self.client.on_beat.append(self._listen)
             self._join()
         if trouble := self.client.trouble:
             log.warning("vcache: %s; everything is computed until then", trouble)
@@ -129,6 +130,18 @@ class Introduction:
             client.join(here.instance, self._prefix, here.blocks, self.ranks, here.each, here.generations.fd)
         except VCacheError as error:
             log.warning("vcache: others cannot read this instance's KV cache: %s", error)
+            return
+        self._listen()
+
+    def _listen(self) -> None:
+        """Hear of resets that others have made. Also in the client's background thread."""
+        here, client = self.shared, self.client
+        if here is None or client is None:
+            return
+        try:
+            here.heard = client.listen(here.instance).epoch
+        except VCacheError as error:
+            log.debug("listen: %s", error)
 
     def clear(self) -> bool:
         """Have no chunk of the namespace found again, in the pool or the offload tier; False if the server did not answer, or before the
@@ -140,6 +153,7 @@ class Introduction:
         except VCacheError as error:
             log.warning("the pool was not cleared, so nothing is read from it: %s", error)
             return False
+        self._listen()
         return True
 
     def close(self) -> None:

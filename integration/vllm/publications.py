@@ -36,13 +36,15 @@ def begin(kv_cache_config: Any, each: int) -> tuple[Publications | None, str | N
 class Publications:
     """In the scheduler's thread. instance: this start of this engine, among all that there ever were. each: vLLM's blocks of a chunk.
 
-    sequence: of the next publication; one of before a reset has a lower one.
+    sequence: of the next publication; one of before a reset has a lower one. epoch: the one in which everything was computed that is
+    published; `heard`, from whichever thread: the one that it is now.
     """
 
     def __init__(self, blocks: int, each: int) -> None:
         """blocks: of vLLM's pool. SegmentError if there is no memory for the table."""
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         self.blocks, self.each, self.sequence = blocks, each, 1
+        self.epoch = self.heard = 0
         self.generations = Generations(self.instance, blocks)
         self.retract: Callable[[int], None] = lambda sequence: None
         """Told after a reset: publications of a lower sequence are void."""
@@ -65,6 +67,16 @@ class Publications:
         """Nothing that was computed, or is being computed, is what was asked for any more."""
         self.generations.void_all()
         self._reset()
+
+    def learn(self) -> bool:
+        """Take note of what was heard; True if the namespace was reset. What this instance computed before is not to be found by others,
+        however long vLLM's own cache, which nobody has reset, goes on with it."""
+        heard = self.heard
+        if heard == self.epoch:
+            return False
+        self.generations.void_all()
+        self.epoch = heard
+        return True
 
     def capture(self, tracked: Tracked, blocks: Sequence[int], anew: bool) -> None:
         """The request has got these blocks, or hit them, since the last step. anew: they are all that it has.
@@ -149,6 +161,7 @@ class Publications:
             generations=captured.reshape(-1, self.each)[chunks].astype("<u8").tobytes(),
             sequence=self.sequence - 1,
             before=before,
+            epoch=self.epoch,
         )
 
     def _reset(self) -> None:

@@ -92,6 +92,7 @@ class SchedulerSide:
         again in the next step."""
         if self.instance.waits():
             return None, False
+        self._learn()
         tracked = self._track(request)
         tracked.local = local
         tokens, synchronous = self._matched(tracked, local)
@@ -159,6 +160,7 @@ class SchedulerSide:
 
     def begin(self, output: Any) -> StepMetadata:
         """What the workers load in the step that `output` describes."""
+        self._learn()
         loads, self._loads = self._loads, []
         cancelled, self._cancelled = self._cancelled, set()
         flush, self._flush = self._flush, False
@@ -225,12 +227,14 @@ class SchedulerSide:
         """Forget every chunk of the namespace, those on their way included; False if the server did not answer."""
         # Until the steps under way are over, and what they store is cleared too, nothing is looked up.
         self._flush = self._clearing = True
-        for tracked in self._requests.values():
-            self.lookups.drop(tracked)
-            tracked.answer = None
+        self._drop_answers()
         if self.publications is not None:
             self.publications.reset()
-        return self.instance.clear()
+        cleared = self.instance.clear()
+        if self.publications is not None and cleared:
+            # Nothing is stored, and what is on its way is published in an epoch that is over.
+            self._flush = self._clearing = False
+        return cleared
 
     def close(self) -> None:
         """Idempotent."""
@@ -239,6 +243,16 @@ class SchedulerSide:
         self.instance.close()
 
     # ---- inside
+
+    def _learn(self) -> None:
+        """Another instance may have reset the namespace."""
+        if self.publications is not None and self.publications.learn():
+            self._drop_answers()
+
+    def _drop_answers(self) -> None:
+        for tracked in self._requests.values():
+            self.lookups.drop(tracked)
+            tracked.answer = None
 
     def _has(self, request: Any, token: int) -> bool:
         """Whether vLLM's own prefix cache has the block with this token, and so all before it."""

@@ -44,6 +44,8 @@ class Client(ResidentCalls):
         self.on_return: list[Callable[[], None]] = []
         """Called whenever there is a connection again, after segments were offered: to show what goes with a connection. Background
         thread; they may call, and what they raise is logged."""
+        self.on_beat: list[Callable[[], None]] = []
+        """Called every `heartbeat_seconds`, as those are."""
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
         self._avoided: set[m.SegmentId] = set()
         token = secrets.randbits(m.TOKEN_BITS)
@@ -203,13 +205,18 @@ class Client(ResidentCalls):
         for id_ in list(self._avoided):
             with suppress(VCacheError):
                 self.avoid(id_)
-        for returned in list(self.on_return):
-            try:
-                returned()
-            except Exception as error:
-                log.warning("after a reconnection: %s", error, exc_info=not isinstance(error, VCacheError))
+        _call_all(self.on_return, "after a reconnection")
 
     def _beat(self) -> None:
+        _call_all(self.on_beat, "heartbeat")
         infos = self.list_segments()
         self._avoided.intersection_update({info.id for info in infos})
         self.on_segments(infos)
+
+
+def _call_all(hooks: list[Callable[[], None]], when: str) -> None:
+    for hook in list(hooks):
+        try:
+            hook()
+        except Exception as error:
+            log.warning("%s: %s", when, error, exc_info=not isinstance(error, VCacheError))

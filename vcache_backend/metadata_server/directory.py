@@ -180,14 +180,16 @@ class Directory:
         """Forget all chunks of a namespace (all chunks with b""), resident ones, too; how many were there. Their slots come back soon. Such
         as are being written are forgotten, too: their reservations are void. `reset`: raise its epoch."""
         self.reservations.void(self.reservations.of_namespace(namespace))
+        residents = self.residents.clear(namespace)
         if reset:
             self.raise_epoch(namespace)
         chunks, rest = self.contents.clear(namespace)
         self.backlog.begin(rest)
-        return chunks + self.residents.clear(namespace)
+        return chunks + residents
 
     def raise_epoch(self, namespace: bytes) -> None:
-        """Nothing is found again that was offloaded of a namespace so far, or of all with b""."""
+        """Nothing is found again that was offloaded, or computed in a KV cache, of a namespace so far, or of all with b""."""
+        self.residents.clear(namespace)
         self.epochs.advance(namespace)
         self.records.append(records.EpochTable(self.epochs.all()))
 

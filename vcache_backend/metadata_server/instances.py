@@ -184,6 +184,13 @@ class Instances:
             raise Refuse(f"retract {instance.hex()}: this connection is no part of it")
         return m.Count(self._residents.retract(instance, request.sequence))
 
+    def listens(self, client: Peer, instance: m.InstanceId) -> bytes:
+        """The namespace of an instance whose scheduler asks."""
+        known = self._of.get(instance)
+        if known is None or known.table is None or not self.owns(client, instance, m.SCHEDULER):
+            raise Refuse(f"listen {instance.hex()}: this connection has shown no generations of it")
+        return known.table.request.namespace
+
     # ---- opened
 
     def open(self, instance: m.InstanceId) -> tuple[m.Joined, Descriptor]:

@@ -411,11 +411,12 @@ class OpenProcess(Request, frozen=True, tag="open_process"):
 
 class Publish(Request, frozen=True, tag="publish"):
     """The step that wrote these chunks is over: they can be read where they lie → `Count` of chunks taken (0: the instance has not joined,
-    or the sequence is old).
+    or the sequence is old, or the epoch).
 
     Only of the connection that showed this rank's cache. `keys`: of one rank. `blocks`, `generations`: uint32 and uint64, little-endian,
     `each` of them a key. Replaces what the instance published under the same keys, or in the same blocks, with no higher `sequence`.
     With several ranks a chunk is found when all have published the same of it. One that names a block twice is not taken.
+    `epoch`: the one in which all of it was computed, as the scheduler had heard.
     """
 
     instance: Named
@@ -423,6 +424,7 @@ class Publish(Request, frozen=True, tag="publish"):
     keys: Annotated[list[_Key], msgspec.Meta(max_length=MAX_PUBLISHED)]
     blocks: bytes
     generations: bytes
+    epoch: int = 0
 
 
 class Retract(Request, frozen=True, tag="retract"):
@@ -430,6 +432,12 @@ class Retract(Request, frozen=True, tag="retract"):
 
     instance: Named
     sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Listen(Request, frozen=True, tag="listen"):
+    """What is new for an instance's scheduler, on the connection with which it joined? → `Heard`."""
+
+    instance: Named
 
 
 class Find(Request, frozen=True, tag="find"):
@@ -566,6 +574,12 @@ class Found(Reply, frozen=True, tag="found"):
     cut: bool = False
 
 
+class Heard(Reply, frozen=True, tag="heard"):
+    """`epoch`: of the instance's namespace."""
+
+    epoch: int
+
+
 class Count(Reply, frozen=True, tag="count"):
     count: int
 
@@ -616,7 +630,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
 _OfChunks = Reserve | Commit | Abort | Lookup | Acquire | Renew | Release | Contains | Touch | Remove | Clear
 _OfInstances = Join | ShowCache | ShowRegion | OpenInstance | OpenCache | OpenRegion | CloseInstance | OpenProcess
-_OfResidents = Publish | Retract | Find
+_OfResidents = Publish | Retract | Listen | Find
 AnyRequest = Hello | _OfSegments | _OfChunks | _OfInstances | _OfResidents | Stats | Report
 _OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Dropped
-AnyReply = Welcome | Error | _OfOneThing | Segments | Reserved | Leased | Joined | Cache | Found | ServerStats
+AnyReply = Welcome | Error | _OfOneThing | Segments | Reserved | Leased | Joined | Cache | Heard | Found | ServerStats

@@ -35,18 +35,25 @@ class ResidentCalls(Channel, ABC):
         request = m.ShowRegion(m.InstanceId(instance), rank, number)
         return self._call(request, m.Count, self._config.control_seconds, fd).count
 
-    def publish(self, instance: bytes, sequence: int, keys: list[m.ChunkKey], blocks: bytes, generations: bytes) -> int:
+    def publish(
+        self, instance: bytes, sequence: int, keys: list[m.ChunkKey], blocks: bytes, generations: bytes, epoch: int = 0
+    ) -> int:
         """Chunks of one rank can be read where they lie, from now on; how many were taken. In several requests if there are many."""
         taken, most = 0, _most(len(keys), blocks)
         deadline = time.perf_counter() + self._config.request_seconds
+        whole = m.Publish(m.InstanceId(instance), sequence, keys, blocks, generations, epoch)
         for start in range(0, len(keys), most):
-            part = _publication(instance, sequence, keys, blocks, generations, start, most)
+            part = whole if len(keys) <= most else _part(whole, start, start + most)
             taken += self._call(part, m.Count, deadline - time.perf_counter()).count
         return taken
 
     def retract(self, instance: bytes, sequence: int) -> int:
         """Whatever the instance publishes with a lower sequence is void; how many chunks it had published so."""
         return self._call(m.Retract(m.InstanceId(instance), sequence), m.Count).count
+
+    def listen(self, instance: bytes) -> m.Heard:
+        """What is new for the scheduler that joined on this connection."""
+        return self._call(m.Listen(m.InstanceId(instance)), m.Heard)
 
     # ---- a reader's
 
@@ -94,20 +101,14 @@ def _most(keys: int, blocks: bytes) -> int:
     return max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // (_KEY_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES))))
 
 
-def _publication(
-    instance: bytes, sequence: int, keys: list[m.ChunkKey], blocks: bytes, generations: bytes, start: int, most: int
-) -> m.Publish:
-    """The `most` chunks from `start` on. What does not fit together is sent as it is, for the server to refuse."""
-    if len(keys) <= most:
-        return m.Publish(m.InstanceId(instance), sequence, keys, blocks, generations)
-    numbers, counts = len(blocks) // len(keys), len(generations) // len(keys)
-    stop = start + most
-    return m.Publish(
-        m.InstanceId(instance),
-        sequence,
-        keys[start:stop],
-        blocks[start * numbers : stop * numbers],
-        generations[start * counts : stop * counts],
+def _part(whole: m.Publish, start: int, stop: int) -> m.Publish:
+    """The chunks [start, stop) of a publication."""
+    numbers, counts = len(whole.blocks) // len(whole.keys), len(whole.generations) // len(whole.keys)
+    return msgspec.structs.replace(
+        whole,
+        keys=whole.keys[start:stop],
+        blocks=whole.blocks[start * numbers : stop * numbers],
+        generations=whole.generations[start * counts : stop * counts],
     )
 
 

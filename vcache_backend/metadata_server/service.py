@@ -97,9 +97,12 @@ class Service:
             case m.Find():
                 return self._find(request), None
             case m.Publish():
-                return self.instances.publish(client, request), None
+                right = request.epoch == directory.epochs.of(request.keys)
+                return self.instances.publish(client, request) if right else m.Count(0), None
             case m.Retract():
                 return self.instances.retract(client, request), None
+            case m.Listen(instance):
+                return m.Heard(directory.epochs.of([m.ChunkKey(self.instances.listens(client, instance))])), None
             case m.Clear(namespace, reset):
                 return self._clear(namespace, reset), None
             case m.AddSegment():

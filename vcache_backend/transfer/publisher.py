@@ -30,12 +30,13 @@ MOST_TRIES = 60
 
 
 class Publication(NamedTuple):
-    """Chunks of one rank, the blocks they lie in and those blocks' generations, packed as in `Publish`."""
+    """Chunks of one rank, the blocks they lie in and those blocks' generations, packed as in `Publish`, which says what the rest is."""
 
     keys: list[ChunkKey]
     blocks: bytes
     generations: bytes
     sequence: int
+    epoch: int = 0
 
 
 class Publisher(Courier):
@@ -117,14 +118,13 @@ class Publisher(Courier):
             blocks = publication.blocks[at * number : (at + 1) * number]
             generations = publication.generations[at * generation : (at + 1) * generation]
             self._kept.pop(blocks[:NUMBER_BYTES], None)
-            self._kept[blocks[:NUMBER_BYTES]] = Publication([key], blocks, generations, publication.sequence)
+            self._kept[blocks[:NUMBER_BYTES]] = publication._replace(keys=[key], blocks=blocks, generations=generations)
 
     def _tell(self, publication: Publication) -> int:
         """How many of the chunks the server took."""
         try:
-            taken = self._client.publish(
-                self._instance, publication.sequence, publication.keys, publication.blocks, publication.generations
-            )
+            keys, blocks, generations, sequence, epoch = publication
+            taken = self._client.publish(self._instance, sequence, keys, blocks, generations, epoch)
         except VCacheError as error:
             log.debug("publish: %s", error)
             self._stats.failed("publish")
@@ -143,9 +143,9 @@ class Publisher(Courier):
             if not view.leading(blocks, generations, self._each):
                 del self._kept[first]
         taken = 0
-        for sequence, same in groupby(self._kept.values(), key=lambda one: one.sequence):
+        for (sequence, epoch), same in groupby(self._kept.values(), key=lambda one: (one.sequence, one.epoch)):
             ones = list(same)
             blocks_, generations_ = b"".join(one.blocks for one in ones), b"".join(one.generations for one in ones)
-            taken += self._tell(Publication([key for one in ones for key in one.keys], blocks_, generations_, sequence))
+            taken += self._tell(Publication([key for one in ones for key in one.keys], blocks_, generations_, sequence, epoch))
         if taken or not self._kept:
             self._tries = 0
