@@ -26,6 +26,7 @@ from vcache_backend.metadata_server.messages import (
     InstanceStats,
     Latency,
     Mismatch,
+    ReadStats,
     SegmentId,
     SegmentInfo,
     ServerStats,
@@ -238,6 +239,10 @@ def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
     kept = msgspec.structs.replace(STATS, still_mapped=[StillMapped("ef" * 16, uuid, 4711, True)])
     (row,) = [line for line in text_of(status.render(kept)).splitlines() if "efefefef" in line]
     assert " ".join(row.split()) == "efefefef GPU-3c1f5a3e 4711 stopped: continue it, or kill it"
+    assert len(row.rstrip()) <= 80
+    read = msgspec.structs.replace(STATS, instances=[whole], reads=[ReadStats(4_194_302, uuid, "ab" * 16, 1 << 40, 1_000_000)])
+    (row,) = [line for line in text_of(status.render(read)).splitlines() if "4194302" in line]
+    assert " ".join(row.split()) == f"4194302 {uuid[:12]} abababab {uuid[:12]} 1 TiB 1,000,000"
     assert len(row.rstrip()) <= 80
     assert "share in place" not in text_of(status.render(STATS))
     assert status.summary(stats)["instances"][0] == status.plain(whole)

@@ -18,10 +18,11 @@ from processes import QUICK, Worker, eventually
 from resident_cases import Reader, kv_mapped, owner, owner_process, shared_numbers, written
 
 from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import MAX_OWNERS
 from vcache_backend.resident.neighbours import Neighbour
 from vcache_backend.transfer import load as loads
 from vcache_backend.transfer.resident import ResidentChunk
-from vcache_backend.transfer.stats import MAX_OWNERS, EngineStats
+from vcache_backend.transfer.stats import EngineStats
 
 ROOM = 1 << 20
 
@@ -467,11 +468,11 @@ def test_whatever_goes_wrong_with_one_owners_chunk_lets_go_of_all_owners(here: N
 def test_bytes_are_told_apart_for_the_owners_read_last() -> None:
     stats = EngineStats()
     for number in range(3 * MAX_OWNERS):
-        stats.read_from("always", 2)
-        stats.read_from(str(number), 1)
+        stats.read_from(b"always", 2)
+        stats.read_from(number.to_bytes(2, "big"), 1)
     owners = stats.snapshot()["resident"]["owners"]
     assert len(owners) == MAX_OWNERS
-    assert (owners["always"], str(3 * MAX_OWNERS - 1) in owners, "0" in owners) == (6 * MAX_OWNERS, True, False)
+    assert (owners[b"always".hex()], f"{3 * MAX_OWNERS - 1:04x}" in owners, "0000" in owners) == (6 * MAX_OWNERS, True, False)
 
 
 class Broken(threading.Event):

@@ -8,7 +8,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from instance_cases import (
 from processes import HASTY, QUICK, Child, Raw, Stage, eventually, info, make_memfd, running, stage
 
 from vcache_backend.errors import Refused, VCacheError
-from vcache_backend.metadata_server import instances, residents
+from vcache_backend.metadata_server import instances, reads, residents
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.seals import FUTURE_WRITE, RESIZING
@@ -131,6 +131,24 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(alone: Stage,
     eventually(lambda: not memories(server))
     with pytest.raises(Refused, match="it is not here, or not any more"):
         reader.open_instance(A)
+
+
+def test_what_clients_say_they_have_read_is_seen_as_long_as_they_are_connected(alone: Stage, reader: Client) -> None:
+    one, two = (alone.client() for _ in range(2))
+    one.show_reads([m.Reads(A, 5, 1)])
+    one.show_reads([m.Reads(A, 7, 1), m.Reads(B, 0, 2)])
+    two.show_reads([m.Reads(A, 9, 0)])
+    rows = [(A.hex(), 9, 0), (A.hex(), 7, 1), (B.hex(), 0, 2)]
+    assert reader.stats().reads == [m.ReadStats(os.getpid(), "host", *row) for row in rows]
+    one.close()
+    eventually(lambda: [row.nbytes for row in reader.stats().reads] == [9])
+    many = [m.Reads(instance_id(number), 1 << 60, 1 << 60) for number in range(m.MAX_OWNERS)]
+    with ExitStack() as crowd:
+        for _ in range(6):
+            crowd.enter_context(alone.client()).show_reads(many)
+        assert len(reader.stats().reads) == reads.MAX_LISTED
+    with pytest.raises(Refused):
+        two.show_reads([*many, *many])
 
 
 def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(alone: Stage, reader: Client) -> None:

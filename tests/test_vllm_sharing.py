@@ -77,6 +77,7 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node, a: In
     # Whatever `pool.segment_bytes` says.
     assert not here.stats().segments
     assert b.counter("vllm:vcache_loaded_tokens", tier="resident") == 11 * CHUNK
+    eventually(lambda: [(row.nbytes, row.refused) for row in here.stats().reads] == [(11 * CHUNK * TOKEN_BYTES, 0)])
     assert b.counter("vllm:vcache_stored_bytes") == 0
 
 

@@ -80,6 +80,7 @@ def render(stats: ServerStats, before: ServerStats | None = None, seconds: float
     tables = [
         instances_table(stats.instances),
         _still_mapped(stats.still_mapped),
+        _reads(stats),
         table("Hits", ("request", "rate", "", "found", "asked"), _hits(stats)),
         _counters(stats, before if before is not None and seconds and before.epoch == stats.epoch else None, seconds),
         table("Time inside the server", ("request", ">count", ">p50 µs", ">p99 µs"), latencies),
@@ -124,6 +125,17 @@ def _still_mapped(readers: Sequence[StillMapped]) -> Table:
         rows.append((one.instance[:8], one.device[:12], str(one.pid or "–"), what))
     columns = ("instance", "device", ">read by", "~state of that process")
     return table("KV caches of instances that have ended, still mapped", columns, rows)
+
+
+def _reads(stats: ServerStats) -> Table:
+    """Who has read how much of whose KV cache; an instance that has ended has no device any more."""
+    devices = {one.id: one.device for one in stats.instances}
+    rows = []
+    for one in stats.reads:
+        owner = one.instance[:8], devices.get(one.instance, "ended")[:12]
+        rows.append((str(one.pid or "–"), one.device[:12], *owner, size(one.nbytes), f"{one.refused:,}"))
+    columns = ("reader", "on", "instance", "on", ">read", ">chunks refused")
+    return table("Read in place, by reader and owner", columns, rows)
 
 
 def size(nbytes: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 import torch
 
-from vcache_backend.metadata_server.messages import InstanceId, of_rank
+from vcache_backend.metadata_server.messages import InstanceId, Reads, of_rank
 from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.publisher import Publication, Publisher
@@ -37,6 +37,8 @@ class InPlace:
         self._session: Session | None = None
         self._shown: Shown | None = None
         self.publisher: Publisher | None = None
+        self._told: list[Reads] = []
+        """What the server knows of what this worker has read. Of the client's thread."""
 
     def export(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM has made its KV cache. Raises LayoutError, SegmentError: others could not read it."""
@@ -47,6 +49,8 @@ class InPlace:
         self._shape = cache_shape(kv, self._regions, session.device)
         self.neighbours = Neighbours(session.client, session.device, kv, session.rank)
         self._session = session
+        session.client.on_beat.append(self._show_reads)
+        session.client.on_return.append(self._told.clear)
 
     def show(self, instance: InstanceId) -> None:
         """Others know this instance by that name. Again with the same one: nothing."""
@@ -76,6 +80,12 @@ class InPlace:
             published = self._session.stats.counted("chunks_").get("published", 0)
             meter.count("published_chunks", published - self._measured)
             self._measured = published
+
+    def _show_reads(self) -> None:
+        reads = self._session.stats.reads() if self._session is not None else []
+        if self._session is not None and reads != self._told:
+            self._session.client.show_reads(reads)
+            self._told[:] = reads
 
     def close(self) -> None:
         """Idempotent. Before the session is closed, after the last load is over."""

@@ -29,6 +29,8 @@ MAX_PLANES = 1024
 """Most planes (a plane: one part of one layer) of one worker's KV cache."""
 MAX_PUBLISHED = 512
 """Most chunks of one publication; fewer if they have so many blocks that no more fit in a message."""
+MAX_OWNERS = 64
+"""Most instances of which one client tells what it has read there."""
 MAX_REPLICAS = 2
 """Most resident copies of one chunk that an asker is told of."""
 MAX_BLOCKS = 1 << 21
@@ -198,6 +200,25 @@ class StillMapped(msgspec.Struct, frozen=True, array_like=True):
     device: str
     pid: int
     stopped: bool
+
+
+class Reads(msgspec.Struct, frozen=True, array_like=True):
+    """What one client has read out of the KV cache of `instance` since it started: bytes that counted, and chunks that the verdict
+    refused, since their owner had used them again."""
+
+    instance: Named
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+    refused: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+class ReadStats(msgspec.Struct, frozen=True, array_like=True):
+    """The `Reads` of a client that is connected: process `pid`, 0 if it is not visible, with its device. `instance` in hex."""
+
+    pid: int
+    device: str
+    instance: str
+    nbytes: int
+    refused: int
 
 
 # ---- requests
@@ -440,6 +461,12 @@ class Listen(Request, frozen=True, tag="listen"):
     instance: Named
 
 
+class ShowReads(Request, frozen=True, tag="show_reads"):
+    """What this client has read out of others' KV caches, in all so far, for the statistics → `Count` of them."""
+
+    reads: Annotated[list[Reads], msgspec.Meta(max_length=MAX_OWNERS)]
+
+
 class Find(Request, frozen=True, tag="find"):
     """Which leading chunks are pooled, for all `ranks` ranks, or resident in an instance (keys of rank 0)? → `Found`.
 
@@ -625,12 +652,13 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     mismatches: list[Mismatch] = []
     instances: list[InstanceStats] = []
     still_mapped: list[StillMapped] = []
+    reads: list[ReadStats] = []
 
 
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
 _OfChunks = Reserve | Commit | Abort | Lookup | Acquire | Renew | Release | Contains | Touch | Remove | Clear
 _OfInstances = Join | ShowCache | ShowRegion | OpenInstance | OpenCache | OpenRegion | CloseInstance | OpenProcess
-_OfResidents = Publish | Retract | Listen | Find
+_OfResidents = Publish | Retract | Listen | Find | ShowReads
 AnyRequest = Hello | _OfSegments | _OfChunks | _OfInstances | _OfResidents | Stats | Report
 _OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Dropped
 AnyReply = Welcome | Error | _OfOneThing | Segments | Reserved | Leased | Joined | Cache | Heard | Found | ServerStats

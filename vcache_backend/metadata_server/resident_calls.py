@@ -74,6 +74,10 @@ class ResidentCalls(Channel, ABC):
         most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
         return self._send(m.Find(keys, ranks, m.InstanceId(instance)), m.Found) if len(keys) <= most else None
 
+    def show_reads(self, reads: list[m.Reads]) -> None:
+        """What this process has read out of others' KV caches, in all so far, `MAX_OWNERS` rows at most: for the statistics."""
+        self._call(m.ShowReads(reads), m.Count)
+
     def open_instance(self, instance: bytes) -> tuple[m.Joined, int]:
         """An instance's generation table."""
         return self._open(m.OpenInstance(m.InstanceId(instance)), m.Joined)

@@ -18,6 +18,7 @@ from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.instances import Instances
 from vcache_backend.metadata_server.layouts import Layouts, Reports
 from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.reads import ReadsTold
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.succession import Predecessor
@@ -50,6 +51,7 @@ class Service:
         self.predecessor = predecessor
         self.epoch = epoch
         self.layouts = Layouts()
+        self.reads = ReadsTold()
         self.latency: dict[str, Histogram] = {}
         self.fds: dict[m.SegmentId, Descriptor] = {}
         self.reports = Reports(time.time)
@@ -103,6 +105,8 @@ class Service:
                 return self.instances.retract(client, request), None
             case m.Listen(instance):
                 return m.Heard(directory.epochs.of([m.ChunkKey(self.instances.listens(client, instance))])), None
+            case m.ShowReads(reads):
+                return self.reads.note(client, reads), None
             case m.Clear(namespace, reset):
                 return self._clear(namespace, reset), None
             case m.AddSegment():
@@ -156,6 +160,7 @@ class Service:
         """The connection is gone, and with it whatever lasts as long."""
         self.directory.disconnect(client)
         self.layouts.drop(client.id)
+        self.reads.disconnect(client)
         self.instances.disconnect(client)
 
     def process_gone(self, process: ProcessId) -> None:
@@ -263,9 +268,10 @@ class Service:
             mismatches=self.layouts.mismatches(),
             instances=self.instances.stats(),
             still_mapped=self.instances.still_mapped(),
+            reads=self.reads.stats(),
         )
         while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES and (
-            stats.reports or stats.mismatches or stats.namespaces
+            stats.reports or stats.mismatches or stats.namespaces or stats.reads
         ):
             stats = _less_told(stats)
         return stats
@@ -282,6 +288,7 @@ def _less_told(stats: m.ServerStats) -> m.ServerStats:
         stats,
         reports=stats.reports[(len(stats.reports) + 1) // 2 :],
         mismatches=stats.mismatches[: len(stats.mismatches) // 2],
+        reads=stats.reads[: len(stats.reads) // 2],
         namespaces=dict(namespaces[(len(namespaces) + 1) // 2 :]),
     )
 

@@ -54,7 +54,7 @@ class LoadStats:
         stats, nbytes = self._session.stats, tokens * self.token_bytes
         stats.add_time("retrieve_copy", seconds)
         stats.count(chunks_resident=count, tokens_retrieved=tokens, bytes_resident=nbytes)
-        stats.read_from(owner.hex(), nbytes)
+        stats.read_from(owner, nbytes)
         if log.isEnabledFor(logging.DEBUG):
             said = "%s from the KV cache of instance %s, copy %.2f ms, the generations held"
             log.debug(said, self._which(first, count), owner.hex(), 1e3 * seconds)
@@ -62,6 +62,7 @@ class LoadStats:
     def refused(self, first: int, owner: bytes, count: int) -> None:
         """So many chunks were used again by their owner before the copy was over: what was read of them does not count."""
         self._session.stats.count(chunks_refused=count)
+        self._session.stats.read_from(owner, 0, count)
         log.debug("%s changed in instance %s while they were read", self._which(first, count), owner.hex())
 
     def offloaded(self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float) -> None:

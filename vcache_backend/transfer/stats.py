@@ -11,6 +11,7 @@ from typing import Any
 
 from vcache_backend.errors import ChecksumError, ServerUnavailable
 from vcache_backend.histogram import Histogram
+from vcache_backend.metadata_server.messages import MAX_OWNERS, InstanceId, Reads
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +23,6 @@ TIMES = (
 the offload tier; a put is one batch, in the background."""
 METADATA = ("acquire", "release", "reserve", "commit")
 DATA = ("retrieve_copy", "store_copy")
-MAX_OWNERS = 64
-"""Instances out of whose KV caches this one read last, whose bytes are told apart."""
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late")
 
 
@@ -35,7 +34,8 @@ class EngineStats:
         self._times = {name: Histogram() for name in TIMES}
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
-        self._owners: Counter[str] = Counter()
+        self._owners: dict[bytes, tuple[int, int]] = {}
+        """By instance: bytes, and refused chunks. The newest last."""
         self.updates = 0
         """How often something was added to the counters."""
 
@@ -53,13 +53,19 @@ class EngineStats:
             self._counts.update(amounts)
             self.updates += 1
 
-    def read_from(self, owner: str, nbytes: int) -> None:
-        """So many bytes came out of the KV cache of this instance."""
+    def read_from(self, owner: bytes, nbytes: int, refused: int = 0) -> None:
+        """So many bytes came out of the KV cache of this instance, and so many chunks were not what they were published as."""
         with self._lock:
-            self._owners[owner] = self._owners.pop(owner, 0) + nbytes
+            before = self._owners.pop(owner, (0, 0))
+            self._owners[owner] = before[0] + nbytes, before[1] + refused
             if len(self._owners) > MAX_OWNERS:
                 # That of which the last read is the longest ago: each start of an instance is a new one.
                 del self._owners[next(iter(self._owners))]
+
+    def reads(self) -> list[Reads]:
+        """What came out of which instance's KV cache so far."""
+        with self._lock:
+            return [Reads(InstanceId(owner), nbytes, refused) for owner, (nbytes, refused) in self._owners.items()]
 
     def failed(self, cause: str) -> int:
         """One more failure of this cause; how many so far."""
@@ -90,6 +96,7 @@ class EngineStats:
         """Everything as plain values. Times in microseconds, bandwidth in GB/s (1e9 bytes) of data time."""
         with self._lock:
             counts = self._counts
+            owners = {owner.hex(): nbytes for owner, (nbytes, _) in self._owners.items()}
             times = {name: histogram.summary() for name, histogram in self._times.items()}
             retrieved = sum(counts[f"bytes_{where}"] for where in ("own", "peer", "offload", "resident"))
             return times | {
@@ -97,7 +104,7 @@ class EngineStats:
                 "hits": {"vram": counts["chunks_retrieved"], "offload": counts["chunks_offload"]},
                 "misses": counts["chunks_missed"],
                 "bytes": {name: counts[f"bytes_{name}"] for name in ("own", "peer", "offload", "stored", "offload_written")},
-                "resident": {"chunks": counts["chunks_resident"], "bytes": counts["bytes_resident"], "owners": dict(self._owners)}
+                "resident": {"chunks": counts["chunks_resident"], "bytes": counts["bytes_resident"], "owners": owners}
                 | {name: counts[f"chunks_{name}"] for name in ("stale", "refused")},
                 "gb_per_s": {
                     "retrieve": _rate(retrieved, self._times["retrieve_copy"]),
