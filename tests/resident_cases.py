@@ -224,9 +224,12 @@ class Reader:
     def _places(self, tokens: int) -> BlockPlaces:
         return BlockPlaces(self.kv, CHUNK, self.blocks(tokens), self.size)
 
-    def load(self, tokens: torch.Tensor, residents: dict[int, ResidentChunk], **more: Any) -> Load:
-        """Not advanced yet. Into poisoned blocks."""
+    def load(self, tokens: torch.Tensor, residents: dict[int, ResidentChunk], known: bool = True, **more: Any) -> Load:
+        """Not advanced yet. Into poisoned blocks. known: the owners' KV caches are mapped already."""
         self.cache.poison()
+        for one in residents.values():
+            if known and one.instance not in self.neighbours._here:
+                self.neighbours.get(one.instance)
         return Load(
             self.session,
             self._places(len(tokens)),

@@ -79,6 +79,14 @@ def test_the_chunks_of_two_owners_come_in_one_launch(here: Node) -> None:
     assert reader.stats["owners"] == {one.name.hex(): 2 * reader.cache.chunk_bytes, two.name.hex(): 2 * reader.cache.chunk_bytes}
 
 
+def test_owners_that_are_new_are_mapped_while_the_load_waits_and_what_cannot_be_is_looked_for_elsewhere(here: Node) -> None:
+    one, two, reader, tokens = owner(here, 1), owner(here, 2), Reader(here, segment_bytes=ROOM), prompt(5 * CHUNK)
+    first, second = one.compute(tokens, list(range(10))), two.compute(tokens, list(range(10)))
+    reader.put(tokens, [2])
+    there = {0: first[0], 1: second[1], 2: second[2]._replace(instance=instance(9)), 3: first[3]}
+    assert reader.loaded(tokens, there, known=False) == (4, loads.ABSENT)
+
+
 def test_a_copy_is_local_if_all_that_it_reads_lies_on_the_readers_device(here: Node) -> None:
     """It may then have all of the GPU's thread blocks."""
     one, two, tokens = owner(here, 1, device="host:a"), owner(here, 2, device="host:b"), prompt(2 * CHUNK)

@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM 
 
 PULL = "vcache_backend.vram_pool.copier:HostCopier.pull"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler:SchedulerSide.allocated"
-"""Places: a copy begins; a hit was found, its load is not described yet."""
+MAPPING = "vcache_backend.metadata_server.resident_calls:ResidentCalls.open_cache"
+"""Places: a copy begins; a hit was found, its load is not described yet; a worker asks for another one's KV cache."""
 IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}, "pool": {"segment_bytes": "1 MiB"}}
 
 
@@ -138,12 +139,19 @@ def test_blocks_that_are_used_again_while_they_are_read_are_computed(
     assert b.one(tokens).agrees(aside.one(tokens))
 
 
-def test_a_killed_owner_is_a_miss_and_its_memory_is_let_go(here: Node, b: Instance, aside: Instance) -> None:
-    """Of what it was computing for a reader that waits, the reader has what had come by then, and computes the rest at once."""
+def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss(here: Node, b: Instance, aside: Instance) -> None:
+    """Though the server does not answer the reader's question about it: with the mapping in the step, the load is over first.
+
+    Of what it was computing for a reader that waits, the reader has what had come by then, and computes the rest at once."""
     owner = here.connect("killed", IN_PLACE)
     tokens = new_tokens(3 * CHUNK + 1)
     keep(owner, tokens)
-    assert b.one(tokens).cached == 3 * CHUNK
+    with stopped_at(b, MAPPING) as place:
+        b.add("load", tokens, max_tokens=1)
+        b.add("beside", new_tokens(40), max_tokens=14)
+        assert b.finish("beside").keys() == {"beside"}
+        assert place.reached
+    assert b.finish("load")["load"].cached == 3 * CHUNK
     more, coming = new_tokens(3 * CHUNK + 1), new_tokens(5 * CHUNK + 1)
     lost, changed = b.counter("vllm:vcache_recomputed_tokens"), b.counter("vllm:vcache_failures", cause="changed")
     with meddled(b, PULL, "count"):

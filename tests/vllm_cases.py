@@ -215,6 +215,10 @@ class Place:
         self._file.with_suffix(".go").touch()
 
     @property
+    def reached(self) -> bool:
+        return self._file.exists()
+
+    @property
     def seen(self) -> Any:
         """What the method was called with, as far as it is numbers and lists."""
         return pickle.loads(self._file.read_bytes())

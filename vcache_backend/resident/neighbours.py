@@ -120,16 +120,32 @@ class Neighbours:
         self._client, self._device, self._kv, self._rank = client, device, kv, rank
         self._opening = threading.Lock()
         self._here: dict[bytes, Neighbour] = {}
+        self._coming: set[bytes] = set()
         self._refused = Refusals()
         self._caretaker = Caretaker(self._ended)
         self._aside = ThreadPoolExecutor(1, "vcache-neighbours-aside")
         """Asks and tells the server what neither a step nor an owner's end may wait for."""
 
+    def expects(self, instance: bytes) -> bool:
+        """Whether the KV cache of `instance` is being mapped, in a thread; that of one heard of for the first time is from now on. Over
+        after some seconds at most, and `get` then answers at once."""
+        if instance in self._coming:
+            return True
+        if instance in self._here or instance in self._refused or self._caretaker.closed:
+            return False
+        self._coming.add(instance)
+        with suppress(RuntimeError):  # closed
+            self._aside.submit(self._map_new, instance)
+            return True
+        self._coming.discard(instance)
+        return False
+
     def get(self, instance: bytes) -> Neighbour | None:
         """The KV cache of `instance`; None while it is not to be had, and for good once its owner has ended.
 
-        A new one is mapped in the caller's thread: some tens of requests to the server, then some 10 ms for 40 GiB of a GPU. What
-        cannot be read here is said once in the log, and not tried again; what this process is short of, whenever it was.
+        One that `expects` was not asked about is mapped in the caller's thread: some tens of requests to the server, then some 10 ms for
+        40 GiB of a GPU. What cannot be read here is said once in the log, and not tried again; what this process is short of, whenever
+        it was.
         """
         known = self._here.get(instance)
         if known is not None:
@@ -153,6 +169,15 @@ class Neighbours:
         self._aside.shutdown(wait=False)
 
     # ---- inside
+
+    def _map_new(self, instance: bytes) -> None:
+        try:
+            self.get(instance)
+        except Exception:  # the thread's last line of defence; a load waits for its end
+            self._refused.add(instance)
+            log.exception("the KV cache of instance %s is not read in place", instance.hex())
+        finally:
+            self._coming.discard(instance)
 
     def _open(self, instance: bytes) -> Neighbour | None:
         started = time.perf_counter()

@@ -69,9 +69,10 @@ class Load:
         wait_seconds: how long chunks that are not there yet may take to come. consume: remove the chunks once they are in place.
         offload: what the pool has not may lie in the offload tier. name: of the request, for the log. held: chunks that
         somebody has in host memory already, by number; a lease then begins with the first of the others. residents: chunks that lie in
-        the KV caches of `neighbours`, by number; those that are gone by the time they are launched may come from elsewhere. Without a
-        lease the pool is asked for the others at once, and for nothing if there are none. rest: gives `keys` and `places` of all chunks,
-        where those above are of the first ones only; called once these are on their way, or found not to be there."""
+        the KV caches of `neighbours`, by number; a KV cache that is new is mapped aside, and waited for; chunks that are gone by the
+        time they are launched may come from elsewhere. Without a lease the pool is asked for the others at once, and for nothing if
+        there are none. rest: gives `keys` and `places` of all chunks, where those above are of the first ones only; called once these
+        are on their way, or found not to be there."""
         _bury(session)
         self.keys, self.places, self.stats = keys, places, LoadStats(session, places.kv, name, len(keys))
         self.loaded, self.cause = 0, ""

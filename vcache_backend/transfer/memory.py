@@ -158,6 +158,9 @@ class MemorySource(Source):
     def cause(self) -> str:  # type: ignore[override]
         return self._pool.cause
 
+    def expects(self, chunk: int) -> bool:
+        return self._residents is not None and self._residents.expects(chunk)
+
     def has(self, chunk: int) -> bool:
         """Whether this chunk is known to be here."""
         return chunk in self._context.resident or self._pool.has(chunk)
@@ -167,7 +170,7 @@ class MemorySource(Source):
         pieces: list[Piece] = []
         at, residents = chunk, self._residents
         try:
-            while at < len(self._context.keys):
+            while at < len(self._context.keys) and not self.expects(at):
                 piece = residents.take(at) if residents is not None else None
                 if piece is None and (not pieces or residents is not None):
                     piece = self._pool.take(at, ask=not pieces)

@@ -71,12 +71,19 @@ class Residents:
 
     def __init__(self, context: LoadContext, residents: Mapping[int, ResidentChunk], neighbours: Neighbours) -> None:
         self._context, self._neighbours, self._chunks = context, neighbours, context.resident
-        self._chunks.update(residents)
         self.gone = False
+        self.add(residents)
 
     def add(self, residents: Mapping[int, ResidentChunk]) -> None:
         """More of them."""
         self._chunks.update(residents)
+        for instance in {one.instance for one in residents.values()}:
+            self._neighbours.expects(instance)
+
+    def expects(self, chunk: int) -> bool:
+        """Whether the KV cache that this chunk lies in is still being mapped."""
+        one = self._chunks.get(chunk)
+        return one is not None and self._neighbours.expects(one.instance)
 
     def take(self, chunk: int) -> Piece | None:
         """The chunks from this number on that one neighbour still has as they were published. One that it has not is forgotten, and may
