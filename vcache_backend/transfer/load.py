@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -36,8 +37,8 @@ NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "checksum", "changed")
 a block again while it was read is counted by itself."""
 SLICE_SECONDS = 0.005
 """How long `run` waits before it goes on: a chunk of another source may have come meanwhile."""
-_ABANDONED: list[Load] = []
-"""Loads whose copies may still read and write: all that they refer to stays until they are seen to be over."""
+LINGER_SECONDS = 0.1
+"""How often to look whether the copies of an abandoned load are over."""
 
 
 class Load:
@@ -73,7 +74,6 @@ class Load:
         time they are launched may come from elsewhere. Without a lease the pool is asked for the others at once, and for nothing if
         there are none. rest: gives `keys` and `places` of all chunks, where those above are of the first ones only; called once these
         are on their way, or found not to be there."""
-        _bury(session)
         self.keys, self.places, self.stats = keys, places, LoadStats(session, places.kv, name, len(keys))
         self.loaded, self.cause = 0, ""
         self.consumed: list[int] = []
@@ -171,7 +171,7 @@ class Load:
             self._fail("copy")
             self._finish()
             if self._parts:
-                _ABANDONED.append(self)
+                threading.Thread(target=self._linger, name="vcache-abandoned-load", daemon=True).start()
 
     @property
     def epoch(self) -> int:
@@ -282,6 +282,13 @@ class Load:
         """Nothing that is not in place by now counts."""
         self._failed, self.cause = True, cause
 
+    def _linger(self) -> None:
+        """In a thread, as there may be no other load and no step: all that the copies use stays until they are over, and no longer, as an
+        owner's memory is free only then."""
+        while self._parts:
+            time.sleep(LINGER_SECONDS)
+            self._drain()
+
     def _drain(self) -> None:
         """Let go of parts that write nothing any more. A copy that failed does not."""
         for part in list(self._parts):
@@ -303,17 +310,3 @@ class Load:
                 self._session.stats.count(chunks_missed=len(self.keys) - self.loaded)
             if self.cause not in NO_FAILURE:
                 self._session.stats.failed(self.cause)
-
-    def _given_up_for(self, session: Session) -> bool:
-        """Whether this is a load of `session`, abandoned, and nothing of it runs any more."""
-        if self._session is not session:
-            return False
-        self._drain()
-        return not self._parts
-
-
-def _bury(session: Session) -> None:
-    """Let go of what abandoned loads read, once their copies are over: an owner's memory is free only then."""
-    for load in list(_ABANDONED):
-        if load._given_up_for(session):
-            _ABANDONED.remove(load)
