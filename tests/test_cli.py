@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +30,7 @@ from vcache_backend.metadata_server.messages import (
     Latency,
     Mismatch,
     ReadStats,
+    Reported,
     SegmentId,
     SegmentInfo,
     ServerStats,
@@ -55,6 +59,8 @@ COMMANDS = [
     ["version"],
 ]
 
+TALL = 7
+"""Lines of a small window."""
 SEGMENT = SegmentInfo(
     id=SegmentId("0123456789ab"),
     device="GPU-3c1f",
@@ -223,6 +229,24 @@ def test_status_shows_what_happened_since_the_last_look_but_for_a_restart_and_wh
     assert "vcache segment add" in text_of(status.segments_table([]))
 
 
+def test_eighty_columns_cut_no_cell_and_show_what_is_wrong_first() -> None:
+    """Columns are left out instead, and reports are few."""
+    uuid, told = "GPU-3c1f5a3e-1111-2222-3333-444444444444", "its first words, and how it went on, and what to do about all that"
+    segments = [msgspec.structs.replace(SEGMENT, device=uuid, nbytes=1023 << 20, used=1007 << 20, chunks=131_072), SEGMENT]
+    reports = [Reported(1e9 + number, "error", 4_194_303, uuid, f"report {number}: {told}") for number in range(12)]
+    stats = msgspec.structs.replace(STATS, segments=segments, reports=reports, counters={"evicted": 7, "clients": 0})
+    lines = text_of(status.render(stats), 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    shown = " ".join(line.strip() for line in lines)
+    assert ["0123456789ab", "GPU-3c1f5a3e", "98%", "1007", "MiB", "1023", "MiB", "131,072"] in [
+        line.split()[:8] for line in lines
+    ]
+    assert shown.index("Reports") < shown.index("Segments") < shown.index("Counters")
+    assert [f"report {number}:" in shown for number in (11, 7, 6)] == [True, True, False]
+    assert "clients " not in shown.partition("Counters")[2]
+
+
 def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
     """And the JSON has all of each."""
     uuid = "GPU-3c1f5a3e-1111-2222-3333-444444444444"
@@ -340,13 +364,53 @@ def test_watch_writes_a_line_a_look_and_ends_clean_on_ctrl_c(server: Path) -> No
     assert looks[0]["uptime_seconds"] < looks[2]["uptime_seconds"]
 
 
-def test_the_live_picture_ends_clean_on_ctrl_c(server: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "environment", "out", "code", "said"),
+    [
+        (["status"], {}, "/dev/full", 1, "vcache: [Errno 28] No space left on device\n"),
+        (["status", "--json"], {}, "/dev/full", 1, "vcache: [Errno 28] No space left on device\n"),
+        (["status"], {"PYTHONIOENCODING": "ascii"}, "/dev/null", 0, ""),
+    ],
+    ids=["full", "full-json", "ascii"],
+)
+def test_where_output_cannot_be_written_there_is_one_line_and_no_traceback(
+    server: Path, arguments: list[str], environment: dict[str, str], out: str, code: int, said: str
+) -> None:
+    with open(out, "w") as file:
+        ran = subprocess.run(
+            [*VCACHE, *arguments, "--socket", str(server)],
+            env={**os.environ, **environment},
+            stdout=file,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=SECONDS,
+        )
+    assert (ran.returncode, ran.stderr) == (code, said)
+
+
+def test_watch_ends_with_its_reader(server: Path) -> None:
+    """At once, and not with its next look, which is far away."""
+    command = [*VCACHE, "status", "--watch", "--json", "--every", "3600", "--socket", str(server)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stderr is not None
+            json.loads(child.stdout.readline())
+            child.stdout.close()
+            child.wait(SECONDS)
+            assert child.stderr.read() == ""
+        finally:
+            child.kill()
+
+
+def test_the_live_picture_fits_its_window_and_ends_clean_on_ctrl_c(server: Path) -> None:
     command, (ours, terminal) = [*VCACHE, "status", "--watch", "--every", "0.1", "--socket", str(server)], os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", TALL, 80, 0, 0))
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal, start_new_session=True)
     shown = b""
     try:
         os.close(terminal)
-        while shown.count(b"Counters") < 2:
+        while shown.count(b"\x1b[2J") < 3:
             assert select.select([ours], [], [], SECONDS)[0], shown
             shown += os.read(ours, 1 << 16)
         child.send_signal(signal.SIGINT)
@@ -354,6 +418,9 @@ def test_the_live_picture_ends_clean_on_ctrl_c(server: Path) -> None:
             while piece := os.read(ours, 1 << 16):
                 shown += piece
         assert (child.wait(SECONDS), b"Traceback" in shown) == (0, False), shown
+        pictures = re.sub(rb"\x1b\[(?!2J)[0-9;]*[A-Za-z]", b"", shown).split(b"\x1b[2J")[1:-1]
+        assert {len(picture.splitlines()) for picture in pictures} == {TALL - 1}, pictures[0]
+        assert b"lines more" in pictures[0].splitlines()[-1]
     finally:
         child.kill()
         child.wait()

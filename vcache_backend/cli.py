@@ -6,11 +6,16 @@ loads torch. An error of ours is one line on stderr and exit code 1; wrong usage
 
 from __future__ import annotations
 
+import codecs
+import errno
 import json
+import os
+import select
 import sys
 import time
 from contextlib import suppress
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from vcache_backend.metadata_server.messages import ServerStats
 
 
+PLAIN = {"█": "#", "·": ".", "–": "-", "µ": "u", "…": "~"} | dict.fromkeys("▏▎▍▌▋▊▉", "+")
 ENGINE = ("torch", "numpy", "triton")
 """What the base install does not bring."""
 
@@ -69,7 +75,25 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 def main() -> None:
     """The entry point `vcache`."""
-    app(prog_name="vcache")
+    codecs.register_error("plain", _plainly)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="plain")
+    try:
+        try:
+            app(prog_name="vcache")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what could not be written is not tried again at the end
+        sys.exit(f"vcache: {error}")
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    """What a terminal that has ASCII only shows of our bars and dashes."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
 def _load(path: Path | None, socket: Path | None) -> config.Config:
@@ -92,14 +116,22 @@ def _client(path: Path | None, socket: Path | None, reconnect: bool = False) -> 
 
 
 def _show(what: RenderableType, anew: bool = False) -> None:
-    """anew: in place of what the terminal shows."""
+    """anew: in place of what the terminal shows, its beginning where it is too long for that."""
     from rich.console import Console
 
     # Piped, a table keeps its columns rather than being folded at 80.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    if anew:
-        console.clear()
-    console.print(what)
+    if not anew or not console.is_terminal:
+        console.print(what)
+        return
+    with console.capture() as picture:
+        console.print(what)
+    lines, most = picture.get().splitlines(), max(2, (os.get_terminal_size(1).lines or 24) - 1)
+    if len(lines) > most:
+        lines[most - 1 :] = [f"… {len(lines) - most + 1} lines more: a taller window, or without --watch"]
+    console.clear()
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
 
 
 def _print_json(value: Any, indent: int | None = 2) -> None:
@@ -148,7 +180,15 @@ def status(
                 before = stats
             if not watch:
                 break
-            time.sleep(every)
+            _pause(every)
+
+
+def _pause(seconds: float) -> None:
+    """Wait, but not for who reads from us and has ended."""
+    reader = select.poll()
+    reader.register(1, 0)
+    if reader.poll(seconds * 1000):
+        raise BrokenPipeError(errno.EPIPE, "nobody reads any more")
 
 
 @app.command()
@@ -302,8 +342,11 @@ def doctor(config_file: ConfigFile = None, socket: Socket = None, as_json: Json 
     if as_json:
         _print_json(plain(findings))
     else:
-        rows = [(level(finding.status), finding.check, finding.detail, finding.advice) for finding in findings]
+        worst = sorted(findings, key=lambda finding: ("fail", "warn", "ok").index(finding.status))
+        rows = [(level(finding.status), finding.check, finding.detail, finding.advice) for finding in worst]
         _show(table(None, ("", "check", "~finding", "~what to do"), rows))
+        failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
+        typer.echo(f"{len(findings)} findings: {failed} to put right (fail), {warned} to know of (warn)")
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Column, Table
 from rich.text import Text
 
 from vcache_backend.config import ByteSize
-from vcache_backend.metadata_server.messages import InstanceStats, SegmentInfo, ServerStats, StillMapped
+from vcache_backend.metadata_server.messages import InstanceStats, Reported, SegmentInfo, ServerStats, StillMapped
 
 BAR_WIDTH = 24
+READABLE = 32
+"""Columns of the terminal that a text of several lines should have."""
+SHOWN_REPORTS = 5
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
 
@@ -54,46 +59,67 @@ def level(name: str) -> Text:
     return Text(name, _STYLES.get(name, ""))
 
 
+class _Fitted(Table):
+    """Leaves out columns, of its `spare` ones the last first, where the terminal is too narrow for all: no cell is cut for them."""
+
+    spare: list[Column]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = copy(self)
+        for column in reversed(self.spare):
+            if sum(map(_needed, shown.columns)) <= options.max_width:
+                break
+            shown.columns = [one for one in shown.columns if one is not column]
+        yield from Table.__rich_console__(shown, console, options)
+
+
+def _needed(column: Column) -> int:
+    """Cells that a column takes, with the space behind it; of one whose text may take several lines, that which reads well."""
+    widest = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    return 2 + (widest if column.no_wrap else min(widest, READABLE))
+
+
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     """A table without lines. A column's name begins with `>` where it is right-justified, with `~` where its text may take several
-    lines. Cells are texts, never markup."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    lines, with `-` where it is left out if the terminal is too narrow. Cells are texts, never markup."""
+    made = _Fitted(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns:
-        made.add_column(name.lstrip(">~"), no_wrap=not name.startswith("~"), justify="right" if name.startswith(">") else "left")
+        marks = name[: len(name) - len(name.lstrip("-~>"))]
+        made.add_column(name.lstrip("-~>"), no_wrap="~" not in marks, justify="right" if ">" in marks else "left")
+    made.spare = [column for column, name in zip(made.columns, columns, strict=True) if name.startswith("-")]
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     return made
 
 
 def render(stats: ServerStats, before: ServerStats | None = None, seconds: float = 0.0) -> RenderableType:
-    """The whole picture. With the stats of `seconds` ago, counters get a column of what happened since, a second."""
+    """The whole picture, what is wrong first. With the stats of `seconds` ago, counters get a column of what happened since, a second."""
     latencies = [
         (name, f"{latency.count:,}", f"{latency.p50_us:,.1f}", f"{latency.p99_us:,.1f}")
         for name, latency in sorted(stats.latency.items())
         if latency.count
     ]
     quarantine = [(str(pid), f"{slots:,}") for pid, slots in sorted(stats.quarantined_slots.items())]
-    reports = [
-        (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.time)), level(one.level), str(one.pid), one.device, one.text)
-        for one in reversed(stats.reports)
+    wrong = [
+        _still_mapped(stats.still_mapped),
+        table("Not shared", ("model", "field", "~value", "~instances", "~what to do"), _mismatches(stats)),
+        table("Slots in quarantine until their writer ends or answers", ("pid", "slots"), quarantine),
+        _reports(stats.reports),
     ]
     tables = [
         instances_table(stats.instances),
-        _still_mapped(stats.still_mapped),
         _reads(stats),
         table("Hits", ("request", "rate", "", "found", "asked"), _hits(stats)),
         _counters(stats, before if before is not None and seconds and before.epoch == stats.epoch else None, seconds),
         table("Time inside the server", ("request", ">count", ">p50 µs", ">p99 µs"), latencies),
         table("Namespaces", ("namespace", "~what it is"), sorted(stats.namespaces.items())),
-        table("Slots in quarantine until their writer ends or answers", ("pid", "slots"), quarantine),
-        table("Not shared", ("model", "field", "~value", "~instances", "~what to do"), _mismatches(stats)),
-        table("Reports", ("when", "", "pid", "device", "~report"), reports),
     ]
-    return Group(_headline(stats), segments_table(stats.segments), *(shown for shown in tables if shown.row_count))
+    first, then = ([shown for shown in some if shown.row_count] for some in (wrong, tables))
+    return Group(_headline(stats), *first, segments_table(stats.segments), *then)
 
 
 def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
-    """One row a segment; a sentence when there is none."""
+    """One row a segment, a GPU by the start of its UUID; a sentence when there is none."""
     if not segments:
         return Text("no segments: start a worker, or lend memory with `vcache segment add`", style="yellow")
     rows: list[tuple[str | Text, ...]] = []
@@ -101,8 +127,21 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
         fraction = info.used / info.nbytes if info.nbytes else 0.0
         counts = (f"{count:,}" for count in (info.chunks, info.leased, info.reserved, info.evictions))
         state = Text(info.state, style="" if info.state == "live" else "yellow")
-        rows.append((info.id, info.device, bar(fraction), f"{fraction:4.0%}", size(info.used), size(info.nbytes), *counts, state))
-    columns = ("segment", "device", "occupancy", "", ">used", ">size", ">chunks", ">leased", ">reserved", ">evicted", "state")
+        name = info.device[:12] if info.medium == "cuda" else info.device
+        rows.append((info.id, name, bar(fraction), f"{fraction:4.0%}", size(info.used), size(info.nbytes), *counts, state))
+    columns = (
+        "segment",
+        "device",
+        "-occupancy",
+        "",
+        ">used",
+        ">size",
+        ">chunks",
+        "->leased",
+        "->reserved",
+        "->evicted",
+        "-state",
+    )
     return table("Segments", columns, rows)
 
 
@@ -167,12 +206,24 @@ def _hits(stats: ServerStats) -> Iterator[tuple[str | Text, ...]]:
 
 def _counters(stats: ServerStats, before: ServerStats | None, seconds: float) -> Table:
     rows = []
-    for name, total in stats.counters.items():
+    for name, total in ((name, total) for name, total in stats.counters.items() if total):
         row = [name.replace("_", " "), f"{total:,}"]
         if before is not None:
             row.append(f"{(total - before.counters.get(name, 0)) / seconds:,.0f}")
-        rows.append([Text(cell, style="" if total else "dim") for cell in row])
+        rows.append(row)
     return table("Counters", ("counter", ">total", ">a second")[: 2 if before is None else 3], rows)
+
+
+def _reports(reports: Sequence[Reported]) -> Table:
+    """The newest ones, newest first."""
+    rows = [
+        (time.strftime("%m-%d %H:%M:%S", time.localtime(one.time)), level(one.level), str(one.pid), one.device[:12], one.text)
+        for one in reversed(reports[-SHOWN_REPORTS:])
+    ]
+    title = (
+        "Reports" if len(reports) <= SHOWN_REPORTS else f"Reports, the newest {SHOWN_REPORTS} of {len(reports)} (--json has all)"
+    )
+    return table(title, ("when", "", "pid", "-device", "~report"), rows)
 
 
 def _mismatches(stats: ServerStats) -> Iterator[tuple[str, ...]]:
