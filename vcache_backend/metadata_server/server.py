@@ -22,6 +22,7 @@ from vcache_backend.metadata_server.admission import Admission
 from vcache_backend.metadata_server.clients import Clients
 from vcache_backend.metadata_server.directory import Directory, Limits
 from vcache_backend.metadata_server.endpoint import Endpoint, beside
+from vcache_backend.metadata_server.monitoring import MonitorProcess
 from vcache_backend.metadata_server.service import Service
 from vcache_backend.metadata_server.succession import Legacy, Predecessor
 
@@ -153,7 +154,12 @@ def serve(config: ServerConfig) -> None:
     stop the loop for a noticeable time.
     """
     server = Server(config)
+    monitor = MonitorProcess(config.path, config.metrics) if config.metrics else None
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    server.run()
+    try:
+        server.run()
+    finally:
+        if monitor is not None:
+            monitor.close()

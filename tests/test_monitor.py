@@ -1,0 +1,240 @@
+"""`server.metrics`: what a real Prometheus and a real browser see of a server, and what becomes of both when one of them ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_cases import Cache, layout_of, node
+from instance_cases import instance_id, join, keys, publish, show
+from processes import ROOT, Child, Stage, eventually, stage
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from vcache_backend.config import split_address
+from vcache_backend.errors import ConfigError
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.monitor import web
+from vcache_backend.monitor.samples import Samples
+
+A = instance_id(1)
+SELDOM = {"vcache_instance_still_mapped"}
+"""There only while an owner that has ended is still mapped."""
+MARKUP = "<img src=x onerror=alert(1)> & 'more'"
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Stage]:
+    with stage(tmp_path) as made:
+        yield made
+
+
+def needs(program: str) -> Any:
+    return pytest.mark.skipif(shutil.which(program) is None, reason=f"needs Debian's {program}")
+
+
+def address_of(shown: Child) -> str:
+    return shown.expect("metrics and a page at").split("//")[1].strip()
+
+
+def beside(alone: Stage, *more: str) -> str:
+    """Where a server's monitor listens, one that asks more often than `server.metrics` does."""
+    options = ["--socket", str(alone.path), "--listen", ":0", "--every", "0.1"]
+    return address_of(alone.undo.enter_context(Child([sys.executable, "-m", "vcache_backend.monitor", *options, *more])))
+
+
+def get(address: str, path: str = "/metrics") -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def answers(address: str) -> bool:
+    try:
+        return get(address, "/healthz")[0] == 200
+    except OSError:
+        return False
+
+
+def samples(address: str) -> dict[tuple[str, ...], float]:
+    """By name and the labels' values, in the order of the labels' names."""
+    families = text_string_to_metric_families(get(address)[1])
+    return {
+        (one.name, *(value for _, value in sorted(one.labels.items()))): one.value
+        for family in families
+        for one in family.samples
+    }
+
+
+def used(alone: Stage) -> None:
+    """An instance with three chunks, which somebody has looked for and read, and a report."""
+    owner, reader = alone.client(), alone.client()
+    join(owner, A)
+    show(owner, A)
+    publish(owner, A, keys(3))
+    reader.find(keys(5))
+    reader.acquire(keys(1))
+    reader.show_reads([m.Reads(A, 7 << 20, 2)])
+    reader.report("error", MARKUP)
+
+
+def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
+    server = alone.server()
+    used(alone)
+    pid = str(os.getpid())
+    address = beside(alone, "--pid", str(server.pid))
+    eventually(lambda: samples(address).get(("vcache_server_clients",)) == 3)
+    seen = samples(address)
+    assert seen["vcache_server_up",] == 1
+    assert seen["vcache_instance_resident_chunks", "host", A.hex(), pid] == 3
+    assert seen["vcache_read_bytes_total", "host", A.hex(), pid] == 7 << 20
+    assert seen["vcache_read_refused_chunks_total", "host", A.hex(), pid] == 2
+    assert (seen["vcache_server_lookup_chunks_total",], seen["vcache_server_lookup_hits_total",]) == (5, 3)
+    assert seen["vcache_server_requests_total", "Publish"] == 1
+    assert 10 < seen["vcache_server_open_fds",] < seen["vcache_server_max_fds",]
+    assert seen["vcache_server_journal_bytes",] > 0
+    assert get(address, "/nothing")[0] == 404
+    assert [get(address, path) for path in ("/healthz", "/readyz")] == [(200, "ok\n")] * 2
+
+
+def test_segments_are_told_apart(tmp_path: Path) -> None:
+    with node(tmp_path) as here:
+        here.serve()
+        address = beside(here.stage)
+        here.engine("host", 1 << 20, layout_of(Cache()))
+        eventually(lambda: any(labels[0] == "vcache_segment_bytes" for labels in samples(address)))
+        (info,) = here.client().list_segments()
+        labels, seen = (info.device, info.medium, info.id), samples(address)
+        assert (seen["vcache_segment_bytes", *labels], seen["vcache_segment_live", *labels]) == (info.nbytes, 1)
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(tmp_path: Path) -> None:
+    """Of a server with a segment, an instance and somebody who reads."""
+    dashboard = json.loads((ROOT / "configs" / "grafana" / "vcache.json").read_text())
+    asked = {name for panel in dashboard["panels"] for one in panel["targets"] for name in re.findall(r"vcache_\w+", one["expr"])}
+    assert len(asked) > 15
+    with node(tmp_path) as here:
+        server = here.serve()
+        here.engine("host", 1 << 20, layout_of(Cache()))
+        used(here.stage)
+        address = beside(here.stage, "--pid", str(server.pid))
+        client = here.client()
+
+        def missing() -> set[str]:
+            client.lookup(keys(2))  # or the last minute has no hit rate
+            return asked - SELDOM - {labels[0] for labels in samples(address)}
+
+        eventually(lambda: not missing())
+
+
+@needs("prometheus")
+def test_a_real_prometheus_scrapes_it(alone: Stage, tmp_path: Path) -> None:
+    alone.server()
+    used(alone)
+    address = beside(alone)
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    config = {"scrape_configs": [{"job_name": "vcache", "scrape_interval": "1s", "static_configs": [{"targets": [address]}]}]}
+    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
+    options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+    with Child(["prometheus", *options, f"--web.listen-address=127.0.0.1:{port}"]) as prometheus:
+        prometheus.expect("Server is ready to receive web requests")
+
+        def asked(query: str) -> list[str]:
+            said = json.loads(get(f"127.0.0.1:{port}", f"/api/v1/query?query={query}")[1])
+            return [row["value"][1] for row in said["data"]["result"]]
+
+        eventually(lambda: asked("vcache_read_refused_chunks_total") == ["2"])
+        assert asked("vcache_server_up") == asked("up") == ["1"]
+
+
+@needs("chromium")
+def test_a_browser_shows_the_page_and_what_clients_say_is_no_markup(alone: Stage, tmp_path: Path) -> None:
+    alone.server()
+    used(alone)
+    address = beside(alone)
+    eventually(lambda: get(address, "/readyz")[0] == 200)
+    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    quiet += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={tmp_path}/browser"]
+    command = ["chromium", *quiet, "--virtual-time-budget=3000", "--dump-dom", f"http://{address}/"]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    assert '<span id="state" class="good">up</span>' in page
+    for said in ('<b>3</b><span class="dim">chunks in KV caches', "7.00 MiB, 2 refused", A.hex()[:8] + " on host"):
+        assert said in page
+    assert "&lt;img src=x onerror=alert(1)&gt; &amp; 'more'" in page
+    assert "<img" not in page
+
+
+def test_a_server_that_hangs_is_not_well_and_one_that_is_gone_takes_its_monitor_along(alone: Stage) -> None:
+    server = alone.server(metrics=":0")
+    own = address_of(server)
+    address = beside(alone)
+    eventually(lambda: get(address, "/readyz")[0] == 200)
+    server.stop()
+    eventually(lambda: get(address, "/healthz")[0] == 503)
+    assert "did not answer" in get(address, "/healthz")[1]
+    assert samples(address) == {("vcache_server_up",): 0}
+    server.cont()
+    eventually(lambda: [get(address, path)[0] for path in ("/healthz", "/readyz")] == [200, 200])
+    server.kill()
+    eventually(lambda: get(address, "/readyz")[0] == 503)
+    eventually(lambda: not answers(own))
+
+
+def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
+    server = alone.server(metrics=":0")
+    address_of(server)
+    (child,) = [one for task in Path(f"/proc/{server.pid}/task").iterdir() for one in (task / "children").read_text().split()]
+    subprocess.run(["kill", "-9", child], check=True)
+    server.expect("its process ended with status -9; another one follows")
+    assert get(address_of(server), "/nothing")[0] == 404
+
+
+def test_nobody_who_is_slow_keeps_others_away(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "ANSWER_SECONDS", 0.5)
+    alone.server()
+    with closing(Samples(alone.path)) as asked:
+        served = web.Web("127.0.0.1", 0, asked, CollectorRegistry())
+        thread = threading.Thread(target=served.serve_forever, daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{served.server_address[1]}"
+        slow = [socket.create_connection(("127.0.0.1", int(served.server_address[1]))) for _ in range(2 * web.MOST_AT_ONCE)]
+        for one in slow:
+            with suppress(OSError):
+                one.sendall(b"GET /metr")
+
+        eventually(lambda: answers(address))
+        for one in slow:
+            one.close()
+        served.shutdown()
+        served.server_close()
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [(":9419", "127.0.0.1", 9419), ("[::1]:0", "::1", 0), ("example.org:65535", "example.org", 65535)],
+)
+def test_an_address_is_split(address: str, host: str, port: int) -> None:
+    assert split_address(address) == (host, port)
+
+
+@pytest.mark.parametrize("address", ["", "9419", "host:", "::1:9419", ":65536", "a b:1", "http://host:1"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        split_address(address)

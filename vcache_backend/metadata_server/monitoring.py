@@ -1,0 +1,55 @@
+"""The process that shows the server's statistics over HTTP (`server.metrics`), started with the server and ended with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 5.0
+
+
+class MonitorProcess:
+    """Started again, `AGAIN_SECONDS` later, whenever it ends. The server goes on without it."""
+
+    def __init__(self, path: Path, listen: str) -> None:
+        """path: the server's socket. listen: HOST:PORT."""
+        # `-P`: the current folder is nobody's package here.
+        self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor", "--until-eof"]
+        self._command += ["--socket", str(path), "--listen", listen, "--pid", str(os.getpid())]
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="vcache-monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._closing.set()
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                # Its input is a pipe that ends with this process, however that ends.
+                with self._lock:
+                    if self._closing.is_set():
+                        return
+                    self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
+                status = self._process.wait()
+            except OSError as error:
+                log.error("server.metrics: no process for it: %s", error)
+            else:
+                assert self._process.stdin is not None
+                self._process.stdin.close()
+                if not self._closing.is_set():
+                    log.error("server.metrics: its process ended with status %d; another one follows", status)
+            self._closing.wait(AGAIN_SECONDS)

@@ -1,0 +1,61 @@
+"""`python -m vcache_backend.monitor --socket PATH --listen HOST:PORT [--pid PID]`: what `server.metrics` starts beside the server.
+
+With `--until-eof` it ends when its standard input does, and so with the process that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from vcache_backend.config import split_address
+from vcache_backend.errors import ConfigError
+from vcache_backend.monitor.metrics import ServerMetrics
+from vcache_backend.monitor.samples import EVERY_SECONDS, Samples
+from vcache_backend.monitor.web import Web
+
+
+def main() -> int:
+    """Serve until the end; 1 with one line on stderr if that is impossible."""
+    parser = argparse.ArgumentParser(prog="python -m vcache_backend.monitor", description=__doc__)
+    parser.add_argument("--socket", required=True, type=Path, help="the metadata server's socket")
+    parser.add_argument("--listen", required=True, help="HOST:PORT")
+    parser.add_argument("--pid", type=int, default=0, help="the server's process, for its descriptors")
+    parser.add_argument("--every", type=float, default=EVERY_SECONDS, help="seconds between questions")
+    parser.add_argument("--until-eof", action="store_true")
+    arguments = parser.parse_args()
+    samples = Samples(arguments.socket, arguments.every)
+    registry = CollectorRegistry()
+    registry.register(ServerMetrics(samples, arguments.socket, arguments.pid))
+    try:
+        web = Web(*split_address(arguments.listen), samples, registry)
+    except (OSError, ConfigError) as error:
+        sys.stderr.write(f"server.metrics: cannot listen at {arguments.listen}: {error}\n")
+        return 1
+    sys.stderr.write(f"metrics and a page at http://{_named(web)}\n")
+    if arguments.until_eof:
+        threading.Thread(target=_until_eof, args=(web,), daemon=True).start()
+    with suppress(KeyboardInterrupt):
+        web.serve_forever()
+    return 0
+
+
+def _named(web: Web) -> str:
+    host, port = web.server_address[:2]
+    return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
+
+
+def _until_eof(web: Web) -> None:
+    while os.read(0, 4096):
+        pass
+    web.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

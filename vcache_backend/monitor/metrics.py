@@ -1,0 +1,135 @@
+"""The server's statistics as Prometheus has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from vcache_backend.metadata_server.endpoint import beside
+from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
+from vcache_backend.monitor.samples import Samples
+
+_SEGMENT = ("segment", "device", "medium")
+_INSTANCE = ("instance", "device", "pid")
+_READER = ("pid", "device", "instance")
+Row = tuple[Sequence[str], float]
+
+
+class ServerMetrics(Collector):
+    """Called in the threads of HTTP requests. path: the server's socket. pid: of the server, where that is visible here."""
+
+    def __init__(self, samples: Samples, path: Path, pid: int) -> None:
+        self._samples, self._journal, self._pid = samples, beside(path, ".journal"), pid
+
+    def collect(self) -> Iterator[Metric]:
+        """Nothing but `vcache_server_up` where the server does not answer: what it had said before is not true any more."""
+        stats = None if self._samples.problem else self._samples.stats
+        yield _gauge(
+            "server_up", "1 if the metadata server answered the last question, asked every few seconds", stats is not None
+        )
+        if stats is None:
+            return
+        yield from _whole(stats)
+        yield from _files(self._pid, self._journal)
+        if (rate := self._samples.hit_rate()) is not None:
+            yield _gauge("server_hit_ratio_1m", "chunks found over chunks asked for, in the last minute", rate)
+        yield from _requests(stats)
+        yield from _segments(stats.segments)
+        yield from _in_place(stats)
+
+
+def _whole(stats: ServerStats) -> Iterator[Metric]:
+    yield _gauge("server_uptime_seconds", "since the start of the metadata server", stats.uptime_seconds)
+    yield _gauge("server_memory_bytes", "resident memory of the server's process, the pool's not counted", stats.rss_bytes)
+    for name in ("clients", "chunks", "leases", "reservations"):
+        yield _gauge(f"server_{name}", f"{name} now", getattr(stats, name))
+    yield _gauge("server_quarantined_slots", "slots that wait for their writer's end or answer", stats.quarantined)
+    yield _gauge("server_not_shared", "fields in which connected instances of one model differ", len(stats.mismatches))
+    for name, total in stats.counters.items():
+        if name.startswith("longest_"):
+            yield _gauge(
+                f"server_{name.removesuffix('_us')}_seconds", "the longest turn of the server's loop lately", total / 1e6
+            )
+        else:
+            yield _counter(f"server_{name.removesuffix('_total')}", f"{name.replace('_', ' ')} since the server's start", total)
+
+
+def _files(pid: int, journal: Path) -> Iterator[Metric]:
+    """What the system says; left out where it does not."""
+    with suppress(OSError, ValueError):
+        yield _gauge("server_open_fds", "file descriptors that the server has open", len(os.listdir(f"/proc/{pid}/fd")))
+        limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
+        (most,) = [line.split()[3] for line in limits if line.startswith("Max open files")]
+        yield _gauge("server_max_fds", "file descriptors that it may have open", float(most.replace("unlimited", "inf")))
+    with suppress(OSError):
+        yield _gauge("server_journal_bytes", "size of the journal", journal.stat().st_size)
+
+
+def _requests(stats: ServerStats) -> Iterator[Metric]:
+    counts = {(name,): float(latency.count) for name, latency in stats.latency.items()}
+    yield _family(CounterMetricFamily, "server_requests", "requests answered", ("request",), counts.items())
+    rows = [
+        ((name, quantile), us / 1e6)
+        for name, latency in stats.latency.items()
+        for quantile, us in (("0.5", latency.p50_us), ("0.99", latency.p99_us))
+    ]
+    what = "time of a request inside the server, since its start"
+    yield _family(GaugeMetricFamily, "server_request_seconds", what, ("request", "quantile"), rows)
+
+
+def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
+    def rows(field: str) -> list[Row]:
+        return [((one.id, one.device, one.medium), float(getattr(one, field))) for one in segments]
+
+    yield _family(GaugeMetricFamily, "segment_bytes", "size of a segment", _SEGMENT, rows("nbytes"))
+    yield _family(GaugeMetricFamily, "segment_used_bytes", "bytes of it that hold chunks", _SEGMENT, rows("used"))
+    for name in ("chunks", "leased", "reserved"):
+        yield _family(GaugeMetricFamily, f"segment_{name}", f"{name} in it now", _SEGMENT, rows(name))
+    yield _family(CounterMetricFamily, "segment_evictions", "chunks evicted from it", _SEGMENT, rows("evictions"))
+    live = [((one.id, one.device, one.medium), float(one.state == "live")) for one in segments]
+    yield _family(GaugeMetricFamily, "segment_live", "1 if chunks can be stored in it", _SEGMENT, live)
+
+
+def _in_place(stats: ServerStats) -> Iterator[Metric]:
+    shown = [((one.id, one.device, str(one.pid)), one) for one in stats.instances]
+    chunks = [(labels, float(one.resident)) for labels, one in shown]
+    shared = [(labels, float(not one.missing)) for labels, one in shown]
+    yield _family(GaugeMetricFamily, "instance_resident_chunks", "chunks that others find in its KV cache", _INSTANCE, chunks)
+    yield _family(
+        GaugeMetricFamily, "instance_shared", "1 if all of an instance that shares in place is shown", _INSTANCE, shared
+    )
+    readers = [((str(one.pid), one.device, one.instance), one) for one in stats.reads]
+    nbytes = [(labels, float(one.nbytes)) for labels, one in readers]
+    refused = [(labels, float(one.refused)) for labels, one in readers]
+    yield _family(CounterMetricFamily, "read_bytes", "read out of an instance's KV cache, by a process", _READER, nbytes)
+    what = "chunks that their owner had used again while they were read"
+    yield _family(CounterMetricFamily, "read_refused_chunks", what, _READER, refused)
+    kept = [((one.instance, one.device, str(one.pid)), 1.0) for one in stats.still_mapped]
+    what = "1 for a process that keeps the memory of an instance that has ended"
+    yield _family(GaugeMetricFamily, "instance_still_mapped", what, _INSTANCE, kept)
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"vcache_{name}", what, value=float(value))
+
+
+def _counter(name: str, what: str, value: float) -> Metric:
+    return CounterMetricFamily(f"vcache_{name}", what, value=float(value))
+
+
+def _family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, what: str, labels: Sequence[str], rows: Iterable[Row]
+) -> Metric:
+    """Rows with the same labels are one: processes that cannot be told apart."""
+    made = kind(f"vcache_{name}", what, labels=labels)
+    totals: dict[tuple[str, ...], float] = {}
+    for values, value in rows:
+        totals[tuple(values)] = totals.get(tuple(values), 0.0) + value
+    for values, value in totals.items():
+        made.add_metric(values, value)
+    return made

@@ -1,0 +1,92 @@
+"""The server's statistics of the last hour, asked for every few seconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+from vcache_backend.config import ClientConfig
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import ServerStats
+
+EVERY_SECONDS = 5.0
+KEPT_SECONDS = 3600.0
+ANSWER_SECONDS = 2.0
+MINUTE = 60.0
+
+
+class Point(NamedTuple):
+    """at: seconds since the Unix epoch. asked, found: chunks, since the server's start."""
+
+    at: float
+    epoch: int
+    asked: int
+    found: int
+
+
+class Samples:
+    """Asks in a thread of its own, from construction to `close`. Any thread.
+
+    stats: of the server's last answer, None before the first. problem: why the last question had none; empty if it had.
+    """
+
+    def __init__(self, path: Path, every: float = EVERY_SECONDS) -> None:
+        self._path, self._every = path, every
+        self.stats: ServerStats | None = None
+        self.problem = "the server was not asked yet"
+        self.answered_at = time.monotonic()
+        self._points: deque[Point] = deque(maxlen=int(KEPT_SECONDS / every))
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vcache-samples", daemon=True)
+        self._thread.start()
+
+    @property
+    def late_seconds(self) -> float:
+        """Since the server's last answer."""
+        return time.monotonic() - self.answered_at
+
+    @property
+    def healthy(self) -> bool:
+        """Whether one of the last three questions was answered."""
+        return self.late_seconds < 3 * (self._every + ANSWER_SECONDS)
+
+    def points(self) -> list[Point]:
+        """The last hour's, oldest first."""
+        return list(self._points)
+
+    def hit_rate(self, seconds: float = MINUTE) -> float | None:
+        """Chunks found over chunks asked for in the last `seconds`; None if none was asked for, or too little is known."""
+        points = self.points()
+        if not points:
+            return None
+        last = points[-1]
+        past = [point for point in points if point.at >= last.at - seconds and point.epoch == last.epoch]
+        asked = last.asked - past[0].asked
+        return (last.found - past[0].found) / asked if asked > 0 else None
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(self._every + 2 * ANSWER_SECONDS)
+
+    def _run(self) -> None:
+        with Client(self._path, ClientConfig(request_seconds=ANSWER_SECONDS)) as client:
+            while True:
+                self._ask(client)
+                if self._over.wait(self._every):
+                    return
+
+    def _ask(self, client: Client) -> None:
+        try:
+            stats = client.stats()
+        except VCacheError as error:
+            self.problem = str(error)
+            return
+        asked, found = (
+            sum(stats.counters.get(f"{kind}_{what}", 0) for kind in ("lookup", "acquire")) for what in ("chunks", "hits")
+        )
+        self._points.append(Point(time.time(), stats.epoch, asked, found))
+        self.stats, self.problem, self.answered_at = stats, "", time.monotonic()

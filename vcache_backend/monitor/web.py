@@ -1,0 +1,129 @@
+"""What the monitor answers over HTTP: metrics, health, and a page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import socket
+import threading
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from vcache_backend.monitor.samples import Samples
+from vcache_backend.status import summary
+
+MOST_AT_ONCE = 32
+ANSWER_SECONDS = 10.0
+"""Connections that are served beside each other, and how long one has for its question and its answer: nobody keeps others away."""
+
+
+class Web(ThreadingHTTPServer):
+    """Listens from construction. Raises OSError where it cannot."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, samples: Samples, registry: CollectorRegistry) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.samples, self.registry = samples, registry
+        self.page = files("vcache_backend.monitor").joinpath("page.html").read_bytes()
+        self._places = threading.BoundedSemaphore(MOST_AT_ONCE)
+        super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        ends = threading.Timer(ANSWER_SECONDS, lambda: _cut(request))
+        ends.daemon = True
+        ends.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            ends.cancel()
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever went away in the middle is no news."""
+
+
+def _cut(request: socket.socket) -> None:
+    with suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Web
+    server_version, sys_version = "vcache", ""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        answer = {"/": self._page, "/metrics": self._metrics, "/stats.json": self._stats}.get(path)
+        if answer is not None:
+            answer()
+        elif path in ("/healthz", "/readyz"):
+            self._health(path)
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"here are /, /metrics, /stats.json, /healthz and /readyz\n")
+
+    do_HEAD = do_GET
+
+    def _page(self) -> None:
+        self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page)
+
+    def _metrics(self) -> None:
+        encode, kind = choose_encoder(self.headers.get("Accept", ""))
+        self._send(HTTPStatus.OK, kind, encode(self.server.registry))
+
+    def _stats(self) -> None:
+        samples = self.server.samples
+        told = {
+            "problem": samples.problem,
+            "late_seconds": samples.late_seconds,
+            "stats": summary(samples.stats) if samples.stats is not None else None,
+            "points": [(point.at, point.epoch, point.asked, point.found) for point in samples.points()],
+            "hit_rate_1m": samples.hit_rate(),
+        }
+        self._send(HTTPStatus.OK, "application/json", json.dumps(told).encode())
+
+    def _health(self, path: str) -> None:
+        """Healthy: it answered lately. Ready: it answered when it was asked last."""
+        samples = self.server.samples
+        well = samples.healthy if path == "/healthz" else not samples.problem
+        said = "ok" if well else samples.problem or f"the metadata server has not answered for {samples.late_seconds:.0f} s"
+        self._send(HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", f"{said}\n".encode())
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", _policy(self.server.page))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Who asked is not kept."""
+
+
+def _policy(page: bytes) -> str:
+    """The page's own script and style, and nothing else."""
+    allowed = []
+    for name in (b"script", b"style"):
+        (inside,) = re.findall(b"<" + name + b">(.*?)</" + name + b">", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside).digest()).decode()
+        allowed.append(f"{name.decode()}-src 'sha256-{digest}'")
+    return "; ".join(["default-src 'none'", "connect-src 'self'", "img-src data:", *allowed, "frame-ancestors 'none'"])
