@@ -66,7 +66,7 @@ def transfer(socket: Path, chunk: int, share: str, role: str, pool: str | int) -
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "server": {"socket": str(socket)},
-            "pool": {"segment_bytes": pool},
+            "pool": {"segment_bytes": pool if share == "pool" else 0},
             "engine": {"chunk_size": chunk},
             "connector": {"share": share, "min_hit_tokens": chunk},
         },

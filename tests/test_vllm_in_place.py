@@ -3,15 +3,16 @@ failed. The model is not run: each step answers with a token of no importance. T
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from engine_cases import Node, node
+from engine_cases import ROOMY, Node, UnfinishedCopier, node
 from kv_cases import Cache, layout_of
 from neighbour_cases import HOST, SharedCache
 from processes import QUICK, SECONDS, eventually
@@ -38,6 +39,8 @@ from vcache_backend.integration.vllm import exportable, lookups
 from vcache_backend.integration.vllm.in_place import InPlace
 from vcache_backend.integration.vllm.metadata import PublicationSpec, Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model_spec import ShardSpec
+from vcache_backend.integration.vllm.stats import Meter
+from vcache_backend.integration.vllm.stores import Stores
 from vcache_backend.metadata_server.messages import ChunkKey, InstanceId
 from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations
@@ -78,16 +81,22 @@ class Engine:
     """vLLM's scheduler with our half in it, whose worker says what a test wants it to."""
 
     def __init__(
-        self, here: Node, undo: ExitStack, blocks: int = BLOCKS, arguments: dict[str, Any] | None = None, **connector: Any
+        self,
+        here: Node,
+        undo: ExitStack,
+        blocks: int = BLOCKS,
+        arguments: dict[str, Any] | None = None,
+        lends: int = 0,
+        **connector: Any,
     ) -> None:
-        """arguments: of vLLM's. connector: settings."""
+        """arguments: of vLLM's. lends: bytes, to the pool. connector: settings."""
         transfer = KVTransferConfig(
             kv_connector="VCacheConnector",
             kv_connector_module_path="vcache_backend.integration.vllm_connector",
             kv_role="kv_both",
             kv_connector_extra_config={
                 "server": {"socket": str(here.path)},
-                "pool": {"segment_bytes": 0},
+                "pool": {"segment_bytes": lends},
                 "engine": {"chunk_size": CHUNK},
                 "connector": {"share": "in_place", "min_hit_tokens": CHUNK, **connector},
             },
@@ -179,10 +188,8 @@ class Engine:
             if spec.request_id != request.request_id:
                 continue
             keys = self.keys(request)
-            blocks = np.frombuffer(spec.blocks, dtype="<u4").reshape(-1, EACH).tolist()
-            generations = np.frombuffer(spec.generations, dtype="<u8").reshape(-1, EACH).tolist()
             numbers = [keys.index(key) for key in spec.keys]
-            found += [Published(*one, spec.sequence) for one in zip(numbers, blocks, generations, strict=True)]
+            found += [Published(number, *lies, spec.sequence) for number, lies in zip(numbers, lying(spec), strict=True)]
         return found
 
     def keys(self, request: Request) -> list[Any]:
@@ -363,6 +370,79 @@ def test_what_began_before_a_reset_is_not_published_by_who_finds_it_in_vllms_cac
     assert engine.numbers(fresh) == list(range(9))
 
 
+# ---- what is saved in the pool
+
+
+def lying(spec: PublicationSpec) -> list[tuple[list[int], list[int]]]:
+    """Of each chunk the blocks, and their generations."""
+    both = np.frombuffer(spec.blocks, dtype="<u4"), np.frombuffer(spec.generations, dtype="<u8")
+    return list(zip(*(one.reshape(-1, EACH).tolist() for one in both), strict=True))
+
+
+def saved(engine: Engine, meta: StepMetadata, request: Request) -> list[tuple[int, list[int]]]:
+    """Which of the request's chunks a step saves, and no others, and where they lie. All are as they were published."""
+    spec, counters = meta.victims, engine.half.publications.generations.counters
+    if spec is None:
+        return []
+    places = [engine.keys(request).index(key) for key in spec.keys]
+    assert [counters[blocks].tolist() for blocks, _ in lying(spec)] == [generations for _, generations in lying(spec)]
+    return [(place, blocks) for place, (blocks, _) in zip(places, lying(spec), strict=True)]
+
+
+def test_without_a_pool_beside_it_nothing_is_saved(engine: Engine) -> None:
+    engine.finish(engine.add(new_tokens(3 * CHUNK)))
+    engine.step()
+    assert [meta.victims for meta in engine.metas] == [None] * len(engine.metas)
+
+
+def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(make: Callable[..., Engine]) -> None:
+    """The pool may have lost it by then."""
+    engine = make(lends=1 << 20)
+    request = engine.add(new_tokens(3 * CHUNK + 5))
+    engine.finish(request)
+    assert [saved(engine, meta, request) for meta in engine.metas] == [[]] * len(engine.metas), "it runs, nobody gets its blocks"
+    published = [one for meta in engine.metas for one in engine.published(request, meta)]
+    assert saved(engine, engine.step(), request) == [(one.number, one.blocks) for one in published]
+    again = engine.add(request.prompt_token_ids[: CHUNK + 1])
+    engine.step()
+    assert engine.hit(again) == CHUNK
+    engine.finish(again)
+    assert [number for number, _ in saved(engine, engine.step(), request)] == [0]
+    assert engine.step().victims is None
+
+
+def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Callable[..., Engine]) -> None:
+    """Two plans before, or its copy would not be over; one, where requests hit much of what would be handed out first. They come and go,
+    and answer; each step is small beside the cache."""
+    engine, choice = make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20), random.Random(5)
+    known = [new_tokens(chunks * CHUNK + 7) for chunks in (1, 2, 3, 4) * 3]
+    counters, there, told, left = engine.half.publications.generations.counters, dict[int, Any](), dict[int, int](), list[int]()
+    for number in range(400):
+        if number % 3 == 0 and len(engine.scheduler.requests) < 3:
+            engine.add(choice.choice(known) + new_tokens(choice.choice([0, CHUNK])), max_tokens=choice.randrange(1, 9))
+        meta = engine.step()
+        for first, (blocks, generations) in list(there.items()):
+            if (counters[blocks] != generations).any():
+                del there[first]
+                left.append(number - told.pop(first))
+        for spec in (*meta.publications, meta.victims):
+            for blocks, generations in lying(spec) if spec is not None else ():
+                there[blocks[0]] = blocks, generations
+                if spec is meta.victims:
+                    told.setdefault(blocks[0], number)
+    assert len(left) > 50
+    assert min(left) > 0
+    assert left.count(1) < len(left) // 20
+
+
+def test_what_a_reset_made_void_is_not_saved(make: Callable[..., Engine]) -> None:
+    engine = make(lends=1 << 20)
+    engine.finish(engine.add(new_tokens(3 * CHUNK)))
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.step().victims is None
+    assert engine.scheduler.reset_prefix_cache()
+
+
 # ---- what is read where it lies
 
 
@@ -502,11 +582,12 @@ def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Callable[[
 # ---- the worker
 
 
-def test_what_was_computed_from_a_block_that_no_load_filled_is_not_published(here: Node) -> None:
-    """Its own, or one of a chunk before it; the scheduler is told whose it was."""
-    cache = Cache()
-    exporter = exportable.begin("cpu", vllm.__version__)
-    with ExitStack() as undo:
+class Sharing:
+    """A worker that shares its KV cache, in blocks 2n and 2n + 1 of which chunk n is, and lends to the pool. Its stores are read when a
+    test says so."""
+
+    def __init__(self, here: Node, undo: ExitStack) -> None:
+        cache, exporter, each = Cache(), exportable.begin("cpu", vllm.__version__), 2
         around = exporter.context()
         assert around is not None
         with around:
@@ -514,27 +595,87 @@ def test_what_was_computed_from_a_block_that_no_load_filled_is_not_published(her
             raw = [torch.zeros(tensor.nbytes, dtype=torch.int8, device="cpu") for tensor in cache.tensors]
         shape = cache.tensors[0].shape
         tensors = {f"layer {number}": one.view(torch.bfloat16).view(shape) for number, one in enumerate(raw)}
-        session = Session(here.config("host"), layout_of(cache))
-        undo.callback(session.close)
-        worker, each = InPlace(exporter, 2, shows=True), 2
-        undo.callback(worker.close)
-        worker.export(tensors)
-        worker.open(session, session.bind(tensors))
-        name, scheduler = InstanceId(b"w" * 16), undo.enter_context(here.client())
-        table = Generations(name, cache.sizes.blocks)
-        undo.callback(table.close)
-        scheduler.join(name, session.namespace.prefix, table.blocks, 1, each, table.fd)
-        worker.show(name)
-        keys = [ChunkKey(session.namespace.prefix + bytes([number]) * 16 + b"\0\0") for number in range(3)]
+        self.copier = UnfinishedCopier()
+        self.session = Session(here.config("host", ROOMY), layout_of(cache), copier=self.copier)
+        undo.callback(self.session.close)
+        undo.callback(self.copier.finished.set)
+        self.in_place, self.stores = InPlace(exporter, each, shows=True), Stores(Meter())
+        undo.callback(self.in_place.close)
+        self.in_place.export(tensors)
+        kv = self.session.bind(tensors)
+        self.in_place.open(self.session, kv)
+        self.stores.open(self.session, kv, cache.sizes.block_size)
+        name, self.client = InstanceId(b"w" * 16), undo.enter_context(here.client())
+        self.table = Generations(name, cache.sizes.blocks)
+        undo.callback(self.table.close)
+        self.client.join(name, self.session.namespace.prefix, self.table.blocks, 1, each, self.table.fd)
+        self.in_place.show(name)
+        self.keys = [ChunkKey(self.session.namespace.prefix + os.urandom(16) + b"\0\0") for _ in range(4)]
+        self.epoch = self.client.present(self.keys).epoch
 
-        def spec(request: str, number: int, *before: int) -> PublicationSpec:
-            blocks = np.array([2 * number, 2 * number + 1], dtype="<u4")
-            return PublicationSpec(
-                request, [keys[number]], blocks.tobytes(), np.full(2, 2, dtype="<u8").tobytes(), 1, list(before)
-            )
+    def publish(self, *specs: tuple[str, int, list[int]], unfilled: Collection[int] = ()) -> set[str]:
+        """Chunks of requests, each with blocks before it; those that must not be."""
+        made = [
+            PublicationSpec(request, [self.keys[one]], *self._lies(one), 1, before, self.epoch) for request, one, before in specs
+        ]
+        spoiled = self.in_place.publish(made, set(unfilled))
+        assert self.in_place.publisher is not None
+        assert self.in_place.publisher.flush(SECONDS)
+        return spoiled
 
-        specs = [spec("own", 0), spec("before", 1, 9), spec("right", 2)]
-        assert worker.publish(specs, {1, 9}) == {"own", "before"}
-        assert worker.publisher is not None
-        assert worker.publisher.flush(SECONDS)
-        assert [len(scheduler.find([key]).pooled) for key in keys] == [0, 0, 1]
+    def save(self, chunk: int) -> None:
+        self.in_place.save(PublicationSpec("", [self.keys[chunk]], *self._lies(chunk), 0, [], self.epoch), self.stores)
+
+    def saved(self, chunk: int) -> bool:
+        """Whether the pool has it, once everything that was saved is read."""
+        self.copier.finished.set()
+        assert self.session.flush(SECONDS)
+        return bool(self.client.lookup([self.keys[chunk]]))
+
+    def _lies(self, chunk: int) -> tuple[bytes, bytes]:
+        blocks = np.array([2 * chunk, 2 * chunk + 1], dtype="<u4")
+        return blocks.tobytes(), np.full(2, 2, dtype="<u8").tobytes()
+
+
+@pytest.fixture
+def sharing(here: Node) -> Iterator[Sharing]:
+    with ExitStack() as undo:
+        yield Sharing(here, undo)
+
+
+def test_what_was_computed_from_a_block_that_no_load_filled_is_not_published_nor_saved(sharing: Sharing) -> None:
+    """Its own, or one of a chunk before it; the scheduler is told whose it was."""
+    assert sharing.publish(("own", 0, []), ("before", 1, [9]), ("right", 2, []), unfilled={1, 9}) == {"own", "before"}
+    assert [len(sharing.client.find([key]).pooled) for key in sharing.keys] == [0, 0, 1, 0]
+    for chunk in range(4):
+        sharing.save(chunk)
+    assert [sharing.saved(chunk) for chunk in range(4)] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["", "control: nobody looks at the generations"])
+@pytest.mark.parametrize("how", ["handed out", "reset"])
+def test_what_changes_hands_while_it_is_saved_is_never_found(
+    sharing: Sharing, how: str, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not looks:
+        monkeypatch.setattr(Publisher, "holds", lambda self, publication: True)
+    sharing.publish(("one", 0, []), ("other", 1, []))
+    sharing.save(0)
+    if how == "reset":
+        sharing.table.void_all()
+    else:
+        sharing.table.void([1])
+    assert sharing.saved(0) is not looks
+    assert sharing.session.stats.not_stored()["changed"] == looks
+    sharing.save(1)
+    assert sharing.saved(1) == (how == "handed out" or not looks), "its slot was given back, and the next one is stored"
+    eventually(lambda: sharing.client.stats().reservations == 0)
+
+
+def test_what_was_published_before_somebody_elses_reset_is_not_saved(sharing: Sharing) -> None:
+    """Its scheduler has not heard of it."""
+    sharing.publish(("one", 0, []))
+    sharing.client.clear(sharing.session.namespace.prefix, reset=True)
+    sharing.save(0)
+    assert not sharing.saved(0)
+    assert sharing.client.stats().reservations == 0

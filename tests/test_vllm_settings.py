@@ -39,6 +39,22 @@ def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
     assert (found.engine.chunk_size, found.pool.segment_bytes) == (128, 4 << 30)
 
 
+@pytest.mark.parametrize(
+    ("text", "given", "lends"),
+    [
+        ("connector: {share: in_place}", {}, 0),
+        ("", {"connector": {"share": "in_place"}, "pool": {"device": "host"}}, 0),
+        ("connector: {share: in_place}\npool: {segment_bytes: 8 GiB}", {}, 8 << 30),
+        ("", {"connector": {"share": "in_place"}, "pool": {"segment_bytes": "1 MiB"}}, 1 << 20),
+        ("connector: {share: in_place}", {"connector": {"share": "pool"}}, 8 << 30),
+    ],
+)
+def test_who_shares_in_place_lends_nothing_unless_it_is_told_to(
+    tmp_path: Path, text: str, given: dict[str, Any], lends: int
+) -> None:
+    assert settings.read({"config": yaml(tmp_path, text), **given}).pool.segment_bytes == lends
+
+
 def test_without_a_file_of_its_own_the_environments_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VCACHE_CONFIG", yaml(tmp_path, "connector: {store: prompt}"))
     assert settings.read({}).connector.store == "prompt"

@@ -19,7 +19,9 @@ PULL = "vcache_backend.vram_pool.copier:HostCopier.pull"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler:SchedulerSide.allocated"
 MAPPING = "vcache_backend.metadata_server.resident_calls:ResidentCalls.open_cache"
 """Places: a copy begins; a hit was found, its load is not described yet; a worker asks for another one's KV cache."""
-IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}, "pool": {"segment_bytes": "1 MiB"}}
+IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
+SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448}
+"""KV blocks for 448 tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,7 @@ def c(here: Node, a: Instance) -> Instance:
 
 @pytest.fixture(scope="module")
 def tiny(here: Node, a: Instance) -> Instance:
-    """KV blocks for 448 tokens."""
-    return here.connect("tiny", IN_PLACE, kv_cache_memory_bytes=15 * BLOCK * TOKEN_BYTES, max_model_len=448)
+    return here.connect("tiny", IN_PLACE, **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +76,7 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node, a: In
         assert hit.said == own.said
         assert hit.agrees(computed)
     assert here.stats().chunks == 0
-    # Whatever `pool.segment_bytes` says.
-    assert not here.stats().segments
+    assert not here.stats().segments, "nobody was told to lend memory"
     assert b.counter("vllm:vcache_loaded_tokens", tier="resident") == 11 * CHUNK
     eventually(lambda: [(row.nbytes, row.refused) for row in here.stats().reads] == [(11 * CHUNK * TOKEN_BYTES, 0)])
     assert b.counter("vllm:vcache_stored_bytes") == 0
@@ -139,11 +139,24 @@ def test_blocks_that_are_used_again_while_they_are_read_are_computed(
     assert b.one(tokens).agrees(aside.one(tokens))
 
 
-def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss(here: Node, b: Instance, aside: Instance) -> None:
+def saved(owner: Instance, tokens: list[int]) -> Answer:
+    """Have `owner` compute a prompt and save all of it; what vLLM's own cache gives."""
+    keep(owner, tokens)
+    hit = owner.one(tokens)
+    # Nothing runs any more: what the request had is free, and the next one may get it.
+    owner.step(1)
+    assert owner.ask("told")
+    return hit
+
+
+def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_for_what_it_saved(
+    here: Node, b: Instance, aside: Instance
+) -> None:
     """Though the server does not answer the reader's question about it: with the mapping in the step, the load is over first.
 
-    Of what it was computing for a reader that waits, the reader has what had come by then, and computes the rest at once."""
-    owner = here.connect("killed", IN_PLACE)
+    What it saved outlives its blocks, too. Of what it was computing for a reader that waits, the reader has what had come by then, and
+    computes the rest at once."""
+    owner = here.connect("killed", {**IN_PLACE, "pool": {"segment_bytes": "16 MiB"}}, **SMALL)
     tokens = new_tokens(3 * CHUNK + 1)
     keep(owner, tokens)
     with stopped_at(b, MAPPING) as place:
@@ -152,7 +165,14 @@ def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss(here:
         assert b.finish("beside").keys() == {"beside"}
         assert place.reached
     assert b.finish("load")["load"].cached == 3 * CHUNK
-    more, coming = new_tokens(3 * CHUNK + 1), new_tokens(5 * CHUNK + 1)
+    left, kept, more, coming = (new_tokens(count * CHUNK + 1) for count in (3, 2, 3, 5))
+    own = saved(owner, left)
+    owner.one(new_tokens(6 * CHUNK))
+    before = [b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in ("resident", "host")]
+    hit = b.one(left)
+    assert (hit.cached, own.cached) == (3 * CHUNK, 3 * CHUNK)
+    assert hit.said == own.said
+    own = saved(owner, kept)
     lost, changed = b.counter("vllm:vcache_recomputed_tokens"), b.counter("vllm:vcache_failures", cause="changed")
     with meddled(b, PULL, "count"):
         b.add("waiting", coming, params={"vcache": {"announced": True, "wait_seconds": 80}})
@@ -164,8 +184,12 @@ def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss(here:
     assert b.finish("waiting")["waiting"].agrees(aside.one(coming))
     assert b.counter("vllm:vcache_recomputed_tokens") - lost == 2 * CHUNK
     assert b.counter("vllm:vcache_failures", cause="changed") == changed + 1
+    after = [b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in ("resident", "host")]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [3 * CHUNK, 3 * CHUNK]
     eventually(lambda: len(here.stats().instances) == instances - 1)
-    answer = b.one(more)
+    hit, answer = b.one(kept), b.one(more)
+    assert (hit.cached, own.cached) == (2 * CHUNK, 2 * CHUNK)
+    assert hit.said == own.said
     assert answer.cached == 0
     assert answer.said == aside.one(more).said
 
@@ -230,7 +254,7 @@ def test_an_announced_prefix_is_read_where_it_is_computed_as_it_is(here: Node, a
 
 
 def test_who_cannot_share_in_place_caches_nothing_and_says_why(here: Node, a: Instance, aside: Instance) -> None:
-    refused = here.connect("refused", {**IN_PLACE, "pool": {"segment_bytes": "1 MiB"}}, enable_prefix_caching=False)
+    refused = here.connect("refused", {**IN_PLACE, "pool": {"segment_bytes": "16 MiB"}}, enable_prefix_caching=False)
     tokens = new_tokens(3 * CHUNK + 1)
     chunks = here.stats().chunks
     assert refused.one(tokens).said == aside.one(tokens).said

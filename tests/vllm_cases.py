@@ -342,6 +342,9 @@ class Node:
             "engine": {"chunk_size": CHUNK},
             "connector": {"min_hit_tokens": CHUNK},
         }
+        if given.get("connector", {}).get("share") == "in_place":
+            # What lends nothing unless it is told to.
+            del own["pool"]
         extra = {**given, **{section: {**values, **given.get(section, {})} for section, values in own.items()}}
         return {
             "kv_connector": "VCacheConnector",

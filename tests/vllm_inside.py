@@ -99,9 +99,9 @@ class Serving:
         return self.reset()
 
     def told(self) -> bool:
-        """Wait until what the steps so far have written is known to the server, where the KV cache is shared in place."""
-        in_place = get_kv_transfer_group()._worker.in_place
-        return bool(in_place.publisher.flush(PATIENCE_SECONDS))
+        """Wait until what the steps so far have written, or saved, is known to the server, where the KV cache is shared in place."""
+        worker = get_kv_transfer_group()._worker
+        return bool(worker.in_place.publisher.flush(PATIENCE_SECONDS) and worker._worker.session.flush(PATIENCE_SECONDS))
 
     def scheduler(self, name: str) -> bool:
         """What vLLM's scheduler has decided by its configuration."""

@@ -22,7 +22,8 @@ _ALLOCATE = "v1/worker/utils.py", "allocate_kv_cache"
 _POOL, _SCHEDULER = "v1/core/block_pool.py", "v1/core/sched/scheduler.py"
 _MANAGERS = ("v1/core/single_type_kv_cache_manager.py", "v1/core/kv_cache_manager.py", "v1/core/kv_cache_coordinator.py")
 _BINDS = {"bind_gpu_block_pool", "bind_kv_cache_manager"}
-FILES = (_WORKER, _CPU_WORKER, _BASE, *_RUNNERS, *_ALLOCATES, _ALLOCATE[0], _POOL, _SCHEDULER, *_MANAGERS)
+_QUEUE = "v1/core/kv_cache_utils.py"
+FILES = (_WORKER, _CPU_WORKER, _BASE, *_RUNNERS, *_ALLOCATES, _ALLOCATE[0], _POOL, _SCHEDULER, *_MANAGERS, _QUEUE)
 """All that are read."""
 
 
@@ -71,7 +72,13 @@ def _allocation(package: Path, asks: bool) -> Iterator[str]:
 def _blocks(package: Path) -> Iterator[str]:
     """Whether the connector sees every block that gets another owner or another meaning."""
     pool = _functions(package / _POOL)
-    yield from (f"{_POOL} has no {name}" for name in ("get_new_blocks", "evict_blocks", "reset_prefix_cache") if name not in pool)
+    yield from (
+        f"{_POOL} has no {name}"
+        for name in ("get_new_blocks", "evict_blocks", "reset_prefix_cache", "get_num_free_blocks")
+        if name not in pool
+    )
+    if "= self.fake_free_list_head.next_free_block" not in ast.unparse(_functions(package / _QUEUE)["popleft_n"]):
+        yield f"{_QUEUE}: blocks are not handed out from where victims are looked for"
     # What the pool and a manager keep for themselves, from the start on, is nobody's cache.
     given = {(_POOL, "get_new_blocks"), (_POOL, "__init__"), (_MANAGERS[0], "__init__")}
     for path in (_POOL, *_MANAGERS):

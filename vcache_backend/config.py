@@ -87,7 +87,7 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
 
 
 class PoolConfig(_Section, frozen=True, kw_only=True):
-    """This worker's part of the pool."""
+    """This worker's part of the pool. segment_bytes: where KV caches are shared in place nothing, unless it is set."""
 
     device: str = "auto"
     segment_bytes: ByteSize = ByteSize(8 << 30)
@@ -240,6 +240,8 @@ def from_dict(values: dict[str, Any], source: str = "configuration") -> Config:
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {error}") from error
+    if config.connector.share == "in_place" and "segment_bytes" not in values.get("pool", {}):
+        config = msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, segment_bytes=ByteSize(0)))
     socket = os.environ.get("VCACHE_SOCKET")
     if socket:
         config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, socket=socket))
@@ -248,9 +250,14 @@ def from_dict(values: dict[str, Any], source: str = "configuration") -> Config:
 
 def load(path: str | Path | None = None) -> Config:
     """Read the configuration (see the module's text). Raises ConfigError: unreadable, not YAML, unknown key, bad value."""
+    return from_dict(*read(path))
+
+
+def read(path: str | Path | None = None) -> tuple[dict[str, Any], str]:
+    """What the file says that `load` reads, unchecked, and what to call it. Raises ConfigError: unreadable, not YAML, no sections."""
     path = path or os.environ.get("VCACHE_CONFIG")
     if path is None:
-        return from_dict({}, "defaults")
+        return {}, "defaults"
     try:
         values = msgspec.yaml.decode(Path(path).read_bytes())
     except (OSError, msgspec.DecodeError) as error:
@@ -261,7 +268,7 @@ def load(path: str | Path | None = None) -> Config:
         raise ConfigError(
             f"{path}: Expected sections (server, client, pool, engine, connector, offload), got {type(values).__name__}"
         )
-    return from_dict(values, str(path))
+    return values, str(path)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -20,6 +20,7 @@ from vcache_backend.vram_pool.paged import PagedKV
 from .exportable import Exporter
 from .metadata import PublicationSpec
 from .stats import Meter
+from .stores import Stores
 
 log = logging.getLogger("vllm.vcache")
 
@@ -73,6 +74,17 @@ class InPlace:
             keys = of_rank(spec.keys, session.rank)
             publisher.submit(Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch), written)
         return spoiled
+
+    def save(self, spec: PublicationSpec, stores: Stores) -> None:
+        """Keep in the pool what was published of these chunks; but what their blocks hold no more when they are read is given up."""
+        session, publisher = self._session, self.publisher
+        if session is None or publisher is None:
+            return
+        keys = of_rank(spec.keys, session.rank)
+        known = publisher.known(Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch))
+        if known is not None:
+            blocks: list[int] = np.frombuffer(known.blocks, dtype="<u4").tolist()
+            stores.save(known.keys, blocks, known.epoch, lambda: publisher.holds(known))
 
     def measure(self, meter: Meter) -> None:
         """Tell the meter what was published since the last call."""

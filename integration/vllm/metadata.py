@@ -124,6 +124,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     instance: bytes = b""
     publications: list[PublicationSpec] = field(default_factory=list)
     found: dict[str, dict[int, tuple[bytes, bytes, bytes]]] = field(default_factory=dict)
+    victims: PublicationSpec | None = None
 
 
 class Shard(msgspec.Struct, frozen=True):

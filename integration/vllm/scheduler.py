@@ -19,6 +19,7 @@ from .lookups import Lookups, Tracked
 from .metadata import LoadSpec, StepMetadata, StoreSpec, WorkerReport
 from .publications import Publications
 from .stats import Meter
+from .victims import Victims
 
 log = logging.getLogger("vllm.vcache")
 
@@ -51,6 +52,11 @@ class SchedulerSide:
         if in_place and not refused:
             refused = exportable.refusal(vllm_config, kv_cache_config, model)
             self.publications, refused = (None, refused) if refused else publications.begin(kv_cache_config, self._per_chunk)
+        self.victims: Victims | None = None
+        """What is about to leave the KV cache, and is to be saved in the pool before; None where there is none beside it."""
+        if self.publications is not None and config.pool.segment_bytes:
+            step = vllm_config.scheduler_config.max_num_batched_tokens // self._block
+            self.victims = Victims(self.publications, step)
         self.instance = Introduction(config, model, self._hash_block, refused, self.publications)
         self.lookups = Lookups(self.instance, self._size, meter)
         self._awaited = Awaited(self.lookups)
@@ -72,6 +78,8 @@ class SchedulerSide:
         self.prefix_cache = pool
         if self.publications is not None:
             self.publications.watch(pool)
+        if self.victims is not None:
+            self.victims.watch(pool)
 
     def arrived(self, request: Any) -> None:
         """A new request: ask for its chunks, for the answer is here when vLLM comes to it."""
@@ -195,10 +203,12 @@ class SchedulerSide:
                 self._computes(tracked, new.num_computed_tokens + scheduled[new.req_id], meta)
         if self.publications is not None:
             self.publications.planned()
+        if self.victims is not None:
+            self.victims.plan(meta)
 
     def stop_stores(self, meta: StepMetadata) -> None:
         """After an exception in `add_stores` nothing of the requests there are is stored any more: nobody knows their blocks."""
-        meta.stores, meta.publications, meta.opaque = [], [], True
+        meta.stores, meta.publications, meta.victims, meta.opaque = [], [], None, True
         if self.publications is not None:
             self.publications.planned()
         for tracked in self._requests.values():

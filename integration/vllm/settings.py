@@ -20,14 +20,13 @@ def read(extra_config: Mapping[str, Any]) -> Config:
     path = extra_config.get("config")
     if path is not None and not isinstance(path, str):
         raise ConfigError(f"{SOURCE}: config: Expected the path of a YAML file, got {path!r}")
-    base = configuration.load(path)
-    values = configuration.dump(base)
-    # `dump` writes the default socket out, which is no setting of anybody's.
-    values["server"]["socket"] = base.server.socket
+    values, source = configuration.read(path)
+    configuration.from_dict(values, source)
     for name, section in extra_config.items():
         if name == "config":
             continue
-        if name in values and not isinstance(section, Mapping):
+        known = name in Config.__struct_fields__
+        if known and not isinstance(section, Mapping):
             raise ConfigError(f"{SOURCE}: {name}: Expected a section of settings, got {section!r}")
-        values[name] = {**values[name], **section} if name in values else section
+        values[name] = {**values.get(name, {}), **section} if known else section
     return configuration.from_dict(values, SOURCE)

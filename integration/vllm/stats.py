@@ -22,7 +22,7 @@ FAILURES = (
     *("lease_lost", "server", "segment", "checksum", "timeout", "copy", "refused", "changed"),
     *("store", "store_absent", "store_bad", "store_late", OTHER),
 )
-NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", OTHER)
+NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed", OTHER)
 NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed", "codec", OTHER)
 TIERS = ("own", "peer", "host", "resident", "store")
 """Where a loaded chunk lay: this worker's GPU, another GPU of the node, host memory, another instance's KV cache, the offload tier."""

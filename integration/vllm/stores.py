@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from time import perf_counter
@@ -83,6 +83,14 @@ class Stores:
             prefix = of_rank(spec.prefix, session.rank)
             self._store(session, load.places, load.keys, chunks, prefix, blocks, load.epoch)
 
+    def save(self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]) -> None:
+        """Store chunks of an epoch out of `blocks`, all of theirs in order, which nobody has got since; but only if it `holds` once they
+        are read that nobody has got them yet."""
+        session, kv = self._session, self._kv
+        if session is not None and kv is not None:
+            places = BlockPlaces(kv, session.chunk_size, blocks, self._block_size)
+            self._store(session, places, keys, range(len(keys)), [], blocks, epoch, holds)
+
     def measure(self) -> None:
         """Tell the meter what was not stored, and what was offloaded, since the last call."""
         if self._session is None or self._session.stats.updates == self._updates:
@@ -113,13 +121,14 @@ class Stores:
         prefix: list[ChunkKey],
         blocks: list[int],
         fetched_in: int | None = None,
+        holds: Callable[[], bool] | None = None,
     ) -> None:
         """Store chunks out of `blocks`, vLLM's numbers, which get no new owner before they are read."""
         started = perf_counter()
         try:
-            pending = store(session, places, keys, chunks, prefix, beside=True, fetched_in=fetched_in)
+            pending = store(session, places, keys, chunks, prefix, beside=True, fetched_in=fetched_in, holds=holds)
         except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
-            session.miss("store" if fetched_in is None else "promote", error)
+            session.miss("store" if fetched_in is None else "promote" if holds is None else "save", error)
             self._meter.count("failures", 1, "store")
             return
         if pending is not None:

@@ -18,7 +18,7 @@ import msgspec
 import torch
 import vllm
 
-from vcache_backend.config import ByteSize, Config
+from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import InstanceId, of_rank
@@ -222,6 +222,9 @@ class WorkerSide:
 
     def finished(self) -> set[str]:
         """Requests whose asynchronous load is over, held or not. Launches what can be launched."""
+        victims, self._meta.victims = self._meta.victims, None
+        if victims is not None and self.in_place is not None:
+            self.in_place.save(victims, self._stores)
         done = self._advance() | self._give_up()
         began = time.monotonic()
         while self._meta.idle and self._asynchronous and not done:
@@ -329,10 +332,8 @@ def _unpacked(residents: Mapping[int, Replica]) -> dict[int, ResidentChunk]:
 
 
 def _settled(kv: PagedKV, config: Config) -> Config:
-    """The configuration with what this worker's KV cache decides: `auto` is its device, and what is shared in place lends nothing."""
+    """The configuration with what this worker's KV cache decides: `auto` is its device."""
     pool = config.pool
     if pool.device == "auto":
         pool = msgspec.structs.replace(pool, device="host" if kv.device.type == "cpu" else str(kv.device))
-    if config.connector.share == "in_place":
-        pool = msgspec.structs.replace(pool, segment_bytes=ByteSize(0))
     return msgspec.structs.replace(config, pool=pool)

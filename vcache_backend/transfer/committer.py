@@ -24,7 +24,7 @@ class PendingStore(NamedTuple):
     """Copies under way into reserved slots of the chunks `keys`, `prefix` being those before them.
 
     `keepalive`: slot views, whose mapping must live until the copy is complete. `sealed`: the writing of their checksums, behind the
-    copy; None where there are none.
+    copy; None where there are none. `holds`: asked once the copy is complete, whether what was copied is still what `keys` stand for.
     """
 
     completion: Completion
@@ -35,6 +35,7 @@ class PendingStore(NamedTuple):
     tokens: int
     nbytes: int
     keepalive: Any
+    holds: Callable[[], bool] | None = None
 
 
 class Committer(Courier):
@@ -87,6 +88,10 @@ class Committer(Courier):
                 return False
         if store.completion.seconds is not None:
             self._stats.add_time("store_copy", store.completion.seconds)
+        if store.holds is not None and not store.holds():
+            self._stats.count(not_stored_changed=len(store.keys))
+            self.give_back(store.reservation)
+            return True
         try:
             with self._stats.timed("commit"):
                 visible = self._client.commit(store.reservation, store.prefix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import GENERATION_BYTES, NUMBER_BYTES, ChunkKey, InstanceId
+from vcache_backend.metadata_server.messages import NUMBER_BYTES, ChunkKey, InstanceId
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.courier import Courier
 from vcache_backend.transfer.stats import EngineStats
@@ -66,6 +67,18 @@ class Publisher(Courier):
             self._queue.append((publication, written))
             self._changed.notify_all()
 
+    def known(self, publication: Publication) -> Publication | None:
+        """Those of these chunks that were told as they are named here, in whatever sequence. What a step spoiled was not. Any thread."""
+        ones = [(one, self._kept.get(one.blocks[:NUMBER_BYTES])) for one in _single(publication)]
+        same = [one for one, kept in ones if kept is not None and kept._replace(sequence=one.sequence) == one]
+        return _joined(same) if same else None
+
+    def holds(self, publication: Publication) -> bool:
+        """Whether all of these chunks still lie where they were published. Any thread; asks the server the first time."""
+        view = self._tables.view(self._instance)
+        blocks, generations = np.frombuffer(publication.blocks, dtype="<u4"), np.frombuffer(publication.generations, dtype="<u8")
+        return view is not None and view.leading(blocks, generations, self._each) == len(publication.keys)
+
     def close(self, timeout: float = 5.0) -> None:
         super().close(timeout)
         if self._returned in self._client.on_return:
@@ -113,12 +126,9 @@ class Publisher(Courier):
         return True
 
     def _keep(self, publication: Publication) -> None:
-        number, generation = self._each * NUMBER_BYTES, self._each * GENERATION_BYTES
-        for at, key in enumerate(publication.keys):
-            blocks = publication.blocks[at * number : (at + 1) * number]
-            generations = publication.generations[at * generation : (at + 1) * generation]
-            self._kept.pop(blocks[:NUMBER_BYTES], None)
-            self._kept[blocks[:NUMBER_BYTES]] = publication._replace(keys=[key], blocks=blocks, generations=generations)
+        for one in _single(publication):
+            self._kept.pop(one.blocks[:NUMBER_BYTES], None)
+            self._kept[one.blocks[:NUMBER_BYTES]] = one
 
     def _tell(self, publication: Publication) -> int:
         """How many of the chunks the server took."""
@@ -143,9 +153,27 @@ class Publisher(Courier):
             if not view.leading(blocks, generations, self._each):
                 del self._kept[first]
         taken = 0
-        for (sequence, epoch), same in groupby(self._kept.values(), key=lambda one: (one.sequence, one.epoch)):
-            ones = list(same)
-            blocks_, generations_ = b"".join(one.blocks for one in ones), b"".join(one.generations for one in ones)
-            taken += self._tell(Publication([key for one in ones for key in one.keys], blocks_, generations_, sequence, epoch))
+        for _, same in groupby(self._kept.values(), key=lambda one: one[3:]):
+            taken += self._tell(_joined(list(same)))
         if taken or not self._kept:
             self._tries = 0
+
+
+def _single(publication: Publication) -> list[Publication]:
+    """Each of its chunks by itself."""
+    keys, count = publication.keys, max(1, len(publication.keys))
+    number, generation = len(publication.blocks) // count, len(publication.generations) // count
+    return [
+        publication._replace(
+            keys=[key],
+            blocks=publication.blocks[at * number : (at + 1) * number],
+            generations=publication.generations[at * generation : (at + 1) * generation],
+        )
+        for at, key in enumerate(keys)
+    ]
+
+
+def _joined(ones: Sequence[Publication]) -> Publication:
+    """All of their chunks, in order, as one publication: some, of one sequence and one epoch."""
+    blocks, generations = b"".join(one.blocks for one in ones), b"".join(one.generations for one in ones)
+    return ones[0]._replace(keys=[key for one in ones for key in one.keys], blocks=blocks, generations=generations)

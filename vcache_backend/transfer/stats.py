@@ -23,7 +23,7 @@ TIMES = (
 the offload tier; a put is one batch, in the background."""
 METADATA = ("acquire", "release", "reserve", "commit")
 DATA = ("retrieve_copy", "store_copy")
-NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late")
+NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed")
 
 
 class EngineStats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vcache_backend.errors import VCacheError
@@ -34,13 +34,14 @@ def store(
     *,
     beside: bool = False,
     fetched_in: int | None = None,
+    holds: Callable[[], bool] | None = None,
 ) -> PendingStore | None:
     """Reserve, gather in one launch, and leave the commit to the background. None if nothing is copied: what is there already is not.
 
     chunks: numbers of the chunks to store; `keys[i]` and `places` are those of chunk i. prefix: keys of the chunks before chunk 0,
     which become as recent. beside: the current stream goes on beside the copy, which reads what that stream has written by now;
     until the answer's `completion` nothing may write into the blocks, see `Copier.fence`. fetched_in: they came from the offload
-    tier, stored in that epoch: they are not stored if it is over, and must not make another chunk be lost.
+    tier, stored in that epoch: they are not stored if it is over, and must not make another chunk be lost. holds: see `PendingStore`.
 
     Of a reservation all slots are written, or it is given back: a commit publishes every slot. After a RuntimeError (a launch that
     failed in torch), or whatever happens to the checksums of a copy that runs, nobody knows whether something writes: the
@@ -67,7 +68,7 @@ def store(
     launch_by = asked + reserved.seconds * LAUNCH_WITHIN
     pending = _gather(session, places, keys, chunks, [*prefix, *keys[: chunks[0]]], reserved, launch_by, mark)
     if pending is not None:
-        committer.submit(pending)
+        committer.submit(pending._replace(holds=holds))
     return pending
 
 

@@ -1,0 +1,106 @@
+"""Which chunks leave vLLM's KV cache soon: the pool beside it is to have them before."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vcache_backend.metadata_server.messages import ChunkKey
+
+from .metadata import PublicationSpec, StepMetadata
+from .publications import Publications
+
+AHEAD_STEPS = 3
+"""So many steps' worth of blocks at the head of vLLM's free queue are looked at. What a step saves is copied behind it, while the next one
+is planned already, and with asynchronous scheduling the one after it: only what a later one hands out has been saved by then."""
+MOST_AHEAD = 8192
+"""Blocks looked at, however large steps are."""
+MOST_SAVED = 256
+"""Chunks that one step saves."""
+
+
+class Victims:
+    """In the scheduler's thread. Chunks that vLLM will use again first are saved as long as it does not: see `plan`.
+
+    Every block that is handed out moves the head of the queue, so it is looked at again once a quarter of what was looked at may be gone,
+    and costs nothing in between.
+    """
+
+    def __init__(self, publications: Publications, step_blocks: int) -> None:
+        """step_blocks: vLLM's blocks of all that a step computes at most."""
+        self._publications, self._each = publications, publications.each
+        self._need = min(AHEAD_STEPS * step_blocks, MOST_AHEAD)
+        self._pool: Any = None
+        count = publications.blocks
+        self._keys: dict[int, ChunkKey] = {}
+        self._rows: npt.NDArray[np.uint32] = np.zeros((count, self._each), dtype=np.uint32)
+        """Of each chunk, by its first block: all of its blocks."""
+        self._first: npt.NDArray[np.intp] = np.zeros(count, dtype=np.intp)
+        self._published: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
+        """Of each block: the first one of its chunk, and the generation in which it was published."""
+        self._saved: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
+        """By the chunk's first block: the generation in which it was to be saved, unless somebody has got or hit one of its blocks since.
+        (Block 0 is vLLM's null block, and no chunk's.)"""
+        self._left = 0
+        """How many blocks at the head of the queue were looked at, and have not left it since."""
+
+    def watch(self, pool: Any) -> None:
+        """pool: vLLM's `BlockPool`."""
+        self._pool = pool
+
+    def plan(self, meta: StepMetadata) -> None:
+        """Have the step, which has all blocks that it gets, save chunks that a later one may overwrite. Each is saved once, until it was
+        used again: the pool may have lost it by then."""
+        if self._pool is None:
+            return
+        self._note(meta)
+        if self._left < min(self._need, self._pool.get_num_free_blocks()):
+            self._look(meta)
+
+    # ---- inside
+
+    def _note(self, meta: StepMetadata) -> None:
+        fresh = np.fromiter(chain.from_iterable(meta.fresh), dtype=np.intp)
+        self._left -= len(fresh)
+        self._saved[self._first[fresh]] = 0
+        for spec in meta.publications:
+            rows = np.frombuffer(spec.blocks, dtype="<u4").reshape(-1, self._each)
+            self._published[rows] = np.frombuffer(spec.generations, dtype="<u8").reshape(-1, self._each)
+            self._first[rows], self._rows[rows[:, 0]] = rows[:, :1], rows
+            self._keys.update(zip(rows[:, 0].tolist(), spec.keys, strict=True))
+
+    def _look(self, meta: StepMetadata) -> None:
+        blocks, now = self._head(), self._publications.generations.counters
+        self._left = len(blocks)
+        held = np.flatnonzero(self._published[blocks] == now[blocks])
+        first, at = np.unique(self._first[blocks[held]], return_index=True)
+        order = np.argsort(at)
+        first, at = first[order], held[at[order]]
+        rows = self._rows[first]
+        whole = ((self._first[rows] == first[:, None]) & (self._published[rows] == now[rows])).all(axis=1)
+        first, at = first[whole], at[whole]
+        new = np.flatnonzero(self._saved[first] != now[first])
+        if len(new) > MOST_SAVED:
+            # The others in the next step.
+            self._left, new = int(at[new[MOST_SAVED]]), new[:MOST_SAVED]
+        if len(new):
+            # Of a request the last chunk is the first to go.
+            chosen = first[new][::-1]
+            self._saved[chosen] = now[chosen]
+            rows = self._rows[chosen]
+            keys = [self._keys[one] for one in chosen.tolist()]
+            lies = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
+            # All that is even is of the present epoch, as far as is known here.
+            meta.victims = PublicationSpec("", keys, *lies, sequence=0, epoch=self._publications.epoch)
+
+    def _head(self) -> npt.NDArray[np.intp]:
+        """The blocks that vLLM hands out first, in order."""
+        queue, most, found = self._pool.free_block_queue, self._need + self._need // 4, list[int]()
+        block, end = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
+        while block is not None and block is not end and len(found) < most:
+            found.append(block.block_id)
+            block = block.next_free_block
+        return np.array(found, dtype=np.intp)
