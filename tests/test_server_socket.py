@@ -152,7 +152,7 @@ import os, sys
 from pathlib import Path
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
-os.setgid(65534); os.setuid(65534)
+os.setgroups(eval(sys.argv[3])); os.setgid(65534); os.setuid(65534)
 client = Client(Path(sys.argv[1]), ClientConfig(connect_seconds=10, request_seconds=10, **eval(sys.argv[2])), reconnect=False)
 try:
     client.require()
@@ -193,10 +193,25 @@ def test_other_users_are_let_in_where_the_server_allows_them_and_they_name_its_u
         allowing = here.server(allow_uids=[NOBODY])
         assert stat.S_IMODE(here.path.parent.stat().st_mode) == 0o711
         assert stat.S_IMODE(here.path.stat().st_mode) == 0o666
-        here.script(AS_NOBODY, "dict(server_uid=0)").expect("segments []")
+        here.script(AS_NOBODY, "dict(server_uid=0)", "[]").expect("segments []")
         allowing.signal(signal.SIGTERM)
         allowing.wait()
         here.server(allow_uids=[1234])
-        said = here.script(AS_NOBODY, "{}").expect("refused:")
+        said = here.script(AS_NOBODY, "{}", "[]").expect("refused:")
         assert f"uid {NOBODY} may not use the server of uid 0" in said
         assert "server.allow_uids" in said
+
+
+@OURS
+@pytest.mark.parametrize(("gids", "modes"), [([4242], (0o710, 0o660)), ([4242, 4343], (0o711, 0o666))], ids=["one", "several"])
+def test_members_of_a_group_are_let_in_and_of_one_group_nobody_else_reaches_the_socket(
+    gids: list[int], modes: tuple[int, int]
+) -> None:
+    trusting = "dict(server_uid=0)"
+    with TemporaryDirectory() as open_to_all, stage(Path(open_to_all) / "folder") as here:
+        Path(open_to_all).chmod(0o711)
+        here.server(allow_gids=gids)
+        assert (stat.S_IMODE(here.path.parent.stat().st_mode), stat.S_IMODE(here.path.stat().st_mode)) == modes
+        here.script(AS_NOBODY, trusting, f"[1, {gids[-1]}]").expect("segments []")
+        refused = here.script(AS_NOBODY, trusting, "[4444]").expect("refused:")
+        assert ("Permission denied" if len(gids) == 1 else "a group of it to server.allow_gids") in refused

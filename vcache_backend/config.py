@@ -66,6 +66,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     max_chunks: PositiveInt = 4_000_000
     max_clients: PositiveInt = 1024
     allow_uids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
+    allow_gids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     metrics: Address = ""
 
     @property

@@ -34,7 +34,7 @@ class Admission:
         self._few_descriptors = self._max_clients < config.max_clients
         if self._few_descriptors:
             log.warning("%d descriptors are enough for %d clients, not for server.max_clients", limit, self._max_clients)
-        self._uids = {os.getuid(), 0, *config.allow_uids}
+        self._uids, self._gids = {os.getuid(), 0, *config.allow_uids}, set(config.allow_gids)
         self._listener, self._epoll = endpoint.listener, epoll
         self._numbers = 0
         self._listens, self._paused = True, ""
@@ -56,12 +56,14 @@ class Admission:
         pid, uid = processes.peer(sock)
         self._numbers += 1
         self._epoll.register(sock, select.EPOLLIN)
-        return Connection(sock, self._numbers, pid), self._refusal(pid, uid, connected + 1)
+        return Connection(sock, self._numbers, pid), self._refusal(pid, uid, processes.groups(sock), connected + 1)
 
-    def _refusal(self, pid: int, uid: int, connected: int) -> str:
-        if uid not in self._uids:
+    def _refusal(self, pid: int, uid: int, gids: set[int], connected: int) -> str:
+        if uid not in self._uids and self._gids.isdisjoint(gids):
             log.warning("refused a connection of uid %d (pid %d)", uid, pid)
-            allowed = "its own user and root; add the uid to server.allow_uids to let it in"
+            allowed = (
+                "its own user and root; add the uid to server.allow_uids, or a group of it to server.allow_gids, to let it in"
+            )
             return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
         if connected > self._max_clients:
             what = "its limit of descriptors (ulimit -n)" if self._few_descriptors else "server.max_clients"

@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -45,19 +45,24 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
 class Endpoint:
     """A listening socket and its lock, which keeps a second server away. ConfigError where there cannot be one.
 
-    Only this user can reach it; with `open_to_others` everybody can connect, and whoever accepts looks at the peer's uid.
+    Only this user can reach it, or the members of one group. Where other users or several groups are let in everybody can connect,
+    and whoever accepts looks at who it is.
     """
 
-    def __init__(self, path: Path, open_to_others: bool = False) -> None:
+    def __init__(self, path: Path, uids: Sequence[int] = (), gids: Sequence[int] = ()) -> None:
+        """uids, gids: users and groups to be let in beside this user and root."""
         self._path = path
+        self._gid = gids[0] if len(gids) == 1 and not uids else -1
+        self._bits = 0o1 if uids or len(gids) > 1 else 0o10 if gids else 0
+        """Who else may pass the folder: others, the group, or nobody."""
         self._undo = ExitStack()
         with ExitStack() as undo:
             try:
-                self._make_folder(open_to_others)
+                self._make_folder()
                 self._lock(undo)
                 self._make_way()
                 self.listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                self._bind(undo, 0o666 if open_to_others else 0o600)
+                self._bind(undo)
             except OSError as error:
                 raise ConfigError(f"server.socket: cannot use {path}: {error}") from error
             self._undo = undo.pop_all()
@@ -90,7 +95,7 @@ class Endpoint:
             except OSError:
                 continue  # a journal there need not be; a socket that is gone is `lost`
 
-    def _make_folder(self, open_to_others: bool) -> None:
+    def _make_folder(self) -> None:
         folder = self._path.parent
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -99,8 +104,9 @@ class Endpoint:
             fault = folder_fault(self._path, {os.getuid(), 0})
             if fault:
                 raise ConfigError(f"server.socket: {fault}") from None
-        if open_to_others and folder.stat().st_uid == os.getuid():
-            folder.chmod(folder.stat().st_mode | 0o111)
+        if self._bits and folder.stat().st_uid == os.getuid():
+            os.chown(folder, -1, self._gid)
+            folder.chmod(folder.stat().st_mode | self._bits | 0o10)
 
     def _lock(self, undo: ExitStack) -> None:
         path = beside(self._path, ".lock")
@@ -134,14 +140,17 @@ class Endpoint:
                 pass  # so many wait for it already
         raise ConfigError(f"server.socket: another server already serves {self._path}, though nobody holds its lock")
 
-    def _bind(self, undo: ExitStack, mode: int) -> None:
-        umask = os.umask(0o777 & ~mode)
+    def _bind(self, undo: ExitStack) -> None:
+        umask = os.umask(0o177)
         try:
             self.listener.bind(str(self._path))
         finally:
             os.umask(umask)
         self._own = _identity(self._path)
         undo.callback(self._remove)
+        if self._bits:
+            os.chown(self._path, -1, self._gid)
+            self._path.chmod(0o666 if self._bits == 0o1 else 0o660)
         self.listener.listen(256)
         self.listener.setblocking(False)
 

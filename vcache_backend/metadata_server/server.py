@@ -46,7 +46,7 @@ class Server:
         self._stopping = False
         self._looked = time.monotonic()
         with ExitStack() as undo:
-            self._endpoint = undo.enter_context(Endpoint(config.path, open_to_others=bool(config.allow_uids)))
+            self._endpoint = undo.enter_context(Endpoint(config.path, config.allow_uids, config.allow_gids))
             self._epoll = undo.enter_context(select.epoll())
             self._watch = processes.Watch(self._epoll)
             undo.callback(self._watch.close)
