@@ -345,6 +345,11 @@ def test_what_cannot_work_is_named_with_what_to_set(changes: dict[str, Any], mod
         ({"store_location": "LocalCPUBackend"}, {}, "nothing is stored in vcache"),
         ({"local_cpu": True}, {}, "set local_cpu: false"),
         ({"pre_caching_hash_algorithm": "builtin"}, {}, "set pre_caching_hash_algorithm: sha256"),
+        (
+            {"extra_config": {"vcache.connector.share": "in_place", "vcache.pool.max_ctas": 4}},
+            {},
+            "vcache.connector.share in extra_config: settings of vcache's own connector for vLLM",
+        ),
         ({}, {"load_failure_policy": "fail"}, '"kv_load_failure_policy":"recompute"'),
         (
             {"storage_plugins": ["other", "pool"], "extra_config": {"storage_plugin.pool.class_name": "VCacheBackend"}},

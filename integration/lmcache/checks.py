@@ -80,6 +80,12 @@ def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
         yield "local_cpu is true: what is found in the host tier is read from there, over PCIe; set local_cpu: false to read NVLink"
     if getattr(lm_config, "pre_caching_hash_algorithm", "builtin") == "builtin":
         yield "Python's own hash can be made to collide on purpose: set pre_caching_hash_algorithm: sha256"
+    unheard = [key for key in getattr(lm_config, "extra_config", None) or {} if str(key).startswith("vcache.connector.")]
+    if unheard:
+        yield (
+            f"{', '.join(sorted(unheard))} in extra_config: settings of vcache's own connector for vLLM, which LMCache's does not have; "
+            'take them out, or start vLLM with "kv_connector":"VCacheConnector" and set them in kv_connector_extra_config'
+        )
     if instance.load_failure_policy == "fail":
         yield (
             "kv_load_failure_policy is fail, so that a chunk lost between look-up and load fails its request: "
