@@ -134,6 +134,13 @@ def test_under_vllm_the_pool_outlives_the_instance_that_had_it_started(tmp_path:
             second = here.start("second", named).one(tokens)
             assert (before.cached, second.cached, second.tokens) == (0, 4 * CHUNK, before.tokens)
             assert servers(here.socket) == [pid]
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda: not servers(here.socket))
+            # Scheduler and worker, in one process here, agree on one.
+            ours = here.connect("ours", {"connector": {"start_server": True}})
+            ours.one(tokens)
+            assert len(servers(here.socket)) == 1
+            eventually(lambda: here.stats().chunks == 4)
         finally:
             for server in servers(here.socket):
                 os.kill(server, signal.SIGKILL)

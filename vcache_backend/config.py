@@ -115,6 +115,7 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     consume_once: bool = False
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     model: str = ""
+    start_server: bool = False
 
 
 class MooncakeConfig(_Section, frozen=True, kw_only=True):

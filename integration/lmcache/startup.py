@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vcache_backend.config import Config, hash_seed, load
-from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.arguments import KVCaches
@@ -62,7 +61,7 @@ class Starter:
             log.warning("%s", line)
         self._backend.verbs = patches.install(self._engine, self._backend, self._instance.adapter)
         if self._settings.start_server:
-            _start_server(self._settings.config)
+            start.try_ensure(self._settings.config)
         kvcaches = self._instance.kvcaches
         return self.bind(kvcaches) if kvcaches else None
 
@@ -136,14 +135,6 @@ class Starter:
 def _refuse(reason: str | None) -> None:
     if reason:
         raise StepAside(reason)
-
-
-def _start_server(config: Config) -> None:
-    """Without one the plugin works all the same: everything is a miss until a server is there."""
-    try:
-        log.warning("vcache: %s", start.ensure(config))
-    except VCacheError as error:
-        log.error("vcache: no metadata server was started: %s", error)
 
 
 def _on_device_of(kv: PagedKV, config: Config) -> Config:

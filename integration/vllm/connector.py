@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server import start
 
 from . import settings, stats
 from .metadata import StepMetadata
@@ -56,6 +57,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = settings.read(transfer.kv_connector_extra_config)
+        if config.connector.start_server:
+            start.try_ensure(config)
         self.failures: set[str] = set()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

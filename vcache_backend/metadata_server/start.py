@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from pathlib import Path
 
 from vcache_backend import config as configuration
 from vcache_backend.config import ClientConfig, Config
-from vcache_backend.errors import ConfigError, ServerUnavailable
+from vcache_backend.errors import ConfigError, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside, folder_fault
+
+log = logging.getLogger(__name__)
 
 SECONDS = 30.0
 """Until a server must answer: its interpreter and a long journal take their time on a busy machine."""
@@ -50,6 +53,15 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
             return _start(config, path, deadline) if _silence(path) else there
     except OSError as error:
         raise ConfigError(f"server.socket: no metadata server can be started at {path}: {error}") from error
+
+
+def try_ensure(config: Config) -> None:
+    """`ensure` for an integration, which serves without a server, too: everything is a miss until there is one. The log says what came
+    of it."""
+    try:
+        log.warning("vcache: %s", ensure(config))
+    except VCacheError as error:
+        log.error("vcache: no metadata server was started: %s", error)
 
 
 def _start(config: Config, path: Path, deadline: float) -> str:
