@@ -60,6 +60,12 @@ def test_every_layout_of_a_kv_cache_has_a_shape(arrangement: Arrangement) -> Non
     check_shape(shape, BLOCKS, kv, HOST)
 
 
+def test_a_cache_lies_where_the_pool_does(cache: SharedCache) -> None:
+    """`pool.device: host` beside a GPU's KV cache: readers would take that for host memory."""
+    with pytest.raises(LayoutError, match=r"on cpu, the pool on GPU-0; .*: set pool.device: auto"):
+        cache_shape(cache.kv, cache.regions, Device("GPU-0", "cuda", 0))
+
+
 def test_a_layer_that_lies_elsewhere_is_named(cache: SharedCache) -> None:
     with pytest.raises(LayoutError, match=r"layer 2, part 0 of the KV cache lies at .*, in none of the 1 exported allocations"):
         cache_shape(cache.kv, cache.regions[:1], HOST)

@@ -156,6 +156,26 @@ def test_what_a_pool_too_small_has_lost_still_hits(two: Two, b: Instance) -> Non
     assert b.counter("vllm:vcache_offload_written_chunks") >= 32
 
 
+def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(two: Two, a: Instance) -> None:
+    in_place = {**two.settings(ROOM), "connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
+    c, tokens, before = two.second.connect("c", in_place), new_tokens(HITS + 17), two.names()
+    assert c.one(tokens).cached == 0
+    assert c.ask("told")
+    own = c.one(tokens)
+    assert two.names() == before, "vLLM's own cache has it, and nothing else is wanted of that"
+    # Nothing runs any more, so this is what the next request may overwrite.
+    c.step(1)
+    eventually(lambda: len(two.names() - before) == 4)
+    from_below = loaded(a, "store")
+    hit = a.one(tokens)
+    assert (hit.cached, own.cached, loaded(a, "store") - from_below) == (HITS, HITS, HITS)
+    assert hit.said == own.said
+    tokens, own = two.kept(a)
+    hit = c.one(tokens)
+    assert (hit.cached, own.cached, loaded(c, "store")) == (HITS, HITS, HITS)
+    assert hit.said == own.said
+
+
 def test_two_requests_for_the_same_chunks_at_once(two: Two, a: Instance, b: Instance) -> None:
     two.empty()
     tokens = new_tokens(HITS + 17)

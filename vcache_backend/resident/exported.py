@@ -19,8 +19,13 @@ log = logging.getLogger(__name__)
 def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> CacheShape:
     """What a reader must know of `kv`, whose pages lie in `regions` on `device`.
 
-    Raises LayoutError: pages outside of the regions or across two of them, planes whose blocks are not equally far apart, too many.
+    Raises LayoutError: another device, pages outside of the regions or across two of them, planes whose blocks are not equally far apart,
+    too many.
     """
+    if (kv.device.type == "cuda") != (device.medium == "cuda"):
+        raise LayoutError(
+            f"the KV cache lies on {kv.device}, the pool on {device.name}; shared in place they must not differ: set pool.device: auto"
+        )
     planes, strides = [], set()
     for number, (address, stride) in enumerate(kv.planes.tolist()):
         strides.add(stride)
