@@ -227,6 +227,9 @@ def test_status_shows_what_happened_since_the_last_look_but_for_a_restart_and_wh
     assert ["evicted", "27", "10"] in rows
     assert ["4711", "1,024"] in rows
     assert "vcache segment add" in text_of(status.segments_table([]))
+    gone = text_of(status.segments_table([SEGMENT, msgspec.structs.replace(SEGMENT, state="absent")]), 80)
+    assert gone.count("absent") == 2
+    assert "vcache segment add" in " ".join(gone.split())
 
 
 def test_eighty_columns_cut_no_cell_and_show_what_is_wrong_first() -> None:
@@ -310,6 +313,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     at = ("--socket", str(server))
     assert json.loads(vcache("segment", "list", "--json", *at).stdout) == []
+    assert "of host memory are available" in vcache("segment", "add", "--device", "host", "--bytes", "8TiB", *at, expect=1).stderr
     assert "64 MiB of host:a lent" in vcache("segment", "add", "--device", "host:a", "--bytes", "64MiB", *at).stdout
     added = json.loads(vcache("segment", "add", "--device", "host:b", "--bytes", "1048576", "--json", *at).stdout)
     assert (added["device"], added["medium"], added["nbytes"]) == ("host:b", "host", 1 << 20)

@@ -362,4 +362,5 @@ def test_no_server_is_a_warning_that_says_how_to_start_one(config: Config) -> No
     assert only(doctor.check_server(config)).status == "warn"
     config.server.path.unlink()
     config.server.path.write_text("no socket")
-    assert only(doctor.check_server(config)).status == "warn"
+    finding = only(doctor.check_server(config))
+    assert (finding.status, "is no socket" in finding.detail, "start" in finding.detail) == ("fail", True, False)

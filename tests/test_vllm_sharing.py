@@ -5,6 +5,7 @@ Every answer is compared with vLLM's own prefix-cache hit of the same length, bi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -203,6 +204,8 @@ def test_what_was_published_is_found_again_at_the_next_server(here: Node, a: Ins
     here.serve_again(stores=False)
     leaving_no_trace = {"vcache": {"store": False}}
     eventually(lambda: b.again(tokens, params=leaving_no_trace).cached == 3 * CHUNK, 30)
+    lost, back = (rf"WARNING \d\d-\d\d [\d:]+ \[channel.py:\d+\] vcache: .*{end}" for end in ("until it is back", "again"))
+    eventually(lambda: re.search(f"{lost}\n(.*\n)*.*{back}", b.log))
 
 
 def test_a_reset_makes_all_that_an_instance_has_void(here: Node, a: Instance, b: Instance) -> None:

@@ -249,10 +249,15 @@ def segment_add(
     as_json: Json = False,
 ) -> None:
     """Lend memory of a device, an idle GPU's for example. The server keeps it; this command ends at once."""
+    from vcache_backend.doctor.gpus import host_available
     from vcache_backend.status import plain
     from vcache_backend.vram_pool import devices, segment
 
-    with _client(config_file, socket) as client, segment.create(devices.resolve(device), int(nbytes)) as owned:
+    place = devices.resolve(device)
+    # Pages are taken when they are first written: too many would be missing late, to whoever writes them.
+    if place.medium == "host" and nbytes > (available := config.ByteSize(host_available())):
+        raise SegmentError(f"--bytes {nbytes}: {available.about} of host memory are available; lend less")
+    with _client(config_file, socket) as client, segment.create(place, int(nbytes)) as owned:
         client.add_segment(owned.info, owned.fd)
         info = owned.info
     if as_json:

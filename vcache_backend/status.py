@@ -20,6 +20,7 @@ BAR_WIDTH = 24
 READABLE = 32
 """Columns of the terminal that a text of several lines should have."""
 SHOWN_REPORTS = 5
+ABSENT = "absent: lent to the server before; gone, unless a worker has it mapped and offers it. Else: vcache segment add"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
 
@@ -140,9 +141,12 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
         "->leased",
         "->reserved",
         "->evicted",
-        "-state",
+        "-state" if all(info.state == "live" for info in segments) else "state",
     )
-    return table("Segments", columns, rows)
+    made = table("Segments", columns, rows)
+    if all(info.state != "absent" for info in segments):
+        return made
+    return Group(made, Text(ABSENT, style="yellow"))
 
 
 def instances_table(instances: Sequence[InstanceStats]) -> Table:

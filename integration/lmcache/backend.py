@@ -15,6 +15,7 @@ from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterfac
 from vcache_backend.errors import VCacheError
 from vcache_backend.transfer.arguments import as_slots
 
+from .. import logs
 from .memory import NoAllocator, StoredObj, described
 from .patches import StepAside
 from .startup import Starter
@@ -63,6 +64,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         **_: Any,
     ) -> None:
         super().__init__(dst_device=dst_device, config=config, metadata=metadata, local_cpu_backend=local_cpu_backend, loop=loop)
+        logs.join_vllm()
         self.worker: PoolWorker | None = None
         self.verbs: Verbs | None = None
         self._failures: set[str] = set()

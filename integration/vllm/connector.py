@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 
+from .. import logs
 from . import settings, stats
 from .metadata import StepMetadata
 from .scheduler import SchedulerSide
@@ -55,6 +56,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """ConfigError for settings in `kv_connector_extra_config` that are unknown or impossible."""
         super().__init__(vllm_config, role, kv_cache_config)
+        logs.join_vllm()
         transfer = vllm_config.kv_transfer_config
         config = settings.read(transfer.kv_connector_extra_config)
         if config.connector.start_server:

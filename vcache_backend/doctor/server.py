@@ -55,6 +55,8 @@ def check_server(config: Config) -> Iterator[Finding]:
             # Nobody is there: it has yet to be started. Somebody who does not answer, or not us, is a failure.
             absent = client.trouble.startswith("no metadata server at")
             advice = "start it: `vcache serve`" if absent else "see its log; `kill -CONT` it, or restart it with this version"
+            if "is no socket" in client.trouble:
+                advice = "remove it, or set another server.socket"
             yield Finding("server", "warn" if absent else "fail", client.trouble, advice)
             return
         try:

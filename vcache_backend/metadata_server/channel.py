@@ -246,6 +246,8 @@ class Channel(ABC):
     def _no_connection(self, error: Exception) -> str:
         """Why there is none, and what to do about it: not more than is known."""
         match error:
+            case ConnectionRefusedError() if not self._path.is_socket():
+                return f"{self._path} is no socket; set server.socket to that of a metadata server"
             case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
                 return f"no metadata server at {self._path}: {error}; start one with `vcache serve`"
             case OSError(errno=errno.EPROTOTYPE):
@@ -257,6 +259,8 @@ class Channel(ABC):
                 )
             case Unwelcome() | PermissionError():
                 return f"no connection to the metadata server at {self._path}: {error}"
+            case OSError(errno=None):
+                return f"no metadata server can be at {self._path}: {error}; set server.socket to a shorter one"
             case _:
                 return f"no connection to the metadata server at {self._path}: {error}; its log may say why"
 
@@ -266,7 +270,7 @@ class Channel(ABC):
         restarted, self.epoch = self.epoch not in (0, welcome.epoch), welcome.epoch
         self._come_back()
         if restarted or self._complained:
-            log.info("connected to the metadata server at %s", self._path)
+            log.warning("vcache: connected to the metadata server at %s again", self._path)
         self._complained = ""
 
     def _drop(self, link: ServerLink, reason: str) -> None:
@@ -307,4 +311,4 @@ class Channel(ABC):
         """One line when the server is lost, not one a second."""
         if not self._complained and not self._stop.is_set():
             self._complained = self._down
-            log.warning("%s; KV is computed, not shared, until it is back", self._down)
+            log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)

@@ -72,7 +72,10 @@ class Server:
         self._clients = Clients(admission, self._epoll, self._service, self._watch, self._legacy.witness, spin_seconds)
         undo.callback(self._clients.close)
         if state.segments:
-            log.info("journal: %d chunks in %d segments wait to be offered again", len(state.chunks), len(state.segments))
+            found = (
+                f"{len(state.chunks)} chunks in {len(state.segments)} segments wait to be offered again by who has them mapped"
+            )
+            log.warning("journal: %s; what `vcache segment add` lent and nobody has mapped is gone: add it again", found)
         if not self._endpoint.same_pids:
             self._watch.cannot_see(self._directory.reservations.processes())
         self._recover_until = time.monotonic() + config.recover_seconds
