@@ -151,13 +151,35 @@ def test_without_a_server_there_is_one_line_and_exit_code_1(arguments: list[str]
     assert str(path) in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "place", "said"),
+    [
+        ("status", "plain", "is no socket"),
+        ("status", "x" * 108, "set server.socket to a shorter one"),
+        ("serve", ".", "--socket: socket must"),
+    ],
+    ids=["plain-file", "too-long", "no-name"],
+)
+def test_a_bad_socket_is_one_line_that_tells_nobody_to_start_a_server(
+    command: str, place: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "plain").touch()
+    complaint = vcache(command, "--socket", place if place == "." else str(tmp_path / place), expect=1).stderr
+    assert (said in complaint, complaint.count("\n"), "start one" in complaint) == (True, 1, False)
+
+
 def test_config_check_accepts_a_good_file_and_names_the_mistake_in_a_bad_one(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("pool: {segment_bytes: 2 GiB}")
     assert vcache("config", "check", str(path)).stdout == f"{path}: ok\n"
     path.write_text("pool: {segment_byts: 2 GiB}")
     message = vcache("config", "check", str(path), expect=1).stderr
-    assert message == f"vcache: {path}: Object contains unknown field `segment_byts` - at `$.pool`\n"
+    said = "line 1: Object contains unknown field `segment_byts` - at `$.pool`; did you mean `segment_bytes`?"
+    assert message == f"vcache: {path}: {said}\n"
+    for text, wrong in (("pool: {device: gpu0}", "'gpu0' is not a device"), (f"server: {{socket: /{'x' * 108}}}", "107 bytes")):
+        path.write_text(text)
+        message = vcache("config", "check", str(path), expect=1).stderr
+        assert (wrong in message, message.startswith(f"vcache: {path}: "), message.count("\n")) == (True, True, 1)
 
 
 def test_config_init_writes_a_file_that_is_whole_and_overwrites_none(tmp_path: Path) -> None:

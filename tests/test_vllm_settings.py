@@ -95,7 +95,7 @@ def test_settings_that_do_not_exist_are_named(given: dict[str, Any], said: str) 
 
 def test_a_wrong_key_of_the_file_is_the_files(tmp_path: Path) -> None:
     file = yaml(tmp_path, "connector: {min_hit: 1}")
-    with pytest.raises(ConfigError, match=r"vcache\.yaml: Object contains unknown field `min_hit` - at `\$\.connector`"):
+    with pytest.raises(ConfigError, match=r"vcache\.yaml: line 1: Object contains unknown field `min_hit` - at `\$\.connector`"):
         settings.read({"config": file, "connector": {"min_hit_tokens": 1}})
 
 

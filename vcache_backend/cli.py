@@ -98,9 +98,7 @@ def _plainly(error: UnicodeError) -> tuple[str, int]:
 
 def _load(path: Path | None, socket: Path | None) -> config.Config:
     loaded = config.load(path)
-    if socket is None:
-        return loaded
-    return msgspec.structs.replace(loaded, server=msgspec.structs.replace(loaded.server, socket=str(socket)))
+    return loaded if socket is None else config.with_socket(loaded, str(socket), "--socket")
 
 
 def _client(path: Path | None, socket: Path | None, reconnect: bool = False) -> Client:
@@ -322,8 +320,18 @@ def config_init(
 
 @config_app.command("check")
 def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -> None:
-    """Read a file strictly: an unknown key or an impossible value is an error that names it."""
-    config.load(path)
+    """Read a file strictly: an unknown key or an impossible value is an error that names it, its line, and what could stand there."""
+    from vcache_backend.doctor.server import check_socket
+    from vcache_backend.vram_pool import devices
+
+    loaded = config.load(path)
+    try:
+        devices.check(loaded.pool.device)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for finding in check_socket(loaded):
+        if finding.status == "fail":
+            raise ConfigError(f"{path}: server.socket: {finding.detail}; {finding.advice}")
     typer.echo(f"{path}: ok")
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from vcache_backend import config_file
 from vcache_backend.errors import ConfigError
 
 _LARGEST_FIRST = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)]
@@ -68,6 +69,10 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     allow_uids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     allow_gids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     metrics: Address = ""
+
+    def __post_init__(self) -> None:
+        if self.socket and not Path(self.socket).name:
+            raise ValueError(f"socket must be the path of a file, got {self.socket!r}")
 
     @property
     def path(self) -> Path:
@@ -232,8 +237,8 @@ def _encode(value: object) -> object:
     raise NotImplementedError(type(value))
 
 
-def from_dict(values: dict[str, Any], source: str = "configuration") -> Config:
-    """Check `values` against `Config`. Raises ConfigError with the offending key's path."""
+def from_dict(values: dict[str, Any], source: str = "configuration", lines: dict[str, int] | None = None) -> Config:
+    """Check `values` against `Config`. Raises ConfigError with the offending key's path, and its line if `lines` has it."""
     offload = values.get("offload")
     if isinstance(offload, dict) and offload.get("policy") is False:
         # What YAML makes of a plain `off`.
@@ -241,13 +246,19 @@ def from_dict(values: dict[str, Any], source: str = "configuration") -> Config:
     try:
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        raise ConfigError(f"{source}: {config_file.explained(str(error), Config, lines or {})}") from error
     if config.connector.share == "in_place" and "segment_bytes" not in values.get("pool", {}):
         config = msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, segment_bytes=ByteSize(0)))
     socket = os.environ.get("VCACHE_SOCKET")
-    if socket:
-        config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, socket=socket))
-    return config
+    return with_socket(config, socket, "VCACHE_SOCKET") if socket else config
+
+
+def with_socket(config: Config, socket: str, source: str) -> Config:
+    """`config` with another `server.socket`, which `source` names. Raises ConfigError."""
+    try:
+        return msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, socket=socket))
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from error
 
 
 def load(path: str | Path | None = None) -> Config:
@@ -255,13 +266,15 @@ def load(path: str | Path | None = None) -> Config:
     return from_dict(*read(path))
 
 
-def read(path: str | Path | None = None) -> tuple[dict[str, Any], str]:
-    """What the file says that `load` reads, unchecked, and what to call it. Raises ConfigError: unreadable, not YAML, no sections."""
+def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str, int]]:
+    """What the file says that `load` reads, unchecked, what to call it, and the lines of its keys. Raises ConfigError: unreadable, not
+    YAML, no sections, a key twice."""
     path = path or os.environ.get("VCACHE_CONFIG")
     if path is None:
-        return {}, "defaults"
+        return {}, "defaults", {}
     try:
-        values = msgspec.yaml.decode(Path(path).read_bytes())
+        text = Path(path).read_bytes()
+        values = msgspec.yaml.decode(text)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if values is None:
@@ -270,7 +283,7 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             f"{path}: Expected sections (server, client, pool, engine, connector, offload), got {type(values).__name__}"
         )
-    return values, str(path)
+    return values, str(path), config_file.lines(text, str(path))
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -80,6 +80,13 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
             self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: all layers go in one launch. vLLM asks its front end's process, where CUDA graphs are on, before any other is started: so a
+        mistake in the settings, ConfigError, is the last line of the log there."""
+        settings.read(extra_config)
+        return False
+
     def _failed(self, name: str, error: Exception) -> None:
         """Each kind of failure is said once."""
         kind = f"{name}: {type(error).__name__}"

@@ -20,8 +20,8 @@ def read(extra_config: Mapping[str, Any]) -> Config:
     path = extra_config.get("config")
     if path is not None and not isinstance(path, str):
         raise ConfigError(f"{SOURCE}: config: Expected the path of a YAML file, got {path!r}")
-    values, source = configuration.read(path)
-    configuration.from_dict(values, source)
+    values, source, lines = configuration.read(path)
+    configuration.from_dict(values, source, lines)
     for name, section in extra_config.items():
         if name == "config":
             continue

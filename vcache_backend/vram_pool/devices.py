@@ -55,10 +55,9 @@ def resolve(spec: str) -> Device:
 
     Raises ConfigError: not one of the forms, no such GPU here, or a GPU that cannot be used as installed.
     """
+    check(spec)
     if _HOST.fullmatch(spec):
         return Device(spec, "host")
-    if not (_UUID.fullmatch(spec) or re.fullmatch(r"auto|cuda(:\d{1,4})?", spec)):
-        raise ConfigError(f"pool.device: {spec!r} is not a device; expected {_FORMS}")
     name = spec.lower()
     if name in ("auto", "cuda"):
         current = current_gpu()
@@ -77,6 +76,12 @@ def resolve(spec: str) -> Device:
             return Device(uuid, "cuda", ordinal)
     seen = ", ".join(uuids) or "none"
     raise ConfigError(f"pool.device: {spec} is not visible to this process (see CUDA_VISIBLE_DEVICES); visible: {seen}")
+
+
+def check(spec: str) -> None:
+    """Raises ConfigError where `spec` has none of the forms of `pool.device`; whether there is such a device is another question."""
+    if not (_HOST.fullmatch(spec) or _UUID.fullmatch(spec) or re.fullmatch(r"auto|cuda(:\d{1,4})?", spec)):
+        raise ConfigError(f"pool.device: {spec!r} is not a device; expected {_FORMS}")
 
 
 def gpus() -> list[Gpu]:

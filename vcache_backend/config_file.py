@@ -1,0 +1,54 @@
+"""Settings as a person wrote them: the line of each key, none twice, and what was meant where one is wrong."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from typing import Any, get_args
+
+import msgspec
+import yaml
+
+from vcache_backend.errors import ConfigError
+
+_DEEPEST = 8
+"""Sections in sections; an alias may hold itself."""
+
+
+def lines(text: bytes, source: str) -> dict[str, int]:
+    """The line of each key of a YAML text by its path, such as `.pool.device`. Raises ConfigError where one is there twice."""
+    found: dict[str, int] = {}
+
+    def walk(node: yaml.Node | None, at: str) -> None:
+        if not isinstance(node, yaml.MappingNode) or at.count(".") > _DEEPEST:
+            return
+        for key, value in node.value:
+            path, line = f"{at}.{key.value}", key.start_mark.line + 1
+            if path in found and key.value != "<<":
+                raise ConfigError(f"{source}: line {line}: `{path[1:]}` is there again, after line {found[path]}; remove one")
+            found[path] = line
+            walk(value, path)
+
+    walk(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    return found
+
+
+def explained(error: str, kind: type, where: dict[str, int]) -> str:
+    """What msgspec says of a value that should have been a `kind`, with its line, and with what could stand there."""
+    found, unknown = re.search(r"at `\$((?:\.\w+)*)", error), re.search(r"unknown field `(.+?)`", error)
+    path = found[1] if found else ""
+    expected: Any = kind
+    for name in path.split(".")[1:]:
+        expected = _fields(expected).get(name)
+    hint, names = "", list(_fields(expected))
+    if unknown:
+        path += f".{unknown[1]}"
+        close = get_close_matches(unknown[1], names, 1)
+        hint = f"; did you mean `{close[0]}`?" if close else f"; there are {', '.join(names)}"
+    elif "Invalid enum value" in error:
+        hint = f"; expected {' or '.join(map(str, get_args(expected)))}"
+    return (f"line {where[path]}: " if path in where else "") + error + hint
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    return {one.name: one.type for one in msgspec.structs.fields(kind)} if isinstance(kind, type(msgspec.Struct)) else {}
