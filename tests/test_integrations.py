@@ -45,7 +45,8 @@ class Fleet:
 
     def _in_place(self, name: str) -> Instance:
         # It shares what its own prefix cache keeps.
-        arguments = {"a": LONG, "tiny": {**TINY, "enable_prefix_caching": True}}.get(name, {})
+        kinds = {"a": LONG, "tiny": {**TINY, "enable_prefix_caching": True}, "adapters": LORA, "adapters-too": LORA}
+        arguments = kinds.get(name, {})
         settings = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}, "pool": {"segment_bytes": 0}}
         return self.here.connect(f"in-place-{name}", settings, **arguments)
 
@@ -248,17 +249,18 @@ def test_salts_never_share_but_with_themselves(here: Node, a: Instance, reader: 
     assert reader.again(tokens).cached == 0
 
 
-def test_an_adapter_is_told_apart_by_what_lies_at_its_path(here: Node, pooled: None, fleet: Fleet, tmp_path: Path) -> None:
+def test_an_adapter_is_told_apart_by_what_lies_at_its_path(here: Node, fleet: Fleet, tmp_path: Path) -> None:
     one, two, adapters = str(write_lora(tmp_path / "one", 1)), str(write_lora(tmp_path / "two", 2)), fleet("adapters")
+    reader = adapters if fleet.pooled else fleet("adapters-too")
     tokens = new_tokens(4 * CHUNK + 1)
     answers = {lora: here.keep(adapters, tokens, lora=lora) for lora in (one, two, None)}
     assert len({tuple(answer.tokens) for answer in answers.values()}) == 3
     for lora, computed in answers.items():
-        own, from_pool = adapters.one(tokens, lora=lora), adapters.again(tokens, lora=lora)
+        own, from_pool = adapters.one(tokens, lora=lora), reader.again(tokens, lora=lora)
         assert (from_pool.cached, from_pool.said) == (4 * CHUNK, own.said)
         assert from_pool.agrees(computed)
     write_lora(tmp_path / "one", 3)
-    assert adapters.again(tokens, lora=one).cached == 0, "trained again into the same folder"
+    assert reader.again(tokens, lora=one).cached == 0, "trained again into the same folder"
 
 
 # ---- requests that end early, or are interrupted

@@ -59,6 +59,7 @@ def start(here: Node, request: pytest.FixtureRequest) -> Iterator[Start]:
         name = f"{request.node.name.partition('[')[0][5:60]}{len(started)}"
         given = here.transfer(settings, role) | dict(transfer)
         started.append(here.alone(name, environment, kv_transfer_config=given, **arguments))
+        started[-1].in_place = (settings or {}).get("connector", {}).get("share") == "in_place"
         return started[-1]
 
     yield made
@@ -146,16 +147,19 @@ def test_a_reset_before_the_first_request_is_over_soon(start: Start) -> None:
     assert eventually(lambda: b.again(tokens).cached == LENGTH)
 
 
-def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(here: Node, start: Start) -> None:
-    """Speculative decoding: what an answer leaves in the pool is as good as what it leaves in vLLM's own cache."""
-    b = start(speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1})
+@pytest.mark.parametrize("share", ["pool", "in_place"])
+def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(here: Node, start: Start, share: str) -> None:
+    """Speculative decoding: what an answer leaves to others is as good as what it leaves in vLLM's own cache."""
+    guesses = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    b = start({"connector": {"share": share}}, speculative_config=guesses)
+    reader = b if share == "pool" else start({"connector": {"share": share}}, speculative_config=guesses)
     for count in (3, 5):
         prompt, before = new_tokens(40) * count + new_tokens(5), here.stats().chunks
         following = prompt + b.one(prompt, max_tokens=2 * CHUNK + 17 - len(prompt) % CHUNK).tokens
         whole = (len(prompt) // CHUNK + 2) * CHUNK
         assert len(following) == whole + 17
-        here.stored(before + whole // CHUNK)
-        own, from_pool = b.one(following), b.again(following)
+        here.kept(b, before + whole // CHUNK)
+        own, from_pool = b.one(following), reader.again(following)
         assert (own.cached, from_pool.cached) == (whole, whole)
         assert from_pool.said == own.said
     guessed = b.counter("vllm:spec_decode_num_draft_tokens")

@@ -17,9 +17,11 @@ from vllm_models import TOKEN_BYTES
 pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
 
 PULL = "vcache_backend.vram_pool.copier:HostCopier.pull"
+VERDICT = "vcache_backend.transfer.resident:_ResidentPiece.settle"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler:SchedulerSide.allocated"
 MAPPING = "vcache_backend.metadata_server.resident_calls:ResidentCalls.open_cache"
-"""Places: a copy begins; a hit was found, its load is not described yet; a worker asks for another one's KV cache."""
+"""Places: a copy begins; it is over, and was it right; a hit was found, its load is not described yet; a worker asks for another one's KV
+cache."""
 IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
 SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448}
 """KV blocks for 448 tokens."""
@@ -122,15 +124,16 @@ def test_blocks_that_their_owner_used_again_are_computed(
     assert answers[0].said == aside.one(tokens).said
 
 
+@pytest.mark.parametrize("where", [PULL, VERDICT], ids=["before the copy", "before the verdict"])
 def test_blocks_that_are_used_again_while_they_are_read_are_computed(
-    here: Node, b: Instance, tiny: Instance, aside: Instance
+    here: Node, b: Instance, tiny: Instance, aside: Instance, where: str
 ) -> None:
-    """The copy is held up until their owner has written all of them."""
+    """The reader is stopped until their owner has written all of them."""
     tokens = new_tokens(5 * CHUNK + 1)
     keep(tiny, tokens)
     lost, beside = b.counter("vllm:vcache_recomputed_tokens"), Prompt(new_tokens(40), max_tokens=14)
     changed = b.counter("vllm:vcache_failures", cause="changed")
-    with stopped_at(b, PULL) as place:
+    with stopped_at(b, where) as place:
         answers = place.while_there(lambda: tiny.one(new_tokens(6 * CHUNK)), Prompt(tokens), beside)
     assert b.counter("vllm:vcache_recomputed_tokens") - lost == 5 * CHUNK
     assert b.counter("vllm:vcache_failures", cause="changed") == changed + 1
@@ -208,6 +211,46 @@ def test_what_was_published_is_found_again_at_the_next_server(here: Node, a: Ins
     eventually(lambda: re.search(f"{lost}\n(.*\n)*.*{back}", b.log))
 
 
+@pytest.mark.parametrize("reset", ["forget", "reset"])
+def test_a_reset_of_the_owner_or_the_reader_while_a_load_is_under_way(
+    here: Node, a: Instance, b: Instance, aside: Instance, reset: str
+) -> None:
+    """The owner's makes the load void. The reader's is refused by vLLM, as a request runs; it answers with what was asked for, and tells
+    nobody of it."""
+    tokens, lost = new_tokens(3 * CHUNK + 1), b.counter("vllm:vcache_recomputed_tokens")
+    keep(a, tokens)
+    with stopped_at(b, PULL) as place:
+        answers = place.while_there(lambda: a.ask(reset), Prompt(tokens, params={"vcache": {"store": False}}))
+    assert b.counter("vllm:vcache_recomputed_tokens") - lost == 3 * CHUNK
+    assert answers[0].agrees(aside.one(tokens))
+    b.forget()
+    keep(a, tokens)
+    with meddled(b, PULL, "slow", 0.3, times=1):
+        b.add("late", tokens)
+        eventually(lambda: b.step(1) == {} and b.ask("calls")[PULL] == 1)
+        assert not b.ask(reset)
+        answer = b.finish("late")["late"]
+    assert answer.cached == 3 * CHUNK
+    assert answer.agrees(aside.one(tokens))
+    assert b.ask("told")
+    assert a.again(tokens).cached == 0
+
+
+def test_an_aborted_request_gives_its_blocks_back(here: Node, a: Instance, tiny: Instance, aside: Instance) -> None:
+    """While its copy runs, or while it waits for what was announced; then somebody needs all blocks there are."""
+    tokens, whole = new_tokens(4 * CHUNK + 1), new_tokens(13 * BLOCK)
+    keep(a, tokens)
+    with meddled(tiny, PULL, "slow", 0.3, times=1):
+        tiny.add("copied", tokens)
+        tiny.add("waiting", new_tokens(2 * CHUNK + 1), params={"vcache": {"announced": True, "wait_seconds": 80}})
+        eventually(lambda: tiny.step(1) == {} and tiny.ask("calls")[PULL] == 1)
+        for name in ("copied", "waiting"):
+            tiny.ask("abort", name)
+        assert tiny.one(whole, max_tokens=BLOCK).agrees(aside.one(whole, max_tokens=BLOCK))
+    hit, own = tiny.again(tokens), a.one(tokens)
+    assert (hit.cached, hit.said) == (4 * CHUNK, own.said)
+
+
 def test_a_reset_makes_all_that_an_instance_has_void(here: Node, a: Instance, b: Instance) -> None:
     tokens, others = new_tokens(3 * CHUNK + 1), new_tokens(3 * CHUNK + 1)
     keep(a, tokens)
@@ -246,7 +289,7 @@ def test_an_announced_prefix_is_read_where_it_is_computed_as_it_is(here: Node, a
         keep(a, tokens[: 4 * CHUNK])
         b.add("other", new_tokens(CHUNK))
         assert b.finish("other").keys() == {"other"}
-        assert b.ask("calls")[PULL] == 1
+        eventually(lambda: b.step(1) == {} and b.ask("calls")[PULL] == 1)
         keep(a, tokens)
         answer, own = b.finish("waiting")["waiting"], a.one(tokens)
         assert b.ask("calls")[PULL] == 2
