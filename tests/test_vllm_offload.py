@@ -158,17 +158,16 @@ def test_what_a_pool_too_small_has_lost_still_hits(two: Two, b: Instance) -> Non
 
 def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(two: Two, a: Instance) -> None:
     in_place = {**two.settings(ROOM), "connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
-    c, tokens, before = two.second.connect("c", in_place), new_tokens(HITS + 17), two.names()
+    c, tokens, leaving_no_trace = two.second.connect("c", in_place), new_tokens(HITS + 17), {"vcache": {"store": False}}
     assert c.one(tokens).cached == 0
     assert c.ask("told")
     own = c.one(tokens)
-    assert two.names() == before, "vLLM's own cache has it, and nothing else is wanted of that"
+    assert c.counter("vllm:vcache_stored_tokens") == 0
     # Nothing runs any more, so this is what the next request may overwrite.
     c.step(1)
-    eventually(lambda: len(two.names() - before) == 4)
     from_below = loaded(a, "store")
-    hit = a.one(tokens)
-    assert (hit.cached, own.cached, loaded(a, "store") - from_below) == (HITS, HITS, HITS)
+    hit = eventually(lambda: (answer := a.again(tokens, params=leaving_no_trace)).cached == HITS and answer)
+    assert own.cached == HITS <= loaded(a, "store") - from_below
     assert hit.said == own.said
     tokens, own = two.kept(a)
     hit = c.one(tokens)
