@@ -10,6 +10,14 @@
 #     lmcache   TTFT, decoding, misses through LMCache; misses through our connector
 #     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
 #     inplace2  likewise eager, TP=2, fp8, MLA, ngram; copies out of a KV cache
+#     campaign  live KV caches of two vLLMs under load, read by others while they are used again (about 4 minutes), and the death of an owner
+#   Serving at equal VRAM, our KV caches in place in turn with one peer (alone, offload, mp, pool); estimates from the runs of
+#   2026-11-21: servers start in some 60 s, `prefix` takes 17 to 28 s, `trace` 20, 600 unfiltered requests 80 to 100. RUNS=0,1,2 by default.
+#     serving_PEER     prefix and trace, three runs each                  about 400 s
+#     unfiltered_PEER  the unfiltered trace, one run a call: RUNS=0, RUNS=1, ...    about 320 s, each further run 190
+#     host             in place with 96 GiB of host memory for what leaves the KV caches, against mp; needs serving_mp's rows in $OUT
+#     x4               four servers on four GPUs, prefix, alone and in place      about 280 s
+#   All of it is 4 x 400 + 4 x 700 s for three runs: on four GPUs two calls run beside each other, and that is two sessions' time.
 #
 # CALL+CALL runs two beside each other on a host of four GPUs, each on a pair of its own, into $OUT/CALL.
 #
@@ -17,7 +25,10 @@
 # instances to $OUT/logs.tar.xz. Speed is worth something only on GPUs that nobody else uses. TINY=1 runs it without GPUs, for its own sake.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-call=${1:?"usage: $0 pool|speed|equal|kinds|lmcache|inplace|inplace2 [PART.tar.xz...]"}; shift
+call=${1:?"usage: $0 CALL [PART.tar.xz...]; the calls are at the top of this script"}; shift
+known="pool speed equal kinds lmcache inplace inplace2 campaign host x4"
+for peer in alone offload mp pool; do known="$known serving_$peer unfiltered_$peer"; done
+for one in ${call//+/ }; do [[ " $known " == *" $one "* ]] || { echo "no call $one; there are: $known"; exit 2; }; done
 out=${OUT:-/tmp/vcache-gpu}; site=${SITE:-/tmp/site}; logs=/tmp/vcache-gpu-logs/$call; began=$SECONDS
 mkdir -p "$out" "$site/vcache_backend-0.1.0.dist-info" "$logs"
 for part in "$@"; do tar xJf "$part" -C "$site" & done; wait
@@ -30,6 +41,36 @@ if [ -z "${TINY:-}" ]; then
 fi
 export PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
+trace=${TRACE:-shared/traces/mooncake-conversation.jsonl}
+
+# What is missing is found now, in seconds, not by the first instance that does not start.
+gpus=2; [ "$call" != x4 ] || gpus=4
+[[ $call != *+* ]] || gpus=4
+needs="torch msgspec vcache_backend vcache_backend.integration.vllm_connector"
+[ "$call" = pool ] || needs="$needs vllm"
+[[ ! $call =~ speed|equal|kinds|lmcache|_mp ]] || needs="$needs lmcache"
+if ! "$python" - ${TINY:+0} ${TINY:-$gpus} $needs <<'END'
+import importlib.metadata, importlib.util, sys
+import torch
+gpus, names = int(sys.argv[1]), [name for name in sys.argv[2:] if not name.isdigit()]
+
+def found(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent
+        return False
+
+missing = [name for name in names if not found(name)]
+points = [point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")]
+problems = [f"no module {name}: is its part unpacked, is PYTHONPATH right?" for name in missing]
+if "vcache" not in points:
+    problems.append(f"vLLM would not find our plugin; there are {points}")
+if torch.cuda.device_count() < gpus:
+    problems.append(f"{torch.cuda.device_count()} GPUs where {gpus} are needed")
+sys.exit("\n".join(problems) or 0)
+END
+then echo "== $call: cannot run here"; exit 2; fi
+if [[ $call =~ serving|unfiltered|host ]] && [ ! -f "$trace" ]; then echo "== no trace at $trace: TRACE=FILE"; exit 2; fi
 
 # vllm INTEGRATION SECONDS PARTS [OPTION...]: rows of these parts; SECONDS of the call's are over at the latest then.
 vllm() {
@@ -38,6 +79,13 @@ vllm() {
   echo "== $integration: $parts, $seconds s"
   "$python" -m benchmarks.vllm_ttft --integration "$integration" --only "$parts" --seconds "$seconds" --out "$out/$file.json" \
     --logs "$logs/$file" --commit "${COMMIT:-}" ${TINY:+--scale tiny --rounds 1} "$@" > >(tee "$out/$call.$file.txt") 2>&1
+}
+
+# serving SECONDS SYSTEMS WORKLOADS RUNS [OPTION...]: rows of these go to $out/serving.json, which calls share.
+serving() {
+  local seconds=$(($1 - SECONDS + began)) systems=$2 workloads=$3 runs=${RUNS:-$4}; shift 4
+  "$python" -m benchmarks.vllm_serving --systems "$systems" --workloads "$workloads" --runs "$runs" --trace "$trace" --seconds "$seconds" \
+    --out "$out/serving.json" --logs "$logs/serving" --commit "${COMMIT:-}" ${TINY:+--scale tiny} "$@" > >(tee "$out/$call.txt") 2>&1
 }
 
 if [[ $call == *+* ]]; then
@@ -78,7 +126,14 @@ case $call in
     vllm vllm 470 eager,tp2,fp8,mla,ngram --share in_place --isolated
     [ -n "${TINY:-}" ] || "$python" -m benchmarks --only copies --out "$out/copies.json" --commit "${COMMIT:-}"
     ;;
-  *) echo "no call $call"; exit 2 ;;
+  campaign)
+    vllm vllm 130 death --share in_place --isolated
+    "$python" -m benchmarks.inplace_campaign --level gpu ${TINY:+--loads 200} --out "$out/campaign.json" 2>&1 | tee "$out/campaign.txt"
+    ;;
+  serving_*) peer=${call#serving_}; serving 570 "${peer/pool/vcache},inplace" prefix,trace 0,1,2 ;;
+  unfiltered_*) peer=${call#unfiltered_}; serving 570 "${peer/pool/vcache},inplace" unfiltered 0 ;;
+  host) serving 570 inplace_host prefix,trace,unfiltered 0,1,2 ;;
+  x4) serving 570 alone,inplace prefix 0,1,2 --gpus 0,1,2,3 --concurrency 32 ;;
 esac
 tar cJf "$out/logs.tar.xz" -C "$logs" . --exclude='model*' 2> /dev/null
 echo "== $call: $((SECONDS - began)) s; in $out: $(ls "$out" | tr '\n' ' ')"

@@ -53,19 +53,23 @@ POISON = 0x5A5A5A5A5A5A5A5A
 OFTEN = 20
 """So much more often does an owner stop itself at steps that are rare."""
 
-Control = Literal["", "no verdict", "counted late", "published early"]
+Role = Literal["owner", "reader", "vllm"]
+Control = Literal["", "no verdict", "counted late", "published early", "no connector"]
 
 
 class Settings(msgspec.Struct, frozen=True):
     """stops: share of the steps at which it stops itself. control: which rule of the protocol is broken, to see that wrong bytes are found:
-    readers do not look at the generations after a copy, owners change them after they have written, or publish before."""
+    readers do not look at the generations after a copy, owners change them after they have written, or publish before; vLLMs do without
+    a connector. shared: a folder of what all instances use. number: its place among them."""
 
     config: Config
-    role: Literal["owner", "reader"]
+    role: Role
     seed: str
     log: str
     stops: float
     control: Control = ""
+    shared: str = ""
+    number: int = 0
 
 
 class Outcomes(msgspec.Struct):
@@ -74,6 +78,7 @@ class Outcomes(msgspec.Struct):
     reuse_hits: loads that were refused, from some chunk on, by their verdict: a block changed between launch and verdict. differed: those
     among them whose refused chunks did hold other bytes. stale: loads that found a chunk gone before its launch. misses: look-ups
     without anything to load. written: chunks by owners. by_step: times that a process stopped itself, by the step of the protocol.
+    answers: of vLLM to whole requests, whose `loads` are those for which something was loaded.
     """
 
     loads: int = 0
@@ -90,6 +95,7 @@ class Outcomes(msgspec.Struct):
     raised: int = 0
     wrong: int = 0
     wrong_bytes: int = 0
+    answers: int = 0
     by_step: Counter[str] = msgspec.field(default_factory=Counter)
     causes: Counter[str] = msgspec.field(default_factory=Counter)
 
@@ -203,7 +209,7 @@ class Instance:
     def step(self, name: str, often: int = 1) -> None:
         """Here the process may be stopped, so many times as often as elsewhere."""
         if self.dice.random() < often * self.settings.stops:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_self()
             self.told.outcomes.by_step[name] += 1
 
     def round(self) -> None:
@@ -266,6 +272,11 @@ class Owner(Instance):
             self.step("writing")
             if self.dice.random() < 0.3:
                 time.sleep(0.0003)
+
+
+def stop_self() -> None:
+    """As a process that is swapped out or in a debugger."""
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @functools.cache

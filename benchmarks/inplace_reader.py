@@ -6,11 +6,11 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,15 +26,13 @@ from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.sources import Settled
 from vcache_backend.vram_pool import reference
-from vcache_backend.vram_pool.copier import HostCopier, Mark
+from vcache_backend.vram_pool.copier import Completion, Copier, HostCopier, Mark
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 from .inplace_instance import (
     EACH,
     FAMILIES,
-    PLANES,
     POISON,
-    WORDS,
     Instance,
     Outcomes,
     Owner,
@@ -44,7 +42,6 @@ from .inplace_instance import (
     prompt,
     what,
 )
-from .kv import BLOCK_SIZE
 from .processes import die_with_parent
 
 SLOW = 0.1
@@ -59,10 +56,12 @@ PATIENCE_SECONDS = 60.0
 class Reader(Instance):
     """Loads, compares, and has its copies read by others."""
 
+    each = EACH
+
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         super().__init__(settings, dice, SlowCopier(self))
         if settings.control == "no verdict":
-            _believe_copies()
+            believe_copies()
         self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
         self.tables = Tables(self.client)
         self._found: dict[ChunkKey, Found] = {}
@@ -71,17 +70,18 @@ class Reader(Instance):
         keys, outcomes = self.some_prompt(), self.told.outcomes
         found = self._look_up(keys)
         self.step("looked up")
-        count, chosen = choose(found, self.tables, EACH)
+        count, chosen = choose(found, self.tables, self.each)
+        count = self.checkable(count, chosen)
         if not count:
             outcomes.misses += 1
             return
         keys = keys[:count]
         blocks, generations = self.allocate(count)
-        self.words[:, blocks] = POISON
+        self.poison(blocks)
         self.step("before launch")
         before = self.session.stats.counted("chunks_")
-        residents = {number: ResidentChunk.unpacked(*replica) for number, replica in chosen.items()}
-        places = BlockPlaces(self.kv, EACH * BLOCK_SIZE, blocks, BLOCK_SIZE)
+        residents = {number: ResidentChunk.unpacked(*replica) for number, replica in chosen.items() if number < count}
+        places = BlockPlaces(self.kv, self.session.chunk_size, blocks, self.kv.block_size)
         load = Load(self.session, places, keys, mark=self.session.copier.mark(), residents=residents, neighbours=self.neighbours)
         loaded = load.run(PATIENCE_SECONDS)
         self.step("behind the verdict")
@@ -89,19 +89,20 @@ class Reader(Instance):
         stale, refused = (after.get(name, 0) - before.get(name, 0) for name in ("stale", "refused"))
         outcomes.loads += bool(loaded)
         outcomes.chunks += loaded
-        outcomes.nbytes += loaded * PLANES * EACH * WORDS * 8
+        outcomes.nbytes += loaded * self.kv.chunk_bytes(self.session.chunk_size)
         outcomes.launched += bool(loaded or refused)
         outcomes.stale += bool(stale)
         outcomes.causes[load.cause] += 1
         if refused:
             outcomes.reuse_hits += 1
-            outcomes.differed += bool(self._wrong(keys[loaded : loaded + refused], blocks[loaded * EACH :]))
-        if nbytes := self._wrong(keys[:loaded], blocks):
+            changed = [chosen.get(number) for number in range(loaded, loaded + refused)]
+            outcomes.differed += bool(self.wrong(keys[loaded : loaded + refused], blocks[loaded * self.each :], changed))
+        if nbytes := self.wrong(keys[:loaded], blocks, [chosen.get(number) for number in range(loaded)]):
             outcomes.wrong += 1
             outcomes.wrong_bytes += nbytes
-            self.told.wrong.append(self._describe(keys[:loaded], blocks, chosen))
+            self.told.wrong.append(self.describe(keys[:loaded], blocks, chosen))
         elif loaded:
-            self.publish(keys[:loaded], blocks[: loaded * EACH], generations[: loaded * EACH], Written(over=True))
+            self.publish(keys[:loaded], blocks[: loaded * self.each], generations[: loaded * self.each], Written(over=True))
         self.pool.free(blocks)
 
     def _look_up(self, keys: list[ChunkKey]) -> Found:
@@ -116,17 +117,25 @@ class Reader(Instance):
             return old or Found(b"", [], [])
         return found
 
-    def _wrong(self, keys: Sequence[ChunkKey], blocks: Sequence[int]) -> int:
-        """How many bytes of these chunks are not what they must be."""
+    def checkable(self, count: int, chosen: Mapping[int, Replica]) -> int:
+        """How many of these leading chunks can be told right from wrong: all."""
+        return count
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """So that what is not written is seen."""
+        self.words[:, blocks] = POISON
+
+    def wrong(self, keys: Sequence[ChunkKey], blocks: Sequence[int], replicas: Sequence[Replica | None]) -> int:
+        """How many bytes of these chunks are not what they must be, wherever they come from."""
         if not keys:
             return 0
         want = np.concatenate([what(key) for key in keys], axis=1)
         got = self.words[:, blocks[: len(keys) * EACH]]
         return 0 if np.array_equal(got, want) else int((got.view(np.uint8) != want.view(np.uint8)).sum())
 
-    def _describe(self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: dict[int, Replica]) -> str:
+    def describe(self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, Replica]) -> str:
         """The first wrong chunk, before anything is written over it."""
-        number = next(n for n, key in enumerate(keys) if self._wrong([key], blocks[n * EACH :]))
+        number = next(n for n, key in enumerate(keys) if self.wrong([key], blocks[n * EACH :], ()))
         got = self.words[:, blocks[number * EACH : (number + 1) * EACH]]
         instance, theirs, generations = chosen[number]
         view = self.tables.view(instance)
@@ -142,6 +151,29 @@ class Reader(Instance):
                 if same := int((got == what(key)).sum()):
                     said.append(f"{same} prompt {family}'s chunk {at}")
         return ", ".join(said)
+
+
+class Slowly:
+    """A share of a copier's copies go block by block, with pauses of at most so many seconds in all, in their caller's thread."""
+
+    def __init__(self, inner: Copier, instance: Stopping, share: float, seconds: float) -> None:
+        self._inner, self._instance, self._share, self._seconds = inner, instance, share, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def pull(self, kv: PagedKV, rows: Int64s, origins: Int64s, *given: Any, **more: Any) -> Completion:
+        instance = self._instance
+        if len(rows) < 2 or instance.dice.random() >= self._share:
+            return self._inner.pull(kv, rows, origins, *given, **more)
+        instance.told.outcomes.slow += 1
+        for at in range(len(rows) - 1):
+            self._inner.pull(kv, rows[at : at + 1], origins, *given, **more)
+            instance.step("copying")
+            time.sleep(instance.dice.uniform(0, self._seconds / len(rows)))
+        copy = self._inner.pull(kv, rows[-1:], origins, *given, **more)
+        instance.step("copied")
+        return copy
 
 
 class SlowCopier(HostCopier):
@@ -184,7 +216,7 @@ class Copied:
         return True
 
 
-def _believe_copies() -> None:
+def believe_copies() -> None:
     """What a copy brought counts, whatever the generations say afterwards."""
     settle = resident._ResidentPiece.settle
 
@@ -195,23 +227,49 @@ def _believe_copies() -> None:
     resident._ResidentPiece.settle = settled  # type: ignore[method-assign, assignment]
 
 
+class Stopping(Protocol):
+    """Who copies, and is stopped at times."""
+
+    dice: random.Random
+    told: Told
+
+    def step(self, name: str) -> None: ...
+
+
+class Living(Protocol):
+    """An instance of a campaign, in its process."""
+
+    told: Told
+    over: bool
+
+    def round(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def live(settings: Settings, pipe: Connection) -> None:
-    """The life of an instance's process: until it is killed, it tells what happened. A wrong byte is told at once."""
+    """The life of an instance's process."""
+    live_as(Owner if settings.role == "owner" else Reader, settings, pipe)
+
+
+def live_as(kind: Callable[[Settings, random.Random], Living], settings: Settings, pipe: Connection) -> None:
+    """Until it is killed, it tells what happened. A wrong byte is told at once."""
     die_with_parent()
     log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for output in (1, 2):
         os.dup2(log, output)
     torch.set_num_threads(1)
-    kind, dice = Owner if settings.role == "owner" else Reader, random.Random(settings.seed)
+    dice = random.Random(settings.seed)
     instance = kind(settings, dice)
     while True:
         until = time.monotonic() + REPORT_SECONDS
         while time.monotonic() < until and not (instance.told.wrong or instance.over):
             try:
                 instance.round()
-            except Exception:  # noqa: BLE001 - none may come, and the parent counts it
+            except Exception as error:  # noqa: BLE001 - none may come, and the parent counts it
                 traceback.print_exc()
                 instance.told.outcomes.raised += 1
+                instance.told.outcomes.causes[f"{type(error).__name__}: {error}"[:100]] += 1
         pipe.send(instance.told)
         instance.told = Told(Outcomes(), [])
         if instance.over:

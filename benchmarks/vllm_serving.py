@@ -1,15 +1,17 @@
-"""Two vLLM servers under load, requests in turn to the one and the other: what does sharing their KV bring?
+"""vLLM servers under load, requests to each in turn: what does sharing their KV bring?
 
-    python3 -m benchmarks.vllm_serving --out FILE --trace mooncake-conversation.jsonl [--systems alone,offload,mp,vcache]
+    python3 -m benchmarks.vllm_serving --out FILE --trace mooncake-conversation.jsonl [--systems alone,inplace]
 
 Real OpenAI servers, one a GPU, of a model with the shape of Llama-3.1-8B and dummy weights; prompts are token ids, answers have a
-fixed length. Every system has the same VRAM for KV: what vcache lends to the pool its vLLM does without. Two workloads: `prefix`,
-the requests of `vllm bench serve --dataset-name prefix_repetition` (sent by a client of ours: vLLM's needs a tokenizer and knows
-one address), so many at a time; `trace`, conversations of Mooncake's trace at their times, scaled. The servers start empty, are
-warmed up with prompts nobody asks again, and are ended after the last workload.
+fixed length. Every system has the same VRAM for KV: what vcache lends to the pool its vLLM does without; in place it is all vLLM's.
 
-Rows are written after every workload of every system. Comparisons need ours and the other's rows of the same workload in the file,
-which may be of two runs. `--scale tiny` runs the same on the CPU, for the sake of the script.
+Workloads: `prefix`, the requests of `vllm bench serve --dataset-name prefix_repetition` (sent by a client of ours: vLLM's needs a
+tokenizer and knows one address), so many at a time; `trace`, conversations of Mooncake's trace at their times, scaled; `unfiltered`, a
+part of that trace as it is, so many at a time. The servers start empty, are warmed up with prompts nobody asks again, and are ended
+after the last workload. Each of `--runs` has other prompts, and finds caches full of what nobody asks for.
+
+Rows are written after every workload of every system. Comparisons need ours and the other's rows of the same workload and runs in the
+file, which may be of two calls. Four servers: `--gpus 0,1,2,3`. `--scale tiny` runs the same on the CPU, for the sake of the script.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from .results import Clock, Report, write
+from .results import Clock, Report, Row, row, write
 from .serving.client import Job, Run
 from .serving.servers import START_SECONDS, Servers
-from .serving.summary import compared, figures, raw_rows
+from .serving.summary import case, compared, figures, of_runs, raw_rows
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
-from .serving.workloads import WORKLOADS, Ceilings, Plan, Tokens, ceilings, describe, warm_up
+from .serving.workloads import WORKLOADS, Ceilings, Plan, Request, Tokens, ceilings, describe, simulated, warm_up
 from .vllm.scale import GIB
 from .vllm.weights import write_model
 from .vllm_ttft import common_options, end_in_time, names_of
@@ -41,13 +43,18 @@ WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 120.0, 20.0
 """When the warm-up and a workload are cut: what is not answered by then is an error. With less left than the last, none is begun."""
 SETTLES = 0.5
 """Seconds after a warm-up round: what it left is stored in the background."""
-PLANNED = tuple(name for name in Plan.__struct_fields__ if name not in ("vocabulary", "block", "warm"))
+PLANNED = tuple(name for name in Plan.__struct_fields__ if name not in ("vocabulary", "block", "warm", "servers"))
+HIT_RATE = 0.98
+"""In place, of what a simulation of the unfiltered trace has."""
 
 
 class Workload(NamedTuple):
-    """requests: server, body, at."""
+    """asked: server, body, at, of each of `requests`. name: of the rows."""
 
-    requests: list[tuple[int, bytes, float | None]]
+    name: str
+    run: int
+    requests: list[Request]
+    asked: list[tuple[int, bytes, float | None]]
     what: str
     ceilings: Ceilings
 
@@ -57,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     end_in_time(options.seconds)
     sizes, clock, report = _sizes(options), Clock(options.seconds), Report(options.out, options.commit)
-    workloads = {name: _workload(name, sizes.plan) for name in options.workloads}
+    workloads = [_workload(name, sizes.plan, run) for run in options.runs for name in options.workloads]
     gc.collect()
     gc.freeze()
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-serving-logs-"))
@@ -82,10 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(failed) or report.missed)
 
 
-def _workload(name: str, plan: Plan) -> Workload:
+def _workload(name: str, plan: Plan, run: int) -> Workload:
+    """run: each has a seed of its own."""
+    plan = msgspec.structs.replace(plan, seed=plan.seed + run)
     requests = WORKLOADS[name](plan)
     made = [(each.server, _body(each.tokens, plan), each.at) for each in requests]
-    return Workload(made, describe(name, plan, requests), ceilings(requests, plan.block))
+    case_ = f"{name}_x{plan.servers}" if plan.servers != 2 else name
+    return Workload(case_, run, requests, made, describe(name, plan, requests), ceilings(requests, plan.block))
 
 
 def _body(tokens: Tokens, plan: Plan) -> bytes:
@@ -94,7 +104,7 @@ def _body(tokens: Tokens, plan: Plan) -> bytes:
 
 
 def _measure(
-    system: str, servers: Servers, sizes: Sizes, workloads: dict[str, Workload], clock: Clock, report: Report, folder: Path
+    system: str, servers: Servers, sizes: Sizes, workloads: Sequence[Workload], clock: Clock, report: Report, folder: Path
 ) -> None:
     """Raises ChildFailed for servers that do not start or end, OutOfTime; rows of workloads before that stay."""
 
@@ -102,15 +112,16 @@ def _measure(
         print(f"{clock.spent:4.0f} s  {system:8} {text}", flush=True)
 
     took = servers.wait(min(START_SECONDS, clock.left))
-    say(f"two servers up after {took:.0f} s, {memory(system, sizes)}")
+    say(f"{len(servers.ports)} servers up after {took:.0f} s, {memory(system, sizes)}")
     for error in _warm(servers.ports, sizes.plan)[:3]:
         say(f"warm-up: {error}")
-    for name, work in workloads.items():
+    for work in workloads:
         clock.check(LEAST_SECONDS)
+        name = work.name
         before = servers.counters()
-        run = Run([Job(servers.ports[server], body, at) for server, body, at in work.requests])
+        run = Run([Job(servers.ports[server], body, at) for server, body, at in work.asked])
         asyncio.run(run.go(sizes.plan.concurrency, min(LOAD_SECONDS, clock.left)))
-        write(folder / f"answers_{system}_{name}.json", {"answers": msgspec.to_builtins(run.answers)})
+        write(folder / f"answers_{system}_{name}_{work.run}.json", {"answers": msgspec.to_builtins(run.answers)})
         for error in sorted({answer.error for answer in run.answers if answer.error})[:3]:
             say(f"{name}: {error}")
         after, known = servers.counters(), work.ceilings
@@ -120,12 +131,23 @@ def _measure(
             f"{found.hit_rate:.3f} (ceiling {known.shared:.3f}, one a server {known.single:.3f}, {known.unique:,} tokens in all), "
             f"{after['preemptions'] - before['preemptions']:.0f} preemptions"
         )
-        report.add(raw_rows(system, name, found, known, work.what, memory(system, sizes)))
-        report.add(compared(report.rows, name))
+        report.add(of_runs(report.rows, work.run, raw_rows(system, name, found, known, work.what, memory(system, sizes))))
+        report.add([*compared(report.rows, name), *_simulated(system, sizes, work, report)])
+
+
+def _simulated(system: str, sizes: Sizes, work: Workload, report: Report) -> list[Row]:
+    """In place, the unfiltered trace's hit rate against that of a simulation with as many blocks."""
+    if system != "inplace" or work.name != "unfiltered":
+        return []
+    capacity = (sizes.kv_bytes + sizes.pool_bytes) // (sizes.plan.block * sizes.scale.token_bytes)
+    known = simulated(work.requests, sizes.plan.block, capacity)
+    found = report.rows[case(system, work.name, "hit_rate")]
+    what = f"{found.what}; reference: live_sim, blocks of {sizes.plan.block} tokens, {capacity:,} a server, one request after another"
+    return [row("inplace_hit_rate_unfiltered", "fraction", found.value, known, what=what, at_least=HIT_RATE, runs=found.runs)]
 
 
 def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
-    """Prompts of the warm-up to one server, then to the other, twice: misses, and hits of what the other one stored. The errors."""
+    """Prompts of the warm-up to a server, then to the next, twice: misses, and hits of what the other one has. The errors."""
     prompts, errors = warm_up(plan), []
     for turn in range(4):
         half = prompts[turn // 2 :: 2]
@@ -141,6 +163,7 @@ def _sizes(options: argparse.Namespace) -> Sizes:
     sizes = SIZES[options.scale]
     plan = {name: value for name in PLANNED if (value := getattr(options, name)) is not None}
     over = {name: getattr(options, name) for name in ("host_gib", "seqs")}
+    plan["servers"] = len(options.gpus)
     over |= {f"{name}_bytes": gib and int(gib * GIB) for name, gib in (("kv", options.kv_gib), ("pool", options.pool_gib))}
     over = {name: value for name, value in over.items() if value is not None}
     return msgspec.structs.replace(sizes, plan=msgspec.structs.replace(sizes.plan, **plan), **over)
@@ -154,22 +177,29 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--systems", type=names_of(SYSTEMS), default=list(SYSTEMS), help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--workloads", type=names_of(WORKLOADS), default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--scale", choices=SIZES, default="full")
-    parser.add_argument("--gpus", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1], help="default: 0,1")
+    parser.add_argument("--gpus", type=_numbers, default=[0, 1], help="default: 0,1")
+    parser.add_argument(
+        "--runs", type=_numbers, default=[0], help="numbers of the runs to make, each with other prompts; default: 0"
+    )
     memory = parser.add_argument_group("memory; default: the scale's")
     memory.add_argument("--kv-gib", type=float, help="vLLM's KV cache of an instance beside a pool")
     memory.add_argument("--pool-gib", type=float, help="lent to the pool by an instance; without a pool it is KV cache")
-    memory.add_argument("--host-gib", type=float, help="host memory of the systems that use it, for both instances together")
+    memory.add_argument("--host-gib", type=float, help="host memory of the systems that use it, for all instances together")
     memory.add_argument("--seqs", type=int, help="requests that an instance runs at a time")
     load = parser.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
     for name in PLANNED:
         kind = type(getattr(SIZES["full"].plan, name))
         load.add_argument(f"--{name.replace('_', '-')}", type=kind)
     options = parser.parse_args(arguments)
-    if len(options.gpus) != 2:
+    if len(options.gpus) < 2:
         parser.error(f"two servers take two GPUs, and --gpus names {len(options.gpus)}")
-    if "trace" in options.workloads and not options.trace:
-        parser.error("the workload `trace` needs --trace FILE")
+    if {"trace", "unfiltered"} & set(options.workloads) and not options.trace:
+        parser.error("the workloads `trace` and `unfiltered` need --trace FILE")
     return options
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from .results import Clock, Report, Row
-from .vllm import equality, failures, latency, offload, pd, scheduling
+from .vllm import death, equality, failures, latency, offload, pd, scheduling
 from .vllm.fleet import Fleet
 from .vllm.instances import KINDS
 from .vllm.prompts import Prompts
@@ -48,8 +48,8 @@ class Run(NamedTuple):
 class Part(NamedTuple):
     """Something to measure, the instances it needs, and about how many seconds on two H200s once they are up.
 
-    of: the integrations it is for. cpu: whether it runs on the CPU too; vLLM's MLA there has no prefix cache. in_place: whether it says
-    anything of what is shared in place.
+    of: the integrations it is for. cpu: whether it runs on the CPU too; vLLM's MLA there has no prefix cache. in_place, pool: whether
+    it says anything of what is shared so.
     """
 
     instances: tuple[str, ...]
@@ -58,6 +58,7 @@ class Part(NamedTuple):
     of: tuple[str, ...] = INTEGRATIONS
     cpu: bool = True
     in_place: bool = True
+    pool: bool = True
 
 
 def _equal(run: Run) -> list[Row]:
@@ -102,6 +103,7 @@ PARTS: dict[str, Part] = {
     "tpot": Part(("a", "b"), 35, lambda run: latency.decoding(run.fleet, run.clock, run.source)),
     "miss": Part(("alone", "a"), 30, _miss),
     "pd": Part(("producer", "consumer"), 30, lambda run: pd.first_token(run.fleet, run.clock, run.source, run.rounds), OURS),
+    "death": Part(("a", "b"), 80, lambda run: death.owner_death(run.fleet, run.clock, run.source), OURS, pool=False),
     "eager": _few("eager", 20, INTEGRATIONS),
     "tp2": Part(("tp2",), 20, lambda run: equality.tensor_parallel(run.fleet, run.source), cpu=False),
     "failures": Part(_trio("failing"), 40, lambda run: failures.failures(run.fleet, run.clock, run.source), in_place=False),
@@ -170,7 +172,7 @@ def _arrange(fleet: Fleet, names: Sequence[str], variants: Sequence[str]) -> Non
 
 
 def _is_for(name: str, integration: str, in_place: bool) -> bool:
-    return integration in PARTS[name].of and (PARTS[name].in_place or not in_place)
+    return integration in PARTS[name].of and (PARTS[name].in_place if in_place else PARTS[name].pool)
 
 
 def end_in_time(seconds: float) -> None:

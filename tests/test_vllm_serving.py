@@ -20,7 +20,7 @@ from vllm_cases import known_models
 from benchmarks.results import Row, percentile
 from benchmarks.serving.client import Answer, Job, Run
 from benchmarks.serving.servers import counter
-from benchmarks.serving.summary import compared, figures, raw_rows
+from benchmarks.serving.summary import compared, figures, of_runs, raw_rows
 from benchmarks.serving.systems import FULL, SYSTEMS, TINY, Sizes, memory, serve_arguments
 from benchmarks.serving.workloads import (
     Ceilings,
@@ -29,8 +29,11 @@ from benchmarks.serving.workloads import (
     ceilings,
     conversations,
     prefix_repetition,
+    simulated,
+    unfiltered,
     warm_up,
 )
+from benchmarks.vllm.scale import GIB
 from benchmarks.vllm_serving import main
 
 TRACE = [
@@ -102,6 +105,13 @@ def test_a_trace_that_is_missing_or_too_short_is_told_of(plan: Plan, tmp_path: P
         conversations(change(plan, trace_turns=4))
 
 
+def test_the_unfiltered_trace_is_a_part_of_it_as_it_is(plan: Plan) -> None:
+    requests = unfiltered(change(plan, window=3, window_start=1, window_block=128, servers=3))
+    assert [len(each.tokens) for each in requests] == [175, 375, 75]
+    assert [(each.server, each.at) for each in requests] == [(0, None), (1, None), (2, None)]
+    assert shared(requests[0], requests[1]) == 128
+
+
 @pytest.mark.parametrize("workload", [prefix_repetition, conversations])
 def test_two_runs_ask_the_same_and_another_seed_something_else(plan: Plan, workload: Any) -> None:
     one, again, other = (
@@ -134,6 +144,14 @@ def test_ceilings_count_whole_blocks_that_came_before_in_one_cache_and_in_one_a_
     assert found.shared == pytest.approx((32 + 32) / 176)
     assert found.single == pytest.approx(32 / 176)
     assert found.unique == 16 * (2 + 1 + 1 + 2)
+
+
+def test_a_simulation_of_caches_that_all_read_keeps_what_was_used_last() -> None:
+    a, b, c = range(100, 133), range(200, 233), range(300, 333)
+    asked = [request(0, a), request(1, a), request(0, b), request(0, c), request(1, a), request(1, b)]
+    assert simulated(asked, 16, 100) == pytest.approx(3 * 32 / (6 * 33))
+    # Two blocks a cache: server 0 has lost b to c, server 1 keeps a.
+    assert simulated(asked, 16, 2) == pytest.approx(2 * 32 / (6 * 33))
 
 
 def test_the_last_token_is_never_known_and_a_block_after_another_prefix_is_another_block() -> None:
@@ -268,6 +286,22 @@ def test_ahead_is_above_one_in_throughput_and_in_time_to_first_token() -> None:
     assert {row.case for row in trace} == {"vllm_throughput_vs_alone_trace", "vllm_ttft_p50_vs_alone_trace"}
 
 
+def test_runs_are_summed_up_by_their_medians_and_compared_where_their_seeds_are_the_same() -> None:
+    rows: dict[str, Row] = {}
+    for system, runs in {"alone": (4.0, 5.0, 6.0), "inplace": (1.0, 2.0, 4.0)}.items():
+        for run, seconds in enumerate(runs):
+            assert not any(row.case.startswith("inplace_") for row in compared(rows, "prefix_x4")), run
+            found = figures([answer(0, seconds / 2, seconds)] * 4, {}, {})
+            raw = raw_rows(system, "prefix_x4", found, Ceilings(0.8, 0.6, 1, 1), f"w, seed {run}", "so much")
+            rows |= {row.case: row for row in of_runs(rows, run, raw)}
+    median = rows["vllm_serving_alone_prefix_x4_requests_per_second"]
+    assert (median.value, median.runs, median.what[-13:]) == (0.8, 3, "seeds 0, 1, 2")
+    assert median.spread > 0
+    ahead = {row.case: row for row in compared(rows, "prefix_x4")}
+    assert ahead["inplace_x4_throughput_vs_alone"].ratio == pytest.approx(2 / 0.8)
+    assert ahead["inplace_x4_throughput_vs_alone"].limit == ">= 1.5"
+
+
 def test_only_the_same_workload_is_compared_and_a_hit_rate_stands_beside_its_ceiling() -> None:
     rows = rows_of({"alone": "80 prefixes", "vcache": "90 prefixes"})
     assert compared(rows, "prefix") == []
@@ -289,12 +323,18 @@ def test_counters_are_added_up_over_their_labels() -> None:
 
 def test_every_system_has_the_same_vram_and_only_ours_lends_some_of_it() -> None:
     for name in SYSTEMS:
-        given = serve_arguments(name, FULL, Path("/m"), 1, {"port": 5, "socket": "/s", "more": {"pool.max_ctas": "32"}})
+        given = serve_arguments(
+            name, FULL, Path("/m"), 1, {"port": 5, "socket": "/s", "index": 1, "more": {"pool.max_ctas": "32"}}
+        )
         kv_bytes = int(given[given.index("--kv-cache-memory-bytes") + 1])
         transfer = json.loads(given[given.index("--kv-transfer-config") + 1]) if "--kv-transfer-config" in given else {}
         lent = transfer.get("kv_connector_extra_config", {}).get("pool", {}).get("segment_bytes", 0)
-        assert kv_bytes + lent == FULL.kv_bytes + FULL.pool_bytes
-        assert bool(lent) == (name == "vcache")
+        on_gpu = not transfer.get("kv_connector_extra_config", {}).get("pool", {}).get("device", "auto").startswith("host")
+        assert kv_bytes + on_gpu * lent == FULL.kv_bytes + FULL.pool_bytes
+        assert bool(lent) == (name in ("vcache", "inplace_host"))
+        assert on_gpu or 2 * lent == FULL.host_gib * GIB
+        shares = transfer.get("kv_connector_extra_config", {}).get("connector", {}).get("share", "pool")
+        assert (shares == "in_place") == name.startswith("inplace")
         assert ("--kv-offloading-size" in given) == (name == "offload")
     assert transfer["kv_connector_extra_config"]["pool"]["max_ctas"] == 32
     assert transfer["kv_load_failure_policy"] == "recompute"

@@ -23,6 +23,7 @@ import numpy as np
 from processes import PATIENT, SECONDS, Child, Nursery, Worker, eventually, nursery
 from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
 
+from benchmarks.vllm.answers import Answer as Answer
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
 
@@ -64,41 +65,6 @@ class Prompt(NamedTuple):
     lora: str | None = None
     rate: bool = False
     fresh: bool = False
-
-
-TOLERANCE = 0.15
-"""By how much a log probability may change with the shape of the batch: some 0.06 was seen with AMX, a step of bfloat16 where the
-logits are. One other token at the prompt's beginning moves the worst of 120 by 5 and more."""
-
-
-class Answer(NamedTuple):
-    """logprobs: of the tokens, after those of the prompt if it was rated. cached: prompt tokens that were not computed, since vLLM's
-    own prefix cache or the pool had them. seconds: for each token, the next likely one and its log probability."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    cached: int
-    seconds: list[tuple[int, float]]
-
-    @property
-    def said(self) -> tuple[list[int], list[float]]:
-        return self.tokens, self.logprobs
-
-    def agrees(self, other: Answer) -> bool:
-        """Was it computed from the same KV, in batches of whatever shapes? Two tokens that are about as likely may change places;
-        what follows them says nothing then."""
-        rated = len(self.logprobs) - len(self.tokens)
-        for place, (own, others) in enumerate(zip(self.logprobs, other.logprobs, strict=True), -rated):
-            if abs(own - others) > TOLERANCE:
-                return False
-            if place >= 0 and self.tokens[place] != other.tokens[place]:
-                second, logprob = self.seconds[place]
-                return second == other.tokens[place] and own - logprob <= TOLERANCE
-        return True
-
-    def differs(self, other: Answer) -> bool:
-        """Was it computed from other KV? Probabilities say so even where all tokens happen to be the same."""
-        return not self.agrees(other)
 
 
 _seeds = itertools.count(1)

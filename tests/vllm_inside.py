@@ -83,7 +83,7 @@ class Serving:
                 lora_request=[self._lora(request) for request in batch],
                 use_tqdm=False,
             )
-            answers += [self._answer(output) for output in outputs]
+            answers += [Answer.of(output) for output in outputs]
         return answers
 
     def forget(self) -> bool:
@@ -115,7 +115,7 @@ class Serving:
         """So many steps of the engine; the requests that finished."""
         done: dict[str, Answer] = {}
         for _ in range(count):
-            done |= {output.request_id: self._answer(output) for output in self.llm.llm_engine.step() if output.finished}
+            done |= {output.request_id: Answer.of(output) for output in self.llm.llm_engine.step() if output.finished}
         return done
 
     def finish(self, names: list[str]) -> dict[str, Answer]:
@@ -201,17 +201,6 @@ class Serving:
             return None
         name = Path(request.lora).name
         return LoRARequest(name, 1 + sum(name.encode()), request.lora)
-
-    def _answer(self, output: Any) -> Answer:
-        (said,) = output.outputs
-        rated = zip(output.prompt_logprobs or [], output.prompt_token_ids, strict=False)
-        logprobs = [step[token].logprob for step, token in rated if step is not None]
-        logprobs += [step[token].logprob for step, token in zip(said.logprobs or [], said.token_ids, strict=True)]
-        ranked = [sorted(step.items(), key=lambda item: -item[1].logprob) for step in said.logprobs or []]
-        others = [next(item for item in step if item[0] != token) for step, token in zip(ranked, said.token_ids, strict=True)]
-        return Answer(
-            list(said.token_ids), logprobs, output.num_cached_tokens, [(token, found.logprob) for token, found in others]
-        )
 
 
 def serve(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The processes of one system: two OpenAI servers, one a GPU, and what stands beside them. All of them end with it."""
+"""The processes of one system: OpenAI servers, one a GPU, and what stands beside them. All of them end with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from ..processes import ChildFailed, MetadataServer, Program, free_ports, module
 from ..vllm.fleet import ENVIRONMENT
-from .systems import Sizes, mp_arguments, serve_arguments
+from .systems import SYSTEMS, Sizes, mp_arguments, serve_arguments
 
 START_SECONDS = 300.0
 END_SECONDS = 20.0
@@ -32,7 +32,7 @@ COUNTERS = {
 class Servers:
     """Starts at once; `wait` until they answer.
 
-    gpus: the two GPUs by ordinal; each server sees both, its own first. folder: logs. cache: vLLM's compiled code. more: settings of
+    gpus: by ordinal; each server sees all, its own first. folder: logs. cache: vLLM's compiled code. more: settings of
     vcache.
     """
 
@@ -69,7 +69,7 @@ class Servers:
         self._undo.close()
 
     def wait(self, seconds: float = START_SECONDS) -> float:
-        """Until both are healthy; the seconds since their start. Raises ChildFailed for a process that ended or is late."""
+        """Until all are healthy; the seconds since their start. Raises ChildFailed for a process that ended or is late."""
         for program, port in zip(self._programs[-len(self.ports) :], self.ports, strict=True):
             program.until(lambda port=port: _healthy(port), seconds - (time.monotonic() - self._started))  # type: ignore[misc]
         if ended := [program for program in self._programs if not program.alive]:
@@ -77,7 +77,7 @@ class Servers:
         return time.monotonic() - self._started
 
     def counters(self) -> dict[str, float]:
-        """`COUNTERS`, of both servers together."""
+        """`COUNTERS`, of all servers together."""
         texts = [_get(port, "/metrics").decode() for port in self.ports]
         return {key: sum(counter(text, name) for text in texts) for key, name in COUNTERS.items()}
 
@@ -89,25 +89,28 @@ class Servers:
             command = module("lmcache.v1.multiprocess.server", *mp_arguments(self._sizes.scale, self._sizes.host_gib, port))
             self._programs.append(Program("mp_server", command, self._folder / "mp_server.log", environment))
             return {"port": port}
-        if self.name == "vcache":
+        if SYSTEMS[self.name].ours:
             path = self._own / "vcache.sock"
             self._programs.append(MetadataServer(path, self._folder / "vcache_server.log", environment))
             return {"socket": path}
         return {}
 
     def _environment(self, index: int) -> dict[str, str]:
-        gpu = self._gpus[index]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        # Of those that this process sees: another run may have the others of the host.
+        gpus = [visible[gpu] if gpu < len(visible) and visible[gpu] else str(gpu) for gpu in self._gpus]
+        gpu = gpus[index]
         given = {
             **os.environ,
             **ENVIRONMENT,
             "VLLM_CACHE_ROOT": str(self._cache),
             # The ports that vLLM's processes take among themselves are looked for from here on.
-            "VLLM_PORT": str(42000 + 400 * gpu),
+            "VLLM_PORT": str(42000 + 400 * (int(gpu) if gpu.isdigit() else index)),
         }
         if self._sizes.scale.cpu:
             return given | CPU_ENVIRONMENT
-        others = [each for each in self._gpus if each != gpu]
-        return given | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, [gpu, *others]))}
+        others = [each for each in gpus if each != gpu]
+        return given | {"CUDA_VISIBLE_DEVICES": ",".join([gpu, *others])}
 
     def _end(self) -> None:
         """The end of the servers, then of what they may still tell of it."""

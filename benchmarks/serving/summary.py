@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -12,9 +13,16 @@ from .systems import SYSTEMS
 from .workloads import Ceilings
 
 MS = 1e3
-OURS = "vcache"
-HEADLINE = "prefix"
-"""The workload whose comparisons also stand without its name."""
+OURS = {"vcache": "vllm", "inplace": "inplace", "inplace_host": "inplace_host"}
+"""Our systems, and how rows begin that compare them with others."""
+HEADLINE = "vcache", "prefix"
+"""The system and workload whose comparisons also stand without the workload's name."""
+FOUR = "prefix_x4"
+"""The workload of four servers."""
+AHEAD = {("inplace", "mp", "prefix"): 1.1, ("inplace", "alone", FOUR): 1.5}
+"""What is asked of comparisons, ours, theirs, workload; else 1."""
+OF_RUNS = ("requests_per_second", "ttft_p50", "hit_rate")
+"""Figures of which each run's stays, beside the median of all."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,20 +108,43 @@ def case(system: str, workload: str, figure: str) -> str:
     return f"vllm_serving_{system}_{workload}_{figure}"
 
 
+def of_runs(rows: Mapping[str, Row], run: int, raw: Sequence[Row]) -> list[Row]:
+    """The raw rows of run number `run`, and instead of those in OF_RUNS the medians of all runs there are, with their spread.
+
+    rows: those of the runs before. What the workload is names all seeds: comparisons need the same ones.
+    """
+    made = []
+    for one in raw:
+        if not one.case.endswith(OF_RUNS):
+            made.append(one)
+            continue
+        made.append(mine := msgspec.structs.replace(one, case=f"{one.case}_run{run}"))
+        others = [row for case, row in rows.items() if re.fullmatch(rf"{one.case}_run\d+", case) and case != mine.case]
+        runs = [*others, mine]
+        seeds = sorted(int(seed) for each in runs for seed in re.findall(r", seed (\d+)", each.what))
+        what = re.sub(r", seed \d+", f", seeds {', '.join(map(str, seeds))}", one.what)
+        of_all = row(one.case, one.unit, [each.value for each in runs], [each.reference for each in runs], what=what)
+        made.append(msgspec.structs.replace(of_all, limit=one.limit, ok=one.ok))
+    return made
+
+
 def compared(rows: Mapping[str, Row], workload: str) -> list[Row]:
-    """Ours against each of the others that the same workload was measured on, from the raw rows. Ahead is above 1."""
+    """Each of ours against each of the others that the same workload was measured on, from the raw rows. Ahead is above 1."""
     found: list[Row] = []
     rate, first = "requests_per_second", "ttft_p50"
-    for other in SYSTEMS:
-        ours, theirs = (_named(rows, system, workload) for system in (OURS, other))
-        if other == OURS or not ours or not theirs or len({_workload(row) for row in (*ours.values(), *theirs.values())}) > 1:
-            continue
-        about = f"{_workload(ours[rate])}; reference:"
-        for suffix in ("", f"_{workload}") if workload == HEADLINE else (f"_{workload}",):
-            case_, what = f"vllm_throughput_vs_{other}{suffix}", f"requests a second; {about} {other}"
-            found.append(_ahead(case_, ours[rate], theirs[rate], what))
-            case_, what = f"vllm_ttft_p50_vs_{other}{suffix}", f"median TTFT of {other}; {about} {OURS}"
-            found.append(_ahead(case_, theirs[first], ours[first], what))
+    for our, prefix in OURS.items():
+        for other in [other for other, system in SYSTEMS.items() if not system.ours or (other == "vcache" and our != other)]:
+            ours, theirs = (_named(rows, system, workload) for system in (our, other))
+            if not ours or not theirs or len({_workload(row) for row in (*ours.values(), *theirs.values())}) > 1:
+                continue
+            about, least = f"{_workload(ours[rate])}; reference:", AHEAD.get((our, other, workload), 1.0)
+            their = "pool" if other == "vcache" else other
+            name = f"{prefix}_x4" if workload == FOUR else prefix
+            for suffix in ("", f"_{workload}") if (our, workload) == HEADLINE else ("" if workload == FOUR else f"_{workload}",):
+                case_, what = f"{name}_throughput_vs_{their}{suffix}", f"requests a second; {about} {other}"
+                found.append(_ahead(case_, ours[rate], theirs[rate], what, least))
+                case_, what = f"{name}_ttft_p50_vs_{their}{suffix}", f"median TTFT of {other}; {about} {our}"
+                found.append(_ahead(case_, theirs[first], ours[first], what, 1.0))
     return found
 
 
@@ -127,6 +158,6 @@ def _workload(row: Row) -> str:
     return row.what.partition("; ")[2]
 
 
-def _ahead(name: str, value: Row, reference: Row, what: str) -> Row:
-    made = row(name, value.unit, value.value, reference.value, what=what, at_least=1, runs=value.runs)
+def _ahead(name: str, value: Row, reference: Row, what: str, least: float) -> Row:
+    made = row(name, value.unit, value.value, reference.value, what=what, at_least=least, runs=value.runs)
     return msgspec.structs.replace(made, spread=value.spread)

@@ -21,7 +21,7 @@ UTILISATION = 0.15
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance beside a pool; pool_bytes: what
-    it lends to the pool. Without a pool an instance has the sum of both. host_gib: host memory of the two instances together,
+    it lends to the pool. Without a pool an instance has the sum of both. host_gib: host memory of all instances together,
     where a system uses any. seqs: requests that an instance runs at a time."""
 
     scale: Scale
@@ -61,17 +61,21 @@ TINY = Sizes(
         trace_tokens=15_000,
         trace_turns=1,
         trace_seconds=3.0,
+        window=24,
+        window_block=32,
     ),
 )
 SIZES = {"full": FULL, "tiny": TINY}
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
-    """label: for people. lends: VRAM of each GPU goes to the pool. host: it takes host memory. gpu_only: why it
-    does not run on the CPU."""
+    """label: for people. ours: with our connector. lends: VRAM of each GPU goes to the pool. in_place: vLLM's own KV cache is the pool.
+    host: it takes host memory. gpu_only: why it does not run on the CPU."""
 
     label: str
+    ours: bool = False
     lends: bool = False
+    in_place: bool = False
     host: bool = False
     gpu_only: str = ""
 
@@ -84,7 +88,9 @@ SYSTEMS = {
         gpu_only="vLLM's native CPU offload runs on CUDA and XPU devices only",
     ),
     "mp": System(label="LMCache MP server, host memory", host=True),
-    "vcache": System(label="vcache", lends=True),
+    "vcache": System(label="vcache, a pool", ours=True, lends=True),
+    "inplace": System(label="vcache in place", ours=True, in_place=True),
+    "inplace_host": System(label="vcache in place, victims in host memory", ours=True, in_place=True, host=True),
 }
 
 
@@ -120,7 +126,7 @@ def serve_arguments(name: str, sizes: Sizes, model: Path, port: int, side: Mappi
     else:
         given |= {"load-format": "dummy", "gpu-memory-utilization": UTILISATION}
     if name == "offload":
-        given |= {"kv-offloading-size": sizes.host_gib / 2, "kv-offloading-backend": "native"}
+        given |= {"kv-offloading-size": sizes.host_gib / sizes.plan.servers, "kv-offloading-backend": "native"}
     if (config := transfer(name, sizes, side)) is not None:
         given["kv-transfer-config"] = json.dumps(config)
     return [*(f"--{flag}" for flag in flags), *(part for key, value in given.items() for part in (f"--{key}", str(value)))]
@@ -131,11 +137,14 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     `more`, settings of vcache by `SECTION.KEY`."""
     if name == "mp":
         return _mp_connector(side["port"])
-    if name != "vcache":
+    system = SYSTEMS[name]
+    if not system.ours:
         return None
-    # On the CPU two of the same name would be one device, which is lent once.
-    more = {"pool.device": f"host:{side['index']}"} if sizes.scale.cpu else {}
-    return our_connector(side["socket"], sizes.pool_bytes, sizes.scale.chunk, more | dict(side.get("more", {})))
+    # Two of the same name would be one device, which is lent once.
+    more = {"pool.device": f"host:{side['index']}"} if sizes.scale.cpu or system.host else {}
+    more |= {"connector.share": "in_place"} if system.in_place else {}
+    lends = sizes.pool_bytes if system.lends else int(sizes.host_gib * GIB) // sizes.plan.servers if system.host else 0
+    return our_connector(side["socket"], lends, sizes.scale.chunk, more | dict(side.get("more", {})))
 
 
 def _mp_connector(port: int) -> dict[str, Any]:

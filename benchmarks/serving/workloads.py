@@ -1,10 +1,11 @@
-"""The requests of the two workloads, from a seed: who asks what, when, of which server; and how much of it a cache could know."""
+"""The requests of the workloads, from a seed: who asks what, when, of which server; and how much of it caches could know."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.uint32]
 TRACED = 512
 """Tokens that one of the trace's hash ids stands for."""
-SERVERS = 2
 FIRST = 3
 """Token ids below are the model's own."""
 
@@ -27,7 +27,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: requests in flight, over both servers. warm: prompts of the warm-up, which stay in the caches. trace: its file.
     trace_block: tokens that a block of 512 of the trace becomes; trace_tokens: prompt tokens in all; trace_turns: only
     conversations of at least so many requests; trace_seconds: what the arrivals are squeezed into.
-    longest: where a prompt is cut. output: tokens of every answer. block: of vLLM's KV cache.
+    window: requests of the trace one after another, from number `window_start` on; window_block: as trace_block.
+    longest: where a prompt is cut. output: tokens of every answer. block: of vLLM's KV cache. servers: asked in turn.
     """
 
     vocabulary: int
@@ -46,6 +47,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     trace_tokens: int = 2_000_000
     trace_turns: int = 2
     trace_seconds: float = 14.0
+    window: int = 600
+    window_start: int = 1000
+    window_block: int = 512
+    servers: int = 2
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -76,7 +81,7 @@ def prefix_repetition(plan: Plan) -> list[Request]:
         prefix = _random(dice, plan.prefix, plan)
         prompts += [np.concatenate([prefix, _random(dice, plan.suffix, plan)]) for _ in range(plan.repeats)]
     random.Random(plan.seed).shuffle(prompts)
-    return [Request(tokens, index % SERVERS) for index, tokens in enumerate(prompts)]
+    return [Request(tokens, index % plan.servers) for index, tokens in enumerate(prompts)]
 
 
 def conversations(plan: Plan) -> list[Request]:
@@ -90,12 +95,19 @@ def conversations(plan: Plan) -> list[Request]:
     first, last = lines[0]["timestamp"], lines[-1]["timestamp"]
     pace = plan.trace_seconds / max(1, last - first)
     return [
-        Request(_prompt(line, plan, blocks), index % SERVERS, (line["timestamp"] - first) * pace)
+        Request(_prompt(line, plan, plan.trace_block, blocks), index % plan.servers, (line["timestamp"] - first) * pace)
         for index, line in enumerate(lines)
     ]
 
 
-WORKLOADS = {"prefix": prefix_repetition, "trace": conversations}
+def unfiltered(plan: Plan) -> list[Request]:
+    """A part of the trace as it is, `concurrency` at a time: nobody chose conversations. Raises ValueError for a trace that is missing."""
+    lines = _trace(plan)[plan.window_start : plan.window_start + plan.window]
+    blocks: dict[int, Tokens] = {}
+    return [Request(_prompt(line, plan, plan.window_block, blocks), index % plan.servers) for index, line in enumerate(lines)]
+
+
+WORKLOADS = {"prefix": prefix_repetition, "trace": conversations, "unfiltered": unfiltered}
 
 
 def warm_up(plan: Plan) -> list[Tokens]:
@@ -111,6 +123,11 @@ def describe(name: str, plan: Plan, requests: Sequence[Request]) -> str:
             f"prefix repetition: {plan.prefixes} prefixes of {plan.prefix} tokens x {plan.repeats} suffixes of {plan.suffix}, "
             f"answers of {plan.output}, {plan.concurrency} requests at a time, seed {plan.seed}"
         )
+    if name == "unfiltered":
+        return (
+            f"unfiltered trace: {len(requests)} requests from number {plan.window_start} on, {plan.window_block} tokens for {TRACED}, "
+            f"prompts cut at {plan.longest}, answers of {plan.output}, {plan.concurrency} requests at a time, seed {plan.seed}"
+        )
     turns = f"conversations of {plan.trace_turns} or more requests" if plan.trace_turns > 1 else "conversations"
     return (
         f"conversation trace: {len(requests)} requests of whole {turns}, {plan.trace_block} tokens for {TRACED}, prompts cut at "
@@ -118,10 +135,10 @@ def describe(name: str, plan: Plan, requests: Sequence[Request]) -> str:
     )
 
 
-def ceilings(requests: Iterable[Request], block: int) -> Ceilings:
+def ceilings(requests: Sequence[Request], block: int) -> Ceilings:
     """What caches of whole blocks could know; the last token of a prompt is computed in any case, as vLLM does."""
     shared: set[int] = set()
-    single: list[set[int]] = [set() for _ in range(SERVERS)]
+    single: list[set[int]] = [set() for _ in range(1 + max((request.server for request in requests), default=0))]
     known, own, total = 0, 0, 0
     for request in requests:
         chain = _chain(request.tokens, block)
@@ -132,6 +149,31 @@ def ceilings(requests: Iterable[Request], block: int) -> Ceilings:
         shared.update(chain)
         single[request.server].update(chain)
     return Ceilings(known / max(1, total), own / max(1, total), len(shared) * block, total)
+
+
+def simulated(requests: Sequence[Request], block: int, capacity: int) -> float:
+    """Share of all prompt tokens that caches know of `capacity` blocks each, LRU, all of which every server reads.
+
+    As `live` of the probe that sharing in place was planned with: requests one after another, what is read from another counts as used
+    there and is kept here too. Blocks that a request runs in are not taken off the capacity.
+    """
+    caches = [OrderedDict[int, None]() for _ in range(1 + max(request.server for request in requests))]
+    known = total = 0
+    for request in requests:
+        own, chain, hits = caches[request.server], _chain(request.tokens, block), 0
+        total += len(request.tokens)
+        for key in chain[: (len(request.tokens) - 1) // block]:
+            if (owner := own if key in own else next((cache for cache in caches if key in cache), None)) is None:
+                break
+            owner.move_to_end(key)
+            hits += 1
+        known += hits * block
+        for key in chain:
+            own[key] = None
+            own.move_to_end(key)
+            if len(own) > capacity:
+                own.popitem(last=False)
+    return known / max(1, total)
 
 
 def _leading(chain: Sequence[int], known: set[int]) -> int:
@@ -177,21 +219,22 @@ def _drawn(lines: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
         if tokens >= plan.trace_tokens:
             break
         chosen += indices
-        tokens += sum(_length(lines[index], plan) for index in indices)
+        tokens += sum(_length(lines[index], plan, plan.trace_block) for index in indices)
     if not chosen:
         raise ValueError(f"no conversation of {plan.trace_turns} requests in {plan.trace}; lower --trace-turns")
     return [lines[index] for index in sorted(chosen)]
 
 
-def _length(line: dict[str, Any], plan: Plan) -> int:
-    scaled: int = line["input_length"] * plan.trace_block // TRACED
+def _length(line: dict[str, Any], plan: Plan, block: int) -> int:
+    scaled: int = line["input_length"] * block // TRACED
     return max(1, min(plan.longest, scaled))
 
 
-def _prompt(line: dict[str, Any], plan: Plan, blocks: dict[int, Tokens]) -> Tokens:
-    length = _length(line, plan)
-    ids = line["hash_ids"][: -(-length // plan.trace_block)]
+def _prompt(line: dict[str, Any], plan: Plan, block: int, blocks: dict[int, Tokens]) -> Tokens:
+    """block: tokens that a block of the trace becomes."""
+    length = _length(line, plan, block)
+    ids = line["hash_ids"][: -(-length // block)]
     for each in ids:
         if each not in blocks:
-            blocks[each] = _random(np.random.default_rng([plan.seed, 3, each]), plan.trace_block, plan)
+            blocks[each] = _random(np.random.default_rng([plan.seed, 3, each]), block, plan)
     return np.concatenate([blocks[each] for each in ids])[:length]

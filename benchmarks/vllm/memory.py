@@ -65,6 +65,10 @@ class Memory:
         _synchronize()
         return before
 
+    def free(self, ordinal: int) -> int:
+        """Bytes of a GPU that nobody has."""
+        return int(torch.cuda.mem_get_info(ordinal)[0])
+
     def copy_speed(self, nbytes: int) -> list[float]:
         """GB/s of the copy engine pulling `nbytes` from a segment of GPU 0 to GPU 1, `RUNS` times."""
         from ..copies import engine_seconds

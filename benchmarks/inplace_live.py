@@ -1,0 +1,240 @@
+"""Loads out of the KV caches of live vLLMs whose blocks are used again all the time: a reader that is no vLLM, of the in-place campaign.
+
+Nobody knows what a vLLM's blocks must hold; so an owner sums up what its steps have written (`vllm.witness`), and the reader compares the
+sums of what it loaded, by owner, blocks and generations. On GPUs owners and readers are spread over the two; on the CPU all is small.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from integration.vllm.replicas import Replica
+from vcache_backend.config import ByteSize, EngineConfig, PoolConfig
+from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, Found, InstanceId
+from vcache_backend.resident.generations import UInt64s
+from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.tables import Tables
+from vcache_backend.transfer.layout import Layout
+from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.copier import Mark
+from vcache_backend.vram_pool.paged import PagedKV
+
+from .inplace_instance import BlockPool, Outcomes, Settings, Told
+from .inplace_reader import Reader, Slowly, believe_copies, live_as
+
+SHAPE = "shape.json"
+MOST_CHUNKS = 16
+REMEMBERED, DRAWN = 1024, 8
+"""So many publications are remembered. Of so many of them the oldest is loaded that is still there: its blocks are used again next."""
+SLOW, SLOW_SECONDS = 0.3, 0.2
+START_SECONDS = 240.0
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """Of each layer's tensor of an owner's KV cache, blocks first."""
+
+    shape: list[int]
+    strides: list[int]
+    dtype: str
+    layers: int
+    block_size: int
+    chunk: int
+
+    def tensors(self, blocks: int, device: str) -> list[torch.Tensor]:
+        """As an owner's, the same order of bytes in a block, with so many blocks."""
+        shape, strides, step = [blocks, *self.shape[1:]], [0] * len(self.shape), 1
+        for axis in sorted(range(len(shape)), key=lambda axis: (self.strides[axis], -axis)):
+            strides[axis], step = step, step * shape[axis]
+        dtype = getattr(torch, self.dtype)
+        return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for _ in range(self.layers)]
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """Of one publication: hexadecimal, as in it; and the sums, 8 bytes a block."""
+
+    keys: list[str]
+    blocks: str
+    generations: str
+    sums: str
+
+
+class Published(NamedTuple):
+    """first: where its first chunk lies."""
+
+    keys: list[ChunkKey]
+    first: Replica
+
+
+def sums(kv: PagedKV, blocks: Sequence[int]) -> torch.Tensor:
+    """For each block a number that all of its words have a part in, each word another one. On the current stream."""
+    ids = torch.tensor(blocks, dtype=torch.int64, device=kv.device)
+    total = torch.zeros(len(blocks), dtype=torch.int64, device=kv.device)
+    for page in kv.pages:
+        total = total * 31 + (page.view(torch.int64)[ids] * _weights(kv.page_bytes // 8, kv.device)).sum(dim=1)
+    return total
+
+
+@cache
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Odd, so that no change of a word goes unseen."""
+    dice = torch.Generator().manual_seed(1)
+    return (torch.randint(-(1 << 62), 1 << 62, (count,), generator=dice) * 2 + 1).to(device)
+
+
+class Follower(Reader):
+    """Loads what owners have published last."""
+
+    def __init__(self, settings: Settings, dice: random.Random) -> None:
+        self.dice, self.over, self.told, self.settings = dice, False, Told(Outcomes(), []), settings
+        self._folder, until = Path(settings.shared), time.monotonic() + START_SECONDS
+        while not (self._folder / SHAPE).exists():
+            assert time.monotonic() < until, "no owner has started"
+            time.sleep(0.1)
+        shape = msgspec.json.decode((self._folder / SHAPE).read_bytes(), type=Shape)
+        if settings.control == "no verdict":
+            believe_copies()
+        cuda = torch.cuda.is_available()
+        self.each = shape.chunk // shape.block_size
+        blocks = 2 * MOST_CHUNKS * self.each
+        tensors = shape.tensors(blocks, "cuda" if cuda else "cpu")
+        axes = "block head token dim" if len(shape.shape) == 4 else ""
+        kv = PagedKV.describe(tensors, shape.block_size, axes=axes or None)
+        config = msgspec.structs.replace(
+            settings.config,
+            engine=EngineConfig(chunk_size=shape.chunk, kv_axes=axes),
+            pool=PoolConfig(device="cuda:0" if cuda else "host", segment_bytes=ByteSize(0)),
+        )
+        layout = Layout(
+            model="live",
+            dtype=shape.dtype,
+            layers=shape.layers,
+            kv_heads=1,
+            head_dim=1,
+            block_size=shape.block_size,
+            kv_layout=kv.name,
+            chunk_size=shape.chunk,
+        )
+        self.session = Session(config, layout, anonymous=True)
+        self.kv, self.client = self.session.bind(tensors), self.session.client
+        self.session.copier = Slowly(self.session.copier, self, SLOW, SLOW_SECONDS)
+        self.instance, self.pool = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), BlockPool(blocks)
+        self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
+        self.tables = Tables(self.client)
+        self._found: dict[ChunkKey, Found] = {}
+        self._read: dict[Path, int] = {}
+        self._sums: dict[Replica, bytes] = {}
+        self._last: deque[Published] = deque(maxlen=REMEMBERED)
+
+    def round(self) -> None:
+        self._refresh()
+        if not self._last:
+            time.sleep(0.02)
+            return
+        misses = self.told.outcomes.misses
+        super().round()
+        if self.told.outcomes.misses > misses:
+            # The owner needs the core.
+            time.sleep(0.005)
+
+    def some_prompt(self) -> list[ChunkKey]:
+        for number in sorted(self.dice.randrange(len(self._last)) for _ in range(DRAWN)):
+            keys, (instance, blocks, generations) = self._last[number]
+            view = self.tables.view(instance)
+            ids, then = np.frombuffer(blocks, dtype="<u4"), np.frombuffer(generations, dtype="<u8")
+            if view is not None and view.leading(ids, then, self.each):
+                return keys
+        return self._last[-1][0]
+
+    def allocate(self, chunks: int) -> tuple[list[int], UInt64s]:
+        """Nobody reads them."""
+        blocks = [block.block_id for block in self.pool.get_new_blocks(chunks * self.each)]
+        return blocks, np.zeros(len(blocks), dtype=np.uint64)
+
+    def publish(self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark) -> None:
+        """Nothing."""
+
+    def checkable(self, count: int, chosen: Mapping[int, Replica]) -> int:
+        """As far as an owner has told the sums."""
+        return next((number for number in range(count) if chosen.get(number) not in self._sums), count)
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        for page in self.kv.pages:
+            page[blocks] = 0x5A
+
+    def wrong(self, keys: Sequence[ChunkKey], blocks: Sequence[int], replicas: Sequence[Replica | None]) -> int:
+        if not keys:
+            return 0
+        found = sums(self.kv, blocks[: len(keys) * self.each]).cpu().numpy()
+        want: npt.NDArray[np.int64] = np.frombuffer(b"".join(self._sums[each] for each in replicas if each), dtype="<i8")
+        return int((found != want).sum()) * self.kv.layers * self.kv.parts * self.kv.page_bytes
+
+    def describe(self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, Replica]) -> str:
+        said = [f"chunk {number}, {bytes(key).hex()}, out of {chosen[number][0].hex()}" for number, key in enumerate(keys)]
+        return f"process {os.getpid()}: one of {'; '.join(said)}"
+
+    def close(self) -> None:
+        """Never: it ends by a signal."""
+
+    def _refresh(self) -> None:
+        """What owners have told since."""
+        for path in self._folder.glob("*.sums"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                whole = file.read().rpartition(b"\n")[0]
+            if not whole:
+                continue
+            self._read[path] = self._read.get(path, 0) + len(whole) + 1
+            for line in whole.split(b"\n"):
+                self._take(bytes.fromhex(path.stem), msgspec.json.decode(line, type=Record))
+
+    def _take(self, instance: bytes, record: Record) -> None:
+        blocks, generations, told = (bytes.fromhex(each) for each in (record.blocks, record.generations, record.sums))
+        number, long = 4 * self.each, 8 * self.each
+        for at in range(len(record.keys)):
+            its = blocks[at * number : (at + 1) * number], generations[at * long : (at + 1) * long]
+            self._sums[instance, *its] = told[at * long : (at + 1) * long]
+        if record.keys:
+            first = instance, blocks[:number], generations[:long]
+            self._last.append(Published([ChunkKey(bytes.fromhex(key)) for key in record.keys[:MOST_CHUNKS]], first))
+
+
+def prepare_host() -> None:
+    """Before processes are made: what they inherit."""
+    from .vllm.fleet import CPU_ENVIRONMENT, ENVIRONMENT
+
+    cpu = {} if torch.cuda.is_available() else CPU_ENVIRONMENT | {"NUMBA_NUM_THREADS": "1"}
+    # The engine in the process that is stopped and killed, on GPUs too.
+    os.environ.update(ENVIRONMENT | cpu | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"})
+
+
+def prepare(folder: Path) -> None:
+    """The model."""
+    from .vllm.scale import FULL, TINY
+    from .vllm.weights import write_model
+
+    write_model(folder / "model", FULL if torch.cuda.is_available() else TINY)
+
+
+def live(settings: Settings, pipe: Connection) -> None:
+    """The life of an instance's process, on one of the GPUs in turn."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[settings.number % len(gpus)]
+    if settings.role == "owner":
+        from .vllm import witness
+
+        witness.live(settings, pipe)
+    live_as(Follower, settings, pipe)

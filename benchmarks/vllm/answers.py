@@ -1,0 +1,51 @@
+"""What vLLM said to a request, and whether another answer was computed from the same KV."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+TOLERANCE = 0.15
+"""By how much a log probability may change with the shape of the batch: some 0.06 was seen with AMX, a step of bfloat16 where the
+logits are. One other token at the prompt's beginning moves the worst of 120 by 5 and more."""
+
+
+class Answer(NamedTuple):
+    """logprobs: of the tokens, after those of the prompt if it was rated. cached: prompt tokens that were not computed, since vLLM's
+    own prefix cache or vcache had them. seconds: for each token, the next likely one and its log probability."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+    seconds: list[tuple[int, float]]
+
+    @classmethod
+    def of(cls, output: Any) -> Answer:
+        """From vLLM's `RequestOutput`, two log probabilities a token."""
+        (said,) = output.outputs
+        rated = zip(output.prompt_logprobs or [], output.prompt_token_ids, strict=False)
+        logprobs = [step[token].logprob for step, token in rated if step is not None]
+        logprobs += [step[token].logprob for step, token in zip(said.logprobs or [], said.token_ids, strict=True)]
+        ranked = [sorted(step.items(), key=lambda item: -item[1].logprob) for step in said.logprobs or []]
+        others = [next(item for item in step if item[0] != token) for step, token in zip(ranked, said.token_ids, strict=True)]
+        seconds = [(token, found.logprob) for token, found in others]
+        return cls(list(said.token_ids), logprobs, output.num_cached_tokens, seconds)
+
+    @property
+    def said(self) -> tuple[list[int], list[float]]:
+        return self.tokens, self.logprobs
+
+    def agrees(self, other: Answer) -> bool:
+        """Was it computed from the same KV, in batches of whatever shapes? Two tokens that are about as likely may change places;
+        what follows them says nothing then."""
+        rated = len(self.logprobs) - len(self.tokens)
+        for place, (own, others) in enumerate(zip(self.logprobs, other.logprobs, strict=True), -rated):
+            if abs(own - others) > TOLERANCE:
+                return False
+            if place >= 0 and self.tokens[place] != other.tokens[place]:
+                second, logprob = self.seconds[place]
+                return second == other.tokens[place] and own - logprob <= TOLERANCE
+        return True
+
+    def differs(self, other: Answer) -> bool:
+        """Was it computed from other KV? Probabilities say so even where all tokens happen to be the same."""
+        return not self.agrees(other)

@@ -1,0 +1,245 @@
+"""An instance of the in-place campaign that is a whole vLLM: what it answers is compared with what vLLM says that shares nothing.
+
+Tiny models on the CPU, so few KV blocks that they are used again all the time, prompts that are prefixes of one another and end alike: what
+comes out depends on the KV that was loaded. Some copies are slow, and the process stops itself at their steps.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+from collections import defaultdict
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import vllm
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+
+from integration import amx
+
+from ..forked import Forked
+from ..inplace_instance import Outcomes, Settings, Told, stop_self
+from ..inplace_reader import Slowly, believe_copies, live_as
+from ..processes import die_with_parent
+from .answers import Answer
+from .fleet import CPU_ENVIRONMENT, ENVIRONMENT
+from .scale import TINY, Scale
+from .settings import BOTH
+from .weights import write_model
+
+TAIL, ANSWER = 8, 6
+
+
+class Size(NamedTuple):
+    """families: of prompts, of up to `chunks` chunks. at_once: requests. tokens: of the KV cache."""
+
+    scale: Scale
+    families: int
+    chunks: int
+    at_once: int
+    tokens: int
+
+    def prompt(self, family: int, chunks: int) -> list[int]:
+        """Families differ from their first token on, and end alike."""
+        words, size = range(3, self.scale.vocabulary), self.scale.chunk
+        tokens = random.Random(f"family {family}").choices(words, k=self.chunks * size)
+        return tokens[: chunks * size] + random.Random("tail").choices(words, k=TAIL)
+
+
+WHOLE = Size(TINY, families=12, chunks=6, at_once=3, tokens=36 * TINY.block)
+"""Fewer tokens than the longest prompts need: some requests are preempted."""
+SLOW, SLOW_SECONDS = 0.3, 0.3
+"""Share of the loads that go block by block, and the longest that they pause in all."""
+
+
+def prepare_host() -> None:
+    """Before processes are made: what they inherit."""
+    os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT | {"NUMBA_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"})
+
+
+class Engine:
+    """A vLLM that is asked all the time. One thread. over: never."""
+
+    def __init__(self, settings: Settings, dice: random.Random, size: Size) -> None:
+        self.dice, self.told, self.over = dice, Told(Outcomes(), []), False
+        self.size, self._stops, self._count = size, settings.stops, 0
+        if settings.control == "no verdict":
+            believe_copies()
+        transfer = None if settings.control == "no connector" else _transfer(settings, size)
+        self.engine = make(settings.shared, transfer, size).llm_engine
+        self.asked: dict[str, tuple[int, int]] = {}
+        if transfer is not None:
+            connector: Any = import_module("vllm.distributed.kv_transfer").get_kv_transfer_group()
+            assert connector._worker.in_place is not None, "this vLLM shares nothing in place"
+            self.watch(connector._worker)
+
+    def round(self) -> None:
+        """A step of the engine, with as many requests as it takes. Ends the process where vLLM fails."""
+        size = self.size
+        while len(self.asked) < size.at_once:
+            self._count += 1
+            family = min(self.dice.randrange(size.families), self.dice.randrange(size.families))
+            asked = self.asked[str(self._count)] = family, self.dice.randint(1, size.chunks)
+            self.engine.add_request(str(self._count), {"prompt_token_ids": size.prompt(*asked)}, _sampling())
+        try:
+            outputs = self.engine.step()
+        except Exception:  # noqa: BLE001 - it answers nothing any more
+            traceback.print_exc()
+            os._exit(1)
+        for output in outputs:
+            if output.finished:
+                self.answered(output, *self.asked.pop(output.request_id))
+
+    def step(self, name: str) -> None:
+        """Here the process may be stopped."""
+        if self.dice.random() < self._stops:
+            self.told.outcomes.by_step[name] += 1
+            stop_self()
+
+    def close(self) -> None:
+        """Never: it ends by a signal."""
+
+    def answered(self, output: Any, family: int, chunks: int) -> None:
+        """A request of that prompt is over."""
+        raise NotImplementedError
+
+    def watch(self, worker: Any) -> None:
+        """worker: our connector's half."""
+        raise NotImplementedError
+
+    def stops_behind(self, owner: Any, name: str, step: str) -> None:
+        """The process may be stopped each time that this method has returned."""
+        method = getattr(owner, name)
+
+        def called(*args: Any, **more: Any) -> Any:
+            result = method(*args, **more)
+            self.step(step)
+            return result
+
+        setattr(owner, name, called)
+
+
+class Whole(Engine):
+    """Its answers are compared with those of vLLM alone."""
+
+    def __init__(self, settings: Settings, dice: random.Random) -> None:
+        self._right = msgspec.json.decode(Path(settings.shared, "answers.json").read_bytes(), type=dict[str, Answer])
+        self._resident: dict[str, int] = defaultdict(int)
+        super().__init__(settings, dice, WHOLE)
+
+    def answered(self, output: Any, family: int, chunks: int) -> None:
+        answer, right, outcomes = Answer.of(output), self._right[f"{family} {chunks}"], self.told.outcomes
+        resident = self._resident.pop(output.request_id, 0)
+        outcomes.answers += 1
+        outcomes.loads += bool(resident)
+        outcomes.chunks += resident // TINY.chunk
+        outcomes.nbytes += resident * TINY.token_bytes
+        outcomes.misses += not answer.cached
+        if answer.differs(right):
+            outcomes.wrong += 1
+            what = f"process {os.getpid()}, request {output.request_id}: prompt {family}, {chunks} chunks, {answer.cached} tokens cached"
+            self.told.wrong.append(f"{what}, {resident} of them loaded for it: {answer.said}, where vLLM alone says {right.said}")
+
+    def watch(self, worker: Any) -> None:
+        """See each load, and slow some down."""
+        session, note = worker._worker.session, worker._note
+        session.copier = Slowly(session.copier, self, SLOW, SLOW_SECONDS)
+
+        def noted(loading: Any) -> None:
+            note(loading)
+            resident, outcomes = loading.stats.tokens["resident"], self.told.outcomes
+            # vLLM adds something of its own behind the name.
+            self._resident[loading.spec.request_id.rpartition("-")[0] or loading.spec.request_id] += resident
+            outcomes.causes[loading.cause] += 1
+            outcomes.reuse_hits += loading.cause == "changed"
+            outcomes.stale += loading.cause == "absent"
+            outcomes.launched += bool(resident or loading.cause == "changed")
+
+        worker._note = noted
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        self.stops_behind(scheduler.connector, "get_num_new_matched_tokens", "looked up")
+        self.stops_behind(scheduler.kv_cache_manager.block_pool, "get_new_blocks", "handed out")
+        self.stops_behind(worker, "begin", "step begun")
+        self.stops_behind(worker, "store", "step launched")
+
+
+def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
+    """A vLLM of the model in the folder. transfer: `kv_transfer_config`."""
+    scale = size.scale
+    given: dict[str, Any] = {"enforce_eager": True} if scale.cpu else {"load_format": "dummy", "gpu_memory_utilization": 0.15}
+    if scale.cpu:
+        # What it finds out about a model it would find out in a process that has to import vLLM first.
+        registry._run_in_subprocess = lambda look: look()
+        # With a connector, it does this.
+        amx.permit()
+    return vllm.LLM(
+        model=str(Path(folder, "model")),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        block_size=scale.block,
+        kv_cache_memory_bytes=size.tokens * scale.token_bytes,
+        max_model_len=(size.chunks + 1) * scale.chunk,
+        max_num_seqs=size.at_once,
+        max_num_batched_tokens=256 if scale.cpu else scale.batched_tokens,
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        kv_transfer_config=transfer,
+        **given,
+    )
+
+
+def _sampling() -> Any:
+    return vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=ANSWER, logprobs=2)
+
+
+def _transfer(settings: Settings, size: Size) -> dict[str, Any]:
+    config = settings.config
+    client = msgspec.to_builtins(config.client)
+    sections: dict[str, Any] = {"server": {"socket": config.server.socket}, "client": client, "pool": {"segment_bytes": 0}}
+    sections |= {"engine": {"chunk_size": size.scale.chunk}}
+    sections |= {"connector": {"share": "in_place", "min_hit_tokens": size.scale.chunk}}
+    return {
+        "kv_connector": "VCacheConnector",
+        "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
+        "kv_connector_extra_config": sections,
+        **BOTH,
+    }
+
+
+def answer_all(folder: str, pipe: Connection) -> None:
+    """The life of the reference: vLLM alone computes each prompt there is, one at a time; `answers.json` in the folder."""
+    die_with_parent()
+    write_model(Path(folder, "model"), TINY)
+    llm, found = make(folder, None, WHOLE), {}
+    for family in range(WHOLE.families):
+        for chunks in range(1, WHOLE.chunks + 1):
+            llm.reset_prefix_cache()
+            (output,) = llm.generate([{"prompt_token_ids": WHOLE.prompt(family, chunks)}], [_sampling()], use_tqdm=False)
+            found[f"{family} {chunks}"] = Answer.of(output)
+    Path(folder, "answers.json").write_bytes(msgspec.json.encode(found))
+    pipe.send(len(found))
+
+
+def prepare(folder: Path) -> None:
+    """The model and its answers."""
+    made = Forked(answer_all, str(folder), folder / "alone.log")
+    try:
+        made.pipe.recv()
+    finally:
+        made.kill()
+
+
+def live(settings: Settings, pipe: Connection) -> None:
+    """The life of an instance's process."""
+    live_as(Whole, settings, pipe)
+
+
+if hasattr(current_platform, "register_triton_kernel_overrides"):
+    # Stand-ins for Triton's kernels are put in once, by who imports this, not by each process. It looks at every name of every module.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
