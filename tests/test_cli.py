@@ -38,7 +38,7 @@ from vcache_backend.metadata_server.messages import (
 )
 
 VCACHE = [sys.executable, "-m", "vcache_backend.cli"]
-EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash", "prometheus_client")
+EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash")
 BASE = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); from vcache_backend.cli import app, main"
 """Python as it is where only the base was installed: what the extras bring cannot be imported."""
 COMMANDS = [

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vcache_backend.metadata_server.messages import ServerStats
 
 
-PLAIN = {"█": "#", "·": ".", "–": "-", "µ": "u", "…": "~"} | dict.fromkeys("▏▎▍▌▋▊▉", "+")
+PLAIN = {"█": "#", "·": ".", "–": "-", "µ": "u", "…": "~", "→": ">"} | dict.fromkeys("▏▎▍▌▋▊▉", "+")
 ENGINE = ("torch", "numpy", "triton")
 """What the base install does not bring."""
 
@@ -356,8 +356,8 @@ def doctor(config_file: ConfigFile = None, socket: Socket = None, as_json: Json 
         _print_json(plain(findings))
     else:
         worst = sorted(findings, key=lambda finding: ("fail", "warn", "ok").index(finding.status))
-        rows = [(level(finding.status), finding.check, finding.detail, finding.advice) for finding in worst]
-        _show(table(None, ("", "check", "~finding", "~what to do"), rows))
+        rows = [(level(one.status), one.check, "\n→ ".join(filter(None, (one.detail, one.advice)))) for one in worst]
+        _show(table(None, ("", "check", "~finding → what to do"), rows))
         failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
         typer.echo(f"{len(findings)} findings: {failed} to put right (fail), {warned} to know of (warn)")
     if any(finding.status == "fail" for finding in findings):

@@ -86,7 +86,9 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str
     made = _Fitted(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns:
         marks = name[: len(name) - len(name.lstrip("-~>"))]
-        made.add_column(name.lstrip("-~>"), no_wrap="~" not in marks, justify="right" if ">" in marks else "left")
+        made.add_column(
+            name.lstrip("-~>"), no_wrap="~" not in marks, overflow="fold", justify="right" if ">" in marks else "left"
+        )
     made.spare = [column for column, name in zip(made.columns, columns, strict=True) if name.startswith("-")]
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
