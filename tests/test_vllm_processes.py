@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from socket import socket
 from typing import Any
@@ -122,8 +122,8 @@ def both(here: Node, storage: str, *, ours_first: bool, **more: Any) -> dict[str
 
 
 @contextmanager
-def serving(here: Node, *transfers: dict[str, Any]) -> Iterator[dict[str, Instance]]:
-    """Servers by their addresses, one for each `kv_transfer_config`. Front ends and engines are processes of their own."""
+def serving(here: Node, *transfers: dict[str, Any], more: Sequence[str] = ()) -> Iterator[dict[str, Instance]]:
+    """Servers by their addresses, one for each `kv_transfer_config`. Front ends and engines are processes of their own. more: arguments."""
     ports = free_ports(len(transfers))
     common = [
         *("--model", str(here.model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--dtype", "bfloat16"),
@@ -135,7 +135,7 @@ def serving(here: Node, *transfers: dict[str, Any]) -> Iterator[dict[str, Instan
     with ExitStack() as undo:
         servers = {}
         for port, transfer in zip(ports, transfers, strict=True):
-            arguments = [*common, "--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
+            arguments = [*common, *more, "--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
             servers[port] = undo.enter_context(Instance(here.folder, f"server-{port}", environment, arguments, serve))
         for port, server in servers.items():
             eventually(lambda port=port, server=server: listens(port) or server.ended(), START_SECONDS)
@@ -148,11 +148,12 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def complete(address: str, tokens: list[int], **wishes: Any) -> tuple[list[int], int]:
-    """The tokens of the answer, and how many of the prompt were not computed."""
+def complete(address: str, tokens: list[int], rank: int = 0, **wishes: Any) -> tuple[list[int], int]:
+    """The tokens of the answer, and how many of the prompt were not computed. rank: who is to answer, with data parallelism."""
     asked = {"model": "tiny", "prompt": tokens, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     body = json.dumps(asked | {"detokenize": False, "kv_transfer_params": {"vcache": wishes}}).encode()
-    request = Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
+    request = Request(f"{address}/v1/completions", body, headers)
     with urlopen(request, timeout=ANSWER_SECONDS) as answer:
         said = json.load(answer)
     details = said["usage"]["prompt_tokens_details"] or {}
@@ -191,3 +192,20 @@ def test_wishes_come_with_the_body_and_metrics_say_what_was_loaded(here: Node) -
         assert counted(address, "vllm:vcache_lookup_hit_tokens_total") == LENGTH
         assert counted(address, "vllm:vcache_load_seconds_count") == 1
         assert counted(address, "vllm:vcache_failures_total") == 0
+
+
+@pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
+def test_data_parallel_ranks_of_one_server_read_each_others_kv_caches_in_place(here: Node) -> None:
+    """Each is an instance with an id of its own."""
+    tokens = new_tokens(LENGTH + 1)
+    in_place = here.transfer({"connector": {"share": "in_place", "min_hit_tokens": CHUNK}})
+    with serving(here, in_place, more=("--data-parallel-size", "2")) as (address,):
+        assert complete(address, tokens)[1] == 0
+        own = complete(address, tokens)
+        complete(address, new_tokens(BLOCK), rank=1)
+        eventually(lambda: sorted(one.resident for one in here.stats().instances) == [0, 4])
+        hit = complete(address, tokens, rank=1)
+        assert (hit[1], own[1]) == (LENGTH, LENGTH)
+        assert hit == own
+        assert len({one.id for one in here.stats().instances}) == 2
+        assert here.stats().chunks == 0
