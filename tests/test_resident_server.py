@@ -30,7 +30,7 @@ from instance_cases import (
 from processes import HASTY, QUICK, Child, Raw, Stage, eventually, info, make_memfd, running, stage
 
 from vcache_backend.errors import Refused, VCacheError
-from vcache_backend.metadata_server import instances, reads, residents
+from vcache_backend.metadata_server import hints, instances, reads, residents
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.seals import FUTURE_WRITE, RESIZING
@@ -368,6 +368,41 @@ def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(alone
     assert reader.find(keys(3)).epoch == reader.find(keys(1)).epoch == reader.present(keys(1)).epoch == epoch != 0
     with pytest.raises(Refused, match="this connection has shown no generations of it"):
         reader.listen(A)
+
+
+# ---- what others read
+
+
+def test_an_owner_hears_what_others_read_each_once_and_a_prefix_s_first_chunk_last(
+    alone: Stage, reader: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = alone.client()
+    join(owner, A)
+    show(owner, A)
+    publish(owner, A, keys(6))
+
+    def heard() -> list[bytes]:
+        blocks = owner.listen(A).blocks
+        return [blocks[at : at + 4 * EACH] for at in range(0, len(blocks), 4 * EACH)]
+
+    assert reader.hint(A, keys(3)) == 3
+    assert reader.hint(A, [*keys(2), *keys(9, start=5)]) == 3
+    assert reader.hint(B, keys(3)) == 0
+    assert owner.listen(A).generations == chunk_generations(2, 4)
+    assert heard() == []
+    reader.hint(A, keys(3))
+    reader.hint(A, [*keys(2), *keys(1, start=5)])
+    assert heard() == [chunk_blocks(4 * at) for at in (2, 5, 1, 0)]
+    monkeypatch.setattr(hints, "MAX_HINTS", 2)
+    alone.servers[0].close()
+    with running(alone.path):
+        owner = alone.client()
+        join(owner, A)
+        show(owner, A)
+        publish(owner, A, keys(6))
+        owner.hint(A, keys(6))
+        publish(owner, A, keys(1, start=7), first=0, sequence=2)
+        assert heard() == [chunk_blocks(4)]
 
 
 # ---- what cannot be

@@ -37,7 +37,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vcache_backend.errors import ConfigError
-from vcache_backend.integration.vllm import exportable, lookups
+from vcache_backend.integration.vllm import exportable, hints, lookups
 from vcache_backend.integration.vllm.in_place import InPlace
 from vcache_backend.integration.vllm.metadata import PublicationSpec, Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model_spec import ShardSpec
@@ -530,6 +530,39 @@ def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Callable[[],
     names = owner.half.publications.instance, other.half.publications.instance
     reader.add(tokens)
     assert owners(reader.step()) in [[name, names[1]] for name in names]
+
+
+def test_what_others_read_leaves_its_owner_last_and_of_a_prefix_the_end_first(
+    shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A few blocks at a time; not those in use, nor one that was handed out meanwhile."""
+    monkeypatch.setattr(hints, "MOST_BLOCKS", 3)
+    owner, reader, tokens = shared(), shared(), new_tokens(4 * CHUNK + 5)
+    source = computed(owner, tokens)
+    blocks = [block for one in owner.published(source, owner.metas[0]) for block in one.blocks]
+    running = owner.add(tokens[: CHUNK + 1], max_tokens=2 * CHUNK)
+    owner.step()
+    computed(owner, new_tokens(3 * CHUNK))
+
+    def last() -> list[int]:
+        free = owner.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
+        return [block.block_id for block in free][-5:]
+
+    assert not {*blocks} & {*last()}
+    # vLLM takes it back with every engine.
+    monkeypatch.setattr(hints.log.parent, "propagate", True)
+    reader.add(tokens)
+    assert owners(reader.step()) == [owner.half.publications.instance] * 4
+    waiting = owner.half.publications.hints
+    eventually(lambda: waiting.waiting)
+    owner.half.publications.generations.void(blocks[4:5])
+    for _ in range(3):
+        owner.step()
+    assert not waiting.waiting
+    assert last() == [blocks[number] for number in (7, 6, 5, 3, 2)]
+    assert "ERROR" not in {record.levelname for record in caplog.records}
+    owner.finish(running)
+    assert last()[-2:] == [blocks[1], blocks[0]]
 
 
 def test_what_a_reset_made_void_is_not_found(shared: Callable[[], Engine]) -> None:

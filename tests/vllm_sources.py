@@ -20,9 +20,9 @@ _ALLOCATES = {
 _ALLOCATE = "v1/worker/utils.py", "allocate_kv_cache"
 """Where the KV cache is made: in two functions before 0.29, each called by another one, in one since."""
 _POOL, _SCHEDULER = "v1/core/block_pool.py", "v1/core/sched/scheduler.py"
+_QUEUE = "v1/core/kv_cache_utils.py"
 _MANAGERS = ("v1/core/single_type_kv_cache_manager.py", "v1/core/kv_cache_manager.py", "v1/core/kv_cache_coordinator.py")
 _BINDS = {"bind_gpu_block_pool", "bind_kv_cache_manager"}
-_QUEUE = "v1/core/kv_cache_utils.py"
 FILES = (_WORKER, _CPU_WORKER, _BASE, *_RUNNERS, *_ALLOCATES, _ALLOCATE[0], _POOL, _SCHEDULER, *_MANAGERS, _QUEUE)
 """All that are read."""
 
@@ -79,6 +79,7 @@ def _blocks(package: Path) -> Iterator[str]:
     )
     if "= self.fake_free_list_head.next_free_block" not in ast.unparse(_functions(package / _QUEUE)["popleft_n"]):
         yield f"{_QUEUE}: blocks are not handed out from where victims are looked for"
+    yield from (f"{_QUEUE} has no {name}" for name in ("remove", "append") if name not in _functions(package / _QUEUE))
     # What the pool and a manager keep for themselves, from the start on, is nobody's cache.
     given = {(_POOL, "get_new_blocks"), (_POOL, "__init__"), (_MANAGERS[0], "__init__")}
     for path in (_POOL, *_MANAGERS):

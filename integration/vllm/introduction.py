@@ -134,12 +134,12 @@ class Introduction:
         self._listen()
 
     def _listen(self) -> None:
-        """Hear of resets that others have made. Also in the client's background thread."""
+        """Hear of resets that others have made, and of chunks that they have read. Also in the client's background thread."""
         here, client = self.shared, self.client
         if here is None or client is None:
             return
         try:
-            here.heard = client.listen(here.instance).epoch
+            here.hear(client.listen(here.instance))
         except VCacheError as error:
             log.debug("listen: %s", error)
 

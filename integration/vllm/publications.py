@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import INSTANCE_BYTES, MAX_PUBLISHED, InstanceId
+from vcache_backend.metadata_server.messages import INSTANCE_BYTES, MAX_PUBLISHED, Heard, InstanceId
 from vcache_backend.resident.generations import Generations
 
+from .hints import Hints
 from .metadata import PublicationSpec
 from .resident_pool import ResidentPool
 
@@ -37,7 +38,7 @@ class Publications:
     """In the scheduler's thread. instance: this start of this engine, among all that there ever were. each: vLLM's blocks of a chunk.
 
     sequence: of the next publication; one of before a reset has a lower one. epoch: the one in which everything was computed that is
-    published; `heard`, from whichever thread: the one that it is now.
+    published; `heard`: the one that it is now. hints: what others have read, once vLLM has shown its pool.
     """
 
     def __init__(self, blocks: int, each: int) -> None:
@@ -51,6 +52,7 @@ class Publications:
         self._published: npt.NDArray[np.uint64] = np.zeros(blocks, dtype=np.uint64)
         """The generation in which each block was published; 0: never."""
         self._pool: ResidentPool | None = None
+        self.hints: Hints | None = None
 
     @property
     def watches(self) -> bool:
@@ -62,15 +64,24 @@ class Publications:
         if pool.num_gpu_blocks != self.blocks:
             raise ValueError(f"vLLM's pool has {pool.num_gpu_blocks} blocks, its KV cache {self.blocks}")
         self._pool = ResidentPool(pool, self.generations, self._reset)
+        self.hints = Hints(pool, self.generations, self.each)
 
     def reset(self) -> None:
         """Nothing that was computed, or is being computed, is what was asked for any more."""
         self.generations.void_all()
         self._reset()
 
+    def hear(self, heard: Heard) -> None:
+        """What the server says, for `learn`. Any thread."""
+        self.heard = heard.epoch
+        if self.hints is not None:
+            self.hints.hear(heard)
+
     def learn(self) -> bool:
         """Take note of what was heard; True if the namespace was reset. What this instance computed before is not to be found by others,
         however long vLLM's own cache, which nobody has reset, goes on with it."""
+        if self.hints is not None:
+            self.hints.apply()
         heard = self.heard
         if heard == self.epoch:
             return False

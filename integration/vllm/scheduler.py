@@ -11,7 +11,7 @@ import msgspec
 
 from vcache_backend.config import Config
 
-from . import compat, exportable, model_spec, publications, request_params
+from . import compat, exportable, hints, model_spec, publications, request_params
 from .awaited import Awaited
 from .events import Announcer, block_removed, block_stored
 from .introduction import Introduction
@@ -136,6 +136,7 @@ class SchedulerSide:
             prefix=tracked.keys[:first] if offload else [],
             residents=answer.residents_of(first, stop) if answer is not None else {},
         )
+        hints.tell(self.instance.courier, tracked.keys, first, load.residents)
         # What comes from the pool is there already, unless it was meant for one reader. Of what comes from the offload tier only whole
         # chunks will be.
         partial = promote and answer is not None and answer.offloaded
@@ -255,7 +256,7 @@ class SchedulerSide:
     # ---- inside
 
     def _learn(self) -> None:
-        """Another instance may have reset the namespace."""
+        """Others may have read here, or reset the namespace."""
         if self.publications is not None and self.publications.learn():
             self._drop_answers()
 

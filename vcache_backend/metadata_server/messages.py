@@ -455,6 +455,14 @@ class Retract(Request, frozen=True, tag="retract"):
     sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
+class Hint(Request, frozen=True, tag="hint"):
+    """A load reads chunks in `instance`: these are the prefix up to the last of them, from its start, keys of rank 0 → `Count` of those
+    that others find in there. Its scheduler hears of it, and keeps them as if they had been used there."""
+
+    instance: Named
+    keys: Keys
+
+
 class Listen(Request, frozen=True, tag="listen"):
     """What is new for an instance's scheduler, on the connection with which it joined? → `Heard`."""
 
@@ -602,9 +610,12 @@ class Found(Reply, frozen=True, tag="found"):
 
 
 class Heard(Reply, frozen=True, tag="heard"):
-    """`epoch`: of the instance's namespace."""
+    """`epoch`: of the instance's namespace. `blocks`, `generations`: of whole chunks that others have read there since it was asked last,
+    as published; the chunk that should stay longest is the last one."""
 
     epoch: int
+    blocks: bytes = b""
+    generations: bytes = b""
 
 
 class Count(Reply, frozen=True, tag="count"):
@@ -658,7 +669,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
 _OfChunks = Reserve | Commit | Abort | Lookup | Acquire | Renew | Release | Contains | Touch | Remove | Clear
 _OfInstances = Join | ShowCache | ShowRegion | OpenInstance | OpenCache | OpenRegion | CloseInstance | OpenProcess
-_OfResidents = Publish | Retract | Listen | Find | ShowReads
+_OfResidents = Publish | Retract | Hint | Listen | Find | ShowReads
 AnyRequest = Hello | _OfSegments | _OfChunks | _OfInstances | _OfResidents | Stats | Report
 _OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Dropped
 AnyReply = Welcome | Error | _OfOneThing | Segments | Reserved | Leased | Joined | Cache | Heard | Found | ServerStats

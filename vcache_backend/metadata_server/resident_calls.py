@@ -57,6 +57,10 @@ class ResidentCalls(Channel, ABC):
 
     # ---- a reader's
 
+    def hint(self, instance: bytes, keys: list[m.ChunkKey]) -> int:
+        """A load reads in `instance`, which is to keep this prefix; how many of its chunks others find there."""
+        return self._call(m.Hint(m.InstanceId(instance), keys[: m.MAX_KEYS]), m.Count).count
+
     def find(self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b"") -> m.Found:
         """Where the leading chunks are that are anywhere, but for what is resident in `instance`. In several requests if it takes them."""
         deadline = time.perf_counter() + self._config.request_seconds

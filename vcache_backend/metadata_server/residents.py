@@ -15,6 +15,7 @@ import msgspec
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.backlog import Backlog, Steps
 from vcache_backend.metadata_server.chunks import Chunks
+from vcache_backend.metadata_server.hints import Hints
 from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.metadata_server.refuse import Refuse
 
@@ -59,6 +60,7 @@ class Residence:
         """Published by some of the ranks only."""
         self.holders: list[Publication | None] = [None] * blocks
         """Which publication a block belongs to. One that is in neither table any more means nothing."""
+        self.hints = Hints()
         self._all_ranks = (1 << ranks) - 1
         self._floor = 0
 
@@ -242,6 +244,22 @@ class Residents:
                 dropped += chunks
                 self._backlog.later(rest)
         return dropped
+
+    # ---- what others read
+
+    def hint(self, instance: m.InstanceId, keys: list[m.ChunkKey]) -> int:
+        """The prefix of these chunks is read in an instance; how many of them are found there."""
+        residence = self._of.get(instance)
+        noted = residence.hints.note(keys, residence.found) if residence is not None else 0
+        self._counters["hints"] += noted
+        return noted
+
+    def heard(self, instance: m.InstanceId, epoch: int) -> m.Heard:
+        """What its scheduler is to hear: of the hints as many as the message holds."""
+        residence = self._of[instance]
+        keys = residence.hints.take(FOUND_BYTES // (residence.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)))
+        read = [one for key in keys if (one := residence.found.get(key)) is not None]
+        return m.Heard(epoch, b"".join(one.blocks for one in read), b"".join(one.generations for one in read))
 
     # ---- look-up
 

@@ -104,7 +104,10 @@ class Service:
             case m.Retract():
                 return self.instances.retract(client, request), None
             case m.Listen(instance):
-                return m.Heard(directory.epochs.of([m.ChunkKey(self.instances.listens(client, instance))])), None
+                namespace = self.instances.listens(client, instance)
+                return directory.residents.heard(instance, directory.epochs.of([m.ChunkKey(namespace)])), None
+            case m.Hint(instance, keys):
+                return m.Count(directory.residents.hint(instance, keys)), None
             case m.ShowReads(reads):
                 return self.reads.note(client, reads), None
             case m.Clear(namespace, reset):

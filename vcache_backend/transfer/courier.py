@@ -69,6 +69,10 @@ class Courier:
         """Nothing that `instance` has published with a lower sequence is to be found."""
         self._post(_Letter(lambda before: self._client.retract(instance, before), sequence, again=True))
 
+    def hint(self, instance: bytes, keys: list[ChunkKey]) -> None:
+        """A load reads the last of these chunks, and maybe others of them, in `instance`. After `LATER_SECONDS`."""
+        self._post(_Letter(lambda prefix: self._client.hint(instance, prefix), keys), urgent=False)
+
     def flush(self, timeout: float) -> bool:
         """Wait until everything handed over so far is done or given up; False at the deadline (seconds)."""
         with self._changed:
