@@ -15,7 +15,8 @@
 #   2026-11-21: servers start in some 60 s, `prefix` takes 17 to 28 s, `trace` 20, 600 unfiltered requests 80 to 100. RUNS=0,1,2 by default.
 #     serving_PEER     prefix and trace, three runs each                  about 400 s
 #     unfiltered_PEER  the unfiltered trace, one run a call: RUNS=0, RUNS=1, ...    about 320 s, each further run 190
-#     host             in place with 96 GiB of host memory for what leaves the KV caches, against mp; needs serving_mp's rows in $OUT
+#     host             in place with 96 GiB of host memory for what leaves the KV caches, against mp; needs serving_mp's rows in $OUT.
+#                      Our connector refuses a pool in host memory beside a GPU's KV cache as yet: ends after the warm-up.
 #     x4               four servers on four GPUs, prefix, alone and in place      about 280 s
 #   All of it is 4 x 400 + 4 x 700 s for three runs: on four GPUs two calls run beside each other, and that is two sessions' time.
 #

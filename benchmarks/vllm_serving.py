@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from .processes import ChildFailed
 from .results import Clock, Report, Row, row, write
 from .serving.client import Job, Run
 from .serving.servers import START_SECONDS, Servers
@@ -115,6 +116,8 @@ def _measure(
     say(f"{len(servers.ports)} servers up after {took:.0f} s, {memory(system, sizes)}")
     for error in _warm(servers.ports, sizes.plan)[:3]:
         say(f"warm-up: {error}")
+    if SYSTEMS[system].ours and not servers.counters()["external"]:
+        raise ChildFailed(f"{system} shares nothing: in the warm-up no server hit what another one has; {servers.said()}")
     for work in workloads:
         clock.check(LEAST_SECONDS)
         name = work.name

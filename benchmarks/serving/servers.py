@@ -81,6 +81,11 @@ class Servers:
         texts = [_get(port, "/metrics").decode() for port in self.ports]
         return {key: sum(counter(text, name) for text in texts) for key, name in COUNTERS.items()}
 
+    def said(self) -> str:
+        """What vcache has last said in the servers' logs."""
+        lines = [line for each in self._programs for line in each.log.read_text(errors="replace").splitlines()]
+        return " | ".join([line for line in lines if "vcache" in line and ("WARN" in line or "ERROR" in line)][-3:])
+
     def _beside(self) -> dict[str, Any]:
         """Start what the system needs beside its servers. It is up long before they ask."""
         environment = {**os.environ, **ENVIRONMENT}
