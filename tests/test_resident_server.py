@@ -50,6 +50,10 @@ show(client, A)
 publish(client, A, keys(3))
 """
 WORK = OWNER.replace("join(client, A)\nshow(client, A)", "show(client, A, regions=2)") + 'print("shown"); time.sleep(60)'
+SHOW_A_CACHE = (
+    OWNER[: OWNER.index("A =")]
+    + "from instance_cases import shape; client.show_cache(instance_id(40), 0, shape()); print('shown'); time.sleep(60)"
+)
 OWN = OWNER + 'print("shown"); time.sleep(60)'
 OWN_AND_LEAVE_A_CHILD = (
     OWNER
@@ -584,6 +588,7 @@ def test_all_instances_together_have_a_bounded_number_of_blocks(alone: Stage, re
 
 def test_one_client_cannot_take_all_the_room_there_is_for_others(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instances, "MAX_INSTANCES", 10)
+    monkeypatch.setattr(instances, "MAX_OF_PROCESS", 8)
     with running(alone.path) as server:
         server._service.max_segments = 4
         greedy, other = alone.client(), alone.client()
@@ -602,8 +607,11 @@ def test_one_client_cannot_take_all_the_room_there_is_for_others(alone: Stage, m
         with pytest.raises(Refused, match="0 segments are there and 4 fds of instances, more would leave no descriptors"):
             other.add_segment(info("s0", 4096), memory)
         os.close(memory)
-        for number in (30, 31):
-            other.show_cache(instance_id(number), 0, shape())
+        with pytest.raises(Refused, match=f"pid {os.getpid()} is part of 8 instances; others' places are not for it"):
+            other.show_cache(instance_id(30), 0, shape())
+        alone.script(SHOW_A_CACHE).expect("shown")
+        monkeypatch.setattr(instances, "MAX_OF_PROCESS", 10)
+        other.show_cache(instance_id(30), 0, shape())
         with pytest.raises(Refused, match="10 instances share in place"):
             other.show_cache(instance_id(32), 0, shape())
         greedy.close()

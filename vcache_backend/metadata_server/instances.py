@@ -20,9 +20,11 @@ from vcache_backend.metadata_server.residents import Residents
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
 MAX_INSTANCES = 64
+MAX_OF_PROCESS = 16
 MAX_PARTS = 8
 MAX_READERS = 4096
-"""Most instances, most parts of instances (a scheduler's or a rank's) that one connection shows, and most that read any are known."""
+"""Most instances, and such that one process is part of; most parts of instances (a scheduler's or a rank's) that one connection shows, and
+most that read any are known."""
 
 
 class ShownTable:
@@ -72,6 +74,10 @@ class KnownInstance:
             yield m.SCHEDULER, self.table
         yield from self.caches.items()
 
+    def processes(self) -> set[ProcessId]:
+        """Those that show a part of it now."""
+        return {part.process for _, part in self.parts() if part.peer is not None}
+
     def missing(self) -> str:
         """What is not shown; empty if nothing in it has to be waited for."""
         if self.table is None or self.table.peer is None:
@@ -105,7 +111,7 @@ class Instances:
 
     def processes(self) -> set[ProcessId]:
         """Those whose end ends what they have shown, whoever else holds their connection."""
-        return {part.process for known in self._of.values() for _, part in known.parts() if part.peer is not None}
+        return set().union(*(known.processes() for known in self._of.values()))
 
     # ---- shown
 
@@ -296,6 +302,9 @@ class Instances:
                 raise Refuse(
                     f"{what}: this connection shows {len(mine)} parts of instances already; connect once more for others"
                 )
+            its = [id_ for id_, one in self._of.items() if client.process in one.processes()]
+            if instance not in its and len(its) >= MAX_OF_PROCESS:
+                raise Refuse(f"{what}: pid {client.process.pid} is part of {len(its)} instances; others' places are not for it")
             if known is None and len(self._of) >= MAX_INSTANCES:
                 raise Refuse(f"{what}: {len(self._of)} instances share in place, no server takes more")
         if rank == m.SCHEDULER and (part is None or part.peer is None):
