@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 pytest.importorskip("vllm.v1.core.block_pool", reason="vLLM is not installed")
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from vcache_backend.integration.vllm.resident_pool import ResidentPool
+from vcache_backend.resident import pins
 from vcache_backend.resident.generations import Generations, GenerationView
+from vcache_backend.resident.pins import Pins
 
 INSTANCE, BLOCKS = b"i" * 16, 12
 
@@ -40,7 +44,8 @@ class Watched:
     def __init__(self) -> None:
         self.generations = Generations(INSTANCE, BLOCKS)
         self.pool, self.resets = Observed(self.generations), 0
-        self.watch = ResidentPool(self.pool, self.generations, self._reset)
+        self.pins = Pins(self.generations)
+        self.watch = ResidentPool(self.pool, self.generations, self._reset, self.pins)
         self.view = GenerationView.open(self.generations.fd, INSTANCE, BLOCKS)
 
     def _reset(self) -> None:
@@ -64,6 +69,7 @@ class Watched:
 def watched() -> Iterator[Watched]:
     made = Watched()
     yield made
+    made.pins.close()
     made.generations.close()
 
 
@@ -73,6 +79,42 @@ def test_a_block_has_another_generation_when_it_is_handed_out(watched: Watched) 
     watched.pool.free_blocks(blocks)
     again, changed = watched.take(BLOCKS - 1)
     assert len(again) == len(changed) == BLOCKS - 1
+
+
+def test_what_is_pinned_is_handed_out_last_and_vllm_finds_it_until_then(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its hash, and with its generation, odd or even. Two are in use; of the nine that are free four are pinned."""
+    monkeypatch.setattr(pins, "_HOLD", 60 * 10**9)
+    first, _ = watched.take(9)
+    for number, block in enumerate(first):
+        watched.pool._insert_block_hash(make_block_hash_with_group_id(bytes([number]), 0), block, num_tokens=4)
+    watched.pool.free_blocks(first)
+    pinned = [first[at] for at in (0, 3, 4)]
+    ids = [block.block_id for block in pinned] + [BLOCKS - 1]
+    before = watched.view.counters.copy()
+    board = pins._Board(watched.pins.fd, BLOCKS)
+    board.until[5, ids] = board.last[5] = time.monotonic_ns() + 50 * 10**9
+    taken, changed = watched.take(7)
+    assert not {block.block_id for block in taken} & {*ids}
+    assert not {*changed} & {*ids}
+    assert [watched.view.counters[number] for number in ids] == [before[number] for number in ids]
+    assert [watched.pool.get_cached_block(bytes([number]), [0]) for number in (0, 3, 4)] == [[block] for block in pinned]
+    assert watched.pool.get_num_free_blocks() == len(watched.pool.free_block_queue.get_all_free_blocks()) == BLOCKS - 1 - 7
+    rest, changed = watched.take(4)
+    assert sorted(block.block_id for block in rest) == sorted(ids) == changed
+    assert watched.watch.forced == 4
+    board.last[5] = 0
+    assert not watched.watch.broken
+
+
+def test_blocks_that_vllm_takes_from_elsewhere_are_void_too(watched: Watched) -> None:
+    """A release whose free queue is not what it was."""
+    get = watched.watch._get
+    watched.watch._get = lambda count: get(count + 2)[2:]
+    blocks, changed = watched.take(2)
+    assert {block.block_id for block in blocks} <= {*changed}
+    assert not watched.watch.broken
 
 
 def test_a_block_that_is_freed_and_hit_again_keeps_its_generation(watched: Watched) -> None:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,7 @@ from vcache_backend.integration.vllm.stats import Meter
 from vcache_backend.integration.vllm.stores import Stores
 from vcache_backend.integration.vllm_connector import VCacheConnector
 from vcache_backend.metadata_server.messages import ChunkKey, InstanceId
+from vcache_backend.resident import pins
 from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations
 from vcache_backend.transfer.publisher import Publication, Publisher
@@ -488,6 +490,36 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
     assert owner.scheduler.reset_prefix_cache()
     owner.add(tokens)
     assert owners(owner.step()) == [reader.half.publications.instance] * 3
+
+
+def test_a_hit_is_loaded_in_the_step_where_the_worker_has_mapped_its_owner_and_nothing_runs(
+    shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request runs at once, and what it loads is published as if computed. Its owner keeps the blocks until it is told that the load
+    is over; a request that vLLM cannot run after all keeps nothing."""
+    monkeypatch.setattr(pins, "_HOLD", 60 * 10**9)
+    owner, reader, tokens = shared(), shared(), new_tokens(CHUNK + 5)
+    computed(owner, tokens)
+    told, blocks = owner.half.publications, np.arange(BLOCKS)
+
+    def pinned() -> int:
+        found = told.pins.on(blocks)
+        return 0 if found is None else int(found.sum())
+
+    request = reader.add(tokens)
+    assert reader.half.matched(request, 0) == (CHUNK, True), "the worker would have to map it"
+    reader.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(mapped=frozenset({told.instance}))))
+    assert reader.half.matched(request, 0) == (CHUNK, False)
+    assert pinned() == EACH
+    reader.half.begin(SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0))
+    assert pinned() == 0, "nothing was allocated"
+    meta = reader.step()
+    assert [load.pinned for load in meta.loads] == [True]
+    assert reader.numbers(request, meta) == [0]
+    assert pinned() == EACH
+    reader.step(kv_connector_worker_meta=WorkerReport(read={request.request_id}))
+    assert pinned() == 0
+    reader.finish(request)
 
 
 @pytest.mark.parametrize("right", [0, 1], ids=["nothing held", "the first chunk held"])

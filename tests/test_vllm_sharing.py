@@ -6,6 +6,7 @@ Every answer is compared with vLLM's own prefix-cache hit of the same length, bi
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from processes import eventually
 from vllm_cases import BLOCK, CHUNK, HASTY, Answer, Instance, Node, Prompt, meddled, missing, new_tokens, node, stopped_at
 from vllm_models import TOKEN_BYTES
+
+from vcache_backend.resident.pins import HOLD_SECONDS
 
 pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
 
@@ -70,6 +73,13 @@ def keep(instance: Instance, tokens: list[int], **more: Any) -> Answer:
     return answer
 
 
+def keep_new(instance: Instance, chunks: int) -> list[int]:
+    """A prompt of so many chunks and a token, which `instance` keeps."""
+    tokens = new_tokens(chunks * CHUNK + 1)
+    keep(instance, tokens)
+    return tokens
+
+
 def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node, a: Instance, b: Instance) -> None:
     for chunks in (1, 3, 7):
         tokens = new_tokens(chunks * CHUNK + 1)
@@ -83,6 +93,49 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node, a: In
     assert b.counter("vllm:vcache_loaded_tokens", tier="resident") == 11 * CHUNK
     eventually(lambda: [(row.nbytes, row.refused) for row in here.stats().reads] == [(11 * CHUNK * TOKEN_BYTES, 0)])
     assert b.counter("vllm:vcache_stored_bytes") == 0
+
+
+def test_a_hit_is_part_of_the_step_where_nothing_else_runs_and_its_owner_keeps_the_blocks(
+    here: Node, a: Instance, b: Instance, tiny: Instance, aside: Instance
+) -> None:
+    """From the second one on: b has a's KV cache mapped by then. Of the smaller cache it would pin too large a part."""
+    b.one(keep_new(a, 1))
+    before = b.counter("vllm:vcache_failures")
+    for _ in range(2):
+        tokens = keep_new(a, 6)
+        b.add("alone", tokens, max_tokens=1)
+        answer = b.step(1)["alone"]
+        assert answer.cached == 6 * CHUNK
+        own = a.one(tokens, max_tokens=1)
+        assert (own.cached, own.said) == (6 * CHUNK, answer.said)
+    tokens = keep_new(a, 3)
+    b.add("other", new_tokens(5), max_tokens=40)
+    b.step(2)
+    b.add("beside", tokens, max_tokens=1)
+    assert "beside" in b.step(1), "it is short, and vLLM computes again what does not come"
+    b.finish("other")
+    b.add("tiny's", keep_new(tiny, 3), max_tokens=1)
+    assert b.step(1) == {}
+    assert b.finish("tiny's")["tiny's"].cached == 3 * CHUNK
+    assert b.counter("vllm:vcache_failures") == before
+
+
+def test_a_reader_that_stops_in_a_step_does_not_hold_its_owner_up(here: Node, a: Instance, c: Instance, aside: Instance) -> None:
+    """Before it reads what it has pinned: its owner then writes other KV there, the reader finds out, and computes."""
+    c.one(keep_new(a, 1))
+    c.add("alone", keep_new(a, 1), max_tokens=1)
+    assert c.step(1)["alone"].cached == CHUNK
+    tokens = keep_new(a, 6)
+
+    def overwritten() -> None:
+        time.sleep(HOLD_SECONDS)
+        for _ in range(10):
+            a.one(new_tokens(14 * CHUNK), max_tokens=1)
+
+    with stopped_at(c, PULL) as place:
+        answers = place.while_there(overwritten, Prompt(tokens))
+    assert c.counter("vllm:vcache_failures", cause="changed") == 1
+    assert answers[0].agrees(aside.one(tokens))
 
 
 def test_an_answer_is_found_too_and_a_reader_passes_on_what_it_has(here: Node, a: Instance, b: Instance, c: Instance) -> None:

@@ -42,6 +42,8 @@ REQUESTS: list[m.AnyRequest] = [
     m.Unusable(m.SegmentId("s")),
     m.Report("warn", "slow"),
     m.Join(INSTANCE, b"namespac", 64, 2, 4),
+    m.ShowPins(INSTANCE),
+    m.OpenPins(INSTANCE),
     m.ShowCache(INSTANCE, 1, m.CacheShape("host", "host", "x", 64, 2, 1, 8, 16, 64, [(0, 0), (0, 512)], [4096])),
     m.ShowRegion(INSTANCE, 1, 0),
     m.OpenInstance(INSTANCE),

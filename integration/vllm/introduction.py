@@ -11,6 +11,7 @@ from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import SegmentId
+from vcache_backend.resident.pins import Pinning
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.courier import Courier
 from vcache_backend.transfer.keys import BlockHashKeys
@@ -31,8 +32,9 @@ class Introduction:
     """In the scheduler's thread. Nothing waits longer than a call of the client may.
 
     refused: why nothing is cached, empty if something is. ranks: shards of a chunk. readable: the segments that the worker can
-    read, of an instance that has one. keys, client, courier: once it is open, of the instance's namespace. shared: what
-    this instance shares in place, and tables: the generations of others, where KV caches are shared so.
+    read, of an instance that has one, and mapped: the instances whose KV caches it can. keys, client, courier: once it is open, of the
+    instance's namespace. shared: what this instance shares in place, tables: the generations of others, and pinning: what keeps their
+    blocks, where KV caches are shared so.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Introduction:
         self.client: Client | None = None
         self.courier: Courier | None = None
         self.readable: frozenset[SegmentId] = frozenset()
+        self.mapped: frozenset[bytes] = frozenset()
+        self.pinning: Pinning | None = None
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
         self.offload: OffloadLookup | None = None
         self.refused = ""
@@ -112,6 +116,7 @@ class Introduction:
         self.keys = BlockHashKeys(namespace, config.engine.chunk_size // self._hash_block)
         if self.shared is not None:
             self.tables = Tables(self.client)
+            self.pinning = Pinning(self.client, self.tables)
             self.shared.retract = partial(self.courier.retract, self.shared.instance)
             self.client.on_return.append(self._join)
             self.client.on_beat.append(self._listen)
@@ -128,6 +133,8 @@ class Introduction:
             return
         try:
             client.join(here.instance, self._prefix, here.blocks, self.ranks, here.each, here.generations.fd)
+            if here.pins is not None:
+                client.show_pins(here.instance, here.pins.fd)
         except VCacheError as error:
             log.warning("vcache: others cannot read this instance's KV cache: %s", error)
             return

@@ -7,6 +7,7 @@ asks. An answer counts for `FRESH_SECONDS`, one under a lease for half of the le
 from __future__ import annotations
 
 import logging
+from collections.abc import Set as AbstractSet
 from math import inf
 from time import monotonic, perf_counter
 from typing import Any
@@ -20,6 +21,7 @@ from vcache_backend.metadata_server.channel import Sent
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Count, Found, Leased
 from vcache_backend.transfer.keys import adapter_digest
+from vcache_backend.transfer.resident import ResidentChunk
 
 from .adapters import Adapters
 from .introduction import Introduction
@@ -94,7 +96,7 @@ class Tracked(msgspec.Struct):
     """One request. loads: whether it may take anything from the pool. consumes: remove what it has loaded. local: its tokens in vLLM's own
     cache when it was matched. stored: chunks from its start that are in the pool or on their way; `complete_at`: with how many tokens
     computed one more is complete, never if it stores none. loading: an asynchronous load is under way. captured, filled, preempted: see
-    `Publications`."""
+    `Publications`. pinned: what it loads stays where it is, so that the load may be synchronous."""
 
     request: Any
     params: RequestParams
@@ -111,6 +113,7 @@ class Tracked(msgspec.Struct):
     question: _Question | None = None
     answer: Answer | None = None
     loading: bool = False
+    pinned: bool = False
 
 
 class Lookups:
@@ -173,6 +176,20 @@ class Lookups:
         """Whether nothing can be read of what this instance has; some microseconds."""
         tables = self._instance.tables
         return tables is None or tables.view(instance) is None
+
+    def pin(self, tracked: Tracked, answer: Answer, first: int) -> bool:
+        """Whether the chunks from `first` on, all in KV caches that the worker has mapped, stay as they are until a synchronous load has
+        them."""
+        pinning, mapped = self._instance.pinning, self._instance.mapped
+        residents = answer.residents_of(first, answer.hits)
+        if pinning is None or len(residents) < answer.hits - first or not all(one[0] in mapped for one in residents.values()):
+            return False
+        return pinning.pin(tracked.request.request_id, (ResidentChunk.unpacked(*replica) for replica in residents.values()))
+
+    def unpin(self, names: AbstractSet[str]) -> None:
+        """The synchronous loads of these requests are over, or do not come."""
+        if names and self._instance.pinning is not None:
+            self._instance.pinning.release(names)
 
     def drop(self, tracked: Tracked) -> None:
         """End a lease that nobody reads under, in the background."""

@@ -47,10 +47,10 @@ class LoadSpec(_Spec, frozen=True, kw_only=True):
     keys: of rank 0. blocks: vLLM's numbers, from the first block of the first chunk on. skip, stop: the blocks wanted are
     `blocks[skip:stop]`, what is before is in vLLM's own cache. wait_seconds: how long chunks that are not there yet may take to
     come; 0: they are all there. consume: remove the chunks once they are loaded. lease: of a synchronous load, whose step needs it:
-    the scheduler holds this one. offload: what the pool has not may lie in the offload tier. promote: what comes from there is to
-    be stored in the pool again. prefix: the keys of all chunks before them, where there is an offload tier. residents: by number, the
-    chunks that lie in another instance's KV cache: whose, and its blocks with their generations, as they were published. lost: the
-    scheduler could not say more; nothing is to be loaded.
+    the scheduler holds this one. pinned: a synchronous one, too, whose blocks their owners keep. offload: what the pool has not may lie in
+    the offload tier. promote: what comes from there is to be stored in the pool again. prefix: the keys of all chunks before them,
+    where there is an offload tier. residents: by number, the chunks that lie in another instance's KV cache: whose, and its blocks with
+    their generations, as they were published. lost: the scheduler could not say more; nothing is to be loaded.
     """
 
     request_id: str
@@ -61,11 +61,17 @@ class LoadSpec(_Spec, frozen=True, kw_only=True):
     wait_seconds: float = 0.0
     consume: bool = False
     lease: HeldLease | None = None
+    pinned: bool = False
     offload: bool = False
     promote: bool = False
     prefix: list[ChunkKey] = []
     residents: dict[int, tuple[bytes, bytes, bytes]] = {}
     lost: bool = False
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the model run of its step needs it."""
+        return self.pinned or self.lease is not None
 
     @property
     def wanted(self) -> list[int]:
@@ -145,9 +151,12 @@ class Change(msgspec.Struct, frozen=True):
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler, after a step. failed: requests whose loads did not hold, or that built on blocks of one whose did not.
     flushed: every store of the steps so far has its reservation, so that a reset ends it. segments: those this worker can read, where
-    that changed, or nobody knew. links: how workers reach the offload tier, by their numbers, where that changed. shards: what they
-    hold, by (pipeline rank, tensor rank), where the step asked. changes: of the pool, by rank, in order, where somebody wants KV
-    events. Of vLLM's ways up this is the one that connectors beside ours share."""
+    that changed, or nobody knew. mapped: the instances whose KV caches it can read, likewise. read: requests whose
+    synchronous loads in place are over. links: how workers reach the offload tier,
+    by their numbers, where that changed. shards: what they hold, by (pipeline rank, tensor rank), where the step
+    asked. changes: of the pool, by rank, in order, where somebody wants KV events.
+
+    Of vLLM's ways up this is the one that connectors beside ours share."""
 
     failed: set[str] = field(default_factory=set)
     flushed: bool = False
@@ -155,6 +164,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     links: dict[int, Link] = field(default_factory=dict)
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
     changes: dict[int, list[Change]] = field(default_factory=dict)
+    mapped: frozenset[bytes] | None = None
+    read: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of several workers: a load that one of them lost is lost. What one can read is of interest only where there is one."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import INSTANCE_BYTES, MAX_PUBLISHED, Heard, InstanceId
+from vcache_backend.resident import pins
 from vcache_backend.resident.generations import Generations
 
 from .hints import Hints
@@ -47,6 +48,8 @@ class Publications:
         self.blocks, self.each, self.sequence = blocks, each, 1
         self.epoch = self.heard = 0
         self.generations = Generations(self.instance, blocks)
+        self.pins = pins.Pins(self.generations) if pins.possible() else None
+        """What readers ask this instance not to hand out."""
         self.retract: Callable[[int], None] = lambda sequence: None
         """Told after a reset: publications of a lower sequence are void."""
         self._published: npt.NDArray[np.uint64] = np.zeros(blocks, dtype=np.uint64)
@@ -63,12 +66,12 @@ class Publications:
         """pool: vLLM's `BlockPool`. ValueError if it has other blocks than were told."""
         if pool.num_gpu_blocks != self.blocks:
             raise ValueError(f"vLLM's pool has {pool.num_gpu_blocks} blocks, its KV cache {self.blocks}")
-        self._pool = ResidentPool(pool, self.generations, self._reset)
+        self._pool = ResidentPool(pool, self.generations, self._reset, self.pins)
         self.hints = Hints(pool, self.generations, self.each)
 
     def reset(self) -> None:
         """Nothing that was computed, or is being computed, is what was asked for any more."""
-        self.generations.void_all()
+        self._void_all()
         self._reset()
 
     def hear(self, heard: Heard) -> None:
@@ -85,7 +88,7 @@ class Publications:
         heard = self.heard
         if heard == self.epoch:
             return False
-        self.generations.void_all()
+        self._void_all()
         self.epoch = heard
         return True
 
@@ -157,6 +160,9 @@ class Publications:
 
     def close(self) -> None:
         """Idempotent."""
+        pins, self.pins = self.pins, None
+        if pins is not None:
+            pins.close()
         self.generations.close()
 
     # ---- inside
@@ -174,6 +180,9 @@ class Publications:
             before=before,
             epoch=self.epoch,
         )
+
+    def _void_all(self) -> None:
+        (self.generations if self._pool is None else self._pool).void_all()
 
     def _reset(self) -> None:
         self.retract(self.sequence)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId, of_rank
+from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.session import Session
 
 from .metadata import Change, Link, Shard, WorkerReport
@@ -17,7 +18,7 @@ MOST_CHANGES = 4096
 
 
 class Reporter:
-    """In the worker's main thread. failed, flushed: see `WorkerReport`; both are sent once. introduce: the scheduler asks what this
+    """In the worker's main thread. failed, read, flushed: see `WorkerReport`; all are sent once. introduce: the scheduler asks what this
     worker holds."""
 
     def __init__(self, place: tuple[int, int], number: int, rank: int, events: bool) -> None:
@@ -26,15 +27,17 @@ class Reporter:
         self._place, self._number, self._rank, self._events = place, number, rank, events
         self._session: Session | None = None
         self.refuse("it was given no KV caches")
-        self.failed: set[str] = set()
+        self.failed, self.read = set[str](), set[str]()
         self.flushed = self.introduce = False
         self._segments: frozenset[SegmentId] = frozenset()
         self._link = Link()
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
+        self._neighbours: Neighbours | None = None
+        self._mapped: frozenset[bytes] = frozenset()
 
-    def open(self, session: Session, shard: Shard) -> None:
-        """The worker has joined the pool, and holds this."""
-        self._session, self._shard = session, shard
+    def open(self, session: Session, shard: Shard, neighbours: Neighbours | None = None) -> None:
+        """The worker has joined the pool, and holds this. neighbours: whose KV caches it reads in place."""
+        self._session, self._shard, self._neighbours = session, shard, neighbours
         self._segments = self._readable()
         if self._events:
             session.on_stored.append(self._stored)
@@ -51,8 +54,9 @@ class Reporter:
     def take(self) -> WorkerReport | None:
         """What there is to say since the last call; None if nothing is."""
         segments, link, introduce = self._readable(), self._reached(), self.introduce
-        new_segments, new_link = introduce or segments != self._segments, link != self._link
-        if not (self.failed or self.flushed or self._changes or new_segments or new_link):
+        mapped = self._neighbours.mapped if self._neighbours is not None else self._mapped
+        new_segments, new_link, new_mapped = introduce or segments != self._segments, link != self._link, mapped != self._mapped
+        if not (self.failed or self.read or self.flushed or self._changes or new_segments or new_link or new_mapped):
             return None
         changes = [self._changes.popleft() for _ in range(len(self._changes))]
         report = WorkerReport(
@@ -62,8 +66,11 @@ class Reporter:
             {self._number: link} if new_link else {},
             {self._place: self._shard} if introduce else {},
             {self._rank: changes} if changes else {},
+            mapped if new_mapped else None,
+            self.read,
         )
-        self.failed, self.flushed, self._segments, self._link = set(), False, segments, link
+        self.read = set()
+        self.failed, self.flushed, self._segments, self._link, self._mapped = set(), False, segments, link, mapped
         return report
 
     # ---- inside

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
-from operator import attrgetter
+from contextlib import nullcontext
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.resident.generations import Generations
+from vcache_backend.resident.pins import Pins
 
 log = logging.getLogger("vllm.vcache")
+WAIT_SECONDS = 0.001
+"""How long a step waits for blocks that all are pinned."""
 _NUMBER = attrgetter("block_id")
+_SLICE_SECONDS = 0.0001
 
 
 class ResidentPool:
     """In the scheduler's thread. vLLM's own results and exceptions come through unchanged; if what is done here fails, the whole table
     is given up first, so that nobody reads a block whose next owner was not counted.
 
-    broken: whether that has happened.
+    broken: whether that has happened. kept, forced: how many blocks were pinned when it was their turn, and how many of those were handed
+    out all the same.
     """
 
-    def __init__(self, pool: Any, generations: Generations, on_reset: Callable[[], None]) -> None:
+    def __init__(self, pool: Any, generations: Generations, on_reset: Callable[[], None], pins: Pins | None = None) -> None:
         """pool: vLLM's `BlockPool`, before it has handed out a block. on_reset: called when the prefix cache is to be reset, whatever vLLM
-        then decides."""
-        self.broken = False
+        then decides. pins: of the same blocks; none is honoured otherwise."""
+        self.broken, self.kept, self.forced, self._pins = False, 0, 0, pins
+        self._next: tuple[list[Any], npt.NDArray[np.intp]] = [], np.empty(0, dtype=np.intp)
+        """The blocks that are to be handed out, as vLLM has them and their numbers: void already."""
         self._step = 1
         self._taken: npt.NDArray[np.int64] = np.zeros(generations.blocks, dtype=np.int64)
         """The step for which each block was handed out last."""
         # Also the null block's, whose bytes are of no request: none is anybody's until it is handed out and written.
         generations.void_all()
         self._generations, self._on_reset = generations, on_reset
+        self._queue: Any = pool.free_block_queue if pins is not None else None
         self._get, self._evict, self._reset = pool.get_new_blocks, pool.evict_blocks, pool.reset_prefix_cache
         pool.get_new_blocks, pool.evict_blocks = self._get_new_blocks, self._evict_blocks
         pool.reset_prefix_cache = self._reset_prefix_cache
@@ -46,24 +56,83 @@ class ResidentPool:
         """What is handed out from now on is for the next step."""
         self._step += 1
 
+    def void_all(self) -> None:
+        """The bytes of all blocks stay and mean something else. No reader's step counts on them by then: what was read before is right."""
+        with self._pins.none() if self._pins is not None else nullcontext():
+            self._generations.void_all()
+
     def _get_new_blocks(self, num_blocks: int) -> Any:
         """What writes them is launched after this has returned."""
+        if self._pins is not None:
+            self._surely(lambda: self._make_way(num_blocks))
         blocks = self._get(num_blocks)
-        self._surely(lambda: self._take(np.fromiter(map(_NUMBER, blocks), dtype=np.intp, count=len(blocks))))
+        self._surely(lambda: self._take(blocks))
         return blocks
 
-    def _take(self, blocks: npt.NDArray[np.intp]) -> None:
-        self._generations.void(blocks)
-        self._taken[blocks] = self._step
+    def _take(self, blocks: list[Any]) -> None:
+        (expected, numbers), self._next = self._next, ([], np.empty(0, dtype=np.intp))
+        if len(blocks) != len(expected) or not all(map(is_, blocks, expected)):
+            numbers = _numbers(blocks)
+            self._generations.void(numbers)
+        self._taken[numbers] = self._step
+
+    def _make_way(self, count: int) -> None:
+        """Have none of the next `count` blocks pinned, and make them void. If vLLM has not so many, nothing changes."""
+        blocks = self._first(count)
+        if len(blocks) < count:
+            return
+        numbers = _numbers(blocks)
+        self._generations.doubt(numbers)
+        assert self._pins is not None
+        if (pinned := self._pins.on(numbers)) is not None:
+            blocks, numbers = self._around(blocks, numbers, pinned)
+        self._generations.void(numbers)
+        self._next = blocks, numbers
+
+    def _around(
+        self, blocks: list[Any], numbers: npt.NDArray[np.intp], pinned: npt.NDArray[np.bool_] | None
+    ) -> tuple[list[Any], npt.NDArray[np.intp]]:
+        """Instead of these, the first blocks, as many that are not pinned: the others are vLLM's last then, as if they had just been used,
+        with all that it knows of them. If there are too few, those that come first after `WAIT_SECONDS`."""
+        assert self._pins is not None
+        queue, moved, until = self._queue, set[int](), time.monotonic() + WAIT_SECONDS
+        while pinned is not None:
+            held = numbers[pinned]
+            if not moved.isdisjoint(held.tolist()):
+                if time.monotonic() > until:
+                    self.forced += len(held)
+                    log.warning("vcache: %d blocks are handed out though others read them; there are no others", len(held))
+                    break
+                time.sleep(_SLICE_SECONDS)
+            self._generations.keep(numbers)
+            moved.update(held.tolist())
+            self.kept += len(held)
+            for at in np.flatnonzero(pinned).tolist():
+                queue.remove(blocks[at])
+                queue.append(blocks[at])
+            blocks = self._first(len(blocks))
+            numbers = _numbers(blocks)
+            self._generations.doubt(numbers)
+            pinned = self._pins.on(numbers)
+        return blocks, numbers
+
+    def _first(self, count: int) -> list[Any]:
+        """The first blocks that vLLM hands out, as many as there are."""
+        blocks, block = [], self._queue.fake_free_list_head
+        for _ in range(min(count, self._queue.num_free_blocks)):
+            block = block.next_free_block
+            blocks.append(block)
+        return blocks
 
     def _evict_blocks(self, block_ids: Any) -> Any:
-        """After a load that failed vLLM computes into the same blocks, without allocating them anew: these stay void."""
+        """After a load that failed vLLM computes into the same blocks, without allocating them anew: these stay void. No pin keeps them,
+        and nobody has one on them: blocks of a load that failed were never published."""
         self._surely(lambda: self._generations.void(list(block_ids)))
         return self._evict(block_ids)
 
     def _reset_prefix_cache(self) -> Any:
-        """The bytes stay and mean something else, also where vLLM then says that it cannot reset now: its caller changes the weights."""
-        self._surely(self._generations.void_all)
+        """Whatever vLLM decides, also where it says that it cannot reset now: its caller changes the weights."""
+        self._surely(self.void_all)
         self._surely(self._on_reset)
         return self._reset()
 
@@ -74,3 +143,7 @@ class ResidentPool:
             self._generations.give_up()
             self.broken = True
             log.exception("vcache: blocks could not be counted; nothing of this instance is read by others any more")
+
+
+def _numbers(blocks: list[Any]) -> npt.NDArray[np.intp]:
+    return np.fromiter(map(_NUMBER, blocks), dtype=np.intp, count=len(blocks))

@@ -42,7 +42,11 @@ class SchedulerSide:
         in_place = config.connector.share == "in_place"
         self.hit_source = compat.hit_source(in_host and not in_place)
         self._recomputes = model.recomputes
-        sure = not in_place and (self._recomputes or not config.engine.checksum)
+        sure = self._recomputes or not config.engine.checksum
+        if in_place:
+            # What lies in place is not checked by its checksum; one rank that waits would hold up all experts.
+            parallel = vllm_config.parallel_config
+            sure = not (parallel.data_parallel_size > 1 and parallel.enable_expert_parallel)
         self._sync_below = config.connector.sync_below_tokens if model.pp_size * model.tp_size == 1 and sure else 0
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._hashes = self._size // self._hash_block
@@ -67,6 +71,8 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._scheduled: dict[str, int] = {}
         self._promised = self._leased_ahead = 0
+        self._pinned: set[str] = set()
+        """Requests of the step that is being planned."""
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
         self._clearing = self._flush = False
@@ -91,7 +97,9 @@ class SchedulerSide:
         if lacking < 0 or not tracked.loads or self._clearing or tracked.params.announced or self._has(request, lacking):
             return
         if self.lookups.name(tracked, whole):
-            lease = self._fits_step(tracked, tokens) and self._leased_ahead + tokens <= MOST_SYNCHRONOUS
+            lease = (
+                self.publications is None and self._fits_step(tracked, tokens) and self._leased_ahead + tokens <= MOST_SYNCHRONOUS
+            )
             self._leased_ahead += tokens if lease else 0
             self.lookups.send(tracked, whole, lease)
 
@@ -106,6 +114,9 @@ class SchedulerSide:
         tokens, synchronous = self._matched(tracked, local)
         if tokens is None:
             return None, False
+        tracked.pinned = synchronous and self.publications is not None
+        if tracked.pinned:
+            self._pinned.add(request.request_id)
         if synchronous:
             self._promised += tokens
         else:
@@ -121,6 +132,7 @@ class SchedulerSide:
         lease = answer.lease_from(first) if answer is not None else None
         # Also where the pool had it all: it may lose some before it is read.
         offload = lease is None and not asked.announced and self.instance.offload is not None and self.instance.offload.usable
+        offload = offload and not tracked.pinned
         promote = offload and self._stores_allowed and asked.store and not tracked.consumes and self.publications is None
         load = LoadSpec(
             request_id=request.request_id,
@@ -131,6 +143,7 @@ class SchedulerSide:
             wait_seconds=self._wait_seconds(tracked) if asked.announced else 0.0,
             consume=tracked.consumes,
             lease=lease,
+            pinned=tracked.pinned,
             offload=offload,
             promote=promote,
             prefix=tracked.keys[:first] if offload else [],
@@ -152,7 +165,7 @@ class SchedulerSide:
                 hashes = request.block_hashes[number * self._hashes : (number + 1) * self._hashes]
                 self.announcer.expect(key, block_removed(hashes))
         self._loads.append(load)
-        tracked.loading = lease is None
+        tracked.loading = not load.synchronous
         if answer is not None:
             answer.lease = None
 
@@ -164,7 +177,16 @@ class SchedulerSide:
         first = tracked.local // self._block if tracked is not None else 0
         stop = min(first - (-external // self._block), len(chosen))
         self._loads.append(
-            LoadSpec(request_id=request.request_id, keys=[], blocks=chosen, skip=first, stop=stop, lease=lease, lost=True)
+            LoadSpec(
+                request_id=request.request_id,
+                keys=[],
+                blocks=chosen,
+                skip=first,
+                stop=stop,
+                lease=lease,
+                pinned=tracked is not None and tracked.pinned,
+                lost=True,
+            )
         )
 
     def begin(self, output: Any) -> StepMetadata:
@@ -174,6 +196,8 @@ class SchedulerSide:
         cancelled, self._cancelled = self._cancelled, set()
         flush, self._flush = self._flush, False
         self._scheduled, self._promised, self._leased_ahead = output.num_scheduled_tokens, 0, 0
+        self.lookups.unpin(self._pinned - {load.request_id for load in loads})
+        self._pinned = set()
         fresh, idle = [load.blocks for load in loads], not output.total_num_scheduled_tokens
         introduce = self.instance.keys is None and not self.instance.over
         name = self.publications.instance if introduce and self.publications is not None else b""
@@ -303,9 +327,12 @@ class SchedulerSide:
             return 0, False
         if tracked.params.announced:
             return tokens, False
-        answer = self.lookups.find(tracked, local // size, whole, self._fits_step(tracked, tokens))
+        fits, in_place = self._fits_step(tracked, tokens), self.publications is not None
+        answer = self.lookups.find(tracked, local // size, whole, fits and not in_place)
         external = min(answer.hits * size, most) - local
-        return (external, answer.lease is not None) if external >= least else (0, False)
+        if external < least:
+            return 0, False
+        return external, self.lookups.pin(tracked, answer, local // size) if fits and in_place else answer.lease is not None
 
     def _wait_seconds(self, tracked: Tracked) -> float:
         """How long what was announced to the request is waited for."""
@@ -396,6 +423,9 @@ class SchedulerSide:
                 self.publications.forget(tracked)
         if report.segments is not None:
             self.instance.readable = report.segments
+        self.lookups.unpin(report.read)
+        if report.mapped is not None:
+            self.instance.mapped = report.mapped
         self.instance.note(report.shards, report.links)
         if self.announcer is not None:
             self.announcer.note(report.changes)

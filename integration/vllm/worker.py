@@ -71,7 +71,7 @@ class Loading(transfer.Load):
             BlockPlaces(worker.kv, session.chunk_size, spec.blocks, block_size, spec.skip, spec.stop),
             keys,
             lease=lease,
-            mark=None if held is not None else mark,
+            mark=None if spec.synchronous else mark,
             wait_seconds=spec.wait_seconds,
             consume=spec.consume,
             offload=spec.offload,
@@ -162,7 +162,7 @@ class WorkerSide:
             raise
         self._worker = _Worker(session, kv, self.in_place.neighbours if self.in_place is not None else None)
         self._stores.open(session, kv, self._model.block_size)
-        self.report.open(session, Shard(shard, session.tier is not None))
+        self.report.open(session, Shard(shard, session.tier is not None), self._worker.neighbours)
         does = "lends to and reads from" if self.in_place is None else "shares its KV cache in place, on"
         log.info("vcache: worker %d %s %s, %s B a chunk", self._rank, does, session.device, f"{shard.chunk_bytes:,}")
 
@@ -192,10 +192,10 @@ class WorkerSide:
         self.report.flushed |= meta.flush and meta.idle
         self._stores.fence(meta)
         # A synchronous load needs none: the model's stream goes on behind it.
-        mark = worker.session.copier.mark() if any(load.lease is None for load in meta.loads) else None
+        mark = worker.session.copier.mark() if any(not load.synchronous for load in meta.loads) else None
         for spec in [spec for spec in meta.loads if not spec.lost]:
             loading = Loading(worker, spec, mark, self._model.block_size)
-            (self._asynchronous if spec.lease is None else self._synchronous).append(loading)
+            (self._synchronous if spec.synchronous else self._asynchronous).append(loading)
             self._lost.remove(spec)
         for loading in self._asynchronous:
             if loading.spec.request_id in meta.found:
@@ -287,9 +287,9 @@ class WorkerSide:
         for spec in lost:
             self.report.failed.add(spec.request_id)
             self._invalid |= set(spec.wanted)
-            if spec.lease is not None:
+            if spec.synchronous:
                 self._synchronous_failed(spec)
-        return {spec.request_id for spec in lost if spec.lease is None}
+        return {spec.request_id for spec in lost if not spec.synchronous}
 
     def _settle_synchronous(self) -> None:
         """Wait for the loads that the step which just ran needed. None is launched any more: the model has read the blocks."""
@@ -313,6 +313,8 @@ class WorkerSide:
     def _note(self, loading: Loading) -> None:
         """A load is over."""
         invalid, name = loading.invalid, loading.spec.request_id
+        if loading.spec.pinned:
+            self.report.read.add(name)
         if invalid:
             self.report.failed.add(name)
             self._invalid |= set(invalid)

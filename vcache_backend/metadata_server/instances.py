@@ -33,13 +33,14 @@ class ShownTable:
     def __init__(self, peer: Peer, request: m.Join, table: Descriptor) -> None:
         self.peer: Peer | None = peer
         self.table: Descriptor | None = table
+        self.pins: Descriptor | None = None
         self.process, self.request = peer.process, request
         status = os.fstat(table.fd)
         self.memory = status.st_dev, status.st_ino
 
     def gone(self) -> None:
         """Its connection is. (What it was stays known: the same process may come back.)"""
-        self.peer = self.table = None
+        self.peer = self.table = self.pins = None
 
 
 class ShownCache:
@@ -106,8 +107,9 @@ class Instances:
     @property
     def descriptors(self) -> int:
         """How many fds are kept."""
-        tables = sum(known.table is not None and known.table.peer is not None for known in self._of.values())
-        return tables + sum(len(cache.regions) for known in self._of.values() for cache in known.caches.values())
+        tables = [known.table for known in self._of.values() if known.table is not None and known.table.peer is not None]
+        shown = len(tables) + sum(table.pins is not None for table in tables)
+        return shown + sum(len(cache.regions) for known in self._of.values() for cache in known.caches.values())
 
     def processes(self) -> set[ProcessId]:
         """Those whose end ends what they have shown, whoever else holds their connection."""
@@ -131,6 +133,21 @@ class Instances:
             self._residents.close(request.instance)
         self._residents.open(request.instance, request.namespace, request.blocks, request.ranks, request.each)
         self._changed(request.instance)
+        return m.Count(1)
+
+    def show_pins(self, client: Peer, instance: m.InstanceId, fds: list[int]) -> m.Count:
+        """A scheduler shows the memory in which its blocks are pinned."""
+        what = f"show_pins {instance.hex()}"
+        table = self._of[instance].table if self.owns(client, instance, m.SCHEDULER) else None
+        if table is None:
+            raise Refuse(f"{what}: this connection has not joined as that")
+        if len(fds) != 1:
+            raise Refuse(f"{what}: {len(fds)} fds came along; exactly 1 is needed")
+        if reason := lacking(fds[0]):
+            raise Refuse(f"{what}: {reason}")
+        if table.pins is None:
+            self._room(what)
+        table.pins = Descriptor(fds.pop())
         return m.Count(1)
 
     def show_cache(self, client: Peer, request: m.ShowCache) -> m.Count:
@@ -205,6 +222,14 @@ class Instances:
         assert shown is not None
         assert shown.table is not None
         return m.Joined(shown.request.blocks, shown.request.ranks, shown.request.each), shown.table
+
+    def open_pins(self, instance: m.InstanceId) -> tuple[m.Count, Descriptor]:
+        """Where its blocks are pinned."""
+        what = f"open_pins {instance.hex()}"
+        shown = self._whole(instance, what).table
+        if shown is None or shown.pins is None:
+            raise Refuse(f"{what}: it takes no pins")
+        return m.Count(shown.request.blocks), shown.pins
 
     def open_cache(self, instance: m.InstanceId, rank: int) -> m.Cache:
         """What one worker's cache is."""

@@ -402,6 +402,18 @@ class OpenInstance(Request, frozen=True, tag="open_instance"):
     instance: Named
 
 
+class ShowPins(Request, frozen=True, tag="show_pins"):
+    """The scheduler that has joined shows the memory in which readers pin its blocks, whose fd comes along → `Count` (1)."""
+
+    instance: Named
+
+
+class OpenPins(Request, frozen=True, tag="open_pins"):
+    """→ `Count` (its blocks), with the fd of that memory. Refused as is `OpenInstance`, and where it takes no pins."""
+
+    instance: Named
+
+
 class OpenCache(Request, frozen=True, tag="open_cache"):
     """→ `Cache`."""
 
@@ -668,7 +680,9 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
 
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
 _OfChunks = Reserve | Commit | Abort | Lookup | Acquire | Renew | Release | Contains | Touch | Remove | Clear
-_OfInstances = Join | ShowCache | ShowRegion | OpenInstance | OpenCache | OpenRegion | CloseInstance | OpenProcess
+_OfInstances = (
+    Join | ShowPins | ShowCache | ShowRegion | OpenInstance | OpenPins | OpenCache | OpenRegion | CloseInstance | OpenProcess
+)
 _OfResidents = Publish | Retract | Hint | Listen | Find | ShowReads
 AnyRequest = Hello | _OfSegments | _OfChunks | _OfInstances | _OfResidents | Stats | Report
 _OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Dropped

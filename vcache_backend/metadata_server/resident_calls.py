@@ -26,6 +26,10 @@ class ResidentCalls(Channel, ABC):
         request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each)
         self._call(request, m.Count, self._config.control_seconds, fd)
 
+    def show_pins(self, instance: bytes, fd: int) -> None:
+        """The scheduler that has joined shows in which memory its blocks are pinned; to be done again whenever it joins."""
+        self._call(m.ShowPins(m.InstanceId(instance)), m.Count, self._config.control_seconds, fd)
+
     def show_cache(self, instance: bytes, rank: int, shape: m.CacheShape) -> int:
         """A worker says where its KV cache lies; how many regions are to be shown now. To be done again after a reconnection."""
         return self._call(m.ShowCache(m.InstanceId(instance), rank, shape), m.Count, self._config.control_seconds).count
@@ -85,6 +89,10 @@ class ResidentCalls(Channel, ABC):
     def open_instance(self, instance: bytes) -> tuple[m.Joined, int]:
         """An instance's generation table."""
         return self._open(m.OpenInstance(m.InstanceId(instance)), m.Joined)
+
+    def open_pins(self, instance: bytes) -> int:
+        """The fd of the memory in which an instance's blocks are pinned."""
+        return self._open(m.OpenPins(m.InstanceId(instance)), m.Count)[1]
 
     def open_cache(self, instance: bytes, rank: int) -> m.CacheShape:
         """Where one of its workers' KV cache lies."""

@@ -126,12 +126,16 @@ class Service:
                 return m.Segments(directory.segment_infos()), None
             case m.Join():
                 return self.instances.join(client, request, fds), None
+            case m.ShowPins(instance):
+                return self.instances.show_pins(client, instance, fds), None
             case m.ShowCache():
                 return self.instances.show_cache(client, request), None
             case m.ShowRegion():
                 return self.instances.show_region(client, request, fds), None
             case m.OpenInstance(instance):
                 return self.instances.open(instance)
+            case m.OpenPins(instance):
+                return self.instances.open_pins(instance)
             case m.OpenCache(instance, rank):
                 return self.instances.open_cache(instance, rank), None
             case m.OpenRegion(instance, rank, number):

@@ -12,6 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 log = logging.getLogger(__name__)
 
+GRACE_SECONDS = 0.25
+"""From the end of an owner until nothing of it is read any more: what a step counts on, which may not fail, is launched by then."""
 LOOK_SECONDS = 0.5
 """How often to look whether an owner that lives has given its memory up."""
 
@@ -48,7 +50,7 @@ class Caretaker(Generic[B]):
         """Nobody waits for anything under it."""
         self._pidfds: dict[int, B] = {}
         self._going: list[B] = []
-        self._closing = False
+        self._closing, self._hurry = False, threading.Event()
         self._events = select.epoll()
         self._bell: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._events.register(self._bell, select.EPOLLIN)
@@ -96,6 +98,7 @@ class Caretaker(Generic[B]):
         """Forbid and unmap all, each when its last copy has left, and end the thread; wait so long for that. Idempotent."""
         with self._lock:
             self._closing = True
+        self._hurry.set()
         self.wake()
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -130,6 +133,8 @@ class Caretaker(Generic[B]):
             # Before any is closed: its number may be another's at once.
             ended = {self._pidfds[fd] for fd in ready if fd in self._pidfds}
             here = set(self._pidfds.values())
+        if ended and not self._closing:
+            self._linger()
         for each in here:
             if each in ended or self._closing or each.given_up:
                 self._end(each)
@@ -138,6 +143,9 @@ class Caretaker(Generic[B]):
         staying = [each for each in going if not each.unmap()]
         with self._lock:
             self._going += staying
+
+    def _linger(self) -> None:
+        self._hurry.wait(GRACE_SECONDS)
 
     def _end(self, borrowed: B) -> None:
         borrowed.forbid()

@@ -1,7 +1,8 @@
 """Which bytes a block of a KV cache holds: a counter for each block, in memory that its owner writes and all others only read.
 
 A counter changes before its block may be written again, so whoever finds the published even number after a copy has copied what the
-number stood for. Odd: nobody has filled the block, or what it holds counts no more; it equals nothing.
+number stood for. Odd: nobody has filled the block, or what it holds counts no more; it equals nothing. In doubt: as its number says, but
+it may be handed out at any moment; nobody may begin to count on it.
 
 One memfd: a page with the header (`_HEADER`), then the counters, little-endian, 64 bits each, aligned, so that none is ever read in
 halves. It is sealed: its size does not change, and only its owner, who mapped it before, can write it.
@@ -19,6 +20,7 @@ import platform
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +32,10 @@ from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 MAGIC = b"vcache-g"
 VERSION = 1
 MACHINE = "x86_64"
-_HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQ")
-"""Magic, version, 1 once the owner gave the table up, instance, blocks."""
-_DEAD_AT = 12
+_HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQQ")
+"""Magic, version, 1 once the owner gave the table up, instance, blocks, by which clock the owner takes pins, or 0 if it takes none."""
+_DEAD_AT, _CLOCK_AT = 12, 40
+_DOUBT = np.uint64(1 << 63)
 SEALS = RESIZING | FUTURE_WRITE
 """What every reader insists on: a table that others write says nothing."""
 
@@ -65,13 +68,25 @@ class Generations:
             self._undo = undo.pop_all()
         self.counters: UInt64s = np.frombuffer(self._memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks)
         self.counters[:] = 2
-        _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks)
+        _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks, 0)
 
     def void(self, blocks: Sequence[int] | npt.NDArray[np.intp]) -> None:
         """These hold nothing that anybody may read until they are `filled`: somebody else may write them from now on. IndexError, and no
         change, if one of them is none of the cache's."""
         at = np.asarray(blocks, dtype=np.intp)
-        self.counters[at] = self.counters[at] + np.uint64(1) | np.uint64(1)
+        self.counters[at] = (self.counters[at] & ~_DOUBT) + np.uint64(1) | np.uint64(1)
+
+    def doubt(self, blocks: npt.NDArray[np.intp]) -> None:
+        """These may be handed out: nobody counts on them from now on who does not do so already."""
+        self.counters[blocks] |= _DOUBT
+
+    def keep(self, blocks: npt.NDArray[np.intp]) -> None:
+        """Of these, in doubt, nothing was handed out."""
+        self.counters[blocks] &= ~_DOUBT
+
+    def honours_pins(self, does: bool) -> None:
+        """Whether readers may count on pins from now on; see `pins`. Nobody may at first."""
+        struct.pack_into("<Q", self._memory, _CLOCK_AT, clock() if does else 0)
 
     def filled(self, blocks: Sequence[int] | npt.NDArray[np.intp]) -> None:
         """What these, all void and each named once, are being given is what their next, even number stands for."""
@@ -105,6 +120,7 @@ class GenerationView:
         self.instance, self.blocks = instance, blocks
         self.counters: UInt64s = np.frombuffer(memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks)
         self._dead: UInt32s = np.frombuffer(memory, dtype="<u4", offset=_DEAD_AT, count=1)
+        self._clock: UInt64s = np.frombuffer(memory, dtype="<u8", offset=_CLOCK_AT, count=1)
 
     @classmethod
     def open(cls, fd: int, instance: bytes, blocks: int) -> GenerationView:
@@ -116,7 +132,7 @@ class GenerationView:
         with raising_as({OSError: SegmentError}, "generation table"):
             _check(fd, blocks)
             memory = mmap.mmap(fd, _size(blocks), flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        magic, version, _, theirs, count = _HEADER.unpack_from(memory)
+        magic, version, _, theirs, count, _ = _HEADER.unpack_from(memory)
         if magic != MAGIC or version != VERSION:
             raise SegmentError(
                 f"generation table: begins with {magic!r}, version {version}, not {MAGIC!r}, {VERSION}; install the same vcache-backend"
@@ -139,7 +155,7 @@ class GenerationView:
         """
         count = min(len(blocks), len(generations)) // each
         blocks, generations = blocks[: count * each], generations[: count * each]
-        now = self.counters.take(blocks, mode="clip")
+        now = self.counters.take(blocks, mode="clip") & ~_DOUBT
         same = (now == generations) & (generations & np.uint64(1) == 0) & (blocks < self.blocks)
         # After the counters: an owner whose counters fail it gives up before it hands out a block.
         if self.dead:
@@ -147,6 +163,20 @@ class GenerationView:
         if same.all():
             return count
         return int(same.reshape(count, each).all(axis=1).argmin())
+
+    def undoubted(self, blocks: UInt32s, generations: UInt64s) -> bool:
+        """Whether these, blocks of the cache, are as `generations` say, none is in doubt, and their owner takes pins by this process's
+        clock."""
+        same = bool((self.counters[blocks] == generations).all() and not (generations & np.uint64(1)).any())
+        return same and int(self._clock[0]) == clock() and not self.dead
+
+
+@cache
+def clock() -> int:
+    """The time namespace of this process: in another one `time.monotonic` says something else."""
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/time").st_ino
+    return 1
 
 
 def _check(fd: int, blocks: int) -> None:

@@ -163,6 +163,11 @@ class Neighbours:
                 log.debug("the KV cache of instance %s: %s", instance.hex(), error)
             return None
 
+    @property
+    def mapped(self) -> frozenset[bytes]:
+        """The instances whose KV caches are mapped."""
+        return frozenset(self._here)
+
     def close(self) -> None:
         """Unmap all, each once its last copy has left; waits `CLOSE_SECONDS` for that at most. Idempotent."""
         self._caretaker.close(CLOSE_SECONDS)
