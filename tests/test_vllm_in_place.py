@@ -589,6 +589,8 @@ def test_what_others_read_leaves_its_owner_last_and_of_a_prefix_the_end_first(
     eventually(lambda: waiting.waiting)
     owner.half.publications.generations.void(blocks[4:5])
     for _ in range(3):
+        assert waiting.waiting
+        owner.half.publications.learn()
         owner.step()
     assert not waiting.waiting
     assert last() == [blocks[number] for number in (7, 6, 5, 3, 2)]

@@ -18,7 +18,7 @@ from .replicas import Replica
 log = logging.getLogger("vllm.vcache")
 
 MOST_BLOCKS = 256
-"""Blocks that are moved at once, in a quarter of a millisecond."""
+"""Blocks that are moved in a step, in a quarter of a millisecond."""
 MOST_WAITING = 16
 """Heartbeats' worth of hints that wait for the next step; a hint that is dropped is a chunk that leaves earlier."""
 
@@ -39,6 +39,7 @@ class Hints:
         """pool: vLLM's `BlockPool`. each: blocks of a chunk."""
         self._pool, self._generations, self._each = pool, generations, each
         self._waiting: deque[tuple[UInt32s, UInt64s]] = deque()
+        self._left = MOST_BLOCKS
 
     @property
     def waiting(self) -> bool:
@@ -54,9 +55,14 @@ class Hints:
         # A chunk's last block first: of a prefix the head is to leave last.
         self._waiting.append((blocks[:, ::-1].reshape(-1), generations[:, ::-1].reshape(-1)))
 
+    def planned(self) -> None:
+        """What is moved from now on is moved in the next step."""
+        self._left = MOST_BLOCKS
+
     def apply(self) -> None:
-        """Make some of the blocks the last that vLLM gives away: such as nobody here uses, and still hold what was read."""
-        if not self._waiting:
+        """Make some of the blocks the last that vLLM gives away: such as nobody here uses, and still hold what was read. In a step as often
+        as one likes."""
+        if not self._waiting or not self._left:
             return
         try:
             self._move(*self._waiting.popleft())
@@ -65,9 +71,11 @@ class Hints:
             log.exception("vcache: what others read in this instance's KV cache is kept no longer than the rest")
 
     def _move(self, blocks: UInt32s, generations: UInt64s) -> None:
-        if len(blocks) > MOST_BLOCKS:
-            self._waiting.appendleft((blocks[MOST_BLOCKS:], generations[MOST_BLOCKS:]))
-        blocks, generations = blocks[:MOST_BLOCKS], generations[:MOST_BLOCKS]
+        left = self._left
+        if len(blocks) > left:
+            self._waiting.appendleft((blocks[left:], generations[left:]))
+        blocks, generations = blocks[:left], generations[:left]
+        self._left -= len(blocks)
         pool, queue = self._pool, self._pool.free_block_queue
         for number in blocks[self._generations.counters[blocks] == generations].tolist():
             block = pool.blocks[number]

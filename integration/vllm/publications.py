@@ -129,8 +129,9 @@ class Publications:
 
     def planned(self) -> None:
         """The step has all blocks that it gets."""
-        if self._pool is not None:
+        if self._pool is not None and self.hints is not None:
             self._pool.planned()
+            self.hints.planned()
 
     def complete(self, tracked: Tracked, ready: int, loads: bool) -> list[PublicationSpec]:
         """Publish the request's leading `ready` chunks once the step is over, which has all of their tokens computed; but none that was

@@ -267,7 +267,7 @@ class SchedulerSide:
             self.publications.reset()
         cleared = self.instance.clear()
         if self.publications is not None and cleared:
-            # Nothing is stored, and what is on its way is published in an epoch that is over.
+            # What steps under way publish, or save in the pool, is of an epoch that is over.
             self._flush = self._clearing = False
         return cleared
 
