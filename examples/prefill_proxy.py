@@ -17,12 +17,19 @@ import argparse
 import asyncio
 import itertools
 import json
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, web
+try:
+    from aiohttp import ClientError, ClientSession, ClientTimeout, web
+except ModuleNotFoundError as absent:
+    sys.exit(
+        f"{Path(sys.argv[0]).name}: this Python has no {absent.name}, which vLLM brings: pip install '/path/to/vcache[vllm]'"
+    )
 
 ORDERS = ("together", "decode-first", "prefill-first")
 LEAD_SECONDS = 0.5

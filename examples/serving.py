@@ -36,6 +36,7 @@ TAIL = 8
 """Tokens after the last whole chunk: fewer than a block, so that a hit of whole blocks and one of whole chunks end at the same token,
 the same tokens are computed in the same shape, and answers can be compared token by token."""
 START_SECONDS = 600.0
+TELL_SECONDS = 15.0
 ANSWER_SECONDS = 120.0
 QUIET = {"PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "PYTHONUNBUFFERED": "1"}
 say = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -117,8 +118,13 @@ class Process:
         return False
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Return once it is ready. Raises Failed: it ended, or takes longer."""
+        """Return once it is ready, and say now and then how far it is. Raises Failed: it ended, or takes longer."""
+        told = TELL_SECONDS
         while not ready():
+            if time.monotonic() - self.started > told:
+                lines = self.log.read_text(errors="replace").split("\n")
+                say.print(f"{self.name}: {told:g} s, {next((line for line in reversed(lines) if line), '')[:100]}", markup=False)
+                told += TELL_SECONDS
             if self.process.poll() is not None:
                 raise self.failure("ended")
             if time.monotonic() - self.started > seconds:
@@ -291,7 +297,8 @@ def main(made: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Path]
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-example-"))
     try:
         if absent := [name for name in needs if find_spec(name) is None]:
-            raise Failed(f"this Python has no {' and no '.join(absent)}: {sys.executable}")
+            get = f"pip install '{ROOT}[{','.join(absent)}]'; without a GPU: scripts/setup.sh vllm, and .venv/bin/python"
+            raise Failed(f"this Python has no {' and no '.join(absent)}: {sys.executable}; {get}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         code = run(options, folder)
         if code == 0 and not options.logs:
