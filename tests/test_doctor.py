@@ -192,6 +192,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (folder / file).write_text("".join(f"    def {name}(self): ...\n" for name in names))
     (folder / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
+    # An earlier test of this process may have imported the real one, which is then found where it was.
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
     monkeypatch.setattr(metadata, "version", lambda name: "0.32.1")
     return folder
 

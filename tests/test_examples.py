@@ -287,7 +287,7 @@ def test_a_second_script_on_the_machine_joins_the_first_or_says_that_the_port_is
 def test_two_nodes_share_a_prompt_through_the_store_and_nothing_else(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with store(port, tmp_path, "--demo") as child:
-        status, said = child.wait()
+        status, said = child.wait(100)
     assert status == 0, said
     assert "node B before: 0 of 1024 tokens" in said
     below, promoted = (line for line in said.splitlines() if line.startswith("node B: "))
