@@ -147,7 +147,11 @@ def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
     from vcache_backend.metadata_server.server import serve as run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    run(_load(config_file, socket).server)
+    try:
+        run(_load(config_file, socket).server)
+    except OSError as error:
+        logging.exception("the server ends by what it did not expect")
+        raise typer.Exit(1) from error
 
 
 @app.command()
