@@ -10,7 +10,8 @@
 #     lmcache   TTFT, decoding, misses through LMCache; misses through our connector
 #     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
 #     inplace2  likewise eager, TP=2, fp8, MLA, ngram; copies out of a KV cache
-#     campaign  live KV caches of two vLLMs under load, read by others while they are used again (about 4 minutes), and the death of an owner
+#     campaign  the death of an owner (at most 130 s), then live KV caches of two vLLMs under load, read by others while they are used
+#               again (at most 270 s with the start), and its control (at most 120 s)
 #   Serving at equal VRAM, our KV caches in place in turn with one peer (alone, offload, mp, pool); estimates from the runs of
 #   2026-11-21: servers start in some 60 s, `prefix` takes 17 to 28 s, `trace` 20, 600 unfiltered requests 80 to 100. RUNS=0,1,2 by default.
 #     serving_PEER     prefix and trace, three runs each                  about 400 s

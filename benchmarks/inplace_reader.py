@@ -158,6 +158,8 @@ class Slowly:
 
     def __init__(self, inner: Copier, instance: Stopping, share: float, seconds: float) -> None:
         self._inner, self._instance, self._share, self._seconds = inner, instance, share, seconds
+        self._kept: list[Completion] = []
+        """Of the last such copy: each holds what its kernel reads."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -167,8 +169,9 @@ class Slowly:
         if len(rows) < 2 or instance.dice.random() >= self._share:
             return self._inner.pull(kv, rows, origins, *given, **more)
         instance.told.outcomes.slow += 1
+        self._kept = []
         for at in range(len(rows) - 1):
-            self._inner.pull(kv, rows[at : at + 1], origins, *given, **more)
+            self._kept.append(self._inner.pull(kv, rows[at : at + 1], origins, *given, **more))
             instance.step("copying")
             time.sleep(instance.dice.uniform(0, self._seconds / len(rows)))
         copy = self._inner.pull(kv, rows[-1:], origins, *given, **more)
