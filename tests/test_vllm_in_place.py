@@ -623,10 +623,10 @@ def test_what_was_computed_before_another_reset_the_namespace_is_not_found(share
     owner.flush()
     assert other.half.instance.client.find(other.keys(source)).pooled == b""
     owner.finish(source)
-    eventually(lambda: owner.half.publications.heard == other.half.publications.heard != 0)
-    longer = owner.add(tokens + new_tokens(CHUNK), load=False)
+    longer = owner.add(tokens + new_tokens(CHUNK))
     meta = owner.step()
     assert (owner.hit(longer), owner.numbers(longer, meta)) == (3 * CHUNK, [])
+    assert owner.half.publications.epoch == other.half.publications.heard != 0
     owner.finish(longer)
     assert not owner.right(owner.published(source, late))
     later = new_tokens(3 * CHUNK + 5)

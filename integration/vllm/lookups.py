@@ -279,5 +279,7 @@ class Lookups:
         shared, tables = self._instance.shared, self._instance.tables
         if shared is None or tables is None:
             return 0, {}
+        # It grows with each reset, and an answer may be read late.
+        shared.heard = max(shared.heard, reply.epoch)
         found, chosen = choose(reply, tables, shared.each)
         return found, {first + chunk: replica for chunk, replica in chosen.items()}
