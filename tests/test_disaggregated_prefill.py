@@ -152,12 +152,14 @@ def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(site: 
 
 @pytest.mark.parametrize("site", ["in_place"], indirect=True)
 def test_in_place_nothing_is_copied_in_between_and_the_decode_server_is_never_read(site: Site) -> None:
-    prompt = new_tokens(WHOLE + TAIL)
+    prompt, loaded = new_tokens(WHOLE + TAIL), 'vllm:vcache_loaded_tokens_total{tier="resident"'
+    before, lost = counted(site.decode, loaded), counted(site.decode, "vllm:vcache_recomputed_tokens_total")
     with site.another_proxy("--wait-seconds", "30") as (url, _):
         assert site.ask(url, prompt) == Answer(site.right(prompt), WHOLE)
+    eventually(lambda: counted(site.decode, loaded) == before + WHOLE)
+    assert counted(site.decode, "vllm:vcache_recomputed_tokens_total") == lost
     for url in (site.prefill, site.decode):
         assert counted(url, "vllm:vcache_stored_bytes_total") == 0
-    assert counted(site.decode, 'vllm:vcache_loaded_tokens_total{tier="resident"') >= WHOLE
     with Client(site.folder / "vcache.sock", PATIENT, reconnect=False) as client:
         stats = client.stats()
     assert (stats.chunks, stats.segments) == (0, [])
