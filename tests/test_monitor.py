@@ -42,6 +42,10 @@ def alone(tmp_path: Path) -> Iterator[Stage]:
         yield made
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
 def needs(program: str) -> Any:
     return pytest.mark.skipif(shutil.which(program) is None, reason=f"needs Debian's {program}")
 
@@ -222,6 +226,22 @@ def test_nobody_who_is_slow_keeps_others_away(alone: Stage, monkeypatch: pytest.
         eventually(lambda: answers(address))
         for one in slow:
             one.close()
+        served.shutdown()
+        served.server_close()
+
+
+def test_connections_that_no_thread_could_be_had_for_leave_their_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with closing(Samples(tmp_path / "vcache.sock")) as asked:
+        served = web.Web("127.0.0.1", 0, asked, CollectorRegistry())
+        thread = threading.Thread(target=served.serve_forever, daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{served.server_address[1]}"
+        with monkeypatch.context() as short:
+            short.setattr(threading.Thread, "start", lambda _: _raise(RuntimeError("can't start new thread")))
+            for _ in range(web.MOST_AT_ONCE):
+                with pytest.raises(OSError):  # noqa: PT011 - reset, or closed without an answer
+                    get(address, "/nothing")
+        assert get(address, "/nothing")[0] == 404
         served.shutdown()
         served.server_close()
 

@@ -215,3 +215,16 @@ def test_members_of_a_group_are_let_in_and_of_one_group_nobody_else_reaches_the_
         here.script(AS_NOBODY, trusting, f"[1, {gids[-1]}]").expect("segments []")
         refused = here.script(AS_NOBODY, trusting, "[4444]").expect("refused:")
         assert ("Permission denied" if len(gids) == 1 else "a group of it to server.allow_gids") in refused
+
+
+@OURS
+@pytest.mark.parametrize(("mode", "after", "gid"), [(0o750, 0o751, 4343), (0o710, 0o710, 4242), (0o700, 0o710, 4242)])
+def test_what_a_folder_s_own_group_may_read_there_is_not_for_the_one_that_is_let_in(
+    tmp_path: Path, mode: int, after: int, gid: int
+) -> None:
+    """Somebody's home, say, with the socket in it."""
+    os.chown(tmp_path, -1, 4343)
+    tmp_path.chmod(mode)
+    with Endpoint(tmp_path / "vcache.sock", gids=[4242]):
+        found = tmp_path.stat()
+    assert (stat.S_IMODE(found.st_mode), found.st_gid) == (after, gid)

@@ -16,7 +16,7 @@ from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside
-from vcache_backend.metadata_server.start import ensure
+from vcache_backend.metadata_server.start import ensure, try_ensure
 
 STARTER = """
 import json, sys
@@ -107,6 +107,26 @@ def test_a_server_that_cannot_start_is_told_with_its_own_words(path: Path) -> No
     (path / "in the way").mkdir(parents=True)
     with pytest.raises(ServerUnavailable, match=r"log, .*, ends with: .*is there and is no socket"):
         ensure(config(path))
+
+
+def test_what_lies_in_the_working_folder_is_not_imported_on_the_way(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "subprocess.py").write_text("raise RuntimeError('taken from the working folder')")
+    monkeypatch.chdir(tmp_path)
+    assert ensure(config(path)).startswith("metadata server started")
+    assert len(servers(path)) == 1
+
+
+def test_a_python_that_says_more_than_it_should_does_not_keep_vllm_from_starting(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "usual").mkdir()
+    (tmp_path / "usual" / "sitecustomize.py").write_text("print('welcome to this site')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "usual"))
+    try_ensure(config(path))
+    assert "no metadata server was started" in caplog.text
+    eventually(lambda: answers(path))
 
 
 def test_a_folder_that_others_can_write_into_is_refused(path: Path) -> None:

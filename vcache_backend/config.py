@@ -73,6 +73,8 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.socket and not Path(self.socket).name:
             raise ValueError(f"socket must be the path of a file, got {self.socket!r}")
+        if int(self.metrics.rpartition(":")[2] or 0) > 65535:
+            raise ValueError(f"metrics: a port is 65535 at most, got {self.metrics!r}")
 
     @property
     def path(self) -> Path:

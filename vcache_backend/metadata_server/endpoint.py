@@ -104,9 +104,15 @@ class Endpoint:
             fault = folder_fault(self._path, {os.getuid(), 0})
             if fault:
                 raise ConfigError(f"server.socket: {fault}") from None
-        if self._bits and folder.stat().st_uid == os.getuid():
-            os.chown(folder, -1, self._gid)
-            folder.chmod(folder.stat().st_mode | self._bits | 0o10)
+        status = folder.stat()
+        if self._bits and status.st_uid == os.getuid():
+            bits = self._bits
+            if self._gid not in (-1, status.st_gid):
+                if status.st_mode & 0o40:
+                    bits = 0o1  # what its own group may read there is not for another
+                else:
+                    os.chown(folder, -1, self._gid)
+            folder.chmod(folder.stat().st_mode | bits | 0o10)
 
     def _lock(self, undo: ExitStack) -> None:
         path = beside(self._path, ".lock")

@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 5.0
+AGAIN_SECONDS, MOST_SECONDS = 5.0, 600.0
 
 
 class MonitorProcess:
-    """Started again, `AGAIN_SECONDS` later, whenever it ends. The server goes on without it."""
+    """Started again, `AGAIN_SECONDS` later, whenever it ends; after each time that it ends sooner than it was waited for, twice as late,
+    `MOST_SECONDS` at most. The server goes on without it."""
 
     def __init__(self, path: Path, listen: str) -> None:
         """path: the server's socket. listen: HOST:PORT."""
@@ -37,7 +39,9 @@ class MonitorProcess:
         self._thread.join()
 
     def _run(self) -> None:
+        pause = AGAIN_SECONDS
         while not self._closing.is_set():
+            began = time.monotonic()
             try:
                 # Its input is a pipe that ends with this process, however that ends.
                 with self._lock:
@@ -52,4 +56,7 @@ class MonitorProcess:
                 self._process.stdin.close()
                 if not self._closing.is_set():
                     log.error("server.metrics: its process ended with status %d; another one follows", status)
-            self._closing.wait(AGAIN_SECONDS)
+            if time.monotonic() > began + pause:
+                pause = AGAIN_SECONDS
+            self._closing.wait(pause)
+            pause = min(2 * pause, MOST_SECONDS)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from vcache_backend import config as configuration
 from vcache_backend.config import ClientConfig, Config
-from vcache_backend.errors import ConfigError, ServerUnavailable, VCacheError
+from vcache_backend.errors import ConfigError, ServerUnavailable
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside, folder_fault
 
@@ -60,7 +60,7 @@ def try_ensure(config: Config) -> None:
     of it."""
     try:
         log.warning("vcache: %s", ensure(config))
-    except VCacheError as error:
+    except Exception as error:  # noqa: BLE001 - nothing of ours raises into who serves
         log.error("vcache: no metadata server was started: %s", error)
 
 
@@ -113,7 +113,7 @@ def _spawn(config: Config, path: Path, log: Path) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(log, flags, 0o600), "ab") as out:
         detached = subprocess.run(
-            [sys.executable, "-c", _DETACH, *command],
+            [sys.executable, "-P", "-c", _DETACH, *command],
             input=json.dumps(configuration.dump(config)).encode(),
             stdout=subprocess.PIPE,
             stderr=out,

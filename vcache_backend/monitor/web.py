@@ -39,16 +39,21 @@ class Web(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread to be had; the caller closes the connection
+            self._places.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         ends = threading.Timer(ANSWER_SECONDS, lambda: _cut(request))
         ends.daemon = True
-        ends.start()
         try:
+            with suppress(RuntimeError):  # no thread to be had
+                ends.start()
             super().process_request_thread(request, client_address)
         finally:
             ends.cancel()
