@@ -375,6 +375,22 @@ def test_what_began_before_a_reset_is_not_published_by_who_finds_it_in_vllms_cac
     assert engine.numbers(fresh) == list(range(9))
 
 
+def test_what_fails_as_a_step_is_planned_is_not_vllms(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for chunks that loads wait for."""
+
+    def fails() -> Any:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(engine.half._awaited, "found", fails)
+    request = engine.add(new_tokens(2 * CHUNK))
+    engine.step()
+    assert request.num_computed_tokens == 2 * CHUNK
+    assert engine.metas[-1].publications == []
+    monkeypatch.undo()
+    request = engine.add(new_tokens(2 * CHUNK))
+    assert engine.published(request, engine.step())
+
+
 # ---- what is saved in the pool
 
 

@@ -191,7 +191,6 @@ class SchedulerSide:
 
     def begin(self, output: Any) -> StepMetadata:
         """What the workers load in the step that `output` describes."""
-        self._learn()
         loads, self._loads = self._loads, []
         cancelled, self._cancelled = self._cancelled, set()
         flush, self._flush = self._flush, False
@@ -201,11 +200,12 @@ class SchedulerSide:
         fresh, idle = [load.blocks for load in loads], not output.total_num_scheduled_tokens
         introduce = self.instance.keys is None and not self.instance.over
         name = self.publications.instance if introduce and self.publications is not None else b""
-        found = {} if self._clearing else self._awaited.found()
-        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name, found=found)
+        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name)
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
-        """What they store in it, and which blocks get a new owner."""
+        """What they store in it, which blocks get a new owner, and what else was found for loads that wait."""
+        self._learn()
+        meta.found = {} if self._clearing else self._awaited.found()
         requests, scheduled, fresh = self._requests, output.num_scheduled_tokens, meta.fresh
         cached = output.scheduled_cached_reqs
         # These first: new requests may hit what they write in this step.
