@@ -88,9 +88,9 @@ def a(fleet: Fleet) -> Instance:
 
 @pytest.fixture(params=["synchronous", "asynchronous"])
 def reader(request: pytest.FixtureRequest, fleet: Fleet) -> Instance:
-    """By how it loads: in the step that computes the rest, or between steps, as it always does out of another's KV cache."""
+    """By how it loads: in the step that computes the rest, or between steps."""
     if request.param == "synchronous" and not fleet.pooled:
-        pytest.skip("in place all loads are asynchronous")
+        pytest.skip("synchronous loads in place: test_vllm_sharing")
     return fleet(request.param)
 
 
