@@ -13,8 +13,9 @@ log probabilities of each answer are compared with those of a vLLM that shares n
 `gpu`: owners are live vLLMs on two GPUs, or a tiny one on the CPU; readers are none, and compare sums with what owners told
 (`inplace_live`).
 
-Then the same with one rule broken: readers do not look at the generations after a copy, owners change them after they have written, or
-publish before. There wrong bytes must be seen, or the zero above proves nothing. And vLLMs without any connector, to tell apart what is
+Then the same with one rule broken: readers do not look at the generations after a copy; owners change them after they have written,
+publish before, or do not look for pins. There wrong bytes must be seen, or loads that are refused though they are pinned, or the zeros
+above prove nothing. And vLLMs without any connector, to tell apart what is
 wrong in their own prefix caches (vLLM #37164).
 """
 
@@ -59,6 +60,7 @@ CONTROLS: dict[Control, str] = {
     "no verdict": "control_wrong",
     "counted late": "control_late_wrong",
     "published early": "control_early_wrong",
+    "pins unseen": "control_pinned_refused",
     "no connector": "alone_wrong",
 }
 """Rows by what is left out. The last one has no limit: nothing of ours is in it."""
@@ -72,8 +74,8 @@ NOWHERE = Path()
 class Level(NamedTuple):
     """What a campaign is made of. counts: of processes by role; mishaps: how often each comes, in shares. stops: as in `Settings`. loads:
     that must bring something, and the share of them to be refused by their verdicts. controls: and how many loads each has at least,
-    for how many seconds at most. seconds: what the campaign itself takes at most. silence: seconds after which a process that says
-    nothing has ended. prepare: fills the shared folder."""
+    for how many seconds at most. pinned: of the loads, the share to begin with pins that hold. seconds: what the campaign itself takes
+    at most. silence: seconds after which a process that says nothing has ended. prepare: fills the shared folder."""
 
     life: Callable[[Settings, Connection], None]
     counts: dict[Role, int]
@@ -84,6 +86,7 @@ class Level(NamedTuple):
     controls: Sequence[Control]
     control_loads: int
     control_seconds: float
+    pinned: float = 0.0
     seconds: float = float("inf")
     silence: float = SECONDS
     prepare: Callable[[Path], None] = lambda folder: None
@@ -103,9 +106,10 @@ CPU = Level(
     stops=STOPS,
     loads=LOADS,
     reuse_hits=0.01,
-    controls=("no verdict", "counted late", "published early"),
+    controls=("no verdict", "counted late", "published early", "pins unseen"),
     control_loads=5000,
     control_seconds=120.0,
+    pinned=0.1,
 )
 
 
@@ -121,6 +125,7 @@ def whole_requests() -> Level:
         stops=0.01,
         loads=1000,
         reuse_hits=0.05,
+        pinned=0.1,
         controls=("no verdict", "no connector"),
         control_loads=400,
         control_seconds=240.0,
@@ -322,11 +327,16 @@ def run_control(
     least = level.control_loads if loads is None else loads
 
     def over(seen: Outcomes, passed: float) -> bool:
-        enough = seen.answers >= 5 * least if control == "no connector" else seen.wrong > 0 and seen.loads >= least
+        enough = seen.answers >= 5 * least if control == "no connector" else bad(control, seen) > 0 and seen.loads >= least
         return enough or passed > level.control_seconds
 
     with Campaign(level, seed, shared, level.stops if stops is None else stops, control) as made:
         return made.run(over, PAUSE)
+
+
+def bad(control: Control, seen: Outcomes) -> int:
+    """How much went wrong that the control is to show."""
+    return seen.pinned_refused if control == "pins unseen" else seen.wrong
 
 
 def run() -> list[Row]:
@@ -362,7 +372,7 @@ def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = C
     hits = f"{refused}{differed}; before launch: {seen.stale:,}"
     whole = name == "vllm"
     with_what = "whose tokens or log probabilities are not those of vLLM alone" if whole else "with a wrong byte"
-    return [
+    made = [
         row(f"inplace_loads_{name}", "loads", seen.loads, loads, what=what, at_least=1),
         row(f"inplace_reuse_hits_{name}", "loads", seen.reuse_hits, level.reuse_hits * loads, what=hits, at_least=1),
         none(
@@ -370,17 +380,28 @@ def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = C
         ),
         none(f"inplace_failed_{name}", "times", result.ended + seen.raised, "a process ended by itself, or a call raised"),
     ]
+    if level.pinned:
+        what = f"under pins; not whole: {seen.pinned_late:,} that took longer than a pin holds, {seen.pinned_given_up:,} from a table "
+        what += (
+            f"that was given up, {seen.pinned_forced:,} from an owner without other blocks; {seen.kept:,} pinned blocks were kept"
+        )
+        made += [
+            row(f"inplace_pinned_loads_{name}", "loads", seen.pinned, level.pinned * loads, what=what, at_least=1),
+            none(f"inplace_pinned_refused_{name}", "loads", seen.pinned_refused, "not whole though their pins held", seen.pinned),
+        ]
+    return made
 
 
 def control_row(control: Control, its: Result, name: str) -> Row:
     """What was wrong in a control."""
     seen, case = its.outcomes, f"inplace_{CONTROLS[control]}_{name}"
-    told = json.dumps(msgspec.to_builtins(seen)) if seen.answers else f"{seen.wrong_bytes:,} wrong bytes in {seen.loads:,} loads"
+    loads = f"{seen.wrong_bytes:,} wrong bytes in {seen.loads:,} loads, {seen.pinned:,} pinned"
+    told = json.dumps(msgspec.to_builtins(seen)) if seen.answers else loads
     what = f"{control}; {told} in {its.seconds:.0f} s; seed {its.seed}"
     unit, runs = ("answers", seen.answers) if name == "vllm" else ("loads", seen.loads)
     if control == "no connector":
         return row(case, unit, seen.wrong, 0, what=what, runs=runs)
-    return row(case, unit, seen.wrong, 1, what=f"{what}; reference 1", at_least=1, runs=runs)
+    return row(case, unit, bad(control, seen), 1, what=f"{what}; reference 1", at_least=1, runs=runs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

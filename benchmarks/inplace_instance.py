@@ -15,9 +15,11 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,6 +33,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, InstanceId
 from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations, UInt64s
+from vcache_backend.resident.pins import Pins
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.session import Session
@@ -54,13 +57,13 @@ OFTEN = 20
 """So much more often does an owner stop itself at steps that are rare."""
 
 Role = Literal["owner", "reader", "vllm"]
-Control = Literal["", "no verdict", "counted late", "published early", "no connector"]
+Control = Literal["", "no verdict", "counted late", "published early", "pins unseen", "no connector"]
 
 
 class Settings(msgspec.Struct, frozen=True):
     """stops: share of the steps at which it stops itself. control: which rule of the protocol is broken, to see that wrong bytes are found:
-    readers do not look at the generations after a copy, owners change them after they have written, or publish before; vLLMs do without
-    a connector. shared: a folder of what all instances use. number: its place among them."""
+    readers do not look at the generations after a copy; owners change them after they have written, publish before, or do not look for
+    pins; vLLMs do without a connector. shared: a folder of what all instances use. number: its place among them."""
 
     config: Config
     role: Role
@@ -77,8 +80,11 @@ class Outcomes(msgspec.Struct):
 
     reuse_hits: loads that were refused, from some chunk on, by their verdict: a block changed between launch and verdict. differed: those
     among them whose refused chunks did hold other bytes. stale: loads that found a chunk gone before its launch. misses: look-ups
-    without anything to load. written: chunks by owners. by_step: times that a process stopped itself, by the step of the protocol.
-    answers: of vLLM to whole requests, whose `loads` are those for which something was loaded.
+    without anything to load. pinned: loads under pins that held; `pinned_refused` of them did not bring everything all the same. Not
+    counted there: those that took longer than a pin holds (`pinned_late`), and those from an owner that gave its table up meanwhile
+    (`pinned_given_up`), or had no other blocks (`pinned_forced`). kept, forced: see `ResidentPool`. written: chunks by owners. by_step:
+    times that a process stopped itself, by the step of the protocol. answers: of vLLM to whole requests, whose `loads` are those for
+    which something was loaded.
     """
 
     loads: int = 0
@@ -90,6 +96,13 @@ class Outcomes(msgspec.Struct):
     differed: int = 0
     stale: int = 0
     misses: int = 0
+    pinned: int = 0
+    pinned_refused: int = 0
+    pinned_late: int = 0
+    pinned_given_up: int = 0
+    pinned_forced: int = 0
+    kept: int = 0
+    forced: int = 0
     written: int = 0
     published: int = 0
     raised: int = 0
@@ -102,6 +115,21 @@ class Outcomes(msgspec.Struct):
     def add(self, more: Outcomes) -> None:
         for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(more, name))
+
+    def add_pinned(self, whole: bool, late: bool, forced: bool, given_up: bool = False) -> bool:
+        """Count a load under pins. Whether it had to bring everything, and did not."""
+        self.pinned += 1
+        for name, excused in ("late", late), ("given_up", given_up), ("forced", forced), ("refused", True):
+            if not whole and excused:
+                name = f"pinned_{name}"
+                setattr(self, name, getattr(self, name) + 1)
+                return name == "pinned_refused"
+        return False
+
+    def add_kept(self, pool: ResidentPool) -> None:
+        """What it has counted since the last time."""
+        self.kept, self.forced = self.kept + pool.kept, self.forced + pool.forced
+        pool.kept = pool.forced = 0
 
 
 class Told(NamedTuple):
@@ -201,8 +229,12 @@ class Instance:
         self.kv, self.client = self.session.bind(tensors), self.session.client
         self.instance, self.sequence = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), 0
         self.table, self.pool = Generations(self.instance, BLOCKS), BlockPool(BLOCKS)
+        self.pins = Pins(self.table)
+        if settings.control == "pins unseen":
+            self.pins.on = lambda blocks: None  # type: ignore[method-assign]
         if not self._late:
-            ResidentPool(self.pool, self.table, self._reset)
+            self._watch = ResidentPool(self.pool, self.table, self._reset, self.pins)
+            tell_forced(self._watch, settings, self.instance)
         self.client.on_return.append(self._join)
         try:
             self._join()
@@ -216,6 +248,8 @@ class Instance:
 
     def _join(self) -> None:
         self.client.join(self.instance, self.session.namespace.prefix, BLOCKS, 1, EACH, self.table.fd)
+        if not self._late:
+            self.client.show_pins(self.instance, self.pins.fd)
 
     def _reset(self) -> None:
         self.publisher.retract(self.instance, self.sequence + 1)
@@ -231,6 +265,7 @@ class Instance:
         if not self._late:
             # By vLLM's plan; what is published of it is told when they are written.
             self.table.filled(blocks)
+            self.told.outcomes.add_kept(self._watch)
         return blocks, self.table.counters[blocks] + np.uint64(2 * self._late)
 
     def publish(self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark) -> None:
@@ -253,6 +288,7 @@ class Instance:
     def close(self) -> None:
         self.publisher.close()
         self.shown.close()
+        self.pins.close()
         self.table.close()
         self.session.close()
 
@@ -280,7 +316,13 @@ class Owner(Instance):
 
     def _mishap(self, blocks: list[int], chance: float) -> None:
         if chance < 0.02:
-            # A load into these blocks failed: they are computed again where they are, and nothing of it is told.
+            # A load into these blocks failed: they are computed again where they are, and nothing of it is told. In vLLM they were never
+            # published, so nobody has pinned them.
+            numbers = np.array(blocks)
+            self.table.doubt(numbers)
+            if self.pins.on(numbers) is not None:
+                self.table.keep(numbers)
+                return
             self.pool.evict_blocks(set(blocks))
             self.step("evicted", OFTEN)
             self.words[:, blocks] = POISON
@@ -306,6 +348,28 @@ class Owner(Instance):
             self.step("writing")
             if self.dice.random() < 0.3:
                 time.sleep(0.0003)
+
+
+def tell_forced(pool: ResidentPool, settings: Settings, instance: bytes) -> None:
+    """Before pinned blocks are handed out, since there are no others, it says so; see `forced_lately`."""
+    around = pool._around
+
+    def went(*given: Any) -> Any:
+        before, found = pool.forced, around(*given)
+        if pool.forced > before:
+            Path(settings.log).with_name(f"{instance.hex()}.forced").touch()
+        return found
+
+    pool._around = went  # type: ignore[method-assign, assignment]
+
+
+def forced_lately(settings: Settings, owners: Iterable[bytes], seconds: float) -> bool:
+    """Whether one of them has handed out pinned blocks in this time."""
+    for owner in owners:
+        with suppress(FileNotFoundError):
+            if Path(settings.log).with_name(f"{owner.hex()}.forced").stat().st_mtime > time.time() - seconds:
+                return True
+    return False
 
 
 def stop_self() -> None:

@@ -25,10 +25,11 @@ import torch
 from integration.vllm.replicas import Replica
 from vcache_backend.config import ByteSize, EngineConfig, PoolConfig
 from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, Found, InstanceId
-from vcache_backend.resident.generations import UInt64s
+from vcache_backend.resident.generations import GenerationView, UInt64s
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.layout import Layout
+from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
@@ -182,7 +183,13 @@ class Follower(Reader):
         want: npt.NDArray[np.int64] = np.frombuffer(b"".join(self._sums[each] for each in replicas if each), dtype="<i8")
         return int((found != want).sum()) * self.kv.layers * self.kv.parts * self.kv.page_bytes
 
-    def describe(self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, Replica]) -> str:
+    def pinned(self, residents: Mapping[int, ResidentChunk]) -> list[GenerationView]:
+        """None: a vLLM that has not enough other blocks takes pinned ones."""
+        return []
+
+    def describe(
+        self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, Replica], number: int | None = None
+    ) -> str:
         said = [f"chunk {number}, {bytes(key).hex()}, out of {chosen[number][0].hex()}" for number, key in enumerate(keys)]
         return f"process {os.getpid()}: one of {'; '.join(said)}"
 

@@ -18,7 +18,9 @@ import torch
 from integration.vllm.replicas import Replica, choose
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Found
+from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.pins import HOLD_SECONDS, Pinning
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer import resident
 from vcache_backend.transfer.load import Load
@@ -39,6 +41,7 @@ from .inplace_instance import (
     Settings,
     Told,
     Written,
+    forced_lately,
     prompt,
     what,
 )
@@ -46,6 +49,8 @@ from .processes import die_with_parent
 
 SLOW = 0.1
 """Share of the copies that go page by page with pauses in between."""
+PINNED = 0.5
+"""Share of the loads that begin with pins, as synchronous ones do."""
 REMEMBERED = 0.05
 """Share of the look-ups that are answered from an old answer, as they all are while there is no server."""
 REPORT_SECONDS = 0.2
@@ -64,6 +69,7 @@ class Reader(Instance):
             believe_copies()
         self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
         self.tables = Tables(self.client)
+        self.pinning = Pinning(self.client, self.tables)
         self._found: dict[ChunkKey, Found] = {}
 
     def round(self) -> None:
@@ -76,14 +82,19 @@ class Reader(Instance):
             outcomes.misses += 1
             return
         keys = keys[:count]
+        residents = {number: ResidentChunk.unpacked(*replica) for number, replica in chosen.items() if number < count}
+        began = time.monotonic()
+        pinned = self.pinned(residents)
+        self.step("pinned")
         blocks, generations = self.allocate(count)
         self.poison(blocks)
         self.step("before launch")
         before = self.session.stats.counted("chunks_")
-        residents = {number: ResidentChunk.unpacked(*replica) for number, replica in chosen.items() if number < count}
         places = BlockPlaces(self.kv, self.session.chunk_size, blocks, self.kv.block_size)
         load = Load(self.session, places, keys, mark=self.session.copier.mark(), residents=residents, neighbours=self.neighbours)
         loaded = load.run(PATIENCE_SECONDS)
+        if pinned and self._failed(pinned, loaded == count, time.monotonic() - began):
+            self.told.wrong.append(f"refused under a pin: {load.cause}; {self.describe(keys, blocks, chosen, loaded)}")
         self.step("behind the verdict")
         after = self.session.stats.counted("chunks_")
         stale, refused = (after.get(name, 0) - before.get(name, 0) for name in ("stale", "refused"))
@@ -117,6 +128,20 @@ class Reader(Instance):
             return old or Found(b"", [], [])
         return found
 
+    def pinned(self, residents: Mapping[int, ResidentChunk]) -> list[GenerationView]:
+        """The tables of all owners, if these are pinned now, and could be loaded in a step; none if not."""
+        owners = {one.instance for one in residents.values()}
+        views = [view for owner in owners if (view := self.tables.view(owner)) is not None]
+        sure = len(views) == len(owners) and owners <= self.neighbours.mapped and self.dice.random() < PINNED
+        return views if sure and self.pinning.pin("", residents.values()) else []
+
+    def _failed(self, pinned: list[GenerationView], whole: bool, seconds: float) -> bool:
+        """Of a load under pins that took so long: whether it had to bring everything, and did not."""
+        self.pinning.release([""])
+        forced = forced_lately(self.settings, [view.instance for view in pinned], HOLD_SECONDS)
+        given_up = any(view.dead for view in pinned)
+        return self.told.outcomes.add_pinned(whole, seconds >= HOLD_SECONDS, forced, given_up)
+
     def checkable(self, count: int, chosen: Mapping[int, Replica]) -> int:
         """How many of these leading chunks can be told right from wrong: all."""
         return count
@@ -133,9 +158,12 @@ class Reader(Instance):
         got = self.words[:, blocks[: len(keys) * EACH]]
         return 0 if np.array_equal(got, want) else int((got.view(np.uint8) != want.view(np.uint8)).sum())
 
-    def describe(self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, Replica]) -> str:
-        """The first wrong chunk, before anything is written over it."""
-        number = next(n for n, key in enumerate(keys) if self.wrong([key], blocks[n * EACH :], ()))
+    def describe(
+        self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, Replica], number: int | None = None
+    ) -> str:
+        """That chunk, or the first wrong one, before anything is written over it."""
+        if number is None:
+            number = next(n for n, key in enumerate(keys) if self.wrong([key], blocks[n * EACH :], ()))
         got = self.words[:, blocks[number * EACH : (number + 1) * EACH]]
         instance, theirs, generations = chosen[number]
         view = self.tables.view(instance)

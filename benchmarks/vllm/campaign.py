@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 import traceback
 from collections import defaultdict
 from importlib import import_module
@@ -21,9 +22,10 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from integration import amx
+from vcache_backend.resident.pins import HOLD_SECONDS
 
 from ..forked import Forked
-from ..inplace_instance import Outcomes, Settings, Told, stop_self
+from ..inplace_instance import Outcomes, Settings, Told, forced_lately, stop_self, tell_forced
 from ..inplace_reader import Slowly, believe_copies, live_as
 from ..processes import die_with_parent
 from .answers import Answer
@@ -130,6 +132,7 @@ class Whole(Engine):
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         self._right = msgspec.json.decode(Path(settings.shared, "answers.json").read_bytes(), type=dict[str, Answer])
         self._resident: dict[str, int] = defaultdict(int)
+        self._settings = settings
         super().__init__(settings, dice, WHOLE)
 
     def answered(self, output: Any, family: int, chunks: int) -> None:
@@ -148,6 +151,9 @@ class Whole(Engine):
     def watch(self, worker: Any) -> None:
         """See each load, and slow some down."""
         session, note = worker._worker.session, worker._note
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        publications, instance = scheduler.connector._scheduler.publications, scheduler.connector._scheduler.instance
+        tell_forced(publications._pool, self._settings, publications.instance)
         session.copier = Slowly(session.copier, self, SLOW, SLOW_SECONDS)
 
         def noted(loading: Any) -> None:
@@ -159,9 +165,14 @@ class Whole(Engine):
             outcomes.reuse_hits += loading.cause == "changed"
             outcomes.stale += loading.cause == "absent"
             outcomes.launched += bool(resident or loading.cause == "changed")
+            outcomes.add_kept(publications._pool)
+            if loading.spec.pinned:
+                until = max((held[0] for held in instance.pinning._held if held[1] == loading.spec.request_id), default=0)
+                forced = forced_lately(self._settings, {one[0] for one in loading.spec.residents.values()}, HOLD_SECONDS)
+                if outcomes.add_pinned(not loading.invalid, time.monotonic_ns() >= until, forced):
+                    self.told.wrong.append(f"request {loading.spec.request_id} refused under a pin: {loading.cause}")
 
         worker._note = noted
-        scheduler = self.engine.engine_core.engine_core.scheduler
         self.stops_behind(scheduler.connector, "get_num_new_matched_tokens", "looked up")
         self.stops_behind(scheduler.kv_cache_manager.block_pool, "get_new_blocks", "handed out")
         self.stops_behind(worker, "begin", "step begun")
