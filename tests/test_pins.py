@@ -85,14 +85,14 @@ class Reader:
             GenerationView.undoubted = lambda *_: True  # type: ignore[method-assign]
         self.view: GenerationView = eventually(lambda: self.tables.view(ONE))
 
-    def pin(self, blocks: list[int], published: list[int] | None = None) -> bool:
+    def pin(self, blocks: list[int], published: list[int] | None = None, name: str = "it") -> bool:
         """published: the generations; as they are now otherwise."""
         numbers = np.array(blocks, dtype=np.uint32)
         now = np.array(published, dtype=np.uint64) if published else self.view.counters[numbers] & ~generations._DOUBT
-        return self.pinning.pin("it", [(ONE, numbers, now)])
+        return self.pinning.pin(name, [(ONE, numbers, now)])
 
-    def release(self) -> None:
-        self.pinning.release(["it"])
+    def release(self, name: str = "it") -> None:
+        self.pinning.release([name])
 
     def read(self) -> tuple[int, int]:
         """Pin some blocks after the other, and look for a moment what becomes of those that it counts on: how many times it did, and was
@@ -148,6 +148,16 @@ def test_who_lets_go_of_blocks_leaves_them_to_those_who_have_pinned_them_too(sta
         first.ask("release")
         assert owner.ask("pinned") == [3, 4]
         second.ask("release")
+        assert owner.ask("pinned") == []
+        assert first.ask("pin", [1, 2, 3])
+        assert first.ask("pin", [3, 4], None, "another request")
+        first.ask("release", "another request")
+        assert owner.ask("pinned") == [1, 2, 3]
+
+
+def test_who_cannot_count_on_blocks_does_not_leave_them_pinned(stage: Stage) -> None:
+    with living(stage, Owner, True, LONG) as owner, living(stage, Reader, True, LONG) as reader:
+        assert not reader.ask("pin", [1, 2], [2, 2])
         assert owner.ask("pinned") == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,8 +105,41 @@ def test_what_is_pinned_is_handed_out_last_and_vllm_finds_it_until_then(
     rest, changed = watched.take(4)
     assert sorted(block.block_id for block in rest) == sorted(ids) == changed
     assert watched.watch.forced == 4
-    board.last[5] = 0
     assert not watched.watch.broken
+    assert not watched.view._clock[0], "nobody begins to count on a pin"
+    monkeypatch.setattr(pins, "_HOLD", 0)
+    watched.pins.rest()
+    watched.pool.free_blocks(rest)
+    watched.take(4)
+    assert watched.view._clock[0], "for a while"
+    board.last[5] = 0
+
+
+def test_many_pinned_blocks_take_few_looks(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt's, all at the head of the queue: one by one a step waited for 66 ms until 2,500 were behind the others."""
+    board, looks, look = pins._Board(watched.pins.fd, BLOCKS), list[int](), watched.pins.on
+    monkeypatch.setattr(pins, "_HOLD", 60 * 10**9)
+    board.until[5, 1:9] = board.last[5] = time.monotonic_ns() + 50 * 10**9
+    watched.pins.on = lambda blocks: looks.append(len(blocks)) or look(blocks)  # type: ignore[method-assign, func-returns-value]
+    taken, _ = watched.take(1)
+    assert [block.block_id for block in taken] == [9]
+    assert looks == [1, 2, 4, 8, BLOCKS - 1]
+    board.last[5] = 0
+
+
+def test_a_look_for_pins_reads_what_it_looks_for_alone() -> None:
+    """Not all that readers may write: 64 rows of 20,000 blocks are 10 MB, for each block that is handed out."""
+    table = Generations(INSTANCE, 20_000)
+    board = Pins(table)
+    board._board.last[:] = time.monotonic_ns() + 10**8
+    tracemalloc.start()
+    try:
+        assert board.on(np.array([3, 4])) is None
+        assert tracemalloc.get_traced_memory()[1] < 20_000
+    finally:
+        tracemalloc.stop()
+        board.close()
+        table.close()
 
 
 def test_blocks_that_vllm_takes_from_elsewhere_are_void_too(watched: Watched) -> None:

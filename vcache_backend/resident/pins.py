@@ -124,7 +124,7 @@ class Pins:
 
     def __init__(self, generations: Generations) -> None:
         """Raises SegmentError where there is no memory or descriptor for it. `possible` says whether it is of use."""
-        self._generations = generations
+        self._generations, self._rests = generations, 0
         with raising_as({OSError: SegmentError}, "pins"):
             self.fd = os.memfd_create("vcache-pins", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
@@ -139,17 +139,29 @@ class Pins:
     def on(self, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_] | None:
         """Which of these are pinned; None if none is. Once they are in doubt, see `Generations.doubt`."""
         now, last = time.monotonic_ns(), self._board.last
+        if self._rests:
+            if now < self._rests:
+                return None
+            self._rests = 0
+            self._generations.honours_pins(True)
         if last.max() <= now:
             return None
-        until = self._board.until[last > now][:, blocks]
+        # Of those rows these words alone: a row may be long.
+        until = self._board.until[np.flatnonzero(last > now)[:, None], blocks]
         pinned: npt.NDArray[np.bool_] = np.asarray(((until > now) & (until <= now + _HOLD + _SKEW)).any(axis=0))
         return pinned if pinned.any() else None
+
+    def rest(self) -> None:
+        """All free blocks were pinned: for `HOLD_SECONDS` nobody begins to count on a pin, and none is looked for."""
+        self._generations.honours_pins(False)
+        self._rests = time.monotonic_ns() + _HOLD
 
     @contextmanager
     def none(self) -> Iterator[None]:
         """Meanwhile nobody counts on a pin: waits for those that somebody may count on, `HOLD_SECONDS` at most."""
         self._settle()
         yield
+        self._rests = 0
         self._generations.honours_pins(True)
 
     def close(self) -> None:
@@ -195,11 +207,12 @@ class Pinning:
             assert row is not None
             row.write(blocks, until)
             self._held.append((until, name, instance, blocks))
-        if not barrier():
-            return False
-        views = {instance: self._tables.view(instance) for instance in wanted}
-        sure = all((view := views[instance]) is not None and view.undoubted(*wanted[instance]) for instance in wanted)
-        return sure and time.monotonic_ns() - began < _LATE
+        views = {instance: self._tables.view(instance) for instance in wanted} if barrier() else {}
+        sure = all((view := views.get(instance)) is not None and view.undoubted(*wanted[instance]) for instance in wanted)
+        if sure and time.monotonic_ns() - began < _LATE:
+            return True
+        self.release([name])
+        return False
 
     def release(self, names: Iterable[str]) -> None:
         """Nobody reads any more what was pinned under these names. What others have pinned as well stays so."""
@@ -208,7 +221,10 @@ class Pinning:
         self._held = [held for held in self._held if held[1] not in over]
         for until, _, instance, blocks in ended:
             if (row := self._rows.get(instance)) is not None:
-                row.clear(blocks, until, max((held[0] for held in self._held if held[2] == instance), default=0))
+                others = [held for held in self._held if held[2] == instance]
+                for held in others:
+                    blocks = blocks[~np.isin(blocks, held[3])]
+                row.clear(blocks, until, max((held[0] for held in others), default=0))
 
     def _row(self, instance: bytes) -> _Row | None:
         """None while there is none to be had."""
