@@ -94,7 +94,7 @@ def used(alone: Stage) -> None:
     publish(owner, A, keys(3))
     reader.find(keys(5))
     reader.acquire(keys(1))
-    reader.show_reads([m.Reads(A, 7 << 20, 2)])
+    reader.show_reads([m.Reads(A, 1010 << 20, 2)])
     reader.report("error", MARKUP)
 
 
@@ -107,7 +107,7 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     seen = samples(address)
     assert seen["vcache_server_up",] == 1
     assert seen["vcache_instance_resident_chunks", "host", A.hex(), pid] == 3
-    assert seen["vcache_read_bytes_total", "host", A.hex(), pid] == 7 << 20
+    assert seen["vcache_read_bytes_total", "host", A.hex(), pid] == 1010 << 20
     assert seen["vcache_read_refused_chunks_total", "host", A.hex(), pid] == 2
     assert (seen["vcache_server_lookup_chunks_total",], seen["vcache_server_lookup_hits_total",]) == (5, 3)
     assert seen["vcache_server_requests_total", "Publish"] == 1
@@ -179,7 +179,7 @@ def test_a_browser_shows_the_page_and_what_clients_say_is_no_markup(alone: Stage
     command = ["chromium", *quiet, "--virtual-time-budget=3000", "--dump-dom", f"http://{address}/"]
     page = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     assert '<span id="state" class="good">up</span>' in page
-    for said in ('<b>3</b><span class="dim">chunks in KV caches', "7.00 MiB, 2 refused", A.hex()[:8] + " on host"):
+    for said in ('<b>3</b><span class="dim">chunks in KV caches', "1010 MiB, 2 refused", A.hex()[:8] + " on host"):
         assert said in page
     assert "&lt;img src=x onerror=alert(1)&gt; &amp; 'more'" in page
     assert "<img" not in page
