@@ -49,6 +49,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, InstanceId
 from vcache_backend.resident import pins
 from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations
+from vcache_backend.transfer import publisher
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import EngineStats
@@ -709,8 +710,9 @@ class Sharing:
         assert self.in_place.publisher.flush(SECONDS)
         return spoiled
 
-    def save(self, chunk: int) -> None:
-        self.in_place.save(PublicationSpec("", [self.keys[chunk]], *self._lies(chunk), 0, [], self.epoch), self.stores)
+    def save(self, *chunks: int) -> None:
+        keys, lies = [self.keys[chunk] for chunk in chunks], zip(*map(self._lies, chunks), strict=True)
+        self.in_place.save(PublicationSpec("", keys, *map(b"".join, lies), 0, [], self.epoch), self.stores)
 
     def saved(self, chunk: int) -> bool:
         """Whether the pool has it, once everything that was saved is read."""
@@ -756,6 +758,15 @@ def test_what_changes_hands_while_it_is_saved_is_never_found(
     sharing.save(1)
     assert sharing.saved(1) == (how == "handed out" or not looks), "its slot was given back, and the next one is stored"
     eventually(lambda: sharing.client.stats().reservations == 0)
+
+
+def test_one_that_changes_hands_takes_few_others_along(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaves first is saved first, and is last in what the scheduler says."""
+    monkeypatch.setattr(publisher, "TOGETHER", 2)
+    sharing.publish(*((str(chunk), chunk, []) for chunk in range(4)))
+    sharing.save(*range(4))
+    sharing.table.void([7])
+    assert [sharing.saved(chunk) for chunk in range(4)] == [True, True, False, False]
 
 
 def test_what_was_published_before_somebody_elses_reset_is_not_saved(sharing: Sharing) -> None:

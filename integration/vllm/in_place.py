@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 import numpy as np
 import torch
@@ -81,10 +82,9 @@ class InPlace:
         if session is None or publisher is None:
             return
         keys = of_rank(spec.keys, session.rank)
-        known = publisher.known(Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch))
-        if known is not None:
+        for known in publisher.known(Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)):
             blocks: list[int] = np.frombuffer(known.blocks, dtype="<u4").tolist()
-            stores.save(known.keys, blocks, known.epoch, lambda: publisher.holds(known))
+            stores.save(known.keys, blocks, known.epoch, partial(publisher.holds, known))
 
     def measure(self, meter: Meter) -> None:
         """Tell the meter what was published since the last call."""

@@ -26,6 +26,8 @@ _SLICE_SECONDS = 0.05
 _POLL_SECONDS = 0.001
 MOST_WAITING = 1024
 """Publications of steps that are not over. Those after them are dropped: what is not published is a miss."""
+TOGETHER = 16
+"""Chunks that are saved together: if one of them changes hands before they are read, none is."""
 MOST_TRIES = 60
 """How often, a second apart, a new server is told what was published before: until the scheduler has shown it the generations."""
 
@@ -67,11 +69,12 @@ class Publisher(Courier):
             self._queue.append((publication, written))
             self._changed.notify_all()
 
-    def known(self, publication: Publication) -> Publication | None:
-        """Those of these chunks that were told as they are named here, in whatever sequence. What a step spoiled was not. Any thread."""
+    def known(self, publication: Publication) -> list[Publication]:
+        """Those of these chunks that were told as they are named here, in whatever sequence, `TOGETHER` at a time, the last ones first.
+        What a step spoiled was not. Any thread."""
         ones = [(one, self._kept.get(one.blocks[:NUMBER_BYTES])) for one in _single(publication)]
         same = [one for one, kept in ones if kept is not None and kept._replace(sequence=one.sequence) == one]
-        return _joined(same) if same else None
+        return [_joined(same[max(0, at - TOGETHER) : at]) for at in range(len(same), 0, -TOGETHER)]
 
     def holds(self, publication: Publication) -> bool:
         """Whether all of these chunks still lie where they were published. Any thread; asks the server the first time."""
