@@ -126,7 +126,7 @@ def whole_requests() -> Level:
         loads=1000,
         reuse_hits=0.05,
         pinned=0.1,
-        controls=("no verdict", "no connector"),
+        controls=("no verdict", "pins unseen", "no connector"),
         control_loads=400,
         control_seconds=240.0,
         seconds=900.0,
@@ -398,7 +398,8 @@ def control_row(control: Control, its: Result, name: str) -> Row:
     loads = f"{seen.wrong_bytes:,} wrong bytes in {seen.loads:,} loads, {seen.pinned:,} pinned"
     told = json.dumps(msgspec.to_builtins(seen)) if seen.answers else loads
     what = f"{control}; {told} in {its.seconds:.0f} s; seed {its.seed}"
-    unit, runs = ("answers", seen.answers) if name == "vllm" else ("loads", seen.loads)
+    of_answers = name == "vllm" and control != "pins unseen"
+    unit, runs = ("answers", seen.answers) if of_answers else ("loads", seen.loads)
     if control == "no connector":
         return row(case, unit, seen.wrong, 0, what=what, runs=runs)
     return row(case, unit, bad(control, seen), 1, what=f"{what}; reference 1", at_least=1, runs=runs)

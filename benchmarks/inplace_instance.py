@@ -53,6 +53,8 @@ BLOCKS = 8 * MOST_CHUNKS * EACH
 FAMILIES = 12
 """Of prompts, each of which are prefixes of one another."""
 POISON = 0x5A5A5A5A5A5A5A5A
+CLOCK_SECONDS = 0.01
+"""So much earlier may the time of a file be."""
 OFTEN = 20
 """So much more often does an owner stop itself at steps that are rare."""
 
@@ -367,7 +369,7 @@ def forced_lately(settings: Settings, owners: Iterable[bytes], seconds: float) -
     """Whether one of them has handed out pinned blocks in this time."""
     for owner in owners:
         with suppress(FileNotFoundError):
-            if Path(settings.log).with_name(f"{owner.hex()}.forced").stat().st_mtime > time.time() - seconds:
+            if Path(settings.log).with_name(f"{owner.hex()}.forced").stat().st_mtime > time.time() - seconds - CLOCK_SECONDS:
                 return True
     return False
 

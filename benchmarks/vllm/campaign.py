@@ -154,6 +154,8 @@ class Whole(Engine):
         scheduler = self.engine.engine_core.engine_core.scheduler
         publications, instance = scheduler.connector._scheduler.publications, scheduler.connector._scheduler.instance
         tell_forced(publications._pool, self._settings, publications.instance)
+        if self._settings.control == "pins unseen":
+            publications.pins.on = lambda blocks: None
         session.copier = Slowly(session.copier, self, SLOW, SLOW_SECONDS)
 
         def noted(loading: Any) -> None:
