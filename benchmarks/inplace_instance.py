@@ -179,7 +179,7 @@ class BlockPool:
     def __init__(self, blocks: int) -> None:
         self.num_gpu_blocks = blocks
         self.blocks, self.free_block_queue = [Block(number) for number in range(blocks)], FreeQueue()
-        self.free(range(blocks))
+        self.free_blocks(range(blocks))
 
     def get_new_blocks(self, num_blocks: int) -> list[Block]:
         taken = []
@@ -196,7 +196,7 @@ class BlockPool:
     def reset_prefix_cache(self) -> bool:
         return True
 
-    def free(self, blocks: Sequence[int]) -> None:
+    def free_blocks(self, blocks: Sequence[int]) -> None:
         for number in blocks:
             self.free_block_queue.append(self.blocks[number])
 
@@ -311,7 +311,7 @@ class Owner(Instance):
         self.step("before publication")
         written.over = True
         self.told.outcomes.written += len(keys)
-        self.pool.free(blocks)
+        self.pool.free_blocks(blocks)
         if not self._late:
             self._mishap(blocks[-EACH:], self.dice.random())
         time.sleep(self.dice.uniform(0, 0.004))

@@ -114,7 +114,7 @@ class Reader(Instance):
             self.told.wrong.append(self.describe(keys[:loaded], blocks, chosen))
         elif loaded:
             self.publish(keys[:loaded], blocks[: loaded * self.each], generations[: loaded * self.each], Written(over=True))
-        self.pool.free(blocks)
+        self.pool.free_blocks(blocks)
 
     def _look_up(self, keys: list[ChunkKey]) -> Found:
         old = self._found.get(keys[-1])

@@ -54,7 +54,7 @@ class Owner(OwnerPart):
         """One request that is computed and over: its blocks, in the order in which they are free."""
         blocks = [block.block_id for block in self.pool.get_new_blocks(count)]
         self.table.filled(blocks)
-        self.pool.free(blocks)
+        self.pool.free_blocks(blocks)
         return blocks
 
     def takes(self, count: int) -> list[int]:
@@ -202,6 +202,17 @@ def test_a_reader_pins_an_eighth_of_an_owners_blocks_at_most(stage: Stage) -> No
         assert not reader.ask("pin", [BLOCKS - 1])
         reader.ask("release")
         assert reader.ask("pin", [BLOCKS - 1])
+
+
+def test_of_an_owner_that_can_hand_out_little_little_is_pinned(stage: Stage) -> None:
+    """Its next step would need what is pinned, and the reader's engine end: of 16 blocks that are free not 8 are pinned, but 2."""
+    with living(stage, Owner, True, LONG) as owner, living(stage, Reader, True, LONG) as reader:
+        owner.ask("takes", BLOCKS - 16)
+        last = list(range(BLOCKS - 8, BLOCKS))
+        assert not reader.ask("pin", last)
+        assert reader.ask("pin", last[:2])
+        assert owner.ask("takes", 14)
+        assert owner.ask("counted")[1] == 0
 
 
 def test_a_reset_waits_for_those_who_count_on_a_pin_and_nobody_does_meanwhile(stage: Stage) -> None:

@@ -74,7 +74,7 @@ def _blocks(package: Path) -> Iterator[str]:
     pool = _functions(package / _POOL)
     yield from (
         f"{_POOL} has no {name}"
-        for name in ("get_new_blocks", "evict_blocks", "reset_prefix_cache", "get_num_free_blocks")
+        for name in ("get_new_blocks", "free_blocks", "evict_blocks", "reset_prefix_cache", "get_num_free_blocks")
         if name not in pool
     )
     if "= self.fake_free_list_head.next_free_block" not in ast.unparse(_functions(package / _QUEUE)["popleft_n"]):

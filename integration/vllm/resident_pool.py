@@ -46,6 +46,9 @@ class ResidentPool:
         self._get, self._evict, self._reset = pool.get_new_blocks, pool.evict_blocks, pool.reset_prefix_cache
         pool.get_new_blocks, pool.evict_blocks = self._get_new_blocks, self._evict_blocks
         pool.reset_prefix_cache = self._reset_prefix_cache
+        if pins is not None:
+            self._free, pool.free_blocks = pool.free_blocks, self._free_blocks
+            generations.show_free(pool.free_block_queue.num_free_blocks)
 
     def taken(self, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
         """Which of these were handed out for the step that is being planned."""
@@ -55,6 +58,8 @@ class ResidentPool:
     def planned(self) -> None:
         """What is handed out from now on is for the next step."""
         self._step += 1
+        if self._pins is not None:
+            self._generations.show_free(self._queue.num_free_blocks)
 
     def void_all(self) -> None:
         """The bytes of all blocks stay and mean something else. No reader's step counts on them by then: what was read before is right."""
@@ -87,6 +92,7 @@ class ResidentPool:
         if (pinned := self._pins.on(numbers)) is not None:
             blocks, numbers = self._around(blocks, numbers, pinned)
         self._generations.void(numbers)
+        self._generations.show_free(self._queue.num_free_blocks - count)
         self._next = blocks, numbers
 
     def _around(
@@ -132,6 +138,11 @@ class ResidentPool:
         and nobody has one on them: blocks of a load that failed were never published."""
         self._surely(lambda: self._generations.void(list(block_ids)))
         return self._evict(block_ids)
+
+    def _free_blocks(self, *arguments: Any, **more: Any) -> Any:
+        freed = self._free(*arguments, **more)
+        self._surely(lambda: self._generations.show_free(self._queue.num_free_blocks))
+        return freed
 
     def _reset_prefix_cache(self) -> Any:
         """Whatever vLLM decides, also where it says that it cannot reset now: its caller changes the weights."""

@@ -32,9 +32,10 @@ from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 MAGIC = b"vcache-g"
 VERSION = 1
 MACHINE = "x86_64"
-_HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQQ")
-"""Magic, version, 1 once the owner gave the table up, instance, blocks, by which clock the owner takes pins, or 0 if it takes none."""
-_DEAD_AT, _CLOCK_AT = 12, 40
+_HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQQQ")
+"""Magic, version, 1 once the owner gave the table up, instance, blocks, by which clock the owner takes pins, or 0 if it takes none, and how
+many blocks nobody uses."""
+_DEAD_AT, _CLOCK_AT, _FREE_AT = 12, 40, 48
 _DOUBT = np.uint64(1 << 63)
 SEALS = RESIZING | FUTURE_WRITE
 """What every reader insists on: a table that others write says nothing."""
@@ -68,7 +69,7 @@ class Generations:
             self._undo = undo.pop_all()
         self.counters: UInt64s = np.frombuffer(self._memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks)
         self.counters[:] = 2
-        _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks, 0)
+        _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks, 0, 0)
 
     def void(self, blocks: Sequence[int] | npt.NDArray[np.intp]) -> None:
         """These hold nothing that anybody may read until they are `filled`: somebody else may write them from now on. IndexError, and no
@@ -87,6 +88,11 @@ class Generations:
     def honours_pins(self, does: bool) -> None:
         """Whether readers may count on pins from now on; see `pins`. Nobody may at first."""
         struct.pack_into("<Q", self._memory, _CLOCK_AT, clock() if does else 0)
+
+    def show_free(self, blocks: int) -> None:
+        """So many of the blocks can be handed out; readers pin a part of these at most."""
+        with suppress(ValueError):  # closed
+            struct.pack_into("<Q", self._memory, _FREE_AT, blocks)
 
     def filled(self, blocks: Sequence[int] | npt.NDArray[np.intp]) -> None:
         """What these, all void and each named once, are being given is what their next, even number stands for."""
@@ -121,6 +127,7 @@ class GenerationView:
         self.counters: UInt64s = np.frombuffer(memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks)
         self._dead: UInt32s = np.frombuffer(memory, dtype="<u4", offset=_DEAD_AT, count=1)
         self._clock: UInt64s = np.frombuffer(memory, dtype="<u8", offset=_CLOCK_AT, count=1)
+        self._free: UInt64s = np.frombuffer(memory, dtype="<u8", offset=_FREE_AT, count=1)
 
     @classmethod
     def open(cls, fd: int, instance: bytes, blocks: int) -> GenerationView:
@@ -132,7 +139,7 @@ class GenerationView:
         with raising_as({OSError: SegmentError}, "generation table"):
             _check(fd, blocks)
             memory = mmap.mmap(fd, _size(blocks), flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        magic, version, _, theirs, count, _ = _HEADER.unpack_from(memory)
+        magic, version, _, theirs, count, *_ = _HEADER.unpack_from(memory)
         if magic != MAGIC or version != VERSION:
             raise SegmentError(
                 f"generation table: begins with {magic!r}, version {version}, not {MAGIC!r}, {VERSION}; install the same vcache-backend"
@@ -147,6 +154,11 @@ class GenerationView:
     def dead(self) -> bool:
         """Whether its owner gave it up. False says nothing about an owner that was killed."""
         return bool(self._dead[0])
+
+    @property
+    def free(self) -> int:
+        """How many blocks its owner can hand out, as of a moment ago."""
+        return int(self._free[0])
 
     def leading(self, blocks: UInt32s, generations: UInt64s, each: int) -> int:
         """How many leading chunks, of `each` blocks, still hold what `generations` stand for.

@@ -45,7 +45,7 @@ LATE_SECONDS = 0.05
 ROWS = 64
 """Readers of one owner that can pin. What is not written to takes no memory."""
 SHARE = 8
-"""A reader pins at most so small a part of an owner's blocks at a time: an eighth."""
+"""A reader pins at most so small a part of the blocks that an owner can hand out, an eighth: so many that it has others."""
 _HOLD, _LATE, _SKEW = int(HOLD_SECONDS * 1e9), int(LATE_SECONDS * 1e9), 1_000_000
 _SYSCALL, _REGISTER, _EXPEDITED = 324, 4, 2
 """Of membarrier(2) on x86-64: `REGISTER_GLOBAL_EXPEDITED`, and `GLOBAL_EXPEDITED`, a microsecond."""
@@ -197,9 +197,9 @@ class Pinning:
         began = time.monotonic_ns()
         self._held = [held for held in self._held if held[0] > began]
         for instance, (blocks, _) in wanted.items():
-            row = rows[instance]
+            row, view = rows[instance], self._tables.view(instance)
             mine = sum(len(its) for _, _, whose, its in self._held if whose == instance) + len(blocks)
-            if row is None or mine * SHARE > row.blocks or int(blocks.max()) >= row.blocks:
+            if row is None or view is None or mine * SHARE > view.free or int(blocks.max()) >= row.blocks:
                 return False
         until = began + _HOLD
         for instance, (blocks, _) in wanted.items():
