@@ -20,6 +20,7 @@ from vcache_backend.resident.pins import HOLD_SECONDS
 pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
 
 PULL = "vcache_backend.vram_pool.copier:HostCopier.pull"
+NOTE = "vcache_backend.integration.vllm.worker:WorkerSide._note"
 VERDICT = "vcache_backend.transfer.resident:_ResidentPiece.settle"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler:SchedulerSide.allocated"
 MAPPING = "vcache_backend.metadata_server.resident_calls:ResidentCalls.open_cache"
@@ -136,6 +137,19 @@ def test_a_reader_that_stops_in_a_step_does_not_hold_its_owner_up(here: Node, a:
         answers = place.while_there(overwritten, Prompt(tokens))
     assert c.counter("vllm:vcache_failures", cause="changed") == 1
     assert answers[0].agrees(aside.one(tokens))
+
+
+def test_the_verdict_of_a_load_in_a_step_is_not_lost_with_an_error_beside_it(
+    here: Node, a: Instance, c: Instance, aside: Instance
+) -> None:
+    """vLLM counted on it."""
+    c.one(keep_new(a, 1))
+    tokens = keep_new(a, 3)
+    before = c.counter("vllm:vcache_failures", cause="copy")
+    with meddled(c, f"{PULL}|{NOTE}", "raise", times=2):
+        answer = c.one(tokens)
+    assert answer.agrees(aside.one(tokens))
+    assert c.counter("vllm:vcache_failures", cause="copy") == before + 1
 
 
 def test_an_answer_is_found_too_and_a_reader_passes_on_what_it_has(here: Node, a: Instance, b: Instance, c: Instance) -> None:

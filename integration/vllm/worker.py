@@ -293,9 +293,10 @@ class WorkerSide:
 
     def _settle_synchronous(self) -> None:
         """Wait for the loads that the step which just ran needed. None is launched any more: the model has read the blocks."""
-        loads, self._synchronous = self._synchronous, []
         deadline = time.monotonic() + SYNCHRONOUS_SECONDS
-        for loading in loads:
+        while self._synchronous:
+            # It stays there until its verdict is noted: after an exception in `store`, which vLLM does not see, `invalid` tries again.
+            loading = self._synchronous[0]
             loading.hold()
             while not loading.advance():
                 if time.monotonic() > deadline:
@@ -305,6 +306,7 @@ class WorkerSide:
             self._note(loading)
             if loading.invalid:
                 self._synchronous_failed(loading.spec)
+            del self._synchronous[0]
 
     def _synchronous_failed(self, spec: LoadSpec) -> None:
         if not self._model.recomputes:
