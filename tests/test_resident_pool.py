@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -113,6 +114,47 @@ def test_what_is_pinned_is_handed_out_last_and_vllm_finds_it_until_then(
     watched.take(4)
     assert watched.view._clock[0], "for a while"
     board.last[5] = 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_vllms_pool_stays_whole_whatever_it_is_asked_and_others_write_among_the_pins(watched: Watched, seed: int) -> None:
+    dice, pool, board, used = random.Random(seed), watched.pool, pins._Board(watched.pins.fd, BLOCKS), list[Any]()
+    for turn in range(100):
+        before, act = watched.view.counters.copy(), dice.choice("gggfftpxe")
+        if act == "g":
+            taken = pool.get_new_blocks(dice.randint(0, pool.get_num_free_blocks()))
+            ids = [block.block_id for block in taken]
+            assert watched.changed(before) == sorted(ids)
+            assert (watched.view.counters[ids] & np.uint64(1)).all()
+            watched.generations.filled(ids)
+            for block in taken:
+                pool._insert_block_hash(make_block_hash_with_group_id(bytes([turn % 7]), 0), block, num_tokens=4)
+            used += taken
+        elif act == "f":
+            dice.shuffle(used)
+            half = len(used) // 2
+            pool.free_blocks(used[half:])
+            del used[half:]
+        elif act == "t" and (hit := pool.get_cached_block(bytes([dice.randrange(7)]), [0])):
+            pool.touch(hit)
+            used += hit
+        elif act == "p":
+            ids = dice.sample(range(BLOCKS), dice.randint(1, BLOCKS // 2))
+            board.until[turn % 64, ids] = board.last[turn % 64] = time.monotonic_ns() + dice.choice([10**6, 2 * 10**8])
+        elif act == "x":
+            board.until[turn % 64] = np.frombuffer(dice.randbytes(8 * BLOCKS), dtype="<i8")
+            board.last[turn % 64] = dice.getrandbits(62)
+        elif act == "e":
+            pool.evict_blocks(set(dice.sample(range(1, BLOCKS), 2)))
+        free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+        assert len(free) == pool.get_num_free_blocks()
+        ids = [block.block_id for block in used]
+        assert sorted([*free, *set(ids)]) == list(range(1, BLOCKS)), "each once"
+        assert all(block.ref_cnt == ids.count(block.block_id) for block in pool.blocks[1:])
+        assert all(pool.cached_block_hash_to_block.contain(b.block_hash, b.block_id) for b in pool.blocks if b.block_hash)
+        assert not (watched.view.counters >> np.uint64(63)).any(), "in doubt"
+    assert not watched.watch.broken
+    board.last[:] = 0
 
 
 def test_many_pinned_blocks_take_few_looks(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
