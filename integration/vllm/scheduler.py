@@ -44,9 +44,9 @@ class SchedulerSide:
         self._recomputes = model.recomputes
         sure = self._recomputes or not config.engine.checksum
         if in_place:
-            # What lies in place is not checked by its checksum; one rank that waits would hold up all experts.
-            parallel = vllm_config.parallel_config
-            sure = not (parallel.data_parallel_size > 1 and parallel.enable_expert_parallel)
+            # What lies in place is not checked by its checksum. Ranks with one model of experts, which alone know of each other, run
+            # their steps together: one that waits would hold up all.
+            sure = vllm_config.parallel_config.data_parallel_size == 1
         self._sync_below = config.connector.sync_below_tokens if model.pp_size * model.tp_size == 1 and sure else 0
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._hashes = self._size // self._hash_block
