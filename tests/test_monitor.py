@@ -25,7 +25,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from vcache_backend.config import split_address
-from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.monitor import web
 from vcache_backend.monitor.samples import Samples
@@ -257,10 +256,10 @@ def test_connections_that_no_thread_could_be_had_for_leave_their_places(monkeypa
     [(":9419", "127.0.0.1", 9419), ("[::1]:0", "::1", 0), ("example.org:65535", "example.org", 65535)],
 )
 def test_an_address_is_split(address: str, host: str, port: int) -> None:
-    assert split_address(address) == (host, port)
+    assert split_address(address, "metrics") == (host, port)
 
 
 @pytest.mark.parametrize("address", ["", "9419", "host:", "::1:9419", ":65536", "a b:1", "http://host:1"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="HOST:PORT"):
-        split_address(address)
+    with pytest.raises(ValueError, match="metrics must be HOST:PORT"):
+        split_address(address, "metrics")

@@ -30,7 +30,7 @@ from instance_cases import (
 from processes import HASTY, QUICK, Child, Raw, Stage, eventually, info, make_memfd, running, stage
 
 from vcache_backend.errors import Refused, VCacheError
-from vcache_backend.metadata_server import hints, instances, reads, residents
+from vcache_backend.metadata_server import instances, reads, recency, residents
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.seals import FUTURE_WRITE, RESIZING
@@ -397,7 +397,7 @@ def test_an_owner_hears_what_others_read_each_once_and_a_prefix_s_first_chunk_la
     reader.hint(A, keys(3))
     reader.hint(A, [*keys(2), *keys(1, start=5)])
     assert heard() == [chunk_blocks(4 * at) for at in (2, 5, 1, 0)]
-    monkeypatch.setattr(hints, "MAX_HINTS", 2)
+    monkeypatch.setattr(recency, "MAX_HINTS", 2)
     alone.servers[0].close()
     with running(alone.path):
         owner = alone.client()

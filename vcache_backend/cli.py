@@ -6,16 +6,10 @@ loads torch. An error of ours is one line on stderr and exit code 1; wrong usage
 
 from __future__ import annotations
 
-import codecs
-import errno
-import json
-import os
-import select
 import sys
 import time
 from contextlib import suppress
 from importlib import import_module
-from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,17 +17,14 @@ import msgspec
 import typer
 from typer.core import TyperGroup
 
-from vcache_backend import __version__, config
+from vcache_backend import __version__, config, terminal
 from vcache_backend.errors import ConfigError, SegmentError, ServerUnavailable, VCacheError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from vcache_backend.metadata_server.client import Client
     from vcache_backend.metadata_server.messages import ServerStats
 
 
-PLAIN = {"█": "#", "·": ".", "–": "-", "µ": "u", "…": "~", "→": ">"} | dict.fromkeys("▏▎▍▌▋▊▉", "+")
 ENGINE = ("torch", "numpy", "triton")
 """What the base install does not bring."""
 
@@ -75,25 +66,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 def main() -> None:
     """The entry point `vcache`."""
-    codecs.register_error("plain", _plainly)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="plain")
-    try:
-        try:
-            app(prog_name="vcache")
-        finally:
-            sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what could not be written is not tried again at the end
-        sys.exit(f"vcache: {error}")
-
-
-def _plainly(error: UnicodeError) -> tuple[str, int]:
-    """What a terminal that has ASCII only shows of our bars and dashes."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
+    with terminal.whatever_it_shows():
+        app(prog_name="vcache")
 
 
 def _load(path: Path | None, socket: Path | None) -> config.Config:
@@ -111,29 +85,6 @@ def _client(path: Path | None, socket: Path | None, reconnect: bool = False) -> 
         client.close()
         raise ServerUnavailable(client.trouble)
     return client
-
-
-def _show(what: RenderableType, anew: bool = False) -> None:
-    """anew: in place of what the terminal shows, its beginning where it is too long for that."""
-    from rich.console import Console
-
-    # Piped, a table keeps its columns rather than being folded at 80.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    if not anew or not console.is_terminal:
-        console.print(what)
-        return
-    with console.capture() as picture:
-        console.print(what)
-    lines, most = picture.get().splitlines(), max(2, (os.get_terminal_size(1).lines or 24) - 1)
-    if len(lines) > most:
-        lines[most - 1 :] = [f"… {len(lines) - most + 1} lines more: a taller window, or without --watch"]
-    console.clear()
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
-
-
-def _print_json(value: Any, indent: int | None = 2) -> None:
-    typer.echo(json.dumps(value, indent=indent))
 
 
 # ---- the server
@@ -176,21 +127,13 @@ def status(
                 typer.secho(f"{error}\ntrying again", fg="red", err=True)
             else:
                 if as_json:
-                    _print_json(summary(stats), indent=None if watch else 2)
+                    terminal.print_json(summary(stats), indent=None if watch else 2)
                 else:
-                    _show(render(stats, before, every), anew=watch)
+                    terminal.show(render(stats, before, every), anew=watch)
                 before = stats
             if not watch:
                 break
-            _pause(every)
-
-
-def _pause(seconds: float) -> None:
-    """Wait, but not for who reads from us and has ended."""
-    reader = select.poll()
-    reader.register(1, 0)
-    if reader.poll(seconds * 1000):
-        raise BrokenPipeError(errno.EPIPE, "nobody reads any more")
+            terminal.pause(every)
 
 
 @app.command()
@@ -263,7 +206,7 @@ def segment_add(
         client.add_segment(owned.info, owned.fd)
         info = owned.info
     if as_json:
-        return _print_json(plain(info))
+        return terminal.print_json(plain(info))
     typer.echo(f"{info.id}: {config.ByteSize(info.nbytes).about} of {info.device} lent")
 
 
@@ -274,7 +217,7 @@ def segment_list(config_file: ConfigFile = None, socket: Socket = None, as_json:
 
     with _client(config_file, socket) as client:
         segments = client.list_segments()
-    return _print_json(plain(segments)) if as_json else _show(segments_table(segments))
+    return terminal.print_json(plain(segments)) if as_json else terminal.show(segments_table(segments))
 
 
 @segment_app.command("drop")
@@ -343,7 +286,7 @@ def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -
 def config_show(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
     """The configuration in force, every default written out."""
     values = config.dump(_load(config_file, socket))
-    _print_json(values) if as_json else typer.echo(msgspec.yaml.encode(values).decode().rstrip())
+    terminal.print_json(values) if as_json else typer.echo(msgspec.yaml.encode(values).decode().rstrip())
 
 
 # ---- the machine
@@ -357,11 +300,11 @@ def doctor(config_file: ConfigFile = None, socket: Socket = None, as_json: Json 
 
     findings = diagnose(_load(config_file, socket))
     if as_json:
-        _print_json(plain(findings))
+        terminal.print_json(plain(findings))
     else:
         worst = sorted(findings, key=lambda finding: ("fail", "warn", "ok").index(finding.status))
         rows = [(level(one.status), one.check, "\n→ ".join(filter(None, (one.detail, one.advice)))) for one in worst]
-        _show(table(None, ("", "check", "~finding → what to do"), rows))
+        terminal.show(table(None, ("", "check", "~finding → what to do"), rows))
         failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
         typer.echo(f"{len(findings)} findings: {failed} to put right (fail), {warned} to know of (warn)")
     if any(finding.status == "fail" for finding in findings):
@@ -395,7 +338,7 @@ def version(as_json: Json = False) -> None:
     from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
 
     if as_json:
-        return _print_json({"version": __version__, "protocol": PROTOCOL_VERSION})
+        return terminal.print_json({"version": __version__, "protocol": PROTOCOL_VERSION})
     typer.echo(f"vcache {__version__}, protocol {PROTOCOL_VERSION}")
 
 

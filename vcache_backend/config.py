@@ -24,9 +24,6 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {unit.upper():
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
-_ADDRESS = r"\A(|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]*):[0-9]{1,5})\Z"
-Address = Annotated[str, msgspec.Meta(pattern=_ADDRESS)]
-"""HOST:PORT; without a host this machine's own, which nobody else reaches. Empty: nowhere."""
 
 
 class ByteSize(int):
@@ -51,6 +48,16 @@ class ByteSize(int):
         return next((f"{self / size:.4g} {unit}" for unit, size in _LARGEST_FIRST if self >= size), f"{int(self)} B")
 
 
+def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[str, int]:
+    """Host, `absent` where there is none, and port of the setting `name`. Raises ValueError for what is not HOST:PORT."""
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]*)):([0-9]{1,5})", address)
+    if found is None:
+        raise ValueError(f"{name} must be HOST:PORT, got {address!r}")
+    if int(found[3]) > 65535:
+        raise ValueError(f"{name} must be HOST:PORT, and a port is 65535 at most, got {address!r}")
+    return found[1] or found[2] or absent, int(found[3])
+
+
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections: unknown keys are errors."""
 
@@ -68,13 +75,13 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     max_clients: PositiveInt = 1024
     allow_uids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     allow_gids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
-    metrics: Address = ""
+    metrics: str = ""
 
     def __post_init__(self) -> None:
         if self.socket and not Path(self.socket).name:
             raise ValueError(f"socket must be the path of a file, got {self.socket!r}")
-        if int(self.metrics.rpartition(":")[2] or 0) > 65535:
-            raise ValueError(f"metrics: a port is 65535 at most, got {self.metrics!r}")
+        if self.metrics:
+            split_address(self.metrics, "metrics")
 
     @property
     def path(self) -> Path:
@@ -138,8 +145,7 @@ class MooncakeConfig(_Section, frozen=True, kw_only=True):
     rpc_seconds: Positive = 1.0
 
     def __post_init__(self) -> None:
-        host, _, port = self.master.rpartition(":")
-        if not host or not port.isdigit():
+        if not split_address(self.master, "master", absent="")[0]:
             raise ValueError(f"master must be HOST:PORT, got {self.master!r}")
         if self.protocol == "tcp" and self.devices:
             raise ValueError(f"devices ({self.devices!r}) are for protocol: rdma")
@@ -286,14 +292,6 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
             f"{path}: Expected sections (server, client, pool, engine, connector, offload), got {type(values).__name__}"
         )
     return values, str(path), config_file.lines(text, str(path))
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of an `Address` that is not empty. Raises ConfigError for what is none."""
-    host, _, port = address.rpartition(":")
-    if not re.search(_ADDRESS, address) or not port or int(port) > 65535:
-        raise ConfigError(f"{address!r} is no HOST:PORT, such as 127.0.0.1:9419 or [::1]:9419")
-    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def dump(config: Config) -> dict[str, Any]:

@@ -6,14 +6,11 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from vcache_backend.config import Config, hash_seed, load
+from vcache_backend.config import hash_seed, load
 from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.arguments import KVCaches
-from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.transfer.session import Session, beside_kv
 
 from ..memory_budget import beside_vllm
 from ..round_trip import through_pool
@@ -75,7 +72,7 @@ class Starter:
         probe, algorithm = hash_probe(self._engine.token_database), self._config.pre_caching_hash_algorithm
         layout = instance.layout(kvcaches, kv, size, probe, algorithm)
         over_budget = beside_vllm(instance.model.device_type, instance.model.gpu_memory_utilization)
-        session = Session(_on_device_of(kv, config), layout, over_budget=over_budget, rank=instance.rank)
+        session = Session(beside_kv(config, kv), layout, over_budget=over_budget, rank=instance.rank)
         try:
             session.bind(kvcaches)
             _refuse(through_pool(session, kv))
@@ -135,11 +132,3 @@ class Starter:
 def _refuse(reason: str | None) -> None:
     if reason:
         raise StepAside(reason)
-
-
-def _on_device_of(kv: PagedKV, config: Config) -> Config:
-    """`auto` is the device of the KV caches."""
-    if config.pool.device != "auto":
-        return config
-    device = "host" if kv.device.type == "cpu" else str(kv.device)
-    return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, device=device))

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 import vllm
 
@@ -27,7 +26,7 @@ from vcache_backend.transfer import load as transfer
 from vcache_backend.transfer.leases import FOREIGN, Lease
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.resident import ResidentChunk
-from vcache_backend.transfer.session import Session
+from vcache_backend.transfer.session import Session, beside_kv
 from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
@@ -144,7 +143,7 @@ class WorkerSide:
         kv = model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine)
         shard = model_spec.read_shard(self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank)
         session = Session(
-            _settled(kv, self._config),
+            beside_kv(self._config, kv),
             model_spec.layout(self._model, [shard], size, b""),
             over_budget=memory_budget.beside_vllm(self._model.device_type, self._model.gpu_memory_utilization),
             anonymous=True,
@@ -333,11 +332,3 @@ class WorkerSide:
 
 def _unpacked(residents: Mapping[int, Replica]) -> dict[int, ResidentChunk]:
     return {chunk: ResidentChunk.unpacked(*replica) for chunk, replica in residents.items()}
-
-
-def _settled(kv: PagedKV, config: Config) -> Config:
-    """The configuration with what this worker's KV cache decides: `auto` is its device."""
-    pool = config.pool
-    if pool.device == "auto":
-        pool = msgspec.structs.replace(pool, device="host" if kv.device.type == "cpu" else str(kv.device))
-    return msgspec.structs.replace(config, pool=pool)

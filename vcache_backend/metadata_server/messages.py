@@ -680,10 +680,11 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
 
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
 _OfChunks = Reserve | Commit | Abort | Lookup | Acquire | Renew | Release | Contains | Touch | Remove | Clear
-_OfInstances = (
+OfInstances = (
     Join | ShowPins | ShowCache | ShowRegion | OpenInstance | OpenPins | OpenCache | OpenRegion | CloseInstance | OpenProcess
 )
-_OfResidents = Publish | Retract | Hint | Listen | Find | ShowReads
-AnyRequest = Hello | _OfSegments | _OfChunks | _OfInstances | _OfResidents | Stats | Report
+OfResidents = Publish | Retract | Hint | Listen | Find | ShowReads
+OfOthers = Hello | _OfSegments | OfInstances | OfResidents | Stats | Report
+AnyRequest = _OfChunks | OfOthers
 _OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Dropped
 AnyReply = Welcome | Error | _OfOneThing | Segments | Reserved | Leased | Joined | Cache | Heard | Found | ServerStats

@@ -18,9 +18,9 @@ from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.instances import Instances
 from vcache_backend.metadata_server.layouts import Layouts, Reports
 from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.reads import ReadsTold
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
+from vcache_backend.metadata_server.resident_service import ResidentService
 from vcache_backend.metadata_server.succession import Predecessor
 
 log = logging.getLogger(__name__)
@@ -47,11 +47,11 @@ class Service:
         regions, that are kept at most. `pidfd`: a new one of a connected process, if there can be one."""
         self.max_segments = max_segments
         self.instances = Instances(directory.residents, self._spare, pidfd)
+        self.of_instances = ResidentService(directory, self.instances)
         self.directory = directory
         self.predecessor = predecessor
         self.epoch = epoch
         self.layouts = Layouts()
-        self.reads = ReadsTold()
         self.latency: dict[str, Histogram] = {}
         self.fds: dict[m.SegmentId, Descriptor] = {}
         self.reports = Reports(time.time)
@@ -96,22 +96,19 @@ class Service:
                 return m.Count(directory.touch(keys)), None
             case m.Remove(keys, force):
                 return m.Count(directory.remove(keys, force)), None
-            case m.Find():
-                return self._find(request), None
-            case m.Publish():
-                right = request.epoch == directory.epochs.of(request.keys)
-                return self.instances.publish(client, request) if right else m.Count(0), None
-            case m.Retract():
-                return self.instances.retract(client, request), None
-            case m.Listen(instance):
-                namespace = self.instances.listens(client, instance)
-                return directory.residents.heard(instance, directory.epochs.of([m.ChunkKey(namespace)])), None
-            case m.Hint(instance, keys):
-                return m.Count(directory.residents.hint(instance, keys)), None
-            case m.ShowReads(reads):
-                return self.reads.note(client, reads), None
             case m.Clear(namespace, reset):
                 return self._clear(namespace, reset), None
+            case _:
+                return self._answer_other(client, request, fds)
+
+    def _answer_other(self, client: Peer, request: m.OfOthers, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
+        """What is asked less often than for chunks, or is not about the pool."""
+        directory = self.directory
+        if isinstance(request, m.OfResidents):
+            return self.of_instances.resident(client, request), None
+        if isinstance(request, m.OfInstances):
+            return self.of_instances.shown(client, request, fds)
+        match request:
             case m.AddSegment():
                 return self._add_segment(client, request, fds), None
             case m.Lend(nbytes):
@@ -124,26 +121,6 @@ class Service:
                 return self._drop_segment(id_), None
             case m.ListSegments():
                 return m.Segments(directory.segment_infos()), None
-            case m.Join():
-                return self.instances.join(client, request, fds), None
-            case m.ShowPins(instance):
-                return self.instances.show_pins(client, instance, fds), None
-            case m.ShowCache():
-                return self.instances.show_cache(client, request), None
-            case m.ShowRegion():
-                return self.instances.show_region(client, request, fds), None
-            case m.OpenInstance(instance):
-                return self.instances.open(instance)
-            case m.OpenPins(instance):
-                return self.instances.open_pins(instance)
-            case m.OpenCache(instance, rank):
-                return self.instances.open_cache(instance, rank), None
-            case m.OpenRegion(instance, rank, number):
-                return self.instances.open_region(client, instance, rank, number)
-            case m.CloseInstance(instance):
-                return self.instances.close_instance(client, instance), None
-            case m.OpenProcess(instance, rank):
-                return self.instances.open_process(instance, rank)
             case m.Stats():
                 return self._stats(), None
             case m.Report(level, text):
@@ -167,8 +144,7 @@ class Service:
         """The connection is gone, and with it whatever lasts as long."""
         self.directory.disconnect(client)
         self.layouts.drop(client.id)
-        self.reads.disconnect(client)
-        self.instances.disconnect(client)
+        self.of_instances.disconnect(client)
 
     def process_gone(self, process: ProcessId) -> None:
         """The process has ended, whatever became of its connections."""
@@ -228,12 +204,6 @@ class Service:
             raise Refuse(f"lookup: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once")
         return m.Count(self.directory.lookup(keys, ranks))
 
-    def _find(self, request: m.Find) -> m.Reply:
-        keys, ranks = request.keys, request.ranks
-        if len(keys) * ranks > m.MAX_LOOKED_UP:
-            raise Refuse(f"find: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once")
-        return _in_epoch(self.directory.find(request), self.directory.epochs.of(keys))
-
     def _clear(self, namespace: bytes, reset: bool) -> m.Count:
         if len(namespace) not in (0, m.NAMESPACE_BYTES):
             what = f'a namespace is {m.NAMESPACE_BYTES} bytes, b"" means all of them'
@@ -275,7 +245,7 @@ class Service:
             mismatches=self.layouts.mismatches(),
             instances=self.instances.stats(),
             still_mapped=self.instances.still_mapped(),
-            reads=self.reads.stats(),
+            reads=self.of_instances.reads.stats(),
         )
         while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES and (
             stats.reports or stats.mismatches or stats.namespaces or stats.reads
@@ -284,7 +254,7 @@ class Service:
         return stats
 
 
-def _in_epoch(reply: m.Leased | m.Reserved | m.Found, epoch: int) -> m.Reply:
+def _in_epoch(reply: m.Leased | m.Reserved, epoch: int) -> m.Reply:
     return msgspec.structs.replace(reply, epoch=epoch) if epoch else reply
 
 

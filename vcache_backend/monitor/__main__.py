@@ -15,7 +15,6 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from vcache_backend.config import split_address
-from vcache_backend.errors import ConfigError
 from vcache_backend.monitor.metrics import ServerMetrics
 from vcache_backend.monitor.samples import EVERY_SECONDS, Samples
 from vcache_backend.monitor.web import Web
@@ -34,8 +33,8 @@ def main() -> int:
     registry = CollectorRegistry()
     registry.register(ServerMetrics(samples, arguments.socket, arguments.pid))
     try:
-        web = Web(*split_address(arguments.listen), samples, registry)
-    except (OSError, ConfigError) as error:
+        web = Web(*split_address(arguments.listen, "--listen"), samples, registry)
+    except (OSError, ValueError) as error:
         sys.stderr.write(f"server.metrics: cannot listen at {arguments.listen}: {error}\n")
         return 1
     sys.stderr.write(f"metrics and a page at http://{_named(web)}\n")

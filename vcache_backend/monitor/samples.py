@@ -16,11 +16,11 @@ from vcache_backend.metadata_server.messages import ServerStats
 EVERY_SECONDS = 5.0
 KEPT_SECONDS = 3600.0
 ANSWER_SECONDS = 2.0
-MINUTE = 60.0
+MINUTE_SECONDS = 60.0
 
 
 class Point(NamedTuple):
-    """at: seconds since the Unix epoch. asked, found: chunks, since the server's start."""
+    """at: seconds of a clock that nobody sets. asked, found: chunks, since the server's start."""
 
     at: float
     epoch: int
@@ -58,13 +58,13 @@ class Samples:
         """The last hour's, oldest first."""
         return list(self._points)
 
-    def hit_rate(self, seconds: float = MINUTE) -> float | None:
-        """Chunks found over chunks asked for in the last `seconds`; None if none was asked for, or too little is known."""
+    def hit_rate(self) -> float | None:
+        """Chunks found over chunks asked for in the last minute; None if none was asked for, or too little is known."""
         points = self.points()
         if not points:
             return None
         last = points[-1]
-        past = [point for point in points if point.at >= last.at - seconds and point.epoch == last.epoch]
+        past = [point for point in points if point.at >= last.at - MINUTE_SECONDS and point.epoch == last.epoch]
         asked = last.asked - past[0].asked
         return (last.found - past[0].found) / asked if asked > 0 else None
 
@@ -88,5 +88,5 @@ class Samples:
         asked, found = (
             sum(stats.counters.get(f"{kind}_{what}", 0) for kind in ("lookup", "acquire")) for what in ("chunks", "hits")
         )
-        self._points.append(Point(time.time(), stats.epoch, asked, found))
+        self._points.append(Point(time.monotonic(), stats.epoch, asked, found))
         self.stats, self.problem, self.answered_at = stats, "", time.monotonic()

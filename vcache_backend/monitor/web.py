@@ -35,6 +35,7 @@ class Web(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.samples, self.registry = samples, registry
         self.page = files("vcache_backend.monitor").joinpath("page.html").read_bytes()
+        self.policy = _policy(self.page)
         self._places = threading.BoundedSemaphore(MOST_AT_ONCE)
         super().__init__((host, port), _Handler)
 
@@ -115,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Content-Security-Policy", _policy(self.server.page))
+        self.send_header("Content-Security-Policy", self.server.policy)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

@@ -25,7 +25,7 @@ from vcache_backend.vram_pool.copier import Mark
 
 if TYPE_CHECKING:
     from vcache_backend.resident.neighbours import Neighbours
-    from vcache_backend.transfer.resident import ResidentChunk, Residents
+    from vcache_backend.transfer.resident import ResidentChunk, ResidentChunks
 
 log = logging.getLogger(__name__)
 
@@ -187,13 +187,13 @@ class Load:
 
     # ---- inside
 
-    def _of_others(self, residents: Mapping[int, ResidentChunk], neighbours: Neighbours | None) -> Residents | None:
+    def _of_others(self, residents: Mapping[int, ResidentChunk], neighbours: Neighbours | None) -> ResidentChunks | None:
         if neighbours is None:
             return None
         # Only who shares in place needs it.
-        from vcache_backend.transfer.resident import Residents
+        from vcache_backend.transfer.resident import ResidentChunks
 
-        return Residents(self._context, residents, neighbours)
+        return ResidentChunks(self._context, residents, neighbours)
 
     def _go_on(self) -> None:
         self._settle()

@@ -21,7 +21,7 @@ from vcache_backend.vram_pool.slots import SlotView
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.pooled import Pooled
-    from vcache_backend.transfer.resident import Residents
+    from vcache_backend.transfer.resident import ResidentChunks
 
 
 @dataclass
@@ -151,7 +151,7 @@ def _rows(plan: CopyPlan, pieces: list[Piece]) -> tuple[Int64s, Int64s]:
 class MemorySource(Source):
     """Chunks in other instances' KV caches and in the pool."""
 
-    def __init__(self, context: LoadContext, pool: Pooled, residents: Residents | None) -> None:
+    def __init__(self, context: LoadContext, pool: Pooled, residents: ResidentChunks | None) -> None:
         self._context, self._pool, self._residents = context, pool, residents
 
     @property

@@ -65,7 +65,7 @@ class _ResidentPiece(Piece):
         self.neighbour.leave()
 
 
-class Residents:
+class ResidentChunks:
     """The chunks of one load that somebody's KV cache has, by number, until they are launched or found gone: `LoadContext.resident`.
     One thread, the worker's. gone: whether one was found gone."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from vcache_backend.config import Config
@@ -31,6 +32,14 @@ if TYPE_CHECKING:
     from vcache_backend.vram_pool.checksum import Sealer
 
 log = logging.getLogger(__name__)
+
+
+def beside_kv(config: Config, kv: PagedKV) -> Config:
+    """The configuration of an integration: `pool.device: auto` is the device of its KV cache."""
+    if config.pool.device != "auto":
+        return config
+    device = "host" if kv.device.type == "cpu" else str(kv.device)
+    return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, device=device))
 
 
 class Session:

@@ -11,7 +11,7 @@ MAX_HINTS = 2048
 """Chunks that are kept between two heartbeats of an instance; of more those read longest ago are dropped."""
 
 
-class Hints:
+class Recency:
     """Each chunk once, the one that should stay longest last: of a prefix its first one. Pure."""
 
     def __init__(self) -> None:

@@ -1,0 +1,234 @@
+"""vLLM's own scheduler with the connector's half in it, for tests of sharing in place: it hands out blocks, preempts, resumes,
+and is told of loads that failed. The model is not run: each step answers with a token of no importance. The server is real,
+and so are the tables."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from engine_cases import Node, node
+from neighbour_cases import HOST, SharedCache
+from processes import QUICK, SECONDS
+from vllm_models import write_model
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vcache_backend.integration.vllm import lookups
+from vcache_backend.integration.vllm.metadata import PublicationSpec, Shard, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.model_spec import ShardSpec
+from vcache_backend.resident.exported import Shown, cache_shape
+from vcache_backend.transfer.publisher import Publication, Publisher
+from vcache_backend.transfer.stats import EngineStats
+from vcache_backend.vram_pool.copier import Finished
+
+BLOCK, CHUNK, BLOCKS = 32, 64, 24
+EACH = CHUNK // BLOCK
+
+
+@contextmanager
+def scheduling(folder: Path) -> Iterator[Node]:
+    """A server, and what vLLM's schedulers beside it need."""
+    with node(folder, QUICK) as made, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "0")
+        # It would import vLLM in another process, to look at one class.
+        patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        patch.setattr(lookups, "AHEAD_SECONDS", SECONDS)
+        patch.setattr(lookups, "FRESH_SECONDS", SECONDS)
+        made.serve()
+        write_model(made.path.parent / "model")
+        yield made
+
+
+class Published(NamedTuple):
+    """One chunk of one step."""
+
+    number: int
+    blocks: list[int]
+    generations: list[int]
+    sequence: int
+
+
+def lying(spec: PublicationSpec) -> list[tuple[list[int], list[int]]]:
+    """Of each chunk the blocks, and their generations."""
+    both = np.frombuffer(spec.blocks, dtype="<u4"), np.frombuffer(spec.generations, dtype="<u8")
+    return list(zip(*(one.reshape(-1, EACH).tolist() for one in both), strict=True))
+
+
+class Engine:
+    """vLLM's scheduler with our half in it, whose worker says what a test wants it to."""
+
+    def __init__(
+        self,
+        here: Node,
+        undo: ExitStack,
+        blocks: int = BLOCKS,
+        arguments: dict[str, Any] | None = None,
+        lends: int = 0,
+        **connector: Any,
+    ) -> None:
+        """arguments: of vLLM's. lends: bytes, to the pool. connector: settings."""
+        transfer = KVTransferConfig(
+            kv_connector="VCacheConnector",
+            kv_connector_module_path="vcache_backend.integration.vllm_connector",
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                "server": {"socket": str(here.path)},
+                "pool": {"segment_bytes": lends},
+                "engine": {"chunk_size": CHUNK},
+                "connector": {"share": "in_place", "min_hit_tokens": CHUNK, **connector},
+            },
+        )
+        config = EngineArgs(
+            model=str(here.path.parent / "model"),
+            skip_tokenizer_init=True,
+            block_size=BLOCK,
+            max_model_len=640,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=1 << 20,
+            kv_transfer_config=transfer,
+            **{"max_num_batched_tokens": 640, **(arguments or {})},
+        ).create_engine_config()
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+        caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        hash_ = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        kv_cache_utils.init_none_hash(hash_)
+        self.hasher = kv_cache_utils.get_request_block_hasher(BLOCK, hash_)
+        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK)
+        undo.callback(self.scheduler.connector.shutdown)
+        self.half = self.scheduler.connector._scheduler
+        self.metas: list[StepMetadata] = []
+        self.publisher: Publisher | None = None
+        self.slow = False
+        """Whether its worker publishes what a test tells it to."""
+        shard = Shard(ShardSpec(pp_rank=0, tp_rank=0, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK))
+        self.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(shards={(0, 0): shard})))
+        assert self.half.instance.open(), self.half.instance.refused
+
+    def show(self, here: Node, undo: ExitStack) -> None:
+        """Its worker shows a KV cache, and publishes what steps compute."""
+        client, cache = undo.enter_context(here.client()), SharedCache()
+        instance = self.half.publications.instance
+        shown = Shown(client, instance, 0, cache_shape(cache.kv, cache.regions, HOST), cache.regions)
+        undo.callback(shown.close)
+        self.publisher = Publisher(client, EngineStats(), instance, EACH)
+        undo.callback(self.publisher.close)
+
+    def tell(self, meta: StepMetadata) -> None:
+        """The step is over: its worker publishes."""
+        assert self.publisher is not None
+        for spec in meta.publications:
+            one = Publication(spec.keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)
+            self.publisher.submit(one, Finished(0.0))
+
+    def flush(self) -> None:
+        """Wait until all that was published is known."""
+        assert self.publisher is not None
+        assert self.publisher.flush(SECONDS)
+
+    def add(self, tokens: list[int], max_tokens: int = 4, priority: int = 0, **vcache: Any) -> Request:
+        request = Request(
+            request_id=f"r{next(_made)}",
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": {"vcache": vcache}}
+            ),
+            pooling_params=None,
+            block_hasher=self.hasher,
+            priority=priority,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self, **said: Any) -> StepMetadata:
+        """One step. said: what the worker's connector answers to it, beside a token for each request."""
+        output = self.scheduler.schedule()
+        meta: StepMetadata = output.kv_connector_metadata
+        self.metas.append(meta)
+        if self.publisher is not None and not self.slow:
+            self.tell(meta)
+        ids = list(output.num_scheduled_tokens)
+        finished = [self.scheduler.requests[one].num_computed_tokens >= self.scheduler.requests[one].num_tokens for one in ids]
+        ran = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={one: at for at, one in enumerate(ids)},
+            sampled_token_ids=[[7] if over else [] for over in finished],
+            kv_connector_output=KVConnectorOutput(**said) if said else None,
+        )
+        self.scheduler.update_from_output(output, ran)
+        return meta
+
+    def published(self, request: Request, meta: StepMetadata | None = None) -> list[Published]:
+        """The request's chunks in a step's publications; of the last step."""
+        found = []
+        for spec in (meta or self.metas[-1]).publications:
+            if spec.request_id != request.request_id:
+                continue
+            keys = self.keys(request)
+            numbers = [keys.index(key) for key in spec.keys]
+            found += [Published(number, *lies, spec.sequence) for number, lies in zip(numbers, lying(spec), strict=True)]
+        return found
+
+    def keys(self, request: Request) -> list[Any]:
+        assert self.half.instance.keys is not None
+        return self.half.instance.keys.keys(request.block_hashes, 0, len(request.block_hashes) // EACH)
+
+    def numbers(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
+        return [one.number for one in self.published(request, meta)]
+
+    def hit(self, request: Request) -> int:
+        """Tokens that vLLM's own cache had of a request that runs."""
+        tokens: int = self.half._requests[request.request_id].local
+        return tokens
+
+    def right(self, published: list[Published]) -> bool:
+        """Whether all of it is as the table has it now."""
+        counters = self.half.publications.generations.counters
+        return all(counters[one.blocks].tolist() == one.generations for one in published)
+
+    def finish(self, request: Request) -> None:
+        for _ in range(1000):
+            if request.request_id not in self.scheduler.requests:
+                return
+            self.step()
+        raise AssertionError(f"it is {request.status.name} for ever")
+
+
+_made = iter(range(1_000_000))
+
+
+def new_tokens(count: int) -> list[int]:
+    return random.Random(next(_made)).choices(range(3, 1000), k=count)
+
+
+@contextmanager
+def engines(here: Node, shown: bool = False) -> Iterator[Callable[..., Engine]]:
+    """Makes engines. shown: such that others find something in their KV caches."""
+    with ExitStack() as undo:
+
+        def make(**more: Any) -> Engine:
+            engine = Engine(here, undo, **more)
+            if shown:
+                engine.show(here, undo)
+            return engine
+
+        yield make

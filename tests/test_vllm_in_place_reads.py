@@ -1,0 +1,238 @@
+"""What an instance reads in others' KV caches, as decided in vLLM's own scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from engine_cases import Node
+from in_place_cases import BLOCKS, CHUNK, EACH, Engine, engines, new_tokens, scheduling
+from processes import eventually
+from vllm_cases import missing
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
+
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from vcache_backend.integration.vllm import hints
+from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
+from vcache_backend.resident import pins
+
+pytestmark = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with scheduling(tmp_path_factory.mktemp("in-place")) as made:
+        yield made
+
+
+@pytest.fixture
+def shared(here: Node) -> Iterator[Callable[[], Engine]]:
+    """Makes engines whose KV caches others find something in."""
+    with engines(here, shown=True) as made:
+        yield made
+
+
+# ---- what is read where it lies
+
+
+def owners(meta: StepMetadata) -> list[bytes]:
+    """Of the chunks of the only load of a step, in order."""
+    (load,) = meta.loads
+    return [load.residents[chunk][0] for chunk in range(len(load.keys))]
+
+
+def computed(engine: Engine, tokens: list[int]) -> Request:
+    request = engine.add(tokens, load=False)
+    engine.finish(request)
+    engine.flush()
+    return request
+
+
+def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared: Callable[[], Engine]) -> None:
+    """By the reader, as soon as it has it; in the owner itself it is vLLM's own business."""
+    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    source = computed(owner, tokens)
+    own = owner.add(tokens)
+    assert owner.half.matched(own, 0) == (0, False), "nobody else has it"
+    owner.finish(own)
+    request = reader.add(tokens)
+    loading = reader.step()
+    (load,) = loading.loads
+    assert owners(loading) == [owner.half.publications.instance] * 3
+    published = [one for meta in owner.metas for one in owner.published(source, meta)]
+    assert [np.frombuffer(load.residents[one.number][1], dtype="<u4").tolist() for one in published] == [
+        one.blocks for one in published
+    ]
+    assert reader.step().publications == [], "nothing of it is there"
+    reader.step(finished_recving={request.request_id})
+    assert reader.numbers(request, reader.step()) == [0, 1, 2]
+    reader.finish(request)
+    reader.flush()
+    again = owner.add(tokens)
+    assert owner.step().loads == []
+    owner.finish(again)
+    assert owner.scheduler.reset_prefix_cache()
+    owner.add(tokens)
+    assert owners(owner.step()) == [reader.half.publications.instance] * 3
+
+
+def test_a_hit_is_loaded_in_the_step_where_the_worker_has_mapped_its_owner_and_nothing_runs(
+    shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request runs at once, and what it loads is published as if computed. Its owner keeps the blocks until it is told that the load
+    is over; a request that vLLM cannot run after all keeps nothing."""
+    monkeypatch.setattr(pins, "_HOLD", 60 * 10**9)
+    owner, reader, tokens = shared(), shared(), new_tokens(CHUNK + 5)
+    computed(owner, tokens)
+    told, blocks = owner.half.publications, np.arange(BLOCKS)
+
+    def pinned() -> int:
+        found = told.pins.on(blocks)
+        return 0 if found is None else int(found.sum())
+
+    request = reader.add(tokens)
+    assert reader.half.matched(request, 0) == (CHUNK, True), "the worker would have to map it"
+    reader.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(mapped=frozenset({told.instance}))))
+    assert reader.half.matched(request, 0) == (CHUNK, False)
+    assert pinned() == EACH
+    reader.half.begin(SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0))
+    assert pinned() == 0, "nothing was allocated"
+    meta = reader.step()
+    assert [load.pinned for load in meta.loads] == [True]
+    assert reader.numbers(request, meta) == [0]
+    assert pinned() == EACH
+    reader.step(kv_connector_worker_meta=WorkerReport(read={request.request_id}))
+    assert pinned() == 0
+    reader.finish(request)
+
+
+@pytest.mark.parametrize("right", [0, 1], ids=["nothing held", "the first chunk held"])
+def test_of_a_load_that_failed_nothing_is_published_before_it_is_computed(shared: Callable[[], Engine], right: int) -> None:
+    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    computed(owner, tokens)
+    request = reader.add(tokens)
+    (load,) = reader.step().loads
+    invalid = set(load.wanted[right * EACH :])
+    failed = WorkerReport(failed={request.request_id})
+    reader.step(finished_recving={request.request_id}, invalid_block_ids=invalid, kv_connector_worker_meta=failed)
+    assert [reader.numbers(request, meta) for meta in reader.metas] == [[]] * len(reader.metas)
+    for _ in range(10):
+        if reader.step().publications:
+            break
+        assert request.num_output_tokens == 0
+    assert request.num_computed_tokens >= 3 * CHUNK
+    assert reader.numbers(request) == [0, 1, 2]
+    assert reader.right(reader.published(request))
+
+
+def test_what_was_loaded_before_a_reset_is_not_published_after_it(shared: Callable[[], Engine]) -> None:
+    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    computed(owner, tokens)
+    request = reader.add(tokens, max_tokens=CHUNK)
+    assert len(reader.step().loads) == 1
+    reader.scheduler.reset_prefix_cache()
+    reader.step(finished_recving={request.request_id})
+    reader.finish(request)
+    assert [reader.numbers(request, meta) for meta in reader.metas] == [[]] * len(reader.metas)
+
+
+def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Callable[[], Engine]) -> None:
+    """Another has it, too; of its last chunk nobody has anything any more."""
+    owner, other, reader, tokens = shared(), shared(), shared(), new_tokens(3 * CHUNK + 5)
+    source = computed(owner, tokens)
+    computed(other, tokens[: 2 * CHUNK + 1])
+    published = [one for meta in owner.metas for one in owner.published(source, meta)]
+    owner.half.publications.generations.void(published[1].blocks[:1] + published[2].blocks[1:])
+    names = owner.half.publications.instance, other.half.publications.instance
+    reader.add(tokens)
+    assert owners(reader.step()) in [[name, names[1]] for name in names]
+
+
+def test_what_others_read_leaves_its_owner_last_and_of_a_prefix_the_end_first(
+    shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A few blocks at a time; not those in use, nor one that was handed out meanwhile."""
+    monkeypatch.setattr(hints, "MOST_BLOCKS", 3)
+    owner, reader, tokens = shared(), shared(), new_tokens(4 * CHUNK + 5)
+    source = computed(owner, tokens)
+    blocks = [block for one in owner.published(source, owner.metas[0]) for block in one.blocks]
+    running = owner.add(tokens[: CHUNK + 1], max_tokens=2 * CHUNK)
+    owner.step()
+    computed(owner, new_tokens(3 * CHUNK))
+
+    def last() -> list[int]:
+        free = owner.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
+        return [block.block_id for block in free][-5:]
+
+    assert not {*blocks} & {*last()}
+    # vLLM takes it back with every engine.
+    monkeypatch.setattr(hints.log.parent, "propagate", True)
+    reader.add(tokens)
+    assert owners(reader.step()) == [owner.half.publications.instance] * 4
+    waiting = owner.half.publications.hints
+    eventually(lambda: waiting.waiting)
+    owner.half.publications.generations.void(blocks[4:5])
+    for _ in range(3):
+        assert waiting.waiting
+        owner.half.publications.learn()
+        owner.step()
+    assert not waiting.waiting
+    assert last() == [blocks[number] for number in (7, 6, 5, 3, 2)]
+    assert "ERROR" not in {record.levelname for record in caplog.records}
+    owner.finish(running)
+    assert last()[-2:] == [blocks[1], blocks[0]]
+
+
+def test_what_a_reset_made_void_is_not_found(shared: Callable[[], Engine]) -> None:
+    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    computed(owner, tokens)
+    assert owner.scheduler.reset_prefix_cache()
+    request = reader.add(tokens)
+    assert reader.step().loads == []
+    reader.finish(request)
+    name, client = owner.half.publications.instance.hex(), reader.half.instance.client
+    eventually(lambda: [one.resident for one in client.stats().instances if one.id == name] == [0])
+
+
+def test_what_was_computed_before_another_reset_the_namespace_is_not_found(shared: Callable[[], Engine]) -> None:
+    """Not if it is told late, and not behind what vLLM's own cache, which nobody reset, goes on with."""
+    owner, other, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    owner.slow = True
+    source = owner.add(tokens, load=False)
+    late = owner.step()
+    assert owner.numbers(source, late) == [0, 1, 2]
+    assert other.scheduler.reset_prefix_cache(reset_connector=True)
+    owner.slow = False
+    owner.tell(late)
+    owner.flush()
+    assert other.half.instance.client.find(other.keys(source)).pooled == b""
+    owner.finish(source)
+    longer = owner.add(tokens + new_tokens(CHUNK))
+    meta = owner.step()
+    assert (owner.hit(longer), owner.numbers(longer, meta)) == (3 * CHUNK, [])
+    assert owner.half.publications.epoch == other.half.publications.heard != 0
+    owner.finish(longer)
+    assert not owner.right(owner.published(source, late))
+    later = new_tokens(3 * CHUNK + 5)
+    computed(owner, later)
+    other.add(later)
+    assert owners(other.step()) == [owner.half.publications.instance] * 3
+
+
+def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Callable[[], Engine]) -> None:
+    """Its owner has not heard of it: its generations are those that were found."""
+    owner, other, reader, tokens = shared(), shared(), shared(), new_tokens(3 * CHUNK + 5)
+    published = owner.published(computed(owner, tokens), owner.metas[0])
+    request = reader.add(tokens)
+    assert reader.half._requests[request.request_id].question is not None
+    assert other.scheduler.reset_prefix_cache(reset_connector=True)
+    eventually(lambda: reader.half.publications.heard == other.half.publications.heard)
+    assert len(published) == 3
+    assert owner.right(published)
+    assert reader.step().loads == []
+    assert reader.numbers(request) == [0, 1, 2]
