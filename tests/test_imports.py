@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,6 +125,13 @@ def test_the_doors_and_benchmarks_import_their_own_modules_relatively() -> None:
 def test_no_module_is_named_after_nothing() -> None:
     names = {"utils", "util", "common", "helpers", "helper", "misc"}
     assert [str(path.relative_to(ROOT)) for path in FILES if {path.stem, path.parent.name} & names] == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    product = [path for path in FILES if not path.is_relative_to(ROOT / "benchmarks")]
+    classes = [node for path in product for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    counted = Counter(node.name.lstrip("_") for node in classes)
+    assert [name for name, count in counted.items() if count > 1] == []
 
 
 def test_only_the_tools_for_people_print() -> None:

@@ -53,7 +53,7 @@ class Hit:
 
 
 @dataclass
-class _Loading:
+class _PendingLoad:
     """A load whose caller went on: of chunks that begin with tokens `starts`, at `slots`; tokens before `skip` are left alone."""
 
     load: Load
@@ -79,7 +79,7 @@ class PoolWorker:
         self._names = TaggedHashKeys(session.namespace, session.rank)
         self._ranks, self._needs_scope, self._unscoped = ranks, needs_scope, False
         self._patience = COPY_SECONDS + offload.get_seconds
-        self._loading: list[_Loading] = []
+        self._loading: list[_PendingLoad] = []
 
     # ---- look-ups
 
@@ -157,7 +157,7 @@ class PoolWorker:
         places = SlotPlaces(self.session.bind(self.kvcaches), size, slots, starts, skip, whole=True)
         lease = self._part(hit, first, count)
         held = {number - first: hit.held.pop(number) for number in range(first, count) if number in hit.held}
-        loading = _Loading(Load(self.session, places, names, lease=lease, held=held), slots, starts, skip)
+        loading = _PendingLoad(Load(self.session, places, names, lease=lease, held=held), slots, starts, skip)
         if not self.settles:
             return self._finished(loading)
         load, reached, until = loading.load, 0, time.monotonic() + self._patience
@@ -184,7 +184,7 @@ class PoolWorker:
                 return msgspec.structs.replace(lease, keys=keys, locations=lease.locations[part])
         return None
 
-    def _finished(self, loading: _Loading) -> int:
+    def _finished(self, loading: _PendingLoad) -> int:
         """Wait for a load, and store in the pool again what came from the offload tier: how many leading chunks are valid."""
         load = loading.load
         loaded = load.run(self._patience)

@@ -28,7 +28,7 @@ TIERS = ("own", "peer", "host", "resident", "store")
 """Where a loaded chunk lay: this worker's GPU, another GPU of the node, host memory, another instance's KV cache, the offload tier."""
 
 
-class _Count(NamedTuple):
+class _Counter(NamedTuple):
     """A counter, and the values of its label; one that is not listed counts as the last, so that the number of series is bounded."""
 
     documentation: str
@@ -37,23 +37,23 @@ class _Count(NamedTuple):
 
 
 COUNTERS = {
-    "lookup_asked_tokens": _Count("Prompt tokens that the pool and the offload tier were asked for."),
-    "lookup_hit_tokens": _Count("Prompt tokens that they promised."),
-    "loaded_tokens": _Count("Tokens loaded, by where they lay.", "tier", TIERS),
-    "loaded_bytes": _Count("Bytes loaded by all workers, by where they lay.", "tier", TIERS),
-    "stored_tokens": _Count("Tokens stored."),
-    "stored_bytes": _Count("Bytes stored by all workers."),
-    "published_chunks": _Count(
+    "lookup_asked_tokens": _Counter("Prompt tokens that the pool and the offload tier were asked for."),
+    "lookup_hit_tokens": _Counter("Prompt tokens that they promised."),
+    "loaded_tokens": _Counter("Tokens loaded, by where they lay.", "tier", TIERS),
+    "loaded_bytes": _Counter("Bytes loaded by all workers, by where they lay.", "tier", TIERS),
+    "stored_tokens": _Counter("Tokens stored."),
+    "stored_bytes": _Counter("Bytes stored by all workers."),
+    "published_chunks": _Counter(
         "Chunks that others can read in this instance's KV cache, counted by worker when they were told of."
     ),
-    "load_time_seconds": _Count("Time of loads, summed over workers.", "part", ("metadata", "data")),
-    "store_time_seconds": _Count("Time of stores, summed over workers.", "part", ("metadata", "data")),
-    "failures": _Count("Loads, stores and look-ups that failed.", "cause", FAILURES),
-    "recomputed_tokens": _Count("Promised tokens that were computed after all."),
-    "not_stored_chunks": _Count("Chunks that were not stored; `exists` and `busy` are no failures.", "cause", NOT_STORED),
-    "offload_written_chunks": _Count("Chunks written to the offload tier, counted by worker."),
-    "offload_written_bytes": _Count("Bytes written to the offload tier, as they lie there."),
-    "offload_dropped_chunks": _Count("Chunks that were to be written there and were not.", "cause", NOT_OFFLOADED),
+    "load_time_seconds": _Counter("Time of loads, summed over workers.", "part", ("metadata", "data")),
+    "store_time_seconds": _Counter("Time of stores, summed over workers.", "part", ("metadata", "data")),
+    "failures": _Counter("Loads, stores and look-ups that failed.", "cause", FAILURES),
+    "recomputed_tokens": _Counter("Promised tokens that were computed after all."),
+    "not_stored_chunks": _Counter("Chunks that were not stored; `exists` and `busy` are no failures.", "cause", NOT_STORED),
+    "offload_written_chunks": _Counter("Chunks written to the offload tier, counted by worker."),
+    "offload_written_bytes": _Counter("Bytes written to the offload tier, as they lie there."),
+    "offload_dropped_chunks": _Counter("Chunks that were to be written there and were not.", "cause", NOT_OFFLOADED),
 }
 HISTOGRAMS = {
     "load_seconds": "Time of one worker's load, metadata and data.",

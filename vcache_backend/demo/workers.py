@@ -57,7 +57,7 @@ class Done(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def workers(config: Config, devices: list[str], shape: Shape, segment_bytes: int) -> Iterator[list[Worker]]:
+def workers(config: Config, devices: list[str], shape: Shape, segment_bytes: int) -> Iterator[list[DemoWorker]]:
     """A metadata server and a worker on each device, ready. None of them is left when the block ends, however it ends."""
     roomy = tempfile.gettempdir() if len(tempfile.gettempdir()) < LONGEST_FOLDER else "/tmp"
     with tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=roomy) as folder, ExitStack() as undo:
@@ -79,7 +79,7 @@ def workers(config: Config, devices: list[str], shape: Shape, segment_bytes: int
             with theirs:
                 own = msgspec.structs.replace(common, pool=pool)
                 process = undo.enter_context(_process(_work, theirs, number, own, shape))
-            started.append(Worker(f"worker {number}", undo.enter_context(ours), process))
+            started.append(DemoWorker(f"worker {number}", undo.enter_context(ours), process))
         for worker in started:
             worker.answer()
         yield started
@@ -109,7 +109,7 @@ def _process(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProce
         process.join(KILL_SECONDS)
 
 
-class Worker:
+class DemoWorker:
     """A worker process, and our end of its pipe."""
 
     def __init__(self, name: str, pipe: Connection, process: BaseProcess) -> None:
@@ -150,7 +150,7 @@ def _work(pipe: Connection, number: int, config: Config, shape: Shape) -> None:
     """Be a worker: answer until the pipe ends, or until an exception, which is the last answer."""
     torch.set_num_threads(1)
     try:
-        cache = _Cache(number, config, shape)
+        cache = _DemoCache(number, config, shape)
         with cache.engine:
             pipe.send(Done())
             while True:
@@ -162,7 +162,7 @@ def _work(pipe: Connection, number: int, config: Config, shape: Shape) -> None:
         pipe.send(traceback.format_exc())
 
 
-class _Cache:
+class _DemoCache:
     """A worker's KV cache and its engine. Verbs take a prompt's tokens, the digests of its blocks, and places for them."""
 
     def __init__(self, number: int, config: Config, shape: Shape) -> None:

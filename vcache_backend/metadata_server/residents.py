@@ -33,7 +33,7 @@ _RESIDENT_BYTES = 16
 _FIRST_RANK = bytes(m.RANK_BYTES)
 
 
-class Published(msgspec.Struct, gc=False, eq=False):
+class PublishedChunk(msgspec.Struct, gc=False, eq=False):
     """One chunk in one instance's KV cache. `key`: of rank 0. `agreed`: a bit for each rank that has published the same."""
 
     key: m.ChunkKey
@@ -43,7 +43,7 @@ class Published(msgspec.Struct, gc=False, eq=False):
     agreed: int
 
 
-Column = list[Published | None]
+Column = list[PublishedChunk | None]
 """What one instance has of each key of a look-up."""
 
 
@@ -55,10 +55,10 @@ class Residence:
         self.namespace, self.blocks, self.ranks, self.each = self.shape
         self.whole = False
         """Whether everything of the instance is shown: else nothing of it is found."""
-        self.found: dict[m.ChunkKey, Published] = {}
-        self.awaited: dict[m.ChunkKey, Published] = {}
+        self.found: dict[m.ChunkKey, PublishedChunk] = {}
+        self.awaited: dict[m.ChunkKey, PublishedChunk] = {}
         """Published by some of the ranks only."""
-        self.holders: list[Published | None] = [None] * blocks
+        self.holders: list[PublishedChunk | None] = [None] * blocks
         """Which publication a block belongs to. One that is in neither table any more means nothing."""
         self.recency = Recency()
         self._all_ranks = (1 << ranks) - 1
@@ -81,7 +81,7 @@ class Residence:
             blocks = request.blocks[part.start * m.NUMBER_BYTES : part.stop * m.NUMBER_BYTES]
             generations = request.generations[part.start * m.GENERATION_BYTES : part.stop * m.GENERATION_BYTES]
             first = m.ChunkKey(key[: -m.RANK_BYTES] + _FIRST_RANK) if rank else key
-            taken += self._take(Published(first, blocks, generations, sequence, 1 << rank), numbers[part])
+            taken += self._take(PublishedChunk(first, blocks, generations, sequence, 1 << rank), numbers[part])
         return taken
 
     def retract(self, sequence: int) -> tuple[int, Steps]:
@@ -121,7 +121,7 @@ class Residence:
             raise Refuse(f"publish: block {max(numbers):,} of an instance that has {self.blocks:,}")
         return numbers
 
-    def _take(self, new: Published, numbers: tuple[int, ...]) -> bool:
+    def _take(self, new: PublishedChunk, numbers: tuple[int, ...]) -> bool:
         """One chunk, unless a newer publication has its key or one of its blocks, or a block is in it twice."""
         found, awaited, holders = self.found, self.awaited, self.holders
         key = new.key
@@ -141,7 +141,7 @@ class Residence:
         (found if self.ranks == 1 else awaited)[key] = new
         return True
 
-    def _agree(self, old: Published, new: Published) -> bool:
+    def _agree(self, old: PublishedChunk, new: PublishedChunk) -> bool:
         """A rank publishes what the instance has published already: by itself before, or by another rank."""
         if self.found.get(old.key) is old:
             old.sequence = max(old.sequence, new.sequence)
@@ -154,17 +154,17 @@ class Residence:
             self.found[old.key] = self.awaited.pop(old.key)
         return True
 
-    def _has(self, one: Published) -> bool:
+    def _has(self, one: PublishedChunk) -> bool:
         return self.found.get(one.key) is one or self.awaited.get(one.key) is one
 
-    def _vacate(self, one: Published) -> None:
+    def _vacate(self, one: PublishedChunk) -> None:
         """No block belongs to this one any more."""
         holders = self.holders
         for block in struct.unpack(f"<{self.each}I", one.blocks):
             if holders[block] is one:
                 holders[block] = None
 
-    def _forget(self, tables: tuple[dict[m.ChunkKey, Published], ...]) -> Steps:
+    def _forget(self, tables: tuple[dict[m.ChunkKey, PublishedChunk], ...]) -> Steps:
         """Publications that are found no more go, but for those that are kept; more steps each the more blocks they have."""
         for table in tables:
             while table:
@@ -186,7 +186,7 @@ class Residents:
         residence = self._of.get(instance)
         return 0 if residence is None else len(residence.found)
 
-    def holders(self, instance: m.InstanceId) -> list[Published | None]:
+    def holders(self, instance: m.InstanceId) -> list[PublishedChunk | None]:
         """What each of its blocks holds."""
         return self._of[instance].holders
 
@@ -276,7 +276,7 @@ class Residents:
             found = m.Found(b"\1" * chunks, [], [[]] * chunks)
         return msgspec.structs.replace(found, cut=True) if len(found.pooled) == len(keys) < len(request.keys) else found
 
-    def _others(self, request: m.Find) -> list[tuple[m.InstanceId, dict[m.ChunkKey, Published]]]:
+    def _others(self, request: m.Find) -> list[tuple[m.InstanceId, dict[m.ChunkKey, PublishedChunk]]]:
         """What is found in each instance that may have some of the keys, in random order."""
         if not self._of or not request.keys:
             return []
@@ -291,7 +291,7 @@ class Residents:
         return others
 
 
-def _column(found: dict[m.ChunkKey, Published], keys: list[m.ChunkKey]) -> Column:
+def _column(found: dict[m.ChunkKey, PublishedChunk], keys: list[m.ChunkKey]) -> Column:
     """What one instance has of each key; empty if it has none of them."""
     column = list(map(found.get, keys))
     return column if column.count(None) < len(column) else []
@@ -325,7 +325,7 @@ def _assemble(there: list[bool], columns: dict[m.InstanceId, Column], each: int)
     return m.Found(bytes(there[: len(residents)]), list(columns), residents)
 
 
-def _places(row: tuple[Published | None, ...], last: int) -> list[m.Resident]:
+def _places(row: tuple[PublishedChunk | None, ...], last: int) -> list[m.Resident]:
     """Where one chunk is resident, at most `MAX_REPLICAS` places: `last` first, if it is among them."""
     one = row[last]
     here = [m.Resident(last, one.blocks, one.generations)] if one is not None else []

@@ -40,7 +40,7 @@ class Lease(msgspec.Struct, eq=False):
 class AskedLease:
     """A lease on the leading run of `keys` that was asked for. As a context it is given back at the end, unless it was fetched."""
 
-    def __init__(self, leases: Leases, keys: list[ChunkKey]) -> None:
+    def __init__(self, leases: LeaseClient, keys: list[ChunkKey]) -> None:
         self.keys, self._leases = keys, leases
         self._asked, self._connection = time.monotonic(), leases.client.connections_lost
         self._sent: Sent[Leased] | None = None
@@ -79,7 +79,7 @@ class AskedLease:
         self.drop()
 
 
-class Leases:
+class LeaseClient:
     """The leases of one session. Any thread. `note_epoch`: told in which epoch of the namespace the leased chunks were stored."""
 
     def __init__(self, client: Client, courier: Courier, stats: EngineStats, note_epoch: Callable[[int], None]) -> None:

@@ -18,7 +18,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentI
 from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
 from vcache_backend.transfer.committer import Committer
 from vcache_backend.transfer.layout import Layout, checked_layout, is_checked
-from vcache_backend.transfer.leases import Leases
+from vcache_backend.transfer.leases import LeaseClient
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool import devices, pool
 from vcache_backend.vram_pool.copier import Copier, HostCopier
@@ -80,7 +80,7 @@ class Session:
         self.on_stored: list[Callable[[list[ChunkKey]], None]] = [self._offer]
         """Told, in the commit thread, which chunks of this worker others can see from now on."""
         self.committer = Committer(self.client, self.stats, config.engine.max_inflight_stores, self.on_stored)
-        self.leases = Leases(self.client, self.committer, self.stats, self.note_epoch)
+        self.leases = LeaseClient(self.client, self.committer, self.stats, self.note_epoch)
         self.miss = self.stats.miss
         self.uploader: Uploader | None = None
         """Scatters what the offload tier brought; None until it is bound. See `uploads`."""

@@ -31,7 +31,7 @@ _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ct
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 
 
-class _Piece(NamedTuple):
+class _MappedRegion(NamedTuple):
     """undo: unmaps it; in the context of its device."""
 
     allocation: Region
@@ -46,7 +46,7 @@ class CudaExportable:
         driver = cuda_driver.load()
         if not driver.shares_memory(ordinal):
             raise SegmentError(f"cuda:{ordinal} has no virtual memory management with POSIX fds, so nobody else can read it")
-        self._driver, self._live, self.problem = driver, dict[int, _Piece](), ""
+        self._driver, self._live, self.problem = driver, dict[int, _MappedRegion](), ""
         self._callbacks = _ALLOCATE(self._allocate), _FREE(self._free)
         # Nobody must find them gone, not even torch at the process's end.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._callbacks))
@@ -113,7 +113,7 @@ def _torch_allocator(allocate: int | None, free: int | None) -> Any:
     return made
 
 
-def _make(driver: Driver, ordinal: int, nbytes: int) -> _Piece:
+def _make(driver: Driver, ordinal: int, nbytes: int) -> _MappedRegion:
     """`nbytes`, rounded up, mapped on the GPU whose context is current. Raises DriverError, and leaves nothing then."""
     granule = driver.granularity(ordinal)
     rounded = -(-nbytes // granule) * granule
@@ -127,4 +127,4 @@ def _make(driver: Driver, ordinal: int, nbytes: int) -> _Piece:
         driver.allow(address, rounded, ordinal)
         fd = driver.export(handle)
         os.set_inheritable(fd, False)
-        return _Piece(Region(fd, rounded, address), undo.pop_all())
+        return _MappedRegion(Region(fd, rounded, address), undo.pop_all())

@@ -24,7 +24,7 @@ from vcache_backend.vram_pool import cuda_segment, host_segment
 from vcache_backend.vram_pool.devices import Device
 
 
-class _Held:
+class _WithDescriptor:
     """What `undo` gives back, once. Close from one thread at a time; the destructor closes too."""
 
     def __init__(self, info: SegmentInfo, fd: int, undo: ExitStack) -> None:
@@ -54,12 +54,12 @@ class _Held:
             self.close()
 
 
-class OwnedSegment(_Held):
+class OwnedSegment(_WithDescriptor):
     """An allocation made by this process. Its memory lives as long as anyone holds the fd or a mapping: after `close()`
     it is whoever was handed the fd that keeps it. `nbytes` may exceed what was asked (GPU granularity)."""
 
 
-class MappedSegment(_Held):
+class MappedSegment(_WithDescriptor):
     """An allocation at an address of this process, for kernels and copies on one reader device.
 
     It keeps an fd of its own, so that it can be offered again when the metadata server has lost its. Callable from
