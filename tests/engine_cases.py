@@ -118,7 +118,7 @@ class TrustingEngine(VCacheEngine):
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker process is started with. `copier` and `engine`: the plain ones, or planted ones. visible: the GPUs it sees; empty:
-    those that this process sees."""
+    those that this process sees. apart: see `processes.Worker`."""
 
     config: Config
     arrangement: Arrangement
@@ -126,6 +126,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     copier: Literal["plain", "pausing", "unfinished"] = "plain"
     trusting: bool = False
     visible: str = ""
+    apart: processes.Apart | None = None
 
 
 class WorkerLoop:
@@ -188,6 +189,11 @@ class WorkerLoop:
     def logs(self) -> list[str]:
         return self.lines.texts
 
+    def lives_in(self) -> tuple[int, str, str, str]:
+        """Of whom, and in which namespaces; it is their first process."""
+        assert os.getpid() == 1
+        return os.getuid(), *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid", "time"))
+
     def _wait(self) -> None:
         """Tell the test that the copy is half-way, and go on when it says so."""
         say("paused")
@@ -221,7 +227,8 @@ class Worker(processes.Worker):
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         on_gpu = setup.config.pool.device.startswith("cuda")
-        super().__init__(nursery("engine_cases"), WorkerLoop, setup, patience=120.0 if on_gpu else SECONDS, start_seconds=120.0)
+        patience = 120.0 if on_gpu else SECONDS
+        super().__init__(nursery("engine_cases"), WorkerLoop, setup, patience=patience, start_seconds=120.0, apart=setup.apart)
         try:
             self.made()
         except BaseException:
@@ -278,7 +285,7 @@ class Node:
         chunk_size: int = CHUNK,
         **more: Any,
     ) -> Worker:
-        """A worker process on `device`. more: `copier`, `trusting`, `visible` (see Setup)."""
+        """A worker process on `device`. more: `copier`, `trusting`, `visible`, `apart` (see Setup)."""
         config = self.config(device, segment_bytes, chunk_size)
         return self.undo.enter_context(Worker(Setup(config=config, arrangement=arrangement, sizes=sizes, **more)))
 

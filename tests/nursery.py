@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import importlib
 import os
 import pickle
 import signal
 import socket
+import struct
 import sys
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from processes import Failure
+from processes import Apart, Failure
 
 _REQUEST_BYTES = 1 << 20
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
+_CAPABILITIES, _DAC_READ_SEARCH = 0x20080522, 1 << 2
+_NAMESPACES = 0x00020000 | 0x08000000 | 0x20000000 | 0x40000000
+_TIME_NAMESPACE = 0x80
+"""Of mounts, IPC, pids and network; and of time: CLONE_NEW… of unshare(2)."""
+_MS_REC_PRIVATE = 0x4000 | 0x40000
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _pipe: Connection | None = None
 
 
@@ -68,9 +77,11 @@ def main() -> None:
 
 def _become(setting: dict[str, Any], fds: list[int]) -> None:
     """The leader of a session, which dies with the nursery."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if setting["apart"] is not None:
+        _isolate(setting["apart"])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if len(fds) > 1:
         os.dup2(fds[1], 1)
         os.dup2(fds[1], 2)
@@ -80,6 +91,36 @@ def _become(setting: dict[str, Any], fds: list[int]) -> None:
     if setting["environment"] is not None:
         os.environ.clear()
         os.environ.update(setting["environment"])
+
+
+def _isolate(apart: Apart) -> None:
+    """As in a container of its own. The process that the test knows waits for it outside, and dies with it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _try(libc.unshare, _NAMESPACES | (_TIME_NAMESPACE if apart.later else 0))
+    if apart.later:
+        Path("/proc/self/timens_offsets").write_text(f"monotonic {apart.later} 0\nboottime {apart.later} 0")
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        os._exit(0)
+    _try(libc.mount, b"none", b"/", None, _MS_REC_PRIVATE, None)
+    _try(libc.mount, b"proc", b"/proc", b"proc", 0, None)
+    with socket.socket() as any_:
+        fcntl.ioctl(any_, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+    if apart.uid:
+        libc.prctl(_PR_SET_KEEPCAPS, 1)
+        os.setgroups([apart.gid])
+        os.setgid(apart.uid)
+        os.setuid(apart.uid)
+        # Python and this repository may lie in a folder of root's. To connect to a socket takes the right to write.
+        _try(libc.capset, struct.pack("Ii", _CAPABILITIES, 0), struct.pack("6I", _DAC_READ_SEARCH, _DAC_READ_SEARCH, 0, 0, 0, 0))
+        libc.prctl(_PR_SET_DUMPABLE, 1)
+
+
+def _try(call: Any, *arguments: Any) -> None:
+    if call(*arguments):
+        raise OSError(ctypes.get_errno(), call.__name__)
 
 
 def _obey(pipe: Connection) -> None:

@@ -262,6 +262,26 @@ def nursery(*modules: str, **environment: str | None) -> Nursery:
     return made
 
 
+class Apart(NamedTuple):
+    """A container of its own for a worker: namespaces of pids, network, IPC and mounts. later: unless it is 0, one of time as well, whose
+    clocks are so many seconds ahead. uid, gid: unless they are 0, a user, whose own group has the same number, in this group."""
+
+    later: int = 0
+    uid: int = 0
+    gid: int = 0
+
+
+IN_A_CONTAINER = ["unshare", "--pid", "--net", "--ipc", "--fork", "--mount-proc", "--kill-child"]
+"""Before a program and its arguments."""
+
+
+@functools.cache
+def containers() -> str:
+    """Why nothing here can be in a container of its own; empty if it can."""
+    tried = subprocess.run([*IN_A_CONTAINER, "--time", "true"], capture_output=True, check=False)
+    return tried.stderr.decode() or f"exit status {tried.returncode}" if tried.returncode else ""
+
+
 class Failure(NamedTuple):
     """What went wrong inside a worker."""
 
@@ -272,7 +292,8 @@ class Worker(Process):
     """An object in a process of its own, which is forked from a nursery.
 
     make: gets the arguments and makes it there, such as its class. It is called at once; `answer`, the first time, also waits until it
-    is made (`start_seconds`). Everything travels as pickles. folder, environment: the process's own; log: for its output.
+    is made (`start_seconds`). Everything travels as pickles. folder, environment: the process's own; log: for its output; apart: where
+    it lives.
     """
 
     def __init__(
@@ -286,6 +307,7 @@ class Worker(Process):
         log: Path | None = None,
         patience: float = 2 * SECONDS,
         start_seconds: float = 2 * SECONDS,
+        apart: Apart | None = None,
     ) -> None:
         self._home, self._log, self._patience, self._start_seconds = home, log, patience, start_seconds
         self.folder = folder
@@ -295,7 +317,7 @@ class Worker(Process):
             fds = [theirs.fileno()]
             if log is not None:
                 fds.append(undo.enter_context(log.open("ab")).fileno())
-            pid = home.fork({"folder": folder, "environment": environment}, fds)
+            pid = home.fork({"folder": folder, "environment": environment, "apart": apart}, fds)
         super().__init__(name, pid)
         self.tell(make, *arguments)
 
@@ -359,9 +381,9 @@ def script(text: str, *arguments: str) -> Child:
     return Child([sys.executable, "-c", text, *arguments])
 
 
-def start_server(path: Path, config: dict[str, Any] | None = None) -> Child:
-    """A real metadata server, serving. `config` is its `server` section."""
-    arguments = [sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(path)]
+def start_server(path: Path, config: dict[str, Any] | None = None, within: Sequence[str] = ()) -> Child:
+    """A real metadata server, serving. `config` is its `server` section; `within`: see `IN_A_CONTAINER`."""
+    arguments = [*within, sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(path)]
     if config:
         file = path.with_suffix(".yaml")
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -408,8 +430,8 @@ class Stage:
         self.undo = ExitStack()
         self.servers: list[Child] = []
 
-    def server(self, **config: Any) -> Child:
-        self.servers.append(self.undo.enter_context(start_server(self.path, config)))
+    def server(self, within: Sequence[str] = (), **config: Any) -> Child:
+        self.servers.append(self.undo.enter_context(start_server(self.path, config, within)))
         return self.servers[-1]
 
     def client(self, config: ClientConfig = PATIENT, device: str = "host", **more: Any) -> Client:

@@ -6,19 +6,24 @@ is still being computed when it is stored and is overwritten right behind it, an
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from engine_cases import Worker, node
 from kv_cases import FLASH, MLA, PACKED, PACKED_HND, Arrangement, Cache, Sizes, places, prompt
+from processes import IN_A_CONTAINER, PATIENT, Apart, containers
 
 from vcache_backend.vram_pool import devices
 
 CHUNK_SIZE = 256
 HOST = ("host:a", "host:b"), Sizes(layers=4, heads=2, dim=64, blocks=96)
 GPUS = ("cuda:0", "cuda:1"), Sizes(layers=8, heads=8, dim=128, blocks=320)
+GROUP = 4242
 Where = tuple[tuple[str, str], Sizes]
 
 
@@ -32,18 +37,24 @@ def brings(worker: Worker, tokens: torch.Tensor, seed: int, digest: str) -> None
     assert answer.digest == digest
 
 
-def share(folder: Path, where: Where, arrangement: Arrangement, visible: tuple[str, str] = ("", "")) -> None:
+def share(
+    folder: Path, where: Where, arrangement: Arrangement, visible: tuple[str, str] = ("", ""), isolated: bool = False
+) -> None:
+    """isolated: the server and the workers in containers of their own, the workers' users in a group that the server lets in."""
     devices, sizes = where
     count = sizes.blocks * sizes.block_size * 4 // 5 // CHUNK_SIZE * CHUNK_SIZE
     token_bytes = Cache(arrangement, sizes._replace(blocks=1)).token_bytes
-    with node(folder) as here:
-        here.serve()
+    with node(folder, msgspec.structs.replace(PATIENT, server_uid=0)) as here:
+        here.serve(**({"within": IN_A_CONTAINER, "allow_gids": [GROUP]} if isolated else {}))
 
         def start(number: int) -> Worker:
             room = max(4 * count * token_bytes, 1 << 20)
-            return here.worker(devices[number], room, arrangement, sizes, CHUNK_SIZE, visible=visible[number])
+            apart = Apart(1000 * number, 1001 + number, GROUP) if isolated else None
+            return here.worker(devices[number], room, arrangement, sizes, CHUNK_SIZE, visible=visible[number], apart=apart)
 
         first, second = start(0), start(1)
+        if isolated:
+            assert first.ask("lives_in") != second.ask("lives_in")
         segments = here.client().list_segments()
         assert len(segments) == 2
         for family, (writer, reader) in enumerate([(first, second), (second, first)], start=1):
@@ -68,6 +79,13 @@ def share(folder: Path, where: Where, arrangement: Arrangement, visible: tuple[s
         assert {segment.id for segment in here.client().list_segments()} == {segment.id for segment in segments}
         for worker in (successor, second):
             brings(worker, prompt(count, 3), 6, digest)
+
+
+@pytest.mark.skipif(os.getuid() != 0 or bool(containers()), reason=f"needs root and namespaces of its own: {containers()}")
+def test_two_containers_of_two_users_share_every_byte_and_nothing_but_the_sockets_folder() -> None:
+    with TemporaryDirectory() as open_to_all:
+        Path(open_to_all).chmod(0o711)
+        share(Path(open_to_all) / "folder", HOST, FLASH, isolated=True)
 
 
 TWO_GPUS = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]

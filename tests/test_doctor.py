@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from fake_cuda import UUIDS, FakeCuda
-from processes import stage
+from processes import IN_A_CONTAINER, Child, Stage, containers, stage
 
 from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict
@@ -324,6 +324,17 @@ def test_a_server_that_answers_is_fine_and_instances_that_cannot_share_are_named
     assert mismatch.status == "warn"
     assert mismatch.advice
     assert all(part in mismatch.detail for part in ("m, dtype: ", "bfloat16", "float16", f"pid {os.getpid()}"))
+
+
+@pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")
+@pytest.mark.parametrize("within", [[], IN_A_CONTAINER], ids=["beside it", "in a container"])
+def test_whose_pids_mean_nothing_here_is_not_taken_for_gone(stage_: Stage, within: list[str]) -> None:
+    stage_.server()
+    assert stage_.client().report("error", "it hurts")
+    look = "import sys; from vcache_backend.config import from_dict; from vcache_backend.doctor import check_server; "
+    look += "print([(one.status, one.detail[-8:]) for one in check_server(from_dict({'server': {'socket': sys.argv[1]}}))][-1])"
+    with Child([*within, sys.executable, "-c", look, str(stage_.path)]) as child:
+        assert child.wait() == (0, "('fail', 'it hurts')\n")
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])

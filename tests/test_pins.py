@@ -10,13 +10,16 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from kv_cases import Sizes
 from neighbour_cases import OwnerPart, instance
-from processes import PATIENT, Stage, Worker, eventually, nursery
+from processes import IN_A_CONTAINER, PATIENT, Apart, Stage, Worker, containers, eventually, nursery
+from processes import stage as stage_at
 
 from benchmarks.inplace_instance import BlockPool
 from vcache_backend.errors import Refused
@@ -38,12 +41,15 @@ BRIEFLY, LONG = 0.02, 60.0
 """How long a pin holds: where there are many, so that not all blocks are pinned; and where a test asks what becomes of them."""
 
 
+TRUSTING = msgspec.structs.replace(PATIENT, server_uid=0)
+
+
 class Owner(OwnerPart):
     """Hands its blocks out, as vLLM does."""
 
     def __init__(self, path: Path, honest: bool = True, hold: float = HOLD_SECONDS) -> None:
         pins._HOLD = int(hold * 1e9)
-        super().__init__(path, PATIENT, ONE, sizes=SIZES)
+        super().__init__(path, TRUSTING, ONE, sizes=SIZES)
         self.pool = BlockPool(BLOCKS)
         if not honest:
             self.pins.on = lambda blocks: None  # type: ignore[method-assign]
@@ -78,7 +84,7 @@ class Reader:
 
     def __init__(self, path: Path, looks: bool = True, hold: float = HOLD_SECONDS) -> None:
         pins._HOLD = pins._LATE = int(hold * 1e9)
-        client = Client(path, PATIENT)
+        client = Client(path, TRUSTING)
         self.tables = Tables(client)
         self.pinning = Pinning(client, self.tables)
         if not looks:
@@ -90,6 +96,12 @@ class Reader:
         numbers = np.array(blocks, dtype=np.uint32)
         now = np.array(published, dtype=np.uint64) if published else self.view.counters[numbers] & ~generations._DOUBT
         return self.pinning.pin(name, [(ONE, numbers, now)])
+
+    def holds(self, blocks: list[int]) -> bool:
+        """What it held when it was first asked."""
+        numbers = np.array(blocks, dtype=np.uint32)
+        self.known = getattr(self, "known", self.view.counters[numbers] & ~generations._DOUBT)
+        return self.view.leading(numbers, self.known, len(blocks)) == 1
 
     def release(self, name: str = "it") -> None:
         self.pinning.release([name])
@@ -121,8 +133,8 @@ def stage(stage_: Stage) -> Stage:
 
 
 @contextmanager
-def living(stage: Stage, kind: Any, *arguments: Any) -> Iterator[Worker]:
-    with Worker(nursery("test_pins"), kind, stage.path, *arguments, name=kind.__name__) as one:
+def living(stage: Stage, kind: Any, *arguments: Any, apart: Apart | None = None) -> Iterator[Worker]:
+    with Worker(nursery("test_pins"), kind, stage.path, *arguments, name=kind.__name__, apart=apart) as one:
         yield one.made()
 
 
@@ -233,6 +245,22 @@ def test_nobody_counts_on_the_pins_of_an_owner_that_takes_none_or_by_another_clo
         for clock in (0, 7):
             owner.ask(_clock, clock)
             assert not reader.ask("pin", [3])
+
+
+@pytest.mark.skipif(os.getuid() != 0 or bool(containers()), reason=f"needs root and namespaces of its own: {containers()}")
+@pytest.mark.parametrize("later", [0, 1000], ids=["", "of another time"])
+def test_who_reads_from_another_container_pins_by_the_same_clock_alone(later: int) -> None:
+    """Of another user, too. What cannot be pinned can be read: the generations know no time."""
+    with TemporaryDirectory() as folder, stage_at(Path(folder) / "folder") as here:
+        Path(folder).chmod(0o711)
+        here.server(IN_A_CONTAINER, allow_gids=[4242])
+        first, second = Apart(uid=1001, gid=4242), Apart(later, uid=1002, gid=4242)
+        with living(here, Owner, True, LONG, apart=first) as owner, living(here, Reader, True, LONG, apart=second) as reader:
+            assert reader.ask("pin", [3]) == (not later)
+            assert owner.ask("pinned") == ([] if later else [3])
+            assert reader.ask("holds", [3])
+            owner.ask("takes", BLOCKS - 1)
+            assert reader.ask("holds", [3]) == (not later)
 
 
 def test_a_time_that_no_reader_writes_holds_nothing() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from model import chunk_key
 from processes import QUICK, Child, Stage, eventually, info, make_memfd, running
-from server_cases import IN_A_PID_NAMESPACE, ISOLATES, KIB, has_room, offering, put, reserving
+from server_cases import IN_A_PID_NAMESPACE, IN_A_TIME_NAMESPACE, ISOLATES, KIB, has_room, offering, put, reserving
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ConfigError, ServerUnavailable
@@ -158,14 +158,17 @@ def test_slots_being_written_at_the_crash_are_not_given_to_others(stage_: Stage,
 
 
 @pytest.mark.skipif(not ISOLATES, reason="needs the right to make a pid namespace")
-def test_a_server_that_starts_again_in_another_pid_namespace_takes_nobody_for_gone(stage_: Stage, memfd: int) -> None:
-    """The journal has the writer's pid of before, which here is nobody's, or somebody else's."""
+@pytest.mark.parametrize("elsewhere", [IN_A_PID_NAMESPACE, IN_A_TIME_NAMESPACE], ids=["pid", "time"])
+def test_a_server_that_starts_again_in_another_namespace_takes_nobody_for_gone(
+    stage_: Stage, memfd: int, elsewhere: list[str]
+) -> None:
+    """The journal has the writer's pid of before, which here is nobody's, or somebody else's; and its start, by a clock of before."""
     server = stage_.server()
     client = offering(stage_, memfd)
     reserving(stage_)
     before = client.epoch
     server.kill()
-    command = [*IN_A_PID_NAMESPACE, sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(stage_.path)]
+    command = [*elsewhere, sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(stage_.path)]
     stage_.undo.enter_context(Child(command)).expect("serving")
     eventually(lambda: client.connected and client.epoch != before and [i.state for i in client.list_segments()] == ["live"])
     time.sleep(0.2)  # some ticks

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from socket import socket
 from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
 from mooncake_cases import free_ports
-from processes import PATIENT, eventually
+from processes import PATIENT, containers, eventually
 from vllm_cases import ANSWER_SECONDS, BLOCK, CHUNK, START_SECONDS, TOKEN_BYTES, Instance, Node, missing, new_tokens, node, serve
 
 from vcache_backend.metadata_server import journal
@@ -62,14 +63,24 @@ def test_each_rank_stores_and_loads_its_part(here: Node, integration: str) -> No
         assert without.cached in (0, CHUNK, 2 * CHUNK, 3 * CHUNK)
 
 
-def test_each_rank_reads_from_the_same_rank_of_another_instance(here: Node) -> None:
-    """In place: a chunk is found once both ranks have published the same of it."""
+@pytest.mark.parametrize(
+    "isolated",
+    [
+        pytest.param(
+            True, id="in containers", marks=pytest.mark.skipif(bool(containers()), reason=f"no namespaces: {containers()}")
+        ),
+        pytest.param(False, id="side by side", marks=pytest.mark.skipif(not containers(), reason="is tested in containers")),
+    ],
+)
+def test_each_rank_reads_from_the_same_rank_of_another_instance(tmp_path: Path, isolated: bool) -> None:
+    """In place: a chunk is found once both ranks have published the same of it. From its container the server sees nobody's pid."""
     settings = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}, "pool": {"segment_bytes": 0}}
-    owner, reader = (here.connect(name, settings, environment=APART, **RANKS) for name in ("owner", "reader"))
-    with owner, reader:
+    with node(tmp_path, isolated=isolated) as here:
+        owner, reader = (here.connect(name, settings, environment=APART, **RANKS) for name in ("owner", "reader"))
         tokens = new_tokens(LENGTH + 17)
         computed = owner.one(tokens)
         eventually(lambda: [one.resident for one in here.stats().instances] == [4])
+        assert [one.pid == 0 for one in here.stats().instances] == [isolated]
         hit, own = reader.one(tokens), owner.one(tokens)
         assert (hit.cached, own.cached) == (LENGTH, LENGTH)
         assert hit.said == own.said

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from processes import PATIENT, SECONDS, Child, Nursery, Worker, eventually, nursery
+from processes import IN_A_CONTAINER, PATIENT, SECONDS, Apart, Child, Nursery, Worker, eventually, nursery
 from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
 
 from benchmarks.vllm.answers import Answer as Answer
@@ -86,11 +86,23 @@ class Instance(Worker):
     """Whether it shares its KV cache in place."""
 
     def __init__(
-        self, folder: Path, name: str, environment: dict[str, str | None], arguments: Any, make: Callable[..., Any] | None = None
+        self,
+        folder: Path,
+        name: str,
+        environment: dict[str, str | None],
+        arguments: Any,
+        make: Callable[..., Any] | None = None,
+        apart: Apart | None = None,
     ) -> None:
         inherited = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")}
         given = {key: value for key, value in {**inherited, **QUIET, **environment}.items() if value is not None}
-        options = {"name": name, "folder": folder, "environment": given, "log": folder / f"{name}.log"}
+        options: dict[str, Any] = {
+            "name": name,
+            "folder": folder,
+            "environment": given,
+            "log": folder / f"{name}.log",
+            "apart": apart,
+        }
         super().__init__(_home(), make or _serving, arguments, **options, patience=ANSWER_SECONDS, start_seconds=START_SECONDS)
 
     def run(self, *prompts: Prompt, together: bool = False) -> list[Answer]:
@@ -252,9 +264,10 @@ def known_models(folders: Iterable[Path]) -> None:
 class Node:
     """A folder, `vcache serve`, and the instances started on it."""
 
-    def __init__(self, folder: Path, client: dict[str, float] = CLIENT) -> None:
-        """client: the settings of the instances' connections."""
+    def __init__(self, folder: Path, client: dict[str, float] = CLIENT, isolated: bool = False) -> None:
+        """client: the settings of the instances' connections. isolated: the server and every instance in a container of its own."""
         self.folder, self.socket, self.client = folder, folder / "vcache.sock", client
+        self.isolated = isolated
         self.model = write_model(folder / "model")
         self.undo = ExitStack()
         self.server: Any = None
@@ -264,6 +277,8 @@ class Node:
         config = self.folder / "vcache.yaml"
         config.write_text(json.dumps({"server": {"socket": str(self.socket), "lease_seconds": LEASE_SECONDS}}))
         command = [str(Path(sys.executable).with_name("vcache")), "serve", "--config", str(config)]
+        if self.isolated:
+            command = [*IN_A_CONTAINER, *command]
         self.server = self.undo.enter_context(Child(command))
         self.server.expect("serving")
 
@@ -337,7 +352,10 @@ class Node:
         return self._instance(name, environment or {}, {"kv_transfer_config": None, **arguments})
 
     def _instance(self, name: str, environment: dict[str, str | None], arguments: dict[str, Any]) -> Instance:
-        return self.undo.enter_context(Instance(self.folder, name, environment, {"model": str(self.model), **arguments}))
+        apart = Apart() if self.isolated else None
+        return self.undo.enter_context(
+            Instance(self.folder, name, environment, {"model": str(self.model), **arguments}, apart=apart)
+        )
 
     # ---- the server
 
@@ -423,8 +441,8 @@ class Node:
 
 
 @contextmanager
-def node(folder: Path, client: dict[str, float] = CLIENT) -> Iterator[Node]:
-    made = Node(folder, client)
+def node(folder: Path, client: dict[str, float] = CLIENT, isolated: bool = False) -> Iterator[Node]:
+    made = Node(folder, client, isolated)
     with made.undo:
         made.serve()
         yield made

@@ -12,7 +12,7 @@ from vcache_backend.config import ClientConfig, Config
 from vcache_backend.doctor.finding import Finding
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.endpoint import folder_fault
+from vcache_backend.metadata_server.endpoint import folder_fault, same_pids
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION, Reported
 
 SERVER_SECONDS = 1.0
@@ -69,19 +69,22 @@ def check_server(config: Config) -> Iterator[Finding]:
         values = "; ".join(f"{value} ({', '.join(who)})" for value, who in mismatch.values)
         advice = mismatch.advice or "give all instances the same settings if they should share"
         yield Finding("sharing", "warn", f"{mismatch.model}, {mismatch.field}: {values}", advice)
+    here = same_pids(config.server.path)
+    where = "" if here else ", a pid where the server runs"
     for one in stats.still_mapped:
         detail = f"the KV cache of instance {one.instance[:8]}, which has ended, is still mapped by pid {one.pid}"
-        advice = f"kill -CONT {one.pid}, or kill it" if one.stopped else "look again: it lets go once its copies are over"
+        advice = f"kill -CONT {one.pid}, or kill it{where}" if one.stopped else "look again: it lets go once its copies are over"
         yield Finding(f"memory of {one.device}", "warn", f"{detail}{', which is stopped' * one.stopped}", advice)
     since = time.time() - REPORT_SECONDS
-    yield from (_reported(report) for report in reversed(stats.reports) if report.level != "info" and report.time >= since)
+    yield from (_reported(report, here) for report in reversed(stats.reports) if report.level != "info" and report.time >= since)
 
 
-def _reported(report: Reported) -> Finding:
-    """An error of a process that still runs is a failure; what is over, or was a warning, is one to know of."""
+def _reported(report: Reported, here: bool) -> Finding:
+    """An error of a process that still runs is a failure; what is over, or was a warning, is one to know of. here: whether its pid is
+    ours."""
     check = f"report of pid {report.pid}" if report.pid else "report"
     when = time.strftime("%H:%M:%S", time.localtime(report.time))
-    if report.pid and not Path(f"/proc/{report.pid}").exists():
+    if here and report.pid and not Path(f"/proc/{report.pid}").exists():
         return Finding(check, "warn", f"{when}, {report.text}", "that process is gone: nothing, if its successor works")
     advice = "put it right and restart that instance; its log says more"
     return Finding(check, "fail" if report.level == "error" else "warn", f"{when}, {report.text}", advice)

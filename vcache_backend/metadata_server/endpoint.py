@@ -8,7 +8,7 @@ import socket
 import stat
 import time
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -122,7 +122,7 @@ class Endpoint:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"server.socket: another server already serves {self._path}") from error
-        mine = _pid_namespace()
+        mine = _namespaces()
         self.same_pids = os.pread(lock, 2 * len(mine), 0) == mine
         os.ftruncate(lock, 0)
         os.pwrite(lock, mine, 0)
@@ -165,10 +165,21 @@ class Endpoint:
             self._path.unlink(missing_ok=True)
 
 
-def _pid_namespace() -> bytes:
-    """Names the pid namespace of this process, and the boot it is of."""
+def same_pids(path: Path) -> bool:
+    """Whether a pid means the same process to this one and to the server at `path`; False where that cannot be told."""
+    try:
+        return beside(path, ".lock").read_bytes() == _namespaces()
+    except OSError:
+        return False
+
+
+def _namespaces() -> bytes:
+    """Names what pids and their start times mean to this process: its pid and time namespaces, and the boot they are of."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{os.readlink('/proc/self/ns/pid')} of boot {boot}\n".encode()
+    here = [os.readlink("/proc/self/ns/pid")]
+    with suppress(FileNotFoundError):  # Linux before 5.6
+        here.append(os.readlink("/proc/self/ns/time"))
+    return f"{' '.join(here)} of boot {boot}\n".encode()
 
 
 def _identity(path: Path) -> tuple[int, int]:
