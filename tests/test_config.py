@@ -64,6 +64,7 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
         ("pool:\n  device: host\n  device: cuda", "line 3: `pool.device` is there again, after line 2"),
         ("pool: {}\nserver: {}\npool: {}", "line 3: `pool` is there again, after line 1"),
         ("server: {socket: /}", "socket must be the path of a file, got '/' - at `$.server`"),
+        ("connector: {event_medium: gpu}", "than that of vLLM's own prefix cache, got 'gpu'"),
         ("server: {metrics: ':65536'}", "a port is 65535 at most, got ':65536' - at `$.server`"),
         ("&a {pool: *a}", "at `$.pool"),
         ("fallback: {policy: off}", "Object contains unknown field `fallback`"),

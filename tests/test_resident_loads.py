@@ -503,7 +503,6 @@ def test_removing_what_was_loaded_is_about_the_pool(here: Node) -> None:
     reader.put(tokens, [1])
     load = reader.load(tokens, {number: there[number] for number in (0, 2)}, consume=True)
     assert load.run(10) == 3
-    assert load.consumed == [1]
     assert not reader.session.client.present(reader.keys(tokens)).present[1]
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from vllm_cases import BLOCK, CHUNK, TINY, Instance, Node, Prompt, missing, new_tokens, node
+from processes import eventually
+from vllm_cases import BLOCK, CHUNK, TINY, Instance, Node, Prompt, Router, missing, new_tokens, node
 
 pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
 
@@ -22,8 +23,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 @pytest.fixture(scope="module")
-def a(here: Node) -> Instance:
-    return here.connect("a")
+def router(here: Node) -> Router:
+    """Of `a`."""
+    return Router(here.folder, "a")
+
+
+@pytest.fixture(scope="module")
+def a(here: Node, router: Router) -> Instance:
+    return here.connect("a", **router.settings)
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +241,8 @@ def test_an_aborted_request_gives_its_blocks_back(here: Node, a: Instance, tiny:
     here.unleased()
 
 
-def test_resetting_the_cache_empties_the_pool_too(here: Node, a: Instance, b: Instance) -> None:
-    """A weight update makes every chunk wrong, those under way to the pool as well."""
+def test_resetting_the_cache_empties_the_pool_too(here: Node, a: Instance, b: Instance, router: Router) -> None:
+    """A weight update makes every chunk wrong, those under way to the pool as well; and routers hear of it."""
     tokens = new_tokens(6 * CHUNK + 1)
     here.keep(a, tokens)
     a.forget()
@@ -249,5 +256,8 @@ def test_resetting_the_cache_empties_the_pool_too(here: Node, a: Instance, b: In
         a.one(new_tokens(5))
         a.one(new_tokens(5))
         assert b.again(fresh, params=vcache(store=False)).cached == 0
+    a.one(new_tokens(5), max_tokens=1)
+    eventually(lambda: not router.finds()["GPU"])
     again = here.keep(a, new_tokens(3 * CHUNK))
     assert again.cached == 0
+    eventually(lambda: a.one(new_tokens(5), max_tokens=1) and len(router.finds()["CPU"]) == 3 * CHUNK // BLOCK)

@@ -22,6 +22,7 @@ from vllm_cases import (
     SESSION,
     Instance,
     Prompt,
+    Router,
     beside_vllm,
     meddled,
     missing,
@@ -32,8 +33,9 @@ from vllm_offload_cases import BUFFERS, CHUNK_BYTES, HITS, ROOM, Two, loaded
 
 from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, Location
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey, Location
 from vcache_backend.offload.objects import HEADER_BYTES, NAME_PREFIX
+from vcache_backend.transfer.keys import HASH_BYTES
 
 __all__ = ["own_depot"]
 pytestmark = [
@@ -68,8 +70,14 @@ def a(two: Two) -> Instance:
 
 
 @pytest.fixture(scope="module")
-def b(two: Two, a: Instance) -> Instance:
-    made = two.second.connect("b", two.settings(ROOM))
+def router(two: Two) -> Router:
+    """Of `b`."""
+    return Router(two.second.folder, "b")
+
+
+@pytest.fixture(scope="module")
+def b(two: Two, a: Instance, router: Router) -> Instance:
+    made = two.second.connect("b", two.settings(ROOM), **router.settings)
     # Until its offload process is there, what is asked is computed.
     two.hits_from_below(a, made)
     return made
@@ -156,19 +164,56 @@ def test_what_a_pool_too_small_has_lost_still_hits(two: Two, b: Instance) -> Non
     assert b.counter("vllm:vcache_offload_written_chunks") >= 32
 
 
+def test_a_router_knows_from_events_what_the_pool_has(two: Two, a: Instance, b: Instance, router: Router) -> None:
+    """What b stored, or had brought from the store, and no more than is there: whoever takes it out."""
+    two.empty()
+    prompts = [new_tokens(HITS + 17) for _ in range(6)]
+
+    def agrees(*chunks: int) -> bool:
+        """Whether the events tell of as many chunks as this, and of those that are there."""
+        b.one(new_tokens(3), max_tokens=1)
+        blocks = router.finds()["CPU"]
+        ends = {block[:HASH_BYTES] for block, tokens in blocks.items() if len(tokens) % CHUNK == 0}
+        there = {key[NAMESPACE_BYTES:-RANK_BYTES] for key in two.second.chunk_keys()}
+        assert all(any(tokens == one[: len(tokens)] for one in prompts) for tokens in blocks.values())
+        return ends == there and len(there) in chunks and len(blocks) == len(there) * CHUNK // BLOCK
+
+    eventually(lambda: agrees(0))
+    two.keep(a, prompts[0])
+    assert b.one(prompts[0]).cached == HITS
+    eventually(lambda: agrees(4))
+    for tokens in prompts[1:3]:
+        two.keep(b, tokens)
+    eventually(lambda: agrees(12))
+    assert b.again(prompts[1], params={"vcache": {"consume_once": True}}).cached == HITS
+    eventually(lambda: agrees(8))
+    for tokens in prompts[3:]:
+        two.keep(b, tokens)
+    assert two.second.stats().segments[0].evictions
+    eventually(lambda: agrees(ROOM - 1, ROOM))
+    two.empty()
+    eventually(lambda: agrees(0))
+
+
 def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(two: Two, a: Instance) -> None:
     in_place = {**two.settings(ROOM), "connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
-    c, tokens, leaving_no_trace = two.second.connect("c", in_place), new_tokens(HITS + 17), {"vcache": {"store": False}}
+    router, tokens, leaving_no_trace = Router(two.second.folder, "c"), new_tokens(HITS + 17), {"vcache": {"store": False}}
+    c = two.second.connect("c", in_place, **router.settings)
     assert c.one(tokens).cached == 0
     assert c.ask("told")
     own = c.one(tokens)
     assert c.counter("vllm:vcache_stored_tokens") == 0
+    # What is in place, vLLM has announced, and nobody else.
+    eventually(lambda: {medium: len(blocks) for medium, blocks in router.finds().items()} == {"GPU": HITS // BLOCK, "CPU": 0})
     # Nothing runs any more, so this is what the next request may overwrite.
     c.step(1)
     from_below = loaded(a, "store")
     hit = eventually(lambda: (answer := a.again(tokens, params=leaving_no_trace)).cached == HITS and answer)
     assert own.cached == HITS <= loaded(a, "store") - from_below
     assert hit.said == own.said
+    c.one(new_tokens(3), max_tokens=1)
+    saved = eventually(lambda: len(blocks := list(router.finds()["CPU"].values())) == HITS // BLOCK and blocks)
+    assert saved == [tokens[: end + BLOCK] for end in range(0, HITS, BLOCK)]
     tokens, own = two.kept(a)
     hit = c.one(tokens)
     assert (hit.cached, own.cached, loaded(c, "store")) == (HITS, HITS, HITS)

@@ -15,10 +15,7 @@ from mooncake_cases import free_ports
 from processes import PATIENT, containers, eventually
 from vllm_cases import ANSWER_SECONDS, BLOCK, CHUNK, START_SECONDS, TOKEN_BYTES, Instance, Node, missing, new_tokens, node, serve
 
-from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.endpoint import beside
-from vcache_backend.metadata_server.messages import ChunkKey
 
 WHY_NOT = missing(())
 NO_SERVER = missing(("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards"))
@@ -44,7 +41,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 def test_each_rank_stores_and_loads_its_part(here: Node, integration: str) -> None:
     """And one look-up answers for all."""
     with (here.connect if integration == "vllm" else here.start)(f"{integration}-ranks", environment=APART, **RANKS) as ranks:
-        tokens, known = new_tokens(LENGTH + 17), set(keys_of(here))
+        tokens, known = new_tokens(LENGTH + 17), set(here.chunk_keys())
         computed = ranks.one(tokens)
         here.stored(len(known) + 2 * 4)
         own, from_pool = ranks.one(tokens), ranks.again(tokens)
@@ -54,7 +51,7 @@ def test_each_rank_stores_and_loads_its_part(here: Node, integration: str) -> No
         with here.corrupted():
             assert ranks.again(tokens).differs(computed)
         here.unleased()
-        keys = eventually(lambda: len(new := [key for key in keys_of(here) if key not in known]) == 2 * 4 and new)
+        keys = eventually(lambda: len(new := [key for key in here.chunk_keys() if key not in known]) == 2 * 4 and new)
         with Client(here.socket, PATIENT, reconnect=False) as client:
             assert client.remove([key for key in keys if key.endswith(b"\0\1")][2:3]) == 1
         without = ranks.again(tokens, params={"vcache": {"store": False}})
@@ -85,11 +82,6 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(tmp_path: Path, 
         assert (hit.cached, own.cached) == (LENGTH, LENGTH)
         assert hit.said == own.said
         assert hit.agrees(computed)
-
-
-def keys_of(here: Node) -> list[ChunkKey]:
-    """Of the committed chunks, from the server's journal."""
-    return list(journal.read(beside(here.socket, ".journal")).chunks)
 
 
 # ---- another connector

@@ -29,9 +29,9 @@ from vllm.v1.request import Request
 
 from vcache_backend.integration.vllm import events, stats
 from vcache_backend.integration.vllm.events import Announcer
-from vcache_backend.integration.vllm.metadata import Change, WorkerReport
+from vcache_backend.integration.vllm.metadata import WorkerReport
 from vcache_backend.integration.vllm.stats import Meter, VCacheStats
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, of_rank
 from vcache_backend.offload.write import DROPPED
 from vcache_backend.transfer.sources import CAUSES
 
@@ -257,9 +257,9 @@ LORA = {"lora_request": LoRARequest("french", 3, "/nowhere")}
 @pytest.mark.parametrize("first", [0, 4])
 def test_an_event_is_vllms_own_but_for_the_medium(arguments: dict[str, Any], first: int) -> None:
     request = make_request(8 * BLOCK + 5, **arguments)
-    ours = events.block_stored(request, first * BLOCK, (first + 4) * BLOCK, BLOCK)
+    ours = events.block_stored(request, first * BLOCK, (first + 4) * BLOCK, BLOCK, "SHARED")
     theirs = vllms_own_event(request, first, first + 4)
-    assert (ours.medium, ours.locality) == ("VCACHE", "LOCAL")
+    assert (ours.medium, ours.locality) == ("SHARED", "LOCAL")
     same = {name: getattr(theirs, name) for name in theirs.__struct_fields__ if name not in ("medium", "locality")}
     assert {name: getattr(ours, name) for name in same} == same
     assert (ours.parent_block_hash is None) == (first == 0)
@@ -269,7 +269,7 @@ def test_an_event_is_vllms_own_but_for_the_medium(arguments: dict[str, Any], fir
 def test_hashes_have_the_form_that_vllm_publishes(monkeypatch: pytest.MonkeyPatch, numbers: str, kind: type) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", numbers)
     request = make_request(8 * BLOCK)
-    ours, theirs = events.block_stored(request, 4 * BLOCK, 8 * BLOCK, BLOCK), vllms_own_event(request, 4, 8)
+    ours, theirs = events.block_stored(request, 4 * BLOCK, 8 * BLOCK, BLOCK, "CPU"), vllms_own_event(request, 4, 8)
     assert [type(block) for block in [*ours.block_hashes, ours.parent_block_hash]] == [kind] * 5
     assert (ours.block_hashes, ours.parent_block_hash) == (theirs.block_hashes, theirs.parent_block_hash)
 
@@ -277,48 +277,54 @@ def test_hashes_have_the_form_that_vllm_publishes(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("start", "end"), [(0, 5 * BLOCK), (0, BLOCK + 1), (1, BLOCK)])
 def test_tokens_without_hashed_blocks_are_refused(start: int, end: int) -> None:
     with pytest.raises(ValueError, match=f"tokens {start} to {end} are not whole blocks of 16 tokens; the request has 4 such"):
-        events.block_stored(make_request(4 * BLOCK + 3), start, end, BLOCK)
+        events.block_stored(make_request(4 * BLOCK + 3), start, end, BLOCK, "CPU")
 
 
 class Ranks:
-    """A scheduler's announcer, and what ranks do to the pool. The chunks are those of one request."""
+    """A scheduler's announcer, what ranks do to the pool, and what the server finds there. The chunks are those of one request."""
 
     def __init__(self, ranks: int) -> None:
         self.announcer, self._request = Announcer(ranks), make_request(8 * BLOCK)
+        self.there, self.asked = set[ChunkKey](), list[int]()
 
     def last(self, chunk: int) -> bytes | int:
         """The chunk's last block as it is published."""
         return self._event(chunk).block_hashes[-1]
 
     def _event(self, chunk: int) -> BlockStored:
-        return events.block_stored(self._request, 2 * chunk * BLOCK, 2 * (chunk + 1) * BLOCK, BLOCK)
+        return events.block_stored(self._request, 2 * chunk * BLOCK, 2 * (chunk + 1) * BLOCK, BLOCK, "CPU")
 
-    def order(self, chunk: int, removal: bool = False) -> None:
-        """A step stores the chunk, or loads it and takes it out."""
-        hashes = self._request.block_hashes[2 * chunk : 2 * (chunk + 1)]
-        self.announcer.expect(ChunkKey(bytes([chunk])), events.block_removed(hashes) if removal else self._event(chunk))
+    def order(self, *chunks: int) -> None:
+        """A step stores them."""
+        for chunk in chunks:
+            self.announcer.expect(key_of(chunk), self._event(chunk))
 
     def step(self, *did: dict[int, list[int]]) -> list[tuple[str, bytes | int]]:
-        """What is published after a step in which workers stored these chunks, or removed those whose number is negated, by rank."""
-        reports = [
-            WorkerReport(
-                changes={
-                    rank: [Change(ChunkKey(bytes([abs(chunk)])), stored=chunk > 0) for chunk in chunks]
-                    for rank, chunks in of_worker.items()
-                }
-            )
-            for of_worker in did
-        ]
-        output = through_vllm(*({"kv_connector_worker_meta": report} for report in reports))
-        self.announcer.note(output.kv_connector_worker_meta.changes)
+        """What is published after a step in which workers stored these chunks, by rank."""
+        stored = [{rank: [key_of(chunk) for chunk in chunks] for rank, chunks in of_worker.items()} for of_worker in did]
+        output = through_vllm(*({"kv_connector_worker_meta": WorkerReport(stored=one)} for one in stored))
+        self.announcer.note(output.kv_connector_worker_meta.stored)
+        for rank, keys in output.kv_connector_worker_meta.stored.items():
+            self.there |= set(of_rank(keys, rank))
+        return self.taken()
+
+    def taken(self) -> list[tuple[str, bytes | int]]:
         return [(type(event).__name__, event.block_hashes[-1]) for event in self.announcer.take()]
+
+    def contains(self, keys: list[ChunkKey]) -> list[bool]:
+        """As the server answers."""
+        self.asked.append(len(keys))
+        return [key in self.there for key in keys]
+
+
+def key_of(chunk: int, rank: int = 0) -> ChunkKey:
+    return ChunkKey(bytes([chunk]) * (KEY_BYTES - 2) + rank.to_bytes(2, "big"))
 
 
 def test_a_chunk_is_announced_when_every_rank_has_stored_it() -> None:
     """In another step than the first one's, together with chunks of which one is new to both; however often a rank says so."""
     two = Ranks(2)
-    for chunk in (1, 2, 3):
-        two.order(chunk)
+    two.order(1, 2, 3)
     assert two.step({0: [1, 1]}, {}) == []
     assert two.step({0: [3]}, {1: [1, 2, 3]}) == [("BlockStored", two.last(1)), ("BlockStored", two.last(3))]
     assert two.step({0: [2]}, {}) == [("BlockStored", two.last(2))]
@@ -326,22 +332,46 @@ def test_a_chunk_is_announced_when_every_rank_has_stored_it() -> None:
 
 
 def test_a_chunk_is_gone_with_its_first_part_and_that_is_said_once() -> None:
+    """And of what was stored again since the server was asked, nothing is said."""
     two = Ranks(2)
-    for _ in range(2):  # stored again, it is announced again
-        two.order(1)
-        assert two.step({0: [1]}, {1: [1]}) == [("BlockStored", two.last(1))]
-        two.order(1, removal=True)
-        assert two.step({0: [-1]}, {}) == [("BlockRemoved", two.last(1))]
-    assert two.step({1: [-1]}, {}) == []
-    two.order(1)
-    two.order(1, removal=True)
-    assert two.step({0: [1]}, {1: [1]}) == [("BlockStored", two.last(1))]
-    assert two.step({1: [-1]}, {}) == [("BlockRemoved", two.last(1))]
+    two.order(1, 2)
+    two.step({0: [1, 2]}, {1: [1, 2]})
+    for _ in range(2):
+        two.announcer.check(two.contains)
+        assert two.taken() == []
+    two.there.remove(key_of(1, rank=1))
+    two.announcer.check(two.contains)
+    two.announcer.check(two.contains)
+    assert two.taken() == [("BlockRemoved", two.last(1))]
+    two.announcer.check(two.contains)
+    assert two.taken() == []
+    two.there.remove(key_of(2))
+    two.announcer.check(two.contains)
+    two.order(2)
+    assert two.step({0: [2]}, {1: [2]}) == [("BlockStored", two.last(2))]
+    two.there.remove(key_of(2))
+    two.announcer.check(two.contains)
+    assert two.taken() == [("BlockRemoved", two.last(2))]
+
+
+def test_many_chunks_are_asked_for_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MOST_CHECKED", 4)
+    two = Ranks(2)
+    two.order(0, 1, 2)
+    two.step({0: [0, 1, 2]}, {1: [0, 1, 2]})
+    two.there.clear()
+    gone = []
+    for _ in range(2):
+        two.announcer.check(two.contains)
+        gone.append(two.taken())
+    assert gone == [[("BlockRemoved", two.last(0)), ("BlockRemoved", two.last(1))], [("BlockRemoved", two.last(2))]]
+    two.announcer.check(two.contains)
+    assert two.asked == [2, 2, 1, 1]
 
 
 def test_what_nobody_ordered_is_not_announced() -> None:
     """Workers that hold the same shard store it once; and whoever was asked before a restart may say so late."""
-    assert Ranks(1).step({0: [1, -1]}) == []
+    assert Ranks(1).step({0: [1]}) == []
 
 
 def test_chunks_that_never_become_complete_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from processes import IN_A_CONTAINER, PATIENT, SECONDS, Apart, Child, Nursery, Worker, eventually, nursery
 from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
 
 from benchmarks.vllm.answers import Answer as Answer
+from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
 
 CHUNK, BLOCK = 64, 32
@@ -388,6 +391,10 @@ class Node:
         else:
             self.stored(chunks)
 
+    def chunk_keys(self) -> list[ChunkKey]:
+        """Of the chunks in the pool, from the server's journal."""
+        return list(journal.read(beside(self.socket, ".journal")).chunks)
+
     def unleased(self) -> None:
         """Wait until nobody has a lease: those under which nothing is read end in the background."""
         eventually(lambda: self.stats().leases == 0, LEASE_SECONDS + SECONDS)
@@ -438,6 +445,49 @@ class Node:
             memory = np.memmap(path, dtype=np.uint16, mode="r+")
             memory ^= 0x8000
             memory.flush()
+
+
+class Router:
+    """What a router makes of one instance's KV events, which it has from vLLM's own publisher, from the first one on."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._replay = f"ipc://{folder}/{name}.replay"
+        self.settings: dict[str, Any] = {
+            "environment": {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"},
+            "kv_events_config": {"endpoint": f"ipc://{folder}/{name}.events", "replay_endpoint": self._replay},
+        }
+        """Of the instance."""
+
+    def events(self) -> list[dict[str, Any]]:
+        """All that were published so far."""
+        import zmq
+
+        with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+            asking.set(zmq.RCVTIMEO, int(1000 * SECONDS))
+            asking.connect(self._replay)
+            asking.send_multipart([b"", bytes(8)])
+            events: list[dict[str, Any]] = []
+            while payload := asking.recv_multipart()[-1]:
+                events += msgspec.msgpack.decode(payload)[1]
+        return events
+
+    def finds(self) -> dict[str, dict[bytes, list[int]]]:
+        """Under each medium the blocks there are, and of each the tokens from the prompt's start to its end."""
+        found: dict[str, dict[bytes, list[int]]] = {"GPU": {}, "CPU": {}}
+        tokens: dict[bytes | None, list[int]] = {None: []}
+        for event in self.events():
+            if event["type"] == "AllBlocksCleared":
+                found["GPU"].clear()
+                continue
+            there, parent = found[event["medium"]], event.get("parent_block_hash")
+            for number, block in enumerate(event["block_hashes"]):
+                if event["type"] == "BlockRemoved":
+                    del there[block]
+                    continue
+                each = event["block_size"]
+                tokens[block] = there[block] = tokens[parent] + event["token_ids"][number * each : (number + 1) * each]
+                parent = block
+        return found
 
 
 @contextmanager

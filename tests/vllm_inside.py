@@ -25,6 +25,7 @@ import vllm.v1.attention.backends.cpu_attn
 import vllm.v1.core.sched.scheduler
 import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
@@ -70,6 +71,8 @@ class Serving:
         if settings["kv_transfer_config"] is None:
             # With a connector, it does this.
             amx.permit()
+        if "kv_events_config" in settings:
+            settings["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, **settings["kv_events_config"])
         self.llm = vllm.LLM(**settings)
         self._undo: list[tuple[type, str, Any]] = []
         self._calls: dict[str, int] = {}

@@ -130,6 +130,14 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     model: str = ""
     start_server: bool = False
+    event_medium: str = "CPU"
+
+    def __post_init__(self) -> None:
+        if self.event_medium.upper() in ("", "GPU", "DEVICE"):
+            raise ValueError(
+                f"event_medium must be another one than that of vLLM's own prefix cache, got {self.event_medium!r}: what leaves one "
+                "would be taken for gone from both"
+            )
 
 
 class MooncakeConfig(_Section, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
 from vcache_backend import config
@@ -45,6 +46,13 @@ def hit_source(in_host: bool) -> Any:
 def publishes_events(vllm_config: Any) -> bool:
     """Whether anybody wants to know which blocks are where."""
     return bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
+
+
+def spec_kind(kv_cache_config: Any) -> str | None:
+    """What kind of layers the first group's are, as newer vLLM's KV events say: without it Dynamo takes no event of a group of
+    which it has heard nothing yet. None in others."""
+    find = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
+    return str(find(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value) if find and kv_cache_config.kv_cache_groups else None
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, chunk_size: int) -> str | None:

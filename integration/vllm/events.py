@@ -1,38 +1,38 @@
 """KV events of the pool: which blocks a router may count on beside those in vLLM's own prefix cache.
 
-The scheduler remembers what a chunk is called when it orders the chunk's store, or a load that takes it out of the pool; workers
-report what came of it (`metadata.Change`). A chunk is published once every rank has stored its part, in whatever steps, and withdrawn
-when the first one has removed its own. `AllBlocksCleared` is never sent: it names no medium, and a router would forget the blocks
-in vLLM's prefix cache too.
+The scheduler remembers what a chunk is called when it orders the chunk's store, or a load after which it may be stored; workers report
+what they have stored. A chunk is published as `BlockStored` once every rank has stored its part, in whatever steps. Whether it is still
+there the server is asked with every heartbeat (`Announcer.check`), and what is not, whoever took it out, is published as `BlockRemoved`.
+`AllBlocksCleared` is left to vLLM, which says so when its own prefix cache is cleared: it names no medium.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core import kv_cache_utils
 
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 
-from .metadata import Change
-
-MEDIUM = "VCACHE"
-"""The `medium` of our events, named as vLLM names its own (MEDIUM_GPU = "GPU", MEDIUM_CPU = "CPU"): by where the bytes lie. The
-pool spans the GPUs and the host memory of a node, and where in it a chunk lies may change, so it is none of vLLM's."""
 LOCALITY = "LOCAL"
 """vLLM's word for memory of the publisher's own node."""
 MOST_WAITING = 4096
 """Chunks that wait for their ranks (some 10 KB each); the oldest are dropped. What is not announced is only not counted on."""
+MOST_CHECKED = 16_384
+"""Keys that the server is asked for with one heartbeat: 4 ms of its time."""
 
 _FIELDS = {kind: {item.name for item in msgspec.structs.fields(kind)} for kind in (BlockStored, BlockRemoved)}
 
 
-def block_stored(request: Any, start: int, end: int, block_size: int) -> BlockStored:
+def block_stored(request: Any, start: int, end: int, block_size: int, medium: str, spec_kind: str | None = None) -> BlockStored:
     """vLLM's event for the blocks of `request` (vLLM's) that are its tokens from `start` to `end`, both multiples of `block_size`, the
-    size whose hashes `request.block_hashes` has. Raises ValueError if not all of these blocks have a hash."""
+    size whose hashes `request.block_hashes` has. spec_kind: see `compat.spec_kind`. Raises ValueError if not all of these blocks have a
+    hash."""
     first, last = start // block_size, end // block_size
     hashes = list(request.block_hashes[first:last])
     if start % block_size or end % block_size or len(hashes) != last - first:
@@ -43,6 +43,7 @@ def block_stored(request: Any, start: int, end: int, block_size: int) -> BlockSt
     lora = request.lora_request
     return _event(
         BlockStored,
+        medium,
         block_hashes=_published(hashes),
         parent_block_hash=_published(request.block_hashes[first - 1 : first])[0] if first else None,
         token_ids=list(request.all_token_ids[start:end]),
@@ -50,13 +51,9 @@ def block_stored(request: Any, start: int, end: int, block_size: int) -> BlockSt
         lora_id=lora.adapter_id if lora else None,
         lora_name=lora.name if lora else None,
         extra_keys=_extra_keys(request, start, end, block_size),
+        kv_cache_spec_kind=spec_kind,
         session_id=getattr(request, "session_id", None),
     )
-
-
-def block_removed(block_hashes: Sequence[bytes]) -> BlockRemoved:
-    """vLLM's event for a chunk that left the pool by this instance's doing (`consume_once`). Evictions are not announced."""
-    return _event(BlockRemoved, block_hashes=_published(block_hashes))
 
 
 def _published(block_hashes: Sequence[bytes]) -> list[bytes | int]:
@@ -75,45 +72,65 @@ def _extra_keys(request: Any, start: int, end: int, block_size: int) -> list[tup
     return untag(keys) if untag else keys
 
 
-def _event(kind: type[Any], **values: Any) -> Any:
+def _event(kind: type[Any], medium: str | None, **values: Any) -> Any:
     """An event with those of the values that this vLLM's struct has a field for."""
-    values |= {"medium": MEDIUM, "group_idx": 0, "locality": LOCALITY}
+    values |= {"medium": medium, "group_idx": 0, "locality": LOCALITY}
     return kind(**{name: value for name, value in values.items() if name in _FIELDS[kind]})
 
 
 class Announcer:
-    """What all ranks stored and what any rank removed. In the scheduler, one thread."""
+    """What all ranks have stored, and which of it is gone. In the scheduler's thread, but for `check`. Keys are of rank 0."""
 
     def __init__(self, ranks: int) -> None:
         """ranks: how many store a part of every chunk."""
         self._ranks = ranks
-        self._events: dict[Change, KVCacheEvent] = {}
-        self._reported: dict[Change, set[int]] = {}
+        self._events: dict[ChunkKey, BlockStored] = {}
+        self._reported: dict[ChunkKey, set[int]] = {}
+        self._published: dict[ChunkKey, BlockRemoved] = {}
+        """What to say once it is gone; another object each time that the chunk is published."""
+        self._gone = deque[tuple[ChunkKey, BlockRemoved]]()
+        self._checked = 0
         self._ready: list[KVCacheEvent] = []
 
-    def expect(self, key: ChunkKey, event: BlockStored | BlockRemoved) -> None:
-        """Workers are asked to store or remove the chunk: this is what to publish when they have. key: of rank 0."""
-        _put(self._events, Change(key, isinstance(event, BlockStored)), event)
+    def expect(self, key: ChunkKey, event: BlockStored) -> None:
+        """Workers may store the chunk from now on: this is what to publish when they have."""
+        _put(self._events, key, event)
 
-    def note(self, changes: Mapping[int, Sequence[Change]]) -> None:
-        """What workers did, by rank, in order."""
-        for rank, of_rank in changes.items():
-            for change in of_rank:
-                reported = self._reported.pop(change, set()) | {rank}
-                if len(reported) == (self._ranks if change.stored else 1):
-                    self._reported.pop(Change(change.key, not change.stored), None)
-                    event = self._events.pop(change, None)
-                    self._ready += [event] if event is not None else []
+    def note(self, stored: Mapping[int, Sequence[ChunkKey]]) -> None:
+        """What workers have stored, by rank."""
+        for rank, keys in stored.items():
+            for key in keys:
+                reported = self._reported.pop(key, set()) | {rank}
                 if len(reported) < self._ranks:
-                    _put(self._reported, change, reported)
+                    _put(self._reported, key, reported)
+                elif (event := self._events.pop(key, None)) is not None:
+                    self._ready.append(event)
+                    self._published[key] = _event(BlockRemoved, event.medium, block_hashes=event.block_hashes)
+
+    def check(self, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
+        """Ask which of what is published is still there, `MOST_CHECKED` keys in turn. In the client's background thread. Raises what
+        `contains` does."""
+        published, most = list(self._published.items()), MOST_CHECKED // self._ranks
+        start = self._checked if self._checked < len(published) else 0
+        part = list(islice(published, start, start + most))
+        self._checked = start + most
+        keys = [key for key, _ in part]
+        there = [contains(of_rank(keys, rank)) for rank in range(self._ranks)] if keys else []
+        self._gone += [known for known, *whole in zip(part, *there, strict=True) if not all(whole)]
 
     def take(self) -> list[KVCacheEvent]:
-        """For `take_events`: the events that have become complete since the last call, in order."""
+        """For `take_events`: what there is to say since the last call, in order."""
+        while self._gone:
+            key, event = self._gone.popleft()
+            # It may have been stored and published again since it was asked for.
+            if self._published.get(key) is event:
+                del self._published[key]
+                self._ready.append(event)
         ready, self._ready = self._ready, []
         return ready
 
 
-def _put(waiting: dict[Change, Any], change: Change, value: Any) -> None:
+def _put(waiting: dict[ChunkKey, Any], key: ChunkKey, value: Any) -> None:
     if len(waiting) >= MOST_WAITING:
         del waiting[next(iter(waiting))]
-    waiting[change] = value
+    waiting[key] = value

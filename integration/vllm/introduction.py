@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 
@@ -18,6 +19,7 @@ from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.layout import checked_layout
 
 from . import compat, model_spec
+from .events import Announcer
 from .metadata import Link, Shard
 from .offload import OffloadLookup
 from .publications import Publications
@@ -33,8 +35,8 @@ class Introduction:
 
     refused: why nothing is cached, empty if something is. ranks: shards of a chunk. readable: the segments that the worker can
     read, of an instance that has one, and mapped: the instances whose KV caches it can. keys, client, courier: once it is open, of the
-    instance's namespace. shared: what this instance shares in place, tables: the generations of others, and pinning: what keeps their
-    blocks, where KV caches are shared so.
+    instance's namespace. announcer: what it has published, where somebody wants KV events. shared: what this instance shares in place,
+    tables: the generations of others, and pinning: what keeps their blocks, where KV caches are shared so.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Introduction:
         self._wait_until = 0.0
         self._prefix = b""
         self.shared = publications
+        self.announcer: Announcer | None = None
         self.tables: Tables | None = None
         self.keys: BlockHashKeys | None = None
         self.client: Client | None = None
@@ -114,6 +117,8 @@ class Introduction:
         self.courier = Courier(self.client)
         self._prefix = namespace.prefix
         self.keys = BlockHashKeys(namespace, config.engine.chunk_size // self._hash_block)
+        if self.announcer is not None:
+            self.client.on_beat.append(self._check)
         if self.shared is not None:
             self.tables = Tables(self.client)
             self.pinning = Pinning(self.client, self.tables)
@@ -149,6 +154,12 @@ class Introduction:
             here.hear(client.listen(here.instance))
         except VCacheError as error:
             log.debug("listen: %s", error)
+
+    def _check(self) -> None:
+        """Hear which of the chunks published are gone. In the client's background thread."""
+        if self.announcer is not None and self.client is not None:
+            with suppress(VCacheError):
+                self.announcer.check(self.client.contains)
 
     def clear(self) -> bool:
         """Have no chunk of the namespace found again, in the pool or the offload tier; False if the server did not answer, or before the

@@ -140,13 +140,6 @@ class Shard(msgspec.Struct, frozen=True):
     offload: bool = False
 
 
-class Change(msgspec.Struct, frozen=True):
-    """A chunk's part of one rank that entered the pool, or left it by this instance's doing. key: of rank 0."""
-
-    key: ChunkKey
-    stored: bool
-
-
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler, after a step. failed: requests whose loads did not hold, or that built on blocks of one whose did not.
@@ -154,7 +147,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     that changed, or nobody knew. mapped: the instances whose KV caches it can read, likewise. read: requests whose
     synchronous loads in place are over. links: how workers reach the offload tier,
     by their numbers, where that changed. shards: what they hold, by (pipeline rank, tensor rank), where the step
-    asked. changes: of the pool, by rank, in order, where somebody wants KV events.
+    asked. stored: keys, of rank 0, of what each rank has stored, where somebody wants KV events.
 
     Of vLLM's ways up this is the one that connectors beside ours share."""
 
@@ -163,7 +156,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     segments: frozenset[SegmentId] | None = None
     links: dict[int, Link] = field(default_factory=dict)
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
-    changes: dict[int, list[Change]] = field(default_factory=dict)
+    stored: dict[int, list[ChunkKey]] = field(default_factory=dict)
     mapped: frozenset[bytes] | None = None
     read: set[str] = field(default_factory=set)
 
@@ -171,8 +164,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         """Of several workers: a load that one of them lost is lost. What one can read is of interest only where there is one."""
         if not isinstance(other, WorkerReport):
             return self
-        changes = {
-            rank: self.changes.get(rank, []) + other.changes.get(rank, []) for rank in self.changes.keys() | other.changes.keys()
+        stored = {
+            rank: self.stored.get(rank, []) + other.stored.get(rank, []) for rank in self.stored.keys() | other.stored.keys()
         }
         return WorkerReport(
             self.failed | other.failed,
@@ -180,5 +173,5 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             None,
             self.links | other.links,
             self.shards | other.shards,
-            changes,
+            stored,
         )

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId, of_rank
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.session import Session
 
-from .metadata import Change, Link, Shard, WorkerReport
+from .metadata import Link, Shard, WorkerReport
 from .model_spec import ShardSpec
 
 NOTICEABLE = 0.1
 """A bandwidth that changed by a smaller share is not worth a word."""
-MOST_CHANGES = 4096
+MOST_STORED = 4096
 
 
 class Reporter:
@@ -23,7 +22,7 @@ class Reporter:
 
     def __init__(self, place: tuple[int, int], number: int, rank: int, events: bool) -> None:
         """place: pipeline and tensor rank. number: of all workers. rank: of this one's part of a chunk. events: whether somebody wants
-        to know what enters the pool and leaves it."""
+        to know what is stored."""
         self._place, self._number, self._rank, self._events = place, number, rank, events
         self._session: Session | None = None
         self.refuse("it was given no KV caches")
@@ -31,7 +30,7 @@ class Reporter:
         self.flushed = self.introduce = False
         self._segments: frozenset[SegmentId] = frozenset()
         self._link = Link()
-        self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
+        self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)
         self._neighbours: Neighbours | None = None
         self._mapped: frozenset[bytes] = frozenset()
 
@@ -40,32 +39,27 @@ class Reporter:
         self._session, self._shard, self._neighbours = session, shard, neighbours
         self._segments = self._readable()
         if self._events:
-            session.on_stored.append(self._stored)
+            session.on_stored.append(lambda keys: self._stored.extend(of_rank(keys, 0)))
 
     def refuse(self, reason: str) -> None:
         """The worker caches nothing."""
         self._shard = Shard(ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=reason))
-
-    def removed(self, keys: Sequence[ChunkKey]) -> None:
-        """These have left the pool by this worker's doing. Keys of rank 0."""
-        if self._events:
-            self._changes += [Change(key, stored=False) for key in keys]
 
     def take(self) -> WorkerReport | None:
         """What there is to say since the last call; None if nothing is."""
         segments, link, introduce = self._readable(), self._reached(), self.introduce
         mapped = self._neighbours.mapped if self._neighbours is not None else self._mapped
         new_segments, new_link, new_mapped = introduce or segments != self._segments, link != self._link, mapped != self._mapped
-        if not (self.failed or self.read or self.flushed or self._changes or new_segments or new_link or new_mapped):
+        if not (self.failed or self.read or self.flushed or self._stored or new_segments or new_link or new_mapped):
             return None
-        changes = [self._changes.popleft() for _ in range(len(self._changes))]
+        stored = [self._stored.popleft() for _ in range(len(self._stored))]
         report = WorkerReport(
             self.failed,
             self.flushed,
             segments if new_segments else None,
             {self._number: link} if new_link else {},
             {self._place: self._shard} if introduce else {},
-            {self._rank: changes} if changes else {},
+            {self._rank: stored} if stored else {},
             mapped if new_mapped else None,
             self.read,
         )
@@ -74,10 +68,6 @@ class Reporter:
         return report
 
     # ---- inside
-
-    def _stored(self, keys: list[ChunkKey]) -> None:
-        """In the commit thread."""
-        self._changes += [Change(key, stored=True) for key in of_rank(keys, 0)]
 
     def _readable(self) -> frozenset[SegmentId]:
         if self._session is None:

@@ -13,7 +13,7 @@ from vcache_backend.config import Config
 
 from . import compat, exportable, hints, model_spec, publications, request_params
 from .awaited import Awaited
-from .events import Announcer, block_removed, block_stored
+from .events import Announcer, block_stored
 from .introduction import Introduction
 from .lookups import Lookups, Tracked
 from .metadata import LoadSpec, StepMetadata, StoreSpec, WorkerReport
@@ -64,8 +64,11 @@ class SchedulerSide:
         self.instance = Introduction(config, model, self._hash_block, refused, self.publications)
         self.lookups = Lookups(self.instance, self._size, meter)
         self._awaited = Awaited(self.lookups)
-        announces = not in_place and compat.publishes_events(vllm_config)
-        self.announcer = Announcer(self.instance.ranks) if announces else None
+        self.announcer: Announcer | None = None
+        # What others find in place, vLLM announces as what its own KV cache holds.
+        if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
+            self.announcer = self.instance.announcer = Announcer(self.instance.ranks)
+        self._spec_kind = compat.spec_kind(kv_cache_config)
         self.prefix_cache: Any = None
         """vLLM's `BlockPool`, once it is known."""
         self._requests: dict[str, Tracked] = {}
@@ -160,10 +163,8 @@ class SchedulerSide:
             self._own(tracked, blocks.get_block_ids()[0], anew=True)
             if asked.announced:
                 self._awaited.add(tracked, first, stop, load.wait_seconds)
-        if tracked.consumes and self.announcer is not None:
-            for number, key in enumerate(load.keys, first):
-                hashes = request.block_hashes[number * self._hashes : (number + 1) * self._hashes]
-                self.announcer.expect(key, block_removed(hashes))
+        if partial:
+            self._expect(tracked, first, end // size)
         self._loads.append(load)
         tracked.loading = not load.synchronous
         if answer is not None:
@@ -399,18 +400,25 @@ class SchedulerSide:
         )
         if ready <= first or not self.instance.open() or not self.lookups.name(tracked, ready):
             return
+        self._expect(tracked, first, ready)
         if self.publications is not None:
             meta.publications += self.publications.complete(tracked, ready, bool(meta.loads))
             self._stored(tracked, ready)
             return
         keys, blocks = tracked.keys[first:ready], tracked.blocks[first * self._per_chunk : ready * self._per_chunk]
-        if self.announcer is not None:
-            for number, key in enumerate(keys, first):
-                event = block_stored(request, number * size, (number + 1) * size, self._hash_block)
-                self.announcer.expect(key, event)
         before = tracked.blocks[: first * self._per_chunk] if meta.loads else []
         meta.stores.append(StoreSpec(request.request_id, keys, blocks, tracked.keys[:first], before))
         self._stored(tracked, ready)
+
+    def _expect(self, tracked: Tracked, first: int, stop: int) -> None:
+        """The chunks [first, stop) of the request may get into the pool."""
+        announcer, size = self.announcer, self._size
+        if announcer is None:
+            return
+        for number in range(first, stop):
+            tokens = number * size, (number + 1) * size
+            event = block_stored(tracked.request, *tokens, self._hash_block, self._settings.event_medium, self._spec_kind)
+            announcer.expect(tracked.keys[number], event)
 
     def _note(self, report: WorkerReport) -> None:
         for request_id in report.failed & self._requests.keys():
@@ -428,7 +436,7 @@ class SchedulerSide:
             self.instance.mapped = report.mapped
         self.instance.note(report.shards, report.links)
         if self.announcer is not None:
-            self.announcer.note(report.changes)
+            self.announcer.note(report.stored)
         if report.flushed and self._clearing:
             # Steps of before the reset may have stored since; what they have not committed yet never comes.
             self._clearing = self._flush = not self.instance.clear()

@@ -320,7 +320,6 @@ class WorkerSide:
             self.report.failed.add(name)
             self._invalid |= set(invalid)
         with suppress(Exception):  # a number too few
-            self.report.removed([loading.spec.keys[chunk] for chunk in loading.consumed])
             if loading.stats.tokens.total() or not loading.cause:
                 self._meter.loaded(loading.stats)
             if loading.cause and loading.cause != transfer.CANCELLED:

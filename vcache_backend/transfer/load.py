@@ -76,8 +76,6 @@ class Load:
         are on their way, or found not to be there."""
         self.keys, self.places, self.stats = keys, places, LoadStats(session, places.kv, name, len(keys))
         self.loaded, self.cause = 0, ""
-        self.consumed: list[int] = []
-        """Numbers of the chunks that left the pool."""
         self._session, self._consume = session, consume
         self._context = LoadContext(session, places, keys, mark, self.stats)
         numbers = None
@@ -275,8 +273,6 @@ class Load:
             self._session.client.remove(keys)
         except VCacheError as error:
             self._session.miss("consume", error)
-            return
-        self.consumed += numbers
 
     def _fail(self, cause: str) -> None:
         """Nothing that is not in place by now counts."""
