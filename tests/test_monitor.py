@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vcache_backend.config import split_address
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.client import Client
 from vcache_backend.monitor import web
 from vcache_backend.monitor.samples import Samples
 
@@ -85,21 +86,28 @@ def samples(address: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def used(alone: Stage) -> None:
-    """An instance with three chunks, which somebody has looked for and read, and a report."""
-    owner, reader = alone.client(), alone.client()
+def used(alone: Stage) -> Client:
+    """An instance with three chunks, which somebody has looked for and read, and a report. Whoever has."""
+    owner, reader = alone.client(), alone.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"})
     join(owner, A)
     show(owner, A)
     publish(owner, A, keys(3))
-    reader.find(keys(5))
-    reader.acquire(keys(1))
+    looked_for(reader)
+    owner.find(keys(5))  # as vLLM's workers, it has told no layout
     reader.show_reads([m.Reads(A, 1010 << 20, 2)])
     reader.report("error", MARKUP)
+    return reader
+
+
+def looked_for(reader: Client) -> None:
+    """Five chunks, of which three are there, and one that is not."""
+    reader.find(keys(5))
+    reader.acquire(keys(1))
 
 
 def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     server = alone.server()
-    used(alone)
+    reader = used(alone)
     pid = str(os.getpid())
     address = beside(alone, "--pid", str(server.pid))
     eventually(lambda: samples(address).get(("vcache_server_clients",)) == 3)
@@ -108,7 +116,11 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     assert seen["vcache_instance_resident_chunks", "host", A.hex(), pid] == 3
     assert seen["vcache_read_bytes_total", "host", A.hex(), pid] == 1010 << 20
     assert seen["vcache_read_refused_chunks_total", "host", A.hex(), pid] == 2
-    assert (seen["vcache_server_lookup_chunks_total",], seen["vcache_server_lookup_hits_total",]) == (5, 3)
+    assert (seen["vcache_server_lookup_chunks_total",], seen["vcache_server_lookup_hits_total",]) == (10, 6)
+    assert [seen[f"vcache_namespace_{what}_tokens_total", "llama", "cafe"] for what in ("asked", "found")] == [6 * 256, 3 * 256]
+    assert ("vcache_namespace_hit_ratio_1m", "llama", "cafe") not in seen
+    looked_for(reader)
+    eventually(lambda: samples(address).get(("vcache_namespace_hit_ratio_1m", "llama", "cafe")) == 0.5)
     assert seen["vcache_server_requests_total", "Publish"] == 1
     assert 10 < seen["vcache_server_open_fds",] < seen["vcache_server_max_fds",]
     assert seen["vcache_server_journal_bytes",] > 0
@@ -137,7 +149,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(tmp_path: Path) -> None:
         here.engine("host", 1 << 20, layout_of(Cache()))
         used(here.stage)
         address = beside(here.stage, "--pid", str(server.pid))
-        client = here.client()
+        client = here.stage.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"})
 
         def missing() -> set[str]:
             client.lookup(keys(2))  # or the last minute has no hit rate
@@ -179,12 +191,19 @@ def test_a_browser_shows_the_page_and_what_clients_say_is_no_markup(alone: Stage
     if "<body>" not in shown("about:blank").stdout:
         pytest.skip("needs a Chromium that runs here, and this one does not")
     alone.server()
-    used(alone)
+    reader = used(alone)
     address = beside(alone)
     eventually(lambda: get(address, "/readyz")[0] == 200)
+    looked_for(reader)
+    eventually(lambda: json.loads(get(address, "/stats.json")[1])["hits_1m"] == {"cafe": [6 * 256, 3 * 256]})
     page = shown(f"http://{address}/").stdout
     assert '<span id="state" class="good">up</span>' in page
-    for said in ('<b>3</b><span class="dim">chunks in KV caches', "1010 MiB, 2 refused", A.hex()[:8] + " on host"):
+    for said in (
+        "<td>1,536</td><td>768</td><td>50.0 %</td>",
+        '<b>3</b><span class="dim">chunks in KV caches',
+        "1010 MiB, 2 refused",
+        A.hex()[:8] + " on host",
+    ):
         assert said in page
     assert "&lt;img src=x onerror=alert(1)&gt; &amp; 'more'" in page
     assert "<img" not in page

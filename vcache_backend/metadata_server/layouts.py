@@ -10,6 +10,7 @@ from vcache_backend.metadata_server.placement import Peer
 MAX_LINES = 8
 """Most lines about others that one instance is told."""
 MAX_NAMESPACES = 128
+MAX_CHUNK_DIGITS = 9
 MAX_COMPARED = 16
 MAX_MISMATCHES = 64
 MAX_INSTANCES = 16
@@ -31,6 +32,10 @@ class Layouts:
     def __init__(self) -> None:
         self._of: dict[int, tuple[Peer, dict[str, str]]] = {}
         self._mismatches: list[m.Mismatch] | None = []
+        self.hits: dict[str, list[int]] = {}
+        """Tokens that instances have asked for and that were there, by namespace, since the server's start."""
+        self._counted: dict[int, tuple[int, list[int]]] = {}
+        """By client: tokens of a chunk, and where to count."""
 
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
         """Remember an instance; a line for each other namespace of the same model: it cannot share with that."""
@@ -43,10 +48,30 @@ class Layouts:
         if layout.get("model"):
             self._of[client.id] = client, layout
             self._mismatches = None
+            self._count(client, layout)
         return [_line(layout, who, other, fields) for who, other, fields in differences if fields]
+
+    def asked(self, client: int, chunks: int, found: int) -> None:
+        """An instance has looked for so many chunks of a prompt. vLLM's workers, which ask once more for what they load, say no layout and
+        are not counted; LMCache's do, and are."""
+        counted = self._counted.get(client)
+        if counted is not None:
+            each, totals = counted
+            totals[0] += each * chunks
+            totals[1] += each * found
+
+    def _count(self, client: Peer, layout: dict[str, str]) -> None:
+        name, each = printable(layout.get("namespace", "")), layout.get("chunk_size", "")
+        if name and each.isascii() and each.isdigit() and len(each) <= MAX_CHUNK_DIGITS:
+            totals = self.hits.pop(name, [0, 0])
+            if len(self.hits) >= MAX_NAMESPACES:
+                del self.hits[next(iter(self.hits))]
+            self.hits[name] = totals
+            self._counted[client.id] = int(each), totals
 
     def drop(self, client: int) -> None:
         """The instance is gone."""
+        self._counted.pop(client, None)
         if self._of.pop(client, None) is not None:
             self._mismatches = None
 

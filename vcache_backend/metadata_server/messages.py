@@ -656,7 +656,7 @@ class Latency(msgspec.Struct, frozen=True, array_like=True):
 class ServerStats(Reply, frozen=True, tag="server_stats"):
     """Counters since the server's start. `lookup_*` count chunks asked and found; `latency` is by request name.
     `reports`: the newest, oldest first. `quarantined_slots`: slots that wait until their
-    writer, by its pid, ends or answers for them."""
+    writer, by its pid, ends or answers for them. `hits`: by namespace, prompt tokens that instances asked for and that were there."""
 
     epoch: int
     uptime_seconds: float
@@ -676,6 +676,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     instances: list[InstanceStats] = []
     still_mapped: list[StillMapped] = []
     reads: list[ReadStats] = []
+    hits: dict[str, tuple[int, int]] = {}
 
 
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments

@@ -77,9 +77,13 @@ class Service:
         directory = self.directory
         match request:
             case m.Lookup(keys, ranks):
-                return self._lookup(keys, ranks), None
+                count = self._lookup(keys, ranks)
+                self.layouts.asked(client.id, len(keys), count.count)
+                return count, None
             case m.Acquire(keys):
-                return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys)), None
+                leased = directory.acquire(client, keys)
+                self.layouts.asked(client.id, len(keys), len(leased.locations))
+                return _in_epoch(leased, directory.epochs.of(keys)), None
             case m.Release(lease):
                 return m.Verdict(directory.release(lease)), None
             case m.Reserve(keys, nbytes):
@@ -105,7 +109,10 @@ class Service:
         """What is asked less often than for chunks, or is not about the pool."""
         directory = self.directory
         if isinstance(request, m.OfResidents):
-            return self.of_instances.resident(client, request), None
+            reply = self.of_instances.resident(client, request)
+            if isinstance(request, m.Find) and isinstance(reply, m.Found):
+                self.layouts.asked(client.id, len(request.keys), len(reply.pooled))
+            return reply, None
         if isinstance(request, m.OfInstances):
             return self.of_instances.shown(client, request, fds)
         match request:
@@ -246,6 +253,7 @@ class Service:
             instances=self.instances.stats(),
             still_mapped=self.instances.still_mapped(),
             reads=self.of_instances.reads.stats(),
+            hits={name: (asked, found) for name, (asked, found) in self.layouts.hits.items()},
         )
         while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES and (
             stats.reports or stats.mismatches or stats.namespaces or stats.reads

@@ -38,6 +38,7 @@ class ServerMetrics(Collector):
         yield from _files(self._pid, self._journal)
         if (rate := self._samples.hit_rate()) is not None:
             yield _gauge("server_hit_ratio_1m", "chunks found over chunks asked for, in the last minute", rate)
+        yield from _hits(stats, self._samples)
         yield from _requests(stats)
         yield from _segments(stats.segments)
         yield from _in_place(stats)
@@ -68,6 +69,21 @@ def _files(pid: int, journal: Path) -> Iterator[Metric]:
         yield _gauge("server_max_fds", "file descriptors that it may have open", float(most.replace("unlimited", "inf")))
     with suppress(OSError):
         yield _gauge("server_journal_bytes", "size of the journal", journal.stat().st_size)
+
+
+def _hits(stats: ServerStats, samples: Samples) -> Iterator[Metric]:
+    labels = ("namespace", "model")
+
+    def rows(values: Iterable[tuple[str, float]]) -> list[Row]:
+        return [((name, stats.namespaces.get(name, "")), value) for name, value in values]
+
+    for number, what in enumerate(("asked", "found")):
+        told = f"prompt tokens that instances {'asked for' if not number else 'asked for and that were there'}"
+        totals = rows((name, float(counts[number])) for name, counts in stats.hits.items())
+        yield _family(CounterMetricFamily, f"namespace_{what}_tokens", told, labels, totals)
+    rates = rows((name, found / asked) for name, (asked, found) in samples.hits().items())
+    what = "tokens that were there over tokens asked for, in the last minute"
+    yield _family(GaugeMetricFamily, "namespace_hit_ratio_1m", what, labels, rates)
 
 
 def _requests(stats: ServerStats) -> Iterator[Metric]:

@@ -1,4 +1,8 @@
-"""The server's statistics of the last hour, asked for every few seconds."""
+"""The server's statistics of the last hour, asked for every few seconds.
+
+The seconds of prefill that hits have saved are not among them: the server sees chunks and no model runs, and what a token's prefill takes
+depends on the tokens before it and on what else runs. vLLM's own histograms have the time to the first token.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,13 @@ MINUTE_SECONDS = 60.0
 
 
 class Point(NamedTuple):
-    """at: seconds of a clock that nobody sets. asked, found: chunks, since the server's start."""
+    """at: seconds of a clock that nobody sets. asked, found: chunks, since the server's start. hits: see `ServerStats`."""
 
     at: float
     epoch: int
     asked: int
     found: int
+    hits: dict[str, tuple[int, int]]
 
 
 class Samples:
@@ -60,17 +65,32 @@ class Samples:
 
     def hit_rate(self) -> float | None:
         """Chunks found over chunks asked for in the last minute; None if none was asked for, or too little is known."""
-        points = self.points()
-        if not points:
+        if (ends := self._minute()) is None:
             return None
-        last = points[-1]
-        past = [point for point in points if point.at >= last.at - MINUTE_SECONDS and point.epoch == last.epoch]
-        asked = last.asked - past[0].asked
-        return (last.found - past[0].found) / asked if asked > 0 else None
+        first, last = ends
+        asked = last.asked - first.asked
+        return (last.found - first.found) / asked if asked > 0 else None
+
+    def hits(self) -> dict[str, tuple[int, int]]:
+        """Prompt tokens asked for in the last minute and found, by namespace; those of which none was asked for are left out."""
+        if (ends := self._minute()) is None:
+            return {}
+        first, last = ends
+        before = {name: first.hits.get(name, (0, 0)) for name in last.hits}
+        since = {name: (asked - before[name][0], found - before[name][1]) for name, (asked, found) in last.hits.items()}
+        return {name: counts for name, counts in since.items() if counts[0] > 0}
 
     def close(self) -> None:
         self._over.set()
         self._thread.join(self._every + 2 * ANSWER_SECONDS)
+
+    def _minute(self) -> tuple[Point, Point] | None:
+        """The first and the last point of the last minute of one server; None without a point."""
+        points = self.points()
+        if not points:
+            return None
+        last = points[-1]
+        return next(point for point in points if point.at >= last.at - MINUTE_SECONDS and point.epoch == last.epoch), last
 
     def _run(self) -> None:
         with Client(self._path, ClientConfig(request_seconds=ANSWER_SECONDS)) as client:
@@ -88,5 +108,5 @@ class Samples:
         asked, found = (
             sum(stats.counters.get(f"{kind}_{what}", 0) for kind in ("lookup", "acquire")) for what in ("chunks", "hits")
         )
-        self._points.append(Point(time.monotonic(), stats.epoch, asked, found))
+        self._points.append(Point(time.monotonic(), stats.epoch, asked, found, stats.hits))
         self.stats, self.problem, self.answered_at = stats, "", time.monotonic()

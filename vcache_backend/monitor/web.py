@@ -100,6 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             "stats": summary(samples.stats) if samples.stats is not None else None,
             "points": [(point.at, point.epoch, point.asked, point.found) for point in samples.points()],
             "hit_rate_1m": samples.hit_rate(),
+            "hits_1m": samples.hits(),
         }
         self._send(HTTPStatus.OK, "application/json", json.dumps(told).encode())
 
