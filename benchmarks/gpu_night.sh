@@ -4,7 +4,7 @@
 #   shared/gpu/pack.sh DIR                        once: vLLM 0.26 and LMCache 0.5.3 for a host that reaches no package registry
 #   benchmarks/gpu_night.sh CALL [PART.tar.xz...]  on that host, in the checkout, one call after the other:
 #     pool      copies, engine, metadata server, the GPU tests            needs deps.tar.xz
-#     speed     our connector: scheduler, TTFT, prefill apart, decoding   needs vllm.tar.xz and vllm_c.tar.xz too
+#     speed     our connector: scheduler, a refused one, TTFT, prefill apart, decoding   needs vllm.tar.xz and vllm_c.tar.xz too
 #     equal     200 hits through each integration beside each other, a flipped byte, a restart; compiled, with their control
 #     kinds     failures, eager, TP=2 (both integrations); fp8, MLA, ngram
 #     lmcache   TTFT, decoding, misses through LMCache; misses through our connector
@@ -104,7 +104,7 @@ case $call in
     timeout $((500 - SECONDS + began)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" | tail -15
     ;;
   speed)
-    vllm vllm 520 scheduler,ttft,agreeing,tpot,pd --rounds 9 --isolated --with-lmcache
+    vllm vllm 520 scheduler,refused,ttft,agreeing,tpot,pd --rounds 9 --isolated --with-lmcache
     ;;
   equal)
     vllm vllm 520 agreeing,sensitive,flipped,equal,restart --pool-gib 8 --isolated &

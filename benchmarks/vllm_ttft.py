@@ -94,6 +94,7 @@ PAIR = ("alone", "a", "b")
 OURS = ("vllm",)
 PARTS: dict[str, Part] = {
     "scheduler": Part(("a", "timed"), 40, lambda run: scheduling.scheduler_time(run.fleet, run.clock, run.source), OURS),
+    "refused": Part(("refused",), 15, lambda run: scheduling.refused_step(run.fleet, run.clock, run.source), OURS),
     "ttft": Part(PAIR, 85, lambda run: latency.first_token(run.fleet, run.clock, run.source, run.rounds, run.variants)),
     "agreeing": Part(PAIR, 6, lambda run: equality.agreeing(run.fleet, run.source)),
     "sensitive": Part(("alone",), 12, lambda run: equality.sensitive(run.fleet, run.source)),

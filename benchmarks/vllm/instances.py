@@ -85,7 +85,8 @@ KINDS = {
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """An instance. variant: alone, vcache (as the run's integration has it), lmcache (vcache through LMCache in any run).
-    role: producer, consumer or both (""). scheduler: a function of `scheduler`. below: with an offload tier."""
+    role: producer, consumer or both (""). scheduler: a function of `scheduler`. below: with an offload tier. refused: with a setting
+    with which nothing can be cached."""
 
     variant: str
     gpu: int
@@ -94,6 +95,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     scheduler: str = ""
     below: bool = False
+    refused: bool = False
 
 
 def _trio(prefix: str, kind: str, reader: str = "", below: bool = False) -> dict[str, Spec]:
@@ -110,6 +112,7 @@ INSTANCES = {
     "lm_a": Spec(variant="lmcache", gpu=0),
     "lm_b": Spec(variant="lmcache", gpu=1),
     "timed": Spec(variant="vcache", gpu=1, scheduler="probed"),
+    "refused": Spec(variant="vcache", gpu=1, scheduler="probed", refused=True),
     "tp2": Spec(variant="vcache", gpu=0, tensor_parallel=2, scheduler="in_chunks"),
     # The same GPUs the other way round: rank 0 reads from the other GPU, as do all.
     "tp2_b": Spec(variant="vcache", gpu=1, tensor_parallel=2, scheduler="in_chunks"),

@@ -3,7 +3,8 @@
 A request asks for it with `extra_args`:
 
 `{"timed": FILE}`: every call of the connector's scheduler side from the request's arrival to its end is timed: those that are about
-this request, and those made once a step, whomever they are for. A line of JSON is added to FILE when the request ends: seconds
+this request, and those made once a step, whomever they are for. With `"worker": True` those of the worker too, which without tensor
+parallelism lives in this process. A line of JSON is added to FILE when the request ends: seconds
 by method, and the steps that took.
 
 `{"lose": {"how": "clear" | "kill", "socket": PATH, "pid": SERVER, "note": FILE}}`: once the connector has promised tokens for the
@@ -34,6 +35,16 @@ OF_A_REQUEST = (
 )
 """Methods whose first argument is the request."""
 OF_A_STEP = ("build_connector_meta", "update_connector_output", "get_kv_connector_stats", "take_events")
+OF_A_WORKER = (
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_save",
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+)
+"""Made once a step as well. (Both halves have `get_kv_connector_stats`; one of them counts.)"""
 LAST = ("request_finished", "request_finished_all_groups")
 
 
@@ -47,6 +58,7 @@ class Probe:
         self._timed: dict[str, tuple[Path, dict[str, float]]] = {}
         self._lose: dict[str, dict[str, Any]] = {}
         self._due: list[tuple[dict[str, Any], int]] = []
+        self._worker: Any = None
         # Of the two only one is called by vLLM; the other may be called by it.
         inner = "request_finished" if hasattr(connector, "request_finished_all_groups") else ""
         for name in (*OF_A_REQUEST, *OF_A_STEP):
@@ -67,10 +79,19 @@ class Probe:
 
     def take(self, request: str, asked: dict[str, Any]) -> None:
         """A request has come, with these `extra_args`."""
+        if asked.get("worker") and self._worker is None:
+            self._wrap_worker()
         if "timed" in asked:
             self._timed[request] = (Path(asked["timed"]), defaultdict(float))
         if "lose" in asked:
             self._lose[request] = asked["lose"]
+
+    def _wrap_worker(self) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self._worker = get_kv_transfer_group()
+        for name in OF_A_WORKER:
+            setattr(self._worker, name, self._wrapped(name, getattr(self._worker, name)))
 
     def scheduled(self) -> None:
         """The step is scheduled, and nothing of it has been executed."""
@@ -92,7 +113,7 @@ class Probe:
             started = time.perf_counter()
             result = method(*args, **kwargs)
             seconds = time.perf_counter() - started
-            if name in OF_A_STEP:
+            if name in OF_A_STEP or name in OF_A_WORKER:
                 for _, spent in self._timed.values():
                     spent[name] += seconds
                     spent["steps"] += name == "build_connector_meta"

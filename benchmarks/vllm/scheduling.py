@@ -1,4 +1,5 @@
-"""What our connector costs vLLM's scheduler for each request: the time of its scheduler side's methods, in the engine core."""
+"""What our connector costs vLLM's scheduler for each request: the time of its scheduler side's methods, in the engine core. And what one
+that caches nothing costs each step, its worker's methods with it."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from .prompts import Prompts
 
 SECONDS = 120.0
 ALLOWED_US = 150.0
+ALLOWED_REFUSED_US = 20.0
+REFUSED = 10
 COUNTS = {"4k": 10, "16k": 5}
 """Prompts of each length, each for hits and for misses, on an idle engine and beside running requests."""
 US = 1e6
@@ -54,6 +57,26 @@ def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
         worst, case=f"{fleet.rows}_scheduler_us", what=what, limit=f"<= {ALLOWED_US:g} us", ok=worst.value <= ALLOWED_US
     )
     return [*rows, judged]
+
+
+def refused_step(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+    """What an instance whose connector was refused spends in it a step, beside running requests: the median of the means of requests."""
+    clock.check(15)
+    refused, scale, file = fleet.instance("refused"), fleet.scale, fleet.folder / "refused.jsonl"
+    file.unlink(missing_ok=True)
+    running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
+    asked = [prompts.new(scale.decode_prompt) for _ in range(REFUSED + 1)]
+    extra = {"timed": str(file), "worker": True}
+    refused.ask("beside", SECONDS, others=running, length=0, tokens=asked, count=scale.answer, extra=extra)
+    lines = [json.loads(line) for line in file.read_text().splitlines()][1:]
+    means = [US * (sum(each.values()) - each["steps"]) / each["steps"] for each in lines]
+    log = (fleet.folder / "refused.log").read_text(errors="replace")
+    said = [line for line in log.splitlines() if "vcache caches nothing" in line]
+    beside = f"beside {scale.running} running requests; the log says {len(said)} times why"
+    what = f"a refused connector's time a step, scheduler and worker, {beside}"
+    ok = len(said) == 1 and statistics.median(means) <= ALLOWED_REFUSED_US
+    found = row(f"{fleet.rows}_refused_step_us", "us", means, ALLOWED_REFUSED_US, what=what)
+    return [msgspec.structs.replace(found, limit=f"<= {ALLOWED_REFUSED_US:g} us, said once", ok=ok)]
 
 
 def _row(case: str, file: Path, what: str) -> Row:

@@ -66,7 +66,10 @@ def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, A
         return {"kv_connector": "LMCacheConnectorV1", **BOTH}
     more = {path.removeprefix("vcache."): value for path, value in integration.settings(spec).items()}
     lends = 0 if spec.role == "consumer" else scale.pool_bytes
-    return our_connector(integration.socket, lends, scale.chunk, more) | ({"kv_role": f"kv_{spec.role}"} if spec.role else {})
+    # A chunk of one token less is not made of whole blocks.
+    return our_connector(integration.socket, lends, scale.chunk - spec.refused, more) | (
+        {"kv_role": f"kv_{spec.role}"} if spec.role else {}
+    )
 
 
 def our_connector(socket: Path, lends: int, chunk: int, more: Mapping[str, str]) -> dict[str, Any]:

@@ -119,7 +119,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_guarded((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.matched(request, num_computed_tokens) if self._scheduler is not None else (0, False)
+        side = self._scheduler
+        return side.matched(request, num_computed_tokens) if side is not None and not side.instance.refused else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         side = self._scheduler
@@ -133,7 +134,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._scheduler
-        if side is None:
+        if side is None or side.instance.refused:
+            # Whatever the step is: an instance that caches nothing takes vLLM no time for each of its requests.
             return StepMetadata()
         meta = side.begin(scheduler_output)
         try:
@@ -185,6 +187,9 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except Exception as error:
             log.exception("vcache caches nothing here")
             self._worker.refuse(f"{type(error).__name__}: {error}")
+        if self._worker.needless:
+            self.shutdown()
+            self._worker = None
 
     @_guarded(None)
     def _say_policy(self) -> None:

@@ -165,6 +165,11 @@ class WorkerSide:
         does = "lends to and reads from" if self.in_place is None else "shares its KV cache in place, on"
         log.info("vcache: worker %d %s %s, %s B a chunk", self._rank, does, session.device, f"{shard.chunk_bytes:,}")
 
+    @property
+    def needless(self) -> bool:
+        """Whether nothing is cached by vLLM's configuration alone, so that the scheduler's half knows it too."""
+        return bool(self._refused)
+
     def refuse(self, reason: str) -> None:
         """Cache nothing, and let the scheduler know."""
         self.report.refuse(reason)
