@@ -1,4 +1,5 @@
-"""The copy kernel against the copy engine, in real segments (VMM) between two GPUs, interleaved in one run: slots, and KV caches of others.
+"""The copy kernel against the copy engine, in real segments (VMM) between two GPUs and in host memory, interleaved in one run: slots, and
+KV caches of others.
 
 Both sides are timed with CUDA events, one copy at a time and in turn. Ours moves scattered pages of a paged KV cache, as the
 engine does it (`CudaCopier`), the copy engine the same number of contiguous bytes. Bytes are compared before any timing.
@@ -7,12 +8,14 @@ engine does it (`CudaCopier`), the copy engine the same number of contiguous byt
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vcache_backend.vram_pool import segment
+from vcache_backend.vram_pool import kernels, segment
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.cuda_copier import CudaCopier
 from vcache_backend.vram_pool.devices import Device, resolve
@@ -28,6 +31,7 @@ BLOCK_SIZE = 16
 CHUNK = 256
 PAGE_BYTES = 32 << 10
 RUNS = 31
+HOST_CTAS = (8, 16, 32, 64)
 
 
 class Case(NamedTuple):
@@ -61,20 +65,21 @@ def case(owner: Device, reader: Device, nbytes: int) -> Case:
     with segment.create(owner, nbytes) as owned:
         mapped = segment.map_segment(owned.info, owned.fd, reader)
     torch.cuda.set_device(reader.ordinal)
+    gpu = torch.device("cuda", reader.ordinal or 0)
     layers = 1 if nbytes < 32 * MIB else 16
     chunk_bytes = layers * (CHUNK // BLOCK_SIZE) * 2 * PAGE_BYTES
     chunks = nbytes // chunk_bytes
     blocks = chunks * (CHUNK // BLOCK_SIZE)
     shape = (2, blocks + 7, BLOCK_SIZE, 8, 128)
-    caches = [torch.randn(shape, device=f"cuda:{reader.ordinal}").to(torch.bfloat16) for _ in range(layers)]
+    caches = [torch.randn(shape, device=gpu).to(torch.bfloat16) for _ in range(layers)]
     kv = PagedKV.describe(caches, BLOCK_SIZE)
     ids = np.random.default_rng(0).permutation(blocks + 7)[:blocks]
     copy = plan_blocks(kv, CHUNK, ids)
     whole = mapped.tensor(0, mapped.nbytes)
-    local = mapped.device == reader.name
+    local = mapped.device == reader.name and reader.medium == "cuda"
     starts = range(0, nbytes, chunk_bytes)
     views = [SlotView(whole.data_ptr() + start, chunk_bytes, local, whole, start) for start in starts]
-    made = Case(reader, kv, mapped, copy, views, torch.empty(nbytes, dtype=torch.uint8, device=whole.device))
+    made = Case(reader, kv, mapped, copy, views, torch.empty(nbytes, dtype=torch.uint8, device=gpu))
     _check(made, caches)
     return made
 
@@ -205,6 +210,7 @@ def run() -> list[Row]:
             rows += _peer(case(second, first, nbytes), name, floor)
         rows += _in_place(in_place_case(second, first, 256 * MIB))
     rows.append(_local(case(first, first, 256 * MIB)))
+    rows += _host(case(resolve("host", "cuda:0"), resolve("host", "cuda:0"), 256 * MIB))
     return rows
 
 
@@ -249,6 +255,32 @@ def _in_place(made: InPlaceCase) -> list[Row]:
             at_least=0.90,
         ),
     ]
+
+
+def _host(made: Case) -> list[Row]:
+    """Locked host memory, over PCIe: both ways, with the tuned number of thread blocks and with others."""
+    rows, copier, tuned = [], CudaCopier(made.reader.ordinal or 0), kernels.HOST
+
+    def seconds(ctas: int, move: Callable[[CudaCopier], Completion]) -> float:
+        kernels.HOST = replace(tuned, ctas=ctas)
+        try:
+            return copier_seconds(lambda: move(copier))
+        finally:
+            kernels.HOST = tuned
+
+    def works(engine: Callable[[], None], move: Callable[[CudaCopier], Completion]) -> list[Callable[[], float]]:
+        return [lambda: engine_seconds(engine), *(partial(seconds, ctas, move) for ctas in HOST_CTAS)]
+
+    for name, all_of_them, what in (
+        ("host_retrieve", works(made.pull, made.scatter), "from locked host memory into"),
+        ("host_store", works(made.push, made.gather), "to locked host memory out of"),
+    ):
+        engine, *ours = interleaved(all_of_them, made.copy.nbytes)
+        for ctas, rates in zip(HOST_CTAS, ours, strict=True):
+            how = f"256 MiB {what} scattered {PAGE_BYTES >> 10}-KiB pages, {ctas} CTAs; reference: the copy engine, contiguous"
+            its = f"{name}_256MiB" + ("" if ctas == tuned.ctas else f"_{ctas}cta")
+            rows.append(row(its, "GB/s", rates, engine, what=how, at_least=0.85 if ctas == tuned.ctas else None))
+    return rows
 
 
 def _local(made: Case) -> Row:

@@ -17,7 +17,7 @@
 #     serving_PEER     prefix and trace, three runs each                  about 400 s
 #     unfiltered_PEER  the unfiltered trace, one run a call: RUNS=0, RUNS=1, ...    about 320 s, each further run 190
 #     host             in place with 96 GiB of host memory for what leaves the KV caches, against mp; needs serving_mp's rows in $OUT.
-#                      Our connector refuses a pool in host memory beside a GPU's KV cache as yet: ends after the warm-up.
+#                      RUNS=0 first: the memory is taken and locked before the first request, some 40 s beside the servers' start.
 #     x4               four servers on four GPUs, prefix, alone and in place      about 280 s
 #   All of it is 4 x 400 + 4 x 700 s for three runs: on four GPUs two calls run beside each other, and that is two sessions' time.
 #

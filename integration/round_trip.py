@@ -11,11 +11,12 @@ import time
 import numpy as np
 import torch
 
-from vcache_backend.errors import VCacheError
+from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copier import Completion, Copier
 from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.pinned_pool import PinnedPool
 from vcache_backend.vram_pool.planner import plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
@@ -30,6 +31,9 @@ def through_pool(session: Session, kv: PagedKV) -> str | None:
 
     None too where there is no slot to try: no server yet, or nothing can be evicted. In the worker's thread, after `session.bind`.
     """
+    if isinstance(session.pool, PinnedPool):
+        # Its segments come in the background.
+        return _through_like_memory(session.pool, session, kv)
     key = ChunkKey(session.namespace.prefix + os.urandom(KEY_BYTES - NAMESPACE_BYTES))
     try:
         reserved = session.client.reserve([key], kv.chunk_bytes(session.chunk_size))
@@ -42,6 +46,16 @@ def through_pool(session: Session, kv: PagedKV) -> str | None:
     if reserved.reservation and wrong is None:
         session.committer.give_back(reserved.reservation)
     return wrong
+
+
+def _through_like_memory(pool: PinnedPool, session: Session, kv: PagedKV) -> str | None:
+    try:
+        with pool.trial(kv.chunk_bytes(session.chunk_size)) as view:
+            return round_trip(kv, session.copier, view, session.chunk_size)
+    except SegmentError as error:
+        # The pool will say so, and be empty.
+        log.debug("no round trip: %s", error)
+        return None
 
 
 def round_trip(kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int) -> str | None:

@@ -118,7 +118,7 @@ class TrustingEngine(VCacheEngine):
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker process is started with. `copier` and `engine`: the plain ones, or planted ones. visible: the GPUs it sees; empty:
-    those that this process sees. apart: see `processes.Worker`."""
+    those that this process sees. apart: see `processes.Worker`. kv_device: where its KV cache lies, if not on the pool's device."""
 
     config: Config
     arrangement: Arrangement
@@ -127,6 +127,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     trusting: bool = False
     visible: str = ""
     apart: processes.Apart | None = None
+    kv_device: str = ""
 
 
 class WorkerLoop:
@@ -138,14 +139,15 @@ class WorkerLoop:
             # CUDA looks at it when it is first used, which in a process that was just forked is yet to come.
             os.environ["CUDA_VISIBLE_DEVICES"] = setup.visible
         self.lines = Lines()
-        device = setup.config.pool.device
+        device = setup.kv_device or setup.config.pool.device
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
         self.cache = Cache(setup.arrangement, setup.sizes, device)
         self.pausing, self.unfinished = PausingCopier(self._wait), UnfinishedCopier()
         planted: dict[str, Copier] = {"pausing": self.pausing, "unfinished": self.unfinished}
         kind = TrustingEngine if setup.trusting else VCacheEngine
-        self.engine = kind(setup.config, layout_of(self.cache, setup.config.engine.chunk_size), copier=planted.get(setup.copier))
+        layout = layout_of(self.cache, setup.config.engine.chunk_size)
+        self.engine = kind(setup.config, layout, copier=planted.get(setup.copier), kv_device=setup.kv_device)
 
     def pause(self) -> None:
         """In the next copy."""
@@ -182,6 +184,10 @@ class WorkerLoop:
         seen, here = self.cache.copy(), slots[mask]
         wrong, clean = seen.wrong(tokens[mask], here), seen.holds_only(tokens[mask], here)
         return Retrieved(int(mask.sum()), wrong, clean, seen.digest(here))
+
+    def mapped(self) -> int:
+        """How many segments it reads."""
+        return len(self.engine._session.pool.mapped())
 
     def stats(self) -> dict[str, Any]:
         return self.engine.get_stats()
@@ -226,7 +232,7 @@ class Worker(processes.Worker):
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        on_gpu = setup.config.pool.device.startswith("cuda")
+        on_gpu = (setup.kv_device or setup.config.pool.device).startswith("cuda")
         patience = 120.0 if on_gpu else SECONDS
         super().__init__(nursery("engine_cases"), WorkerLoop, setup, patience=patience, start_seconds=120.0, apart=setup.apart)
         try:
@@ -285,7 +291,7 @@ class Node:
         chunk_size: int = CHUNK,
         **more: Any,
     ) -> Worker:
-        """A worker process on `device`. more: `copier`, `trusting`, `visible`, `apart` (see Setup)."""
+        """A worker process on `device`. more: `copier`, `trusting`, `visible`, `apart`, `kv_device` (see Setup)."""
         config = self.config(device, segment_bytes, chunk_size)
         return self.undo.enter_context(Worker(Setup(config=config, arrangement=arrangement, sizes=sizes, **more)))
 
@@ -359,13 +365,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def shared(folder: Path) -> Iterator[Node]:
     """A node of that server, without any segment."""
-    with node(folder) as made:
+    with emptied(folder) as made:
+        yield made
+
+
+@pytest.fixture
+def prompt_node(folder: Path) -> Iterator[Node]:
+    """The same, whose clients notice everything quickly."""
+    with emptied(folder, QUICK) as made:
+        yield made
+
+
+@contextmanager
+def emptied(folder: Path, client: ClientConfig = PATIENT) -> Iterator[Node]:
+    """A node of the server in that folder; its segments go with it."""
+    with node(folder, client) as made:
         yield made
         made.undo.close()
-        client = made.client()
-        for segment in client.list_segments():
-            client.drop_segment(segment.id)
-        eventually(lambda: not client.list_segments())
+        bystander = made.client()
+        for segment in bystander.list_segments():
+            bystander.drop_segment(segment.id)
+        eventually(lambda: not bystander.list_segments())
 
 
 @pytest.fixture

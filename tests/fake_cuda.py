@@ -6,6 +6,7 @@ import ctypes
 import enum
 import os
 import uuid
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,11 +53,17 @@ class FakeCuda:
         self.ranges: dict[int, Any] = {}
         self.mapped: dict[int, int] = {}
         self.allowed: dict[int, int] = {}
+        self.registered: dict[int, int] = {}
+        self.most_registered = 1 << 40
+        """Bytes of host memory that it locks."""
+        self.register_waits: Callable[[], None] = lambda: None
+        self.moved = 0
+        """By so much a GPU has host memory at other addresses."""
 
     def holds(self) -> dict[str, int]:
         """What a clean process has none of."""
         held = {"contexts": sum(self.contexts), "stack": len(self.stack), "handles": len(self.handles)}
-        return held | {"ranges": len(self.ranges), "mapped": len(self.mapped)}
+        return held | {"ranges": len(self.ranges), "mapped": len(self.mapped), "registered": len(self.registered)}
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("cu") and not name.startswith("cuGetError"):
@@ -92,6 +99,9 @@ class FakeCuda:
 
     def cuDeviceGetName(self, length: int, device: int) -> Any:
         return OK, b"Fake H200".ljust(length, b"\0")
+
+    def cuDeviceGetPCIBusId(self, length: int, device: int) -> Any:
+        return OK, b"FFFF:FF:1F.7".ljust(length, b"\0")
 
     def cuDeviceGetAttribute(self, attribute: str, device: int) -> Any:
         return OK, 1
@@ -171,12 +181,27 @@ class FakeCuda:
         del self.mapped[address]
         return (OK,)
 
+    def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
+        assert (address % 4096, nbytes % 4096, flags) == (0, 0, 0x03)
+        self.register_waits()
+        if sum(self.registered.values()) + nbytes > self.most_registered:
+            return (Code.CUDA_ERROR_OUT_OF_MEMORY,)
+        self.registered[address] = nbytes
+        return (OK,)
+
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> Any:
+        return OK, address + self.moved
+
+    def cuMemHostUnregister(self, address: int) -> Any:
+        del self.registered[address]
+        return (OK,)
+
     def cuMemSetAccess(self, address: int, nbytes: int, access: list[Any], count: int) -> Any:
         assert (len(access), access[0].flags) == (count, "CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
         self.allowed[address] = access[0].location.id
         return (OK,)
 
 
-NOTHING = {"contexts": 0, "stack": 0, "handles": 0, "ranges": 0, "mapped": 0}
+NOTHING = {"contexts": 0, "stack": 0, "handles": 0, "ranges": 0, "mapped": 0, "registered": 0}
 UUIDS = [f"GPU-{uuid.UUID(int=0xABC0 + ordinal)}" for ordinal in range(2)]
 GPU0, GPU1 = (Device(name, "cuda", ordinal) for ordinal, name in enumerate(UUIDS))

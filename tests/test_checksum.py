@@ -271,9 +271,11 @@ def test_a_look_does_not_wait_for_a_seal_whose_copy_does() -> None:
 
 
 @pytest.mark.gpu(count=2)
-def test_slots_on_another_gpu_are_sealed_and_looked_at() -> None:
+@pytest.mark.parametrize("where", ["", "host"])
+def test_slots_on_another_gpu_and_in_host_memory_are_sealed_and_looked_at(where: str) -> None:
     """By a thread on the GPU that owns them, as a host would see them."""
-    nbytes, owner, reader = 4 * GPU_PIECE + ROW + 24, devices.resolve("cuda:0"), devices.resolve("cuda:1")
+    owner, reader = (devices.resolve(where or "auto", f"cuda:{ordinal}") for ordinal in range(2))
+    nbytes = 4 * GPU_PIECE + ROW + 24
     room, keys, slots = sealed_bytes(nbytes), [key(i) for i in range(3)], noise(nbytes, 3)
     with create(owner, 3 * room) as owned, map_segment(owned.info, owned.fd, owner) as own:
         own.tensor(0, 3 * room).copy_(torch.cat(slots))

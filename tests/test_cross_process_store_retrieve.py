@@ -9,26 +9,44 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 import torch
 from engine_cases import Worker, node
 from kv_cases import FLASH, MLA, PACKED, PACKED_HND, Arrangement, Cache, Sizes, places, prompt
-from processes import IN_A_CONTAINER, PATIENT, Apart, containers
+from processes import IN_A_CONTAINER, PATIENT, QUICK, Apart, containers, eventually
 
 from vcache_backend.vram_pool import devices
 
 CHUNK_SIZE = 256
-HOST = ("host:a", "host:b"), Sizes(layers=4, heads=2, dim=64, blocks=96)
-GPUS = ("cuda:0", "cuda:1"), Sizes(layers=8, heads=8, dim=128, blocks=320)
 GROUP = 4242
-Where = tuple[tuple[str, str], Sizes]
+LARGE = Sizes(layers=8, heads=8, dim=128, blocks=320)
+
+
+class Where(NamedTuple):
+    """devices: what the two workers lend memory of. kv: where their KV caches lie, if not there."""
+
+    devices: tuple[str, str]
+    sizes: Sizes = LARGE
+    kv: tuple[str, str] = ("", "")
+
+    def __str__(self) -> str:
+        return " ".join(one for one in (self.devices[0], *self.kv) if one)
+
+
+HOST = Where(("host:a", "host:b"), Sizes(layers=4, heads=2, dim=64, blocks=96))
+GPUS = Where(("cuda:0", "cuda:1"))
+ONE_GPU = Where(HOST.devices, kv=("cuda:0", "cuda:0"))
+TWO = Where(HOST.devices, kv=("cuda:0", "cuda:1"))
+"""Pools in host memory, KV caches on GPUs."""
+# Segments in locked memory are noticed with the heartbeat.
+CLIENT = msgspec.structs.replace(PATIENT, server_uid=0, heartbeat_seconds=QUICK.heartbeat_seconds)
 
 
 def on(where: Where, *arrangements: Arrangement, marks: Any = ()) -> list[Any]:
-    return [pytest.param(where, arrangement, marks=marks, id=f"{where[0][0]} {arrangement.name}") for arrangement in arrangements]
+    return [pytest.param(where, arrangement, marks=marks, id=f"{where} {arrangement.name}") for arrangement in arrangements]
 
 
 def brings(worker: Worker, tokens: torch.Tensor, seed: int, digest: str) -> None:
@@ -41,22 +59,24 @@ def share(
     folder: Path, where: Where, arrangement: Arrangement, visible: tuple[str, str] = ("", ""), isolated: bool = False
 ) -> None:
     """isolated: the server and the workers in containers of their own, the workers' users in a group that the server lets in."""
-    devices, sizes = where
+    sizes = where.sizes
     count = sizes.blocks * sizes.block_size * 4 // 5 // CHUNK_SIZE * CHUNK_SIZE
     token_bytes = Cache(arrangement, sizes._replace(blocks=1)).token_bytes
-    with node(folder, msgspec.structs.replace(PATIENT, server_uid=0)) as here:
+    with node(folder, CLIENT) as here:
         here.serve(**({"within": IN_A_CONTAINER, "allow_gids": [GROUP]} if isolated else {}))
 
         def start(number: int) -> Worker:
             room = max(4 * count * token_bytes, 1 << 20)
             apart = Apart(1000 * number, 1001 + number, GROUP) if isolated else None
-            return here.worker(devices[number], room, arrangement, sizes, CHUNK_SIZE, visible=visible[number], apart=apart)
+            more = {"visible": visible[number], "kv_device": where.kv[number], "apart": apart}
+            return here.worker(where.devices[number], room, arrangement, sizes, CHUNK_SIZE, **more)
 
         first, second = start(0), start(1)
+        for worker in (first, second):
+            eventually(lambda worker=worker: worker.ask("mapped") == 2)
         if isolated:
             assert first.ask("lives_in") != second.ask("lives_in")
         segments = here.client().list_segments()
-        assert len(segments) == 2
         for family, (writer, reader) in enumerate([(first, second), (second, first)], start=1):
             tokens = prompt(count, family)
             assert reader.ask("lookup", tokens) == 0
@@ -76,6 +96,7 @@ def share(
         assert first.ask("flush")
         first.kill()
         successor = start(0)
+        eventually(lambda: successor.ask("mapped") == 2)
         assert {segment.id for segment in here.client().list_segments()} == {segment.id for segment in segments}
         for worker in (successor, second):
             brings(worker, prompt(count, 3), 6, digest)
@@ -89,10 +110,15 @@ def test_two_containers_of_two_users_share_every_byte_and_nothing_but_the_socket
 
 
 TWO_GPUS = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
+A_GPU = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(
-    ("where", "arrangement"), on(HOST, FLASH, MLA) + on(GPUS, FLASH, PACKED, PACKED_HND, MLA, marks=TWO_GPUS)
+    ("where", "arrangement"),
+    on(HOST, FLASH, MLA)
+    + on(GPUS, FLASH, PACKED, PACKED_HND, MLA, marks=TWO_GPUS)
+    + on(ONE_GPU, FLASH, MLA, marks=A_GPU)
+    + on(TWO, FLASH, marks=TWO_GPUS),
 )
 def test_two_processes_share_every_byte_and_a_successor_finds_them(
     tmp_path: Path, where: Where, arrangement: Arrangement
@@ -107,4 +133,4 @@ def test_two_processes_that_call_their_own_gpu_cuda_0_share_every_byte(tmp_path:
     """As two instances with a `CUDA_VISIBLE_DEVICES` of their own do, which may not even name the other's GPU."""
     names = [devices.resolve(f"cuda:{ordinal}").name for ordinal in range(2)]
     visible = (seen[0].format(*names), seen[1].format(*names))
-    share(tmp_path, (("cuda:0", "cuda:0"), GPUS[1]), FLASH, visible)
+    share(tmp_path, Where(("cuda:0", "cuda:0")), FLASH, visible)

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from fake_cuda import UUIDS, FakeCuda
+from fake_cuda import NOTHING, UUIDS, FakeCuda
 from processes import IN_A_CONTAINER, Child, Stage, containers, stage
 
 from vcache_backend import doctor
@@ -274,6 +274,17 @@ def test_host_memory_that_is_not_there_fails_with_a_figure_to_set() -> None:
     assert finding.status == "fail"
     assert "pool.segment_bytes 64 TiB" in finding.detail
     assert "set pool.segment_bytes to" in finding.advice
+
+
+def test_host_memory_that_the_driver_does_not_lock_is_no_pool_for_a_gpu(gpus: FakeCuda) -> None:
+    config = from_dict({"pool": {"device": "host:0", "segment_bytes": "1 MiB"}})
+    good = by_check(list(doctor.check_memory(config)))["memory read by gpus"]
+    assert (good.status, good.detail) == ("ok", "pool.device: host:0: the driver locks host memory for KV caches on GPUs")
+    gpus.most_registered = 0
+    bad = by_check(list(doctor.check_memory(config)))["memory read by gpus"]
+    assert bad.status == "fail"
+    assert "the driver locks no 1,048,576 B of host memory: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in bad.detail
+    assert gpus.holds() == NOTHING
 
 
 def test_gpus_that_cannot_be_used_fail_with_the_reason(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.pinned_segment import on_gpu
 from vcache_backend.vram_pool.segment import MappedSegment, OwnedSegment, create, map_segment
+from vcache_backend.vram_pool.slots import SlotView
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -90,6 +92,25 @@ def test_mapping_leaves_the_threads_device_as_it_was() -> None:
             assert torch.zeros(1, device="cuda").device.index == last
     finally:
         torch.cuda.set_device(0)
+
+
+@pytest.mark.gpu
+def test_every_gpu_reads_and_writes_locked_host_memory_where_it_lies() -> None:
+    plain = Device("host", "host")
+    with create(plain, SIZE) as owned, map_segment(owned.info, owned.fd, plain) as other:
+        for ordinal in range(torch.cuda.device_count()):
+            with map_segment(owned.info, owned.fd, devices.resolve("host", f"cuda:{ordinal}")) as mapped:
+                slot = SlotView(mapped.whole.data_ptr(), SIZE, False, mapped.whole, 0)
+                seen = on_gpu(slot, ordinal).tensor
+                assert (seen.device, seen.data_ptr()) == (torch.device("cuda", ordinal), slot.address)
+                torch.add(pattern(seen.device), ordinal, out=seen)
+                torch.cuda.synchronize(ordinal)
+                assert torch.equal(other.tensor(0, SIZE), pattern(torch.device("cpu")) + ordinal)
+                other.tensor(5, 1).fill_(99)
+                assert int(seen[5]) == 99
+                del seen
+            # Unmapped and unlocked, with the device still in order.
+            assert int(torch.ones(8, device=f"cuda:{ordinal}").sum()) == 8
 
 
 @pytest.mark.gpu(count=2)

@@ -194,13 +194,12 @@ def segment_add(
     as_json: Json = False,
 ) -> None:
     """Lend memory of a device, an idle GPU's for example. The server keeps it; this command ends at once."""
-    from vcache_backend.doctor.gpus import host_available
     from vcache_backend.status import plain
     from vcache_backend.vram_pool import devices, segment
 
     place = devices.resolve(device)
     # Pages are taken when they are first written: too many would be missing late, to whoever writes them.
-    if place.medium == "host" and nbytes > (available := config.ByteSize(host_available())):
+    if place.medium == "host" and nbytes > (available := config.ByteSize(devices.host_available())):
         raise SegmentError(f"--bytes {nbytes}: {available.about} of host memory are available; lend less")
     with _client(config_file, socket) as client, segment.create(place, int(nbytes)) as owned:
         client.add_segment(owned.info, owned.fd)

@@ -49,13 +49,16 @@ class VCacheEngine:
     fail. What happened is in `get_stats()` and, once for each cause, in the log.
     """
 
-    def __init__(self, config: Config, layout: Layout, *, rank: int = 0, ranks: int = 1, copier: Copier | None = None) -> None:
+    def __init__(
+        self, config: Config, layout: Layout, *, rank: int = 0, ranks: int = 1, copier: Copier | None = None, kv_device: str = ""
+    ) -> None:
         """`rank` of `ranks` that hold a shard of each chunk (1 where all ranks hold the same, as with MLA).
 
         `copier`: how bytes move; by default the one of the configured device. Raises ConfigError for an impossible
-        configuration; an absent metadata server is no error: everything is a miss until it is there.
+        configuration; an absent metadata server is no error: everything is a miss until it is there. kv_device: where the KV caches
+        lie, such as `cuda:0`; to be given where the pool is in host memory and they are not.
         """
-        self._session = session = Session(config, layout, rank=rank, copier=copier)
+        self._session = session = Session(config, layout, rank=rank, copier=copier, kv_device=kv_device)
         self._layout, self._ranks, self._stats = session.layout, ranks, session.stats
         self._hasher, self._rank = TokenHasher(session.namespace, layout.chunk_size), rank
         self._patience = COPY_SECONDS + config.offload.get_seconds

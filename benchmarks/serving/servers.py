@@ -13,8 +13,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from vcache_backend.config import ClientConfig
+from vcache_backend.metadata_server.client import Client
+
 from ..processes import ChildFailed, MetadataServer, Program, free_ports, module
 from ..vllm.fleet import ENVIRONMENT
+from ..vllm.scale import GIB
 from .systems import SYSTEMS, Sizes, mp_arguments, serve_arguments
 
 START_SECONDS = 300.0
@@ -74,7 +78,19 @@ class Servers:
             program.until(lambda port=port: _healthy(port), seconds - (time.monotonic() - self._started))  # type: ignore[misc]
         if ended := [program for program in self._programs if not program.alive]:
             raise ChildFailed(f"{ended[0].name} ended; {ended[0].tail()}")
+        self._wait_for_memory(seconds - (time.monotonic() - self._started))
         return time.monotonic() - self._started
+
+    def _wait_for_memory(self, seconds: float) -> None:
+        """Of the host, which our pool takes in the background: until it is all there, as a peer's is at its start."""
+        system, deadline = SYSTEMS[self.name], time.monotonic() + seconds
+        if not (system.ours and system.host):
+            return
+        with Client(self._own / "vcache.sock", ClientConfig(), reconnect=False) as client:
+            while (there := sum(info.nbytes for info in client.list_segments())) < self._sizes.host_gib * GIB:
+                if time.monotonic() > deadline:
+                    raise ChildFailed(f"{there / GIB:.1f} of {self._sizes.host_gib:g} GiB of host memory are lent; {self.said()}")
+                time.sleep(0.2)
 
     def counters(self) -> dict[str, float]:
         """`COUNTERS`, of all servers together."""

@@ -10,7 +10,7 @@ from vcache_backend.config import hash_seed, load
 from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.arguments import KVCaches
-from vcache_backend.transfer.session import Session, beside_kv
+from vcache_backend.transfer.session import Session
 
 from ..memory_budget import beside_vllm
 from ..round_trip import through_pool
@@ -72,7 +72,7 @@ class Starter:
         probe, algorithm = hash_probe(self._engine.token_database), self._config.pre_caching_hash_algorithm
         layout = instance.layout(kvcaches, kv, size, probe, algorithm)
         over_budget = beside_vllm(instance.model.device_type, instance.model.gpu_memory_utilization)
-        session = Session(beside_kv(config, kv), layout, over_budget=over_budget, rank=instance.rank)
+        session = Session(config, layout, over_budget=over_budget, rank=instance.rank, kv_device=str(kv.device))
         try:
             session.bind(kvcaches)
             _refuse(through_pool(session, kv))

@@ -15,6 +15,7 @@ from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.exportable import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
@@ -48,8 +49,11 @@ class InPlace:
 
     def open(self, session: Session, kv: PagedKV) -> None:
         """The worker has joined the pool, and this is its KV cache. Raises LayoutError."""
-        self._shape = cache_shape(kv, self._regions, session.device)
-        self.neighbours = Neighbours(session.client, session.device, kv, session.rank)
+        device = session.device
+        if device.medium == "host" and kv.device.type != "cpu":
+            device = devices.resolve(str(kv.device))
+        self._shape = cache_shape(kv, self._regions, device)
+        self.neighbours = Neighbours(session.client, device, kv, session.rank)
         self._session = session
         session.client.on_beat.append(self._show_reads)
         session.client.on_return.append(self._told.clear)

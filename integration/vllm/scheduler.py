@@ -38,7 +38,7 @@ class SchedulerSide:
         model = model_spec.read_model(vllm_config, config.connector.model)
         self._block = model.block_size
         self._per_chunk = self._size // self._block
-        in_host = config.pool.device == "host" or (config.pool.device == "auto" and model.device_type == "cpu")
+        in_host = config.pool.device.startswith("host") or (config.pool.device == "auto" and model.device_type == "cpu")
         in_place = config.connector.share == "in_place"
         self.hit_source = compat.hit_source(in_host and not in_place)
         self._recomputes = model.recomputes

@@ -26,7 +26,7 @@ from vcache_backend.transfer import load as transfer
 from vcache_backend.transfer.leases import FOREIGN, Lease
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.resident import ResidentChunk
-from vcache_backend.transfer.session import Session, beside_kv
+from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
@@ -143,11 +143,12 @@ class WorkerSide:
         kv = model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine)
         shard = model_spec.read_shard(self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank)
         session = Session(
-            beside_kv(self._config, kv),
+            self._config,
             model_spec.layout(self._model, [shard], size, b""),
             over_budget=memory_budget.beside_vllm(self._model.device_type, self._model.gpu_memory_utilization),
             anonymous=True,
             rank=self._rank,
+            kv_device=str(kv.device),
         )
         try:
             session.bind(dict(kv_caches))

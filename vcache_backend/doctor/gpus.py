@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.doctor.finding import Finding
-from vcache_backend.errors import SegmentError
+from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.vram_pool import cuda_driver, devices, memory_budget
 from vcache_backend.vram_pool.cuda_driver import DriverError
 from vcache_backend.vram_pool.devices import Gpu
@@ -101,12 +101,31 @@ def check_memory(config: Config) -> Iterator[Finding]:
     if config.pool.device not in ("auto", "host") and not config.pool.device.startswith("host:"):
         yield Finding("memory", "fail", f"pool.device: {config.pool.device} is not here", "set pool.device: auto or host")
         return
-    available = host_available()
+    available = devices.host_available()
     detail = f"pool.segment_bytes {wanted}, {ByteSize(available).about} of host memory available"
     if wanted <= available:
         yield Finding("memory", "ok", detail)
     else:
         yield Finding("memory", "fail", detail, f"set pool.segment_bytes to {ByteSize(available // 2).about} or less")
+    if has_nvidia() and config.pool.device.startswith("host"):
+        yield from _locked_memory(config.pool.device)
+
+
+def _locked_memory(spec: str) -> Iterator[Finding]:
+    """Whether a GPU, where KV caches may be, reads the pool's host memory: a MiB is locked, as the pool's segments are."""
+    check = "memory read by gpus"
+    try:
+        # Needs torch.
+        from vcache_backend.vram_pool import segment
+
+        device = devices.resolve(spec, "cuda:0")
+        with segment.create(device, 1 << 20) as owned:
+            segment.map_segment(owned.info, owned.fd, device).close()
+    except (VCacheError, ImportError) as error:
+        advice = "KV caches on GPUs have no pool here: set pool.device: auto, or pool.segment_bytes: 0"
+        yield Finding(check, "fail", f"pool.device: {spec}: {error}", advice)
+        return
+    yield Finding(check, "ok", f"pool.device: {spec}: the driver locks host memory for KV caches on GPUs")
 
 
 def _pool_gpu(spec: str) -> Gpu | None:
@@ -133,16 +152,3 @@ def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
         advice = f"set pool.segment_bytes lower, unless the pool's segment is there already (`vcache segment list`); {vllm}"
         return Finding(check, "warn", f"{detail}: not enough for a new segment", advice)
     return Finding(check, "ok", f"{detail}; {vllm}")
-
-
-def host_available() -> int:
-    """Bytes that this process can still take: of the machine, and of its cgroup where that has a limit."""
-    meminfo = Path("/proc/meminfo").read_text()
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-    available = int(found[1]) * 1024 if found else 0
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-    except OSError:
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from vcache_backend.config import ByteSize, Config, OffloadConfig
 from vcache_backend.doctor import packages
 from vcache_backend.doctor.finding import Finding
-from vcache_backend.doctor.gpus import host_available
 from vcache_backend.errors import ConfigError
 from vcache_backend.offload.client import OffloadProcess
 from vcache_backend.offload.verbs import FULL, STORED, StoreDown, StoreLost
+from vcache_backend.vram_pool.devices import host_available
 
 LEAST_CHUNKS = 4
 """With staging memory for fewer a worker has no tier."""

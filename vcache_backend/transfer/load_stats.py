@@ -36,7 +36,9 @@ class LoadStats:
         device = self._session.device
         # Of the first and the last chunk only a part may be wanted; in all it is every token.
         of_own, each = tokens * own // count, tokens * self.token_bytes // count
-        for where, brought in (("host" if device.ordinal is None else "own", of_own), ("peer", tokens - of_own)):
+        own_is = "own" if device.medium == "cuda" else "host"
+        other_is = "peer" if device.medium == "cuda" or device.ordinal is None else "host"
+        for where, brought in ((own_is, of_own), (other_is, tokens - of_own)):
             if brought:
                 self.tokens[where] += brought
         self.data_seconds += seconds

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from vcache_backend.config import Config
 from vcache_backend.errors import LayoutError, VCacheError
+from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
 from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
 from vcache_backend.transfer.committer import Committer
@@ -23,6 +23,7 @@ from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool import devices, pool
 from vcache_backend.vram_pool.copier import Copier, HostCopier
 from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.pinned_pool import PinnedPool
 from vcache_backend.vram_pool.slots import SlotView
 from vcache_backend.vram_pool.uploads import Uploader, make_uploader
 
@@ -32,14 +33,6 @@ if TYPE_CHECKING:
     from vcache_backend.vram_pool.checksum import Sealer
 
 log = logging.getLogger(__name__)
-
-
-def beside_kv(config: Config, kv: PagedKV) -> Config:
-    """The configuration of an integration: `pool.device: auto` is the device of its KV cache."""
-    if config.pool.device != "auto":
-        return config
-    device = "host" if kv.device.type == "cpu" else str(kv.device)
-    return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, device=device))
 
 
 class Session:
@@ -58,10 +51,11 @@ class Session:
         copier: Copier | None = None,
         over_budget: Callable[[int, int], str | None] = lambda whole, new: None,
         anonymous: bool = False,
+        kv_device: str = "",
     ) -> None:
         """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) says why not. Raises ConfigError; an absent server
         is no error: everything is a miss until it is there. rank: of the keys that are stored here. anonymous: another process
-        of this instance tells the server its layout."""
+        of this instance tells the server its layout. kv_device: where the KV caches will lie, see `devices.resolve`."""
         if layout.chunk_size != config.engine.chunk_size:
             raise ValueError(f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is {config.engine.chunk_size}")
         self.layout = layout = checked_layout(config, layout)
@@ -69,10 +63,11 @@ class Session:
         self.chunk_size, self.rank = layout.chunk_size, rank
         self._config = config
         self.stats = EngineStats()
-        self.device = devices.resolve(config.pool.device)
+        self.device = devices.resolve(config.pool.device, kv_device)
+        """Of the pool: where this worker lends, and which GPU reads it."""
         fields = {} if anonymous else layout.fields() | {"namespace": str(self.namespace)}
         self.client = pool.connect(config, self.device, fields)
-        self.pool = pool.Pool(self.client, self.device, config.pool.segment_bytes, over_budget)
+        self.pool = make_pool(self.client, self.device, config.pool.segment_bytes, over_budget)
         self.copier = copier or make_copier(self.device, config)
         self.sealer = make_sealer(self.device) if is_checked(layout) else None
         self.tier = make_tier(config, self.device, self.stats)
@@ -204,6 +199,15 @@ class Session:
         # The client first: a heartbeat of its thread would map segments again.
         self.client.close()
         self.pool.close()
+
+
+def make_pool(
+    client: Client, device: devices.Device, segment_bytes: int, over_budget: Callable[[int, int], str | None]
+) -> pool.Pool:
+    """The pool of a device. over_budget: see `Pool`; of host memory beside a GPU it is no question of that GPU's."""
+    if device.medium == "host" and device.ordinal is not None:
+        return PinnedPool(client, device, segment_bytes)
+    return pool.Pool(client, device, segment_bytes, over_budget)
 
 
 def make_tier(config: Config, device: devices.Device, stats: EngineStats) -> OffloadTier | None:

@@ -37,6 +37,7 @@ from torch.nn import functional
 from vcache_backend.errors import LayoutError, VCacheError, raising_as
 from vcache_backend.vram_pool.copier import Completion, Finished
 from vcache_backend.vram_pool.cuda_copier import CudaCompletion
+from vcache_backend.vram_pool.pinned_segment import on_gpu
 from vcache_backend.vram_pool.slots import SlotView
 
 NAME = "ml64x2-2"
@@ -111,7 +112,8 @@ class Sealer:
 
         def write(right: Tensor) -> Tensor:
             for slot, trailer in zip(slots, right, strict=True):
-                _trailer(slot, nbytes).copy_(trailer)
+                # By a kernel: it may lie in host memory, which torch's copies would not expect.
+                torch.add(trailer, 0, out=_trailer(slot, nbytes))
             return right
 
         return self._run("seal", slots, keys, nbytes, copy, write)[0]
@@ -137,6 +139,8 @@ class Sealer:
     ) -> tuple[Completion, Tensor]:
         """`then` with the trailers that are right for the slots, on the stream of this kind, and its answer, there once that is over."""
         check(slots, keys, nbytes)
+        if self._device.index is not None:
+            slots = [on_gpu(slot, self._device.index) for slot in slots]
         if not slots:
             return Finished(0.0), torch.empty(0)
         self.prepare(nbytes)

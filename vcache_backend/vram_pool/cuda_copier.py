@@ -86,6 +86,7 @@ class _Slots:
         check(kv, plan, slots)
         self.kv, self.blocks, self._plan, self._slots = kv, len(plan.blocks), plan, tuple(slots)
         self.local = all(slot.local for slot in slots)
+        self.host = any(slot.whole.device.type == "cpu" for slot in slots)
 
     def fill(self, table: Int64s) -> int:
         """Write the kernel's table; the alignment of the slots."""
@@ -97,7 +98,7 @@ class _Rows:
 
     def __init__(self, kv: PagedKV, rows: Int64s, origins: Int64s, keep: object, local: bool) -> None:
         check_rows(kv, rows, origins)
-        self.kv, self.blocks, self.origins, self.local = kv, len(rows), len(origins), local
+        self.kv, self.blocks, self.origins, self.local, self.host = kv, len(rows), len(origins), local, False
         self._rows, self._bases, self._keep = rows, origins, keep
 
     def fill(self, table: Int64s) -> int:
@@ -109,7 +110,7 @@ class CudaCopier:
     """Copies with the Triton kernel, on two streams of GPU `ordinal`: one for gathers, one for scatters.
 
     Each copy starts after the work that the caller's current stream holds, and that stream then waits for the copy's end, unless
-    the caller gave a mark: on the device, the host never waits. max_ctas: most thread blocks of a copy to or from another GPU; 0
+    the caller gave a mark: on the device, the host never waits. max_ctas: most thread blocks of a copy beyond the own GPU; 0
     for the tuned number.
     """
 
@@ -127,7 +128,7 @@ class CudaCopier:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
         with torch.cuda.device(self.device):
             table = torch.empty((len(kv.planes), 3), dtype=torch.int64, device=self.device)
-            for tuning in (kernels.PEER, kernels.LOCAL):
+            for tuning in (kernels.PEER, kernels.LOCAL, kernels.HOST):
                 for to_origin, many in ((True, False), (False, False), (False, True)):
                     kernels.launch(kv, 0, table, to_origin=to_origin, many=many, tuning=tuning)
 
@@ -166,7 +167,7 @@ class CudaCopier:
             raise LayoutError(f"the KV cache is on {kv.device} but this copier drives {self.device}")
         if not job.blocks:
             return Finished(0.0)
-        tuning = kernels.tuning_for(local=job.local, max_ctas=0 if job.local else self.max_ctas)
+        tuning = kernels.tuning_for(local=job.local, host=job.host, max_ctas=0 if job.local else self.max_ctas)
         size = kernels.table_rows(kv, job.blocks, job.origins)
         start = torch.cuda.Event(enable_timing=True)
         # The current device belongs to the thread, and launches go by it. Everything here is queued by handle: torch's stream

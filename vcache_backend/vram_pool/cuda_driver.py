@@ -19,6 +19,8 @@ from vcache_backend.errors import SegmentError
 
 log = logging.getLogger(__name__)
 
+_PORTABLE, _DEVICEMAP = 0x01, 0x02
+"""CU_MEMHOSTREGISTER_…: for every context, at an address of the device's."""
 Link = Literal["nvlink", "pcie", "none"]
 
 
@@ -122,6 +124,11 @@ class Driver:
         atomics = self.call("cuDeviceGetP2PAttribute", attribute, self._device(reader), self._device(owner))
         return "nvlink" if atomics else "pcie"
 
+    def bus(self, ordinal: int) -> str:
+        """Where the GPU is on PCI, as in `/sys/bus/pci/devices`: `0000:3b:00.0`."""
+        name: bytes = self.call("cuDeviceGetPCIBusId", 16, self._device(ordinal))
+        return name.split(b"\0", 1)[0].decode().lower()
+
     def _device(self, ordinal: int) -> Any:
         return self.call("cuDeviceGet", ordinal)
 
@@ -207,6 +214,17 @@ class Driver:
         access.location.id = ordinal
         access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self.call("cuMemSetAccess", address, nbytes, [access], 1)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Lock the pages of host memory that is mapped here, whole ones, and let all GPUs of this process read and write them."""
+        self.call("cuMemHostRegister", address, nbytes, _PORTABLE | _DEVICEMAP)
+
+    def on_device(self, address: int) -> int:
+        """Where the current context's GPU has the registered memory that is mapped here at `address`."""
+        return int(self.call("cuMemHostGetDevicePointer", address, 0))
+
+    def unregister(self, address: int) -> None:
+        self.attempt("cuMemHostUnregister", address)
 
     def event(self) -> Any:
         """An event without timing, never destroyed: for those that live as long as the process."""

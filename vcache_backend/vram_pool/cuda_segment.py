@@ -10,7 +10,7 @@ import os
 import stat
 import weakref
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -108,7 +108,14 @@ class _Whole:
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
 
-def view(whole: _Whole, ordinal: int) -> torch.Tensor:
+class Addressed(Protocol):
+    """Memory that tells of itself by `__cuda_array_interface__`."""
+
+    @property
+    def address(self) -> int: ...
+
+
+def view(whole: Addressed, ordinal: int) -> torch.Tensor:
     """`whole` as torch sees it. `device` makes torch take the reader for its place, where it would ask for the owner."""
     with raising_as({RuntimeError: SegmentError, AssertionError: SegmentError}, f"torch {torch.__version__}"):
         tensor = torch.as_tensor(whole, device=f"cuda:{ordinal}")

@@ -6,6 +6,7 @@ An ordinal means something only inside the process that has it (`CUDA_VISIBLE_DE
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import msgspec
 
@@ -23,7 +24,7 @@ class Device(msgspec.Struct, frozen=True):
     """Memory that segments lie in and readers read from.
 
     name: `GPU-…` (the UUID), `host` or `host:NAME`; the same in every process of the node.
-    ordinal: the GPU's CUDA ordinal in this process; None for host memory.
+    ordinal: the GPU's CUDA ordinal in this process; of host memory that of the GPU which reads it here, None where none does.
     """
 
     name: str
@@ -50,14 +51,17 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     links: dict[str, Link]
 
 
-def resolve(spec: str) -> Device:
+def resolve(spec: str, kv_device: str = "") -> Device:
     """The device that `pool.device` means in this process and thread. May start CUDA; not for a process that will fork.
 
-    Raises ConfigError: not one of the forms, no such GPU here, or a GPU that cannot be used as installed.
+    kv_device: where the KV caches lie that it is for, as torch names it, if that is known: `auto` is there, and host memory is read by
+    that GPU. Raises ConfigError: not one of the forms, no such GPU here, or a GPU that cannot be used as installed.
     """
     check(spec)
+    if spec == "auto" and kv_device:
+        spec = "host" if kv_device == "cpu" else kv_device
     if _HOST.fullmatch(spec):
-        return Device(spec, "host")
+        return Device(spec, "host", resolve(kv_device).ordinal if kv_device.startswith("cuda") else None)
     name = spec.lower()
     if name in ("auto", "cuda"):
         current = current_gpu()
@@ -106,6 +110,18 @@ def gpus() -> list[Gpu]:
             )
         )
     return found
+
+
+def host_available() -> int:
+    """Bytes of host memory that this process can still take: of the machine, and of its cgroup where that has a limit."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    available = int(found[1]) * 1024 if found else 0
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+    except OSError:
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
 
 
 def visible_ordinal(uuid: str) -> int | None:

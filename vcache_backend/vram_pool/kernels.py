@@ -61,10 +61,14 @@ on two H200 over NVLink, see docs/benchmarks.md."""
 LOCAL = Tuning(ctas=264, block_bytes=32 << 10, num_warps=16, stages=1)
 """For origins on the GPU of the KV cache, where only many programs reach the memory's bandwidth. Same source."""
 
+HOST = Tuning(ctas=16)
+"""For slots in host memory: with 48 KiB on its way in each, so few programs keep a PCIe link busy, and leave the others to whoever
+decodes meanwhile. Not swept yet; vLLM's own kernel for this takes 12."""
 
-def tuning_for(*, local: bool, max_ctas: int = 0) -> Tuning:
+
+def tuning_for(*, local: bool, host: bool = False, max_ctas: int = 0) -> Tuning:
     """The tuning of a copy, with at most `max_ctas` programs (0: no bound)."""
-    chosen = LOCAL if local else PEER
+    chosen = LOCAL if local else HOST if host else PEER
     return replace(chosen, ctas=min(chosen.ctas, max_ctas)) if max_ctas else chosen
 
 

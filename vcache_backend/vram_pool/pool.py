@@ -52,7 +52,8 @@ class Pool:
         self._unreadable: set[SegmentId] = set()
         self._contributed = 0
         self._waits = 0
-        self._lock = threading.Lock()
+        self._exhausted = self._closed = False
+        self._lock = threading.RLock()
         client.on_segments = self._follow
         try:
             self._follow(client.list_segments())
@@ -73,7 +74,8 @@ class Pool:
                 if mapped is None:
                     break
                 whole = mapped.whole
-                wholes[segment] = whole, whole.data_ptr(), mapped.device == self.device.name, mapped.nbytes
+                local = mapped.device == self.device.name and (self.device.medium == "cuda" or self.device.ordinal is None)
+                wholes[segment] = whole, whole.data_ptr(), local, mapped.nbytes
             whole, address, local, nbytes = wholes[segment]
             if offset + length > nbytes:
                 log.error("segment %s has no bytes [%d, %d); this location is not used", segment, offset, offset + length)
@@ -89,6 +91,7 @@ class Pool:
         """Unmap everything. The segments stay, in the server's hands. Idempotent; copies must be complete."""
         self._client.on_segments = lambda infos: None
         with self._lock:
+            self._closed = True
             for mapped in self._mapped.values():
                 self._client.withdraw(mapped.id)
                 mapped.close()
@@ -108,10 +111,18 @@ class Pool:
             if gone and self._contributed != self._client.epoch:
                 self._waits = MAX_WAITS
             self._unreadable &= known
-            for info in infos:
-                if info.state == "live" and info.medium == self.device.medium and info.id not in self._mapped:
-                    self._open(info)
-            self._contribute(infos)
+            self._agree(infos)
+
+    def _agree(self, infos: list[SegmentInfo]) -> None:
+        """Map what is new, and lend what is missing."""
+        for info in infos:
+            if self._is_new(info):
+                self._open(info)
+        self._contribute(infos)
+
+    def _is_new(self, info: SegmentInfo) -> bool:
+        known = info.id in self._mapped or info.id in self._unreadable
+        return info.state == "live" and info.medium == self.device.medium and not known
 
     def _contribute(self, infos: list[SegmentInfo]) -> None:
         """Once per server life, see to it that the own device's share is there, however many workers want to: whom the server tells to
@@ -143,9 +154,8 @@ class Pool:
             self._waits -= 1
             if self._waits >= 0:
                 return False
-            log.error(
-                "nothing of %s is lent to the pool: %s; chunks go to other devices of it, if there are any", self.device, error
-            )
+            self._exhausted = True
+            self._no_more(error)
             return True
         try:
             self._client.offer(mapped.info, mapped.fd, lendable.claim)
@@ -153,9 +163,21 @@ class Pool:
             log.warning("segment %s on %s is given up: %s", mapped.id, self.device, error)
             mapped.close()
             return False
-        self._mapped[mapped.id] = mapped
         log.info("lent %s B of %s to the pool as segment %s", f"{mapped.nbytes:,}", self.device, mapped.id)
-        return True
+        return self._admit(mapped)
+
+    def _no_more(self, error: SegmentError) -> None:
+        """This worker cannot lend what it should."""
+        log.error("nothing of %s is lent to the pool: %s; chunks go to other devices of it, if there are any", self.device, error)
+
+    def _admit(self, mapped: MappedSegment) -> bool:
+        """It is there from now on; False if the pool was closed meanwhile."""
+        with self._lock:
+            if not self._closed:
+                self._mapped[mapped.id] = mapped
+                return True
+        mapped.close()
+        return False
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
         """A segment that appeared since the last heartbeat."""
@@ -183,7 +205,8 @@ class Pool:
         except VCacheError as error:
             log.debug("segment %s: %s", info.id, error)
             return None
-        self._mapped[mapped.id] = mapped
+        if not self._admit(mapped):
+            return None
         self._client.remember(mapped.info, mapped.fd)
         return mapped
 

@@ -20,7 +20,7 @@ import torch
 
 from vcache_backend.errors import SegmentError, raising_as
 from vcache_backend.metadata_server.messages import MAX_SEGMENT_BYTES, SEGMENT_ID, SegmentId, SegmentInfo
-from vcache_backend.vram_pool import cuda_segment, host_segment
+from vcache_backend.vram_pool import cuda_segment, host_segment, pinned_segment
 from vcache_backend.vram_pool.devices import Device
 
 
@@ -101,6 +101,8 @@ def create(device: Device, nbytes: int) -> OwnedSegment:
     with raising_as({OSError: SegmentError}, f"segment of {nbytes:,} B on {device}"), ExitStack() as undo:
         if device.medium == "cuda":
             fd, nbytes = cuda_segment.allocate(device, nbytes)
+        elif device.ordinal is not None:
+            fd = pinned_segment.allocate(id, nbytes)
         else:
             fd = host_segment.allocate(id, nbytes)
         undo.callback(os.close, fd)
@@ -122,6 +124,8 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
         undo.callback(os.close, own)
         if info.medium == "cuda":
             whole = cuda_segment.map_fd(own, info.nbytes, info.device, reader)
+        elif reader.ordinal is not None:
+            whole = pinned_segment.map_fd(own, info.nbytes, reader.ordinal)
         else:
             whole = host_segment.map_fd(own, info.nbytes)
         return MappedSegment(info, own, whole, undo.pop_all())

@@ -1,0 +1,223 @@
+"""Pools in host memory beside KV caches on GPUs, against a driver that counts what it locked; the KV caches here are on the CPU.
+On real GPUs: test_cross_process_store_retrieve.py and test_gpu_segments.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+from engine_cases import Node, folder, get, put, said
+from engine_cases import prompt_node as shared
+from fake_cuda import MIB, NOTHING, FakeCuda
+from kv_cases import CHUNK, FLASH, Cache, Sizes, layout_of, prompt
+from processes import eventually
+from test_cuda_segments import cuda as cuda
+from test_segments import mappings, open_fds
+
+from vcache_backend.engine import VCacheEngine
+from vcache_backend.errors import SegmentError
+from vcache_backend.integration import round_trip
+from vcache_backend.vram_pool import devices, pinned_pool, pinned_segment
+from vcache_backend.vram_pool.copier import HostCopier
+from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.pinned_pool import PinnedPool
+from vcache_backend.vram_pool.segment import create, map_segment
+
+__all__ = ["folder", "shared"]
+
+HOST = Device("host:a", "host", 0)
+PIECE = MIB
+SIZES = Sizes(blocks=120)
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeCuda:
+    monkeypatch.setattr(pinned_pool, "PIECE_BYTES", PIECE)
+    return cuda
+
+
+@pytest.fixture
+def quiet(cuda: FakeCuda) -> Iterator[None]:
+    """Nothing is left of a test that asks for this, memory and descriptors included."""
+    gc.collect()
+    before = open_fds(), mappings()
+    yield
+    gc.collect()
+    assert (open_fds(), mappings(), cuda.holds()) == (*before, NOTHING)
+
+
+# ---- segments
+
+
+@pytest.mark.parametrize("nbytes", [MIB, 12_345])
+def test_a_segment_is_locked_as_long_as_a_tensor_of_it_lives(cuda: FakeCuda, quiet: None, nbytes: int) -> None:
+    with create(HOST, nbytes) as owned:
+        assert cuda.holds() == NOTHING
+        mapped = map_segment(owned.info, owned.fd, HOST)
+    part = mapped.tensor(0, 64)[8:16]
+    part.fill_(7)
+    assert cuda.registered == {mapped.whole.data_ptr(): -(-nbytes // 4096) * 4096}
+    mapped.close()
+    del mapped
+    assert cuda.holds() == NOTHING | {"contexts": 1, "registered": 1}
+    assert part.tolist() == [7] * 8
+    cuda.calls.clear()
+    del part
+    assert cuda.calls.index("cuCtxSynchronize") < cuda.calls.index("cuMemHostUnregister")
+
+
+@pytest.mark.parametrize(
+    "call", ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemHostRegister", "cuMemHostGetDevicePointer"]
+)
+def test_a_segment_that_fails_at_any_step_leaves_nothing(cuda: FakeCuda, quiet: None, call: str) -> None:
+    message = ""
+    with create(HOST, MIB) as owned:
+        cuda.broken = call
+        try:  # not `pytest.raises`: it may keep the traceback, and with it the mapping
+            map_segment(owned.info, owned.fd, HOST)
+        except SegmentError as error:
+            message = str(error)
+    assert f"segment {owned.id} of host:a: " in message
+    assert f"{call}: CUDA_ERROR" in message
+
+
+def test_what_the_driver_refuses_comes_with_what_to_change(cuda: FakeCuda) -> None:
+    cuda.most_registered = 0
+    with create(HOST, MIB) as owned, pytest.raises(SegmentError, match=r"locks no 1,048,576 B .*set pool.segment_bytes lower"):
+        map_segment(owned.info, owned.fd, HOST)
+
+
+def test_a_gpu_that_has_the_memory_elsewhere_does_not_read_it(cuda: FakeCuda) -> None:
+    cuda.moved = 4096
+    with create(HOST, MIB) as owned, pytest.raises(SegmentError, match="GPU 0 has host memory at other addresses"):
+        map_segment(owned.info, owned.fd, HOST)
+
+
+def test_the_last_gibibyte_of_the_machine_is_left_to_others(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, quiet: None) -> None:
+    answers = [0, pinned_segment.SPARE_BYTES + MIB]
+    monkeypatch.setattr(devices, "host_available", lambda: answers.pop(0))
+    create(HOST, MIB).close()
+    monkeypatch.setattr(devices, "host_available", lambda: pinned_segment.SPARE_BYTES + MIB - 1)
+    monkeypatch.setattr(pinned_segment, "GROW_SECONDS", 0.0)
+    with pytest.raises(SegmentError, match=r"1,074,790,399 B of host memory are available, and 1,073,741,824 of them stay free"):
+        create(HOST, MIB)
+
+
+# ---- pools
+
+
+def engine(here: Node, name: str, segment_bytes: int, cache: Cache, gpu: int = 0) -> VCacheEngine:
+    made = here.engine(name, segment_bytes, layout_of(cache), copier=HostCopier(), kv_device=f"cuda:{gpu}")
+    assert made.device == Device(name, "host", gpu)
+    return made
+
+
+def has(made: VCacheEngine, segments: int) -> None:
+    eventually(lambda: len(made._session.pool.mapped()) == segments)
+
+
+def test_what_one_worker_stored_another_one_loads_from_locked_memory(shared: Node, pieces: FakeCuda) -> None:
+    mine, theirs = Cache(FLASH, SIZES), Cache(FLASH, SIZES)
+    writer = engine(shared, "host:a", 2 * PIECE + PIECE // 2, mine)
+    has(writer, 3)
+    reader = engine(shared, "host:b", PIECE, theirs, gpu=1)
+    has(reader, 4)
+    has(writer, 4)
+    assert sorted((one.device, one.nbytes) for one in shared.client().list_segments()) == [
+        *(("host:a", size) for size in (PIECE // 2, PIECE, PIECE)),
+        ("host:b", PIECE),
+    ]
+    assert sum(pieces.registered.values()) == 2 * (3 * PIECE + PIECE // 2)
+    tokens = prompt(3 * CHUNK)
+    put(writer, mine, tokens)
+    assert get(reader, theirs, tokens, seed=4) == len(tokens)
+    assert reader.get_stats()["bytes"]["peer"] == 3 * mine.chunk_bytes
+    shared.undo.close()
+    gc.collect()
+    assert pieces.holds() == NOTHING
+
+
+def test_a_step_never_waits_for_memory_that_is_being_locked(shared: Node, pieces: FakeCuda) -> None:
+    mine, theirs = Cache(FLASH, SIZES), Cache(FLASH, SIZES)
+    writer = engine(shared, "host:a", PIECE, mine)
+    has(writer, 1)
+    put(writer, mine, prompt(CHUNK))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        go_on.wait(20)
+
+    pieces.register_waits = wait
+    reader = engine(shared, "host:b", 0, theirs)
+    assert begun.wait(20)
+    # Chunks that cannot be read yet are not there; nor is anything stored.
+    assert get(reader, theirs, prompt(CHUNK)) == 0
+    put(reader, theirs, prompt(CHUNK, 2))
+    assert reader.lookup(prompt(CHUNK, 2)) == 0
+    go_on.set()
+    has(reader, 1)
+    assert get(reader, theirs, prompt(CHUNK)) == CHUNK
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_a_pool_that_is_closed_while_memory_is_locked_lets_go_of_it(shared: Node, pieces: FakeCuda, lends: bool) -> None:
+    if not lends:
+        shared.engine("host:b", PIECE, layout_of(Cache(FLASH, SIZES)))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        go_on.wait(20)
+
+    pieces.register_waits = wait
+    made = engine(shared, "host:a", 8 * PIECE * lends, Cache(FLASH, SIZES))
+    assert begun.wait(20)
+    made.close()
+    go_on.set()
+    eventually(lambda: not made._session.pool._busy)  # type: ignore[attr-defined]
+    gc.collect()
+    assert pieces.holds() == NOTHING
+    assert len(shared.client().list_segments()) == (not lends)
+
+
+def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
+    shared: Node, pieces: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    pieces.most_registered = 2 * PIECE
+    mine = Cache(FLASH, SIZES)
+    made = engine(shared, "host:a", 8 * PIECE, mine)
+    eventually(lambda: any("host:a" in one.text for one in shared.client().stats().reports))
+    (line,) = said(caplog, "lends 2 MiB of 8 MiB")
+    assert "the driver locks no 1,048,576 B of host memory: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in line
+    tokens = prompt(2 * CHUNK)
+    put(made, mine, tokens)
+    assert get(made, mine, tokens) == len(tokens)
+    beats: list[int] = []
+    made._session.client.on_beat.append(lambda: beats.append(pieces.calls.count("cuMemHostRegister")))
+    eventually(lambda: len(beats) > 3)
+    assert beats[0] == beats[-1] == 3, "it is not tried again"
+    assert len(said(caplog, "lends 2 MiB of 8 MiB")) == 1
+
+
+def test_the_bytes_go_there_and_back_before_the_pool_is_there(shared: Node, pieces: FakeCuda) -> None:
+    """A layout that is not understood must be seen even where the pool takes a minute to come."""
+    cache = Cache(FLASH, SIZES)
+
+    class Wrong(HostCopier):
+        def gather(self, kv, plan, slots, after=None):  # type: ignore[no-untyped-def]
+            finished = super().gather(kv, plan, slots, after)
+            slots[0].tensor[100] ^= 1
+            return finished
+
+    for copier, wrong in ((HostCopier(), None), (Wrong(), "gathered wrongly into the pool: layer 0")):
+        made = shared.engine("host:a", 0, layout_of(cache), copier=copier, kv_device="cuda:0")
+        session = made._session
+        assert isinstance(session.pool, PinnedPool)
+        answer = round_trip.through_pool(session, session.bind(cache.tensors))
+        assert answer is None if wrong is None else answer and wrong in answer
+    pieces.most_registered = 0
+    assert round_trip.through_pool(session, session.bind(cache.tensors)) is None
