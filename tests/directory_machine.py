@@ -17,7 +17,7 @@ from model import FakeClock, Held, Memory, Model, Slot, chunk_key, room_of
 from vcache_backend.metadata_server import backlog
 from vcache_backend.metadata_server.directory import Directory, Limits
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Refusal, SegmentId, SegmentInfo
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.placement import Peer, Segment
 from vcache_backend.metadata_server.records import JournalState, ProcessId, Record
 
 LIMITS = Limits(lease_seconds=10, reservation_seconds=30, max_chunks=14)
@@ -98,6 +98,12 @@ class Clients(RuleBasedStateMachine):
     def follow(self) -> None:
         """Take over how far the directory is with what it does in its own time: slots of cleared chunks, segments to be dropped."""
         model, segments = self.model, self.directory.segments
+        for name, place in model.segments.items():
+            if name in segments and not place.draining:
+                assert segments[name].end <= place.end
+                place.end = segments[name].end
+        while self.directory.shortened:
+            self.give_back(self.directory.shortened.pop())
         for slot in [slot for slot in model.slots if slot.state in ("cleared", "live", "resting")]:
             segment = segments.get(slot.location.segment)
             there = {**segment.occupants, **segment.staying} if segment is not None else {}
@@ -105,7 +111,7 @@ class Clients(RuleBasedStateMachine):
             kept = entry is not None and entry.location.generation == slot.location.generation
             if slot.state == "cleared" and (not kept or entry.doomed):
                 model.freed(slot)
-            elif slot.state == "live" and model.segments[slot.location.segment].draining and (not kept or entry.doomed):
+            elif slot.state == "live" and model.cut(slot) and (not kept or entry.doomed):
                 model.forget(slot)
             elif slot.state == "resting" and not kept:
                 assert slot.location.segment in model.segments
@@ -120,6 +126,11 @@ class Clients(RuleBasedStateMachine):
             del model.segments[name], self.memory.bytes_of[name]
             # Readers of before hold the memory by their mappings; another segment of that name is other memory.
             model.before = [(until, slot) for until, slot in model.before if slot.location.segment != name]
+
+    def give_back(self, segment: Segment) -> None:
+        """Its end is freed: who reads there finds zeros."""
+        bytes_of = self.memory.bytes_of[segment.id]
+        bytes_of[segment.end :] = bytes(len(bytes_of) - segment.end)
 
     @contextmanager
     def little_at_once(self) -> Iterator[None]:
@@ -212,7 +223,7 @@ class Clients(RuleBasedStateMachine):
         usable = model.usable()
         if not usable:
             expected: set[object] = {Refusal.NO_SEGMENT}
-        elif nbytes > max(place.nbytes for place in usable.values()):
+        elif nbytes > max(place.end for place in usable.values()):
             expected = {Refusal.TOO_LARGE}
         else:
             expected = {Refusal.FULL}
@@ -226,8 +237,8 @@ class Clients(RuleBasedStateMachine):
             counted = len(before) + sum(s.state == "open" for s in model.slots)
             if fits and counted < model.max_chunks:
                 own = {name for name in fits if usable[name].device == client.device}
-                most = max(usable[name].nbytes - model.used(name) for name in fits)
-                roomiest = {name for name in fits if usable[name].nbytes - model.used(name) == most}
+                most = max(map(model.free, fits))
+                roomiest = {name for name in fits if model.free(name) == most}
                 assert isinstance(slot, Location), f"{slot!r} though {fits} have room"
                 assert slot.segment in (own or roomiest)
                 assert not victims, "evicted though there was room"

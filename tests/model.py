@@ -106,6 +106,13 @@ class Place:
     device: str
     nbytes: int
     draining: bool = False
+    end: int = 0
+    """Chunks lie before it; it comes down to `limit`."""
+    limit: int = 0
+
+    def __post_init__(self) -> None:
+        self.end = self.end or self.nbytes
+        self.limit = self.limit or self.nbytes
 
 
 @dataclass
@@ -159,12 +166,23 @@ class Model:
 
     def largest_gap(self, segment: str, ignore_evictable: bool = False) -> int:
         """The longest stretch of a segment that no slot occupies (or none that must stay)."""
+        place = (self.segments | self.absent)[segment]
         keep = [s.span for s in self.slots if not (ignore_evictable and self.evictable(s))]
         at, largest = 0, 0
-        for start, end in sorted((start, end) for name, start, end in keep if name == segment):
+        for start, end in sorted((start, end) for name, start, end in keep if name == segment and end <= place.end):
             largest = max(largest, start - at)
             at = max(at, end)
-        return max(largest, (self.segments | self.absent)[segment].nbytes - at)
+        return max(largest, place.end - at)
+
+    def free(self, segment: str) -> int:
+        """Bytes that no slot has, of those that may have one."""
+        end = self.segments[segment].end
+        return end - sum(stop - start for name, start, stop in (s.span for s in self.slots) if name == segment and stop <= end)
+
+    def cut(self, slot: Slot) -> bool:
+        """Whether its place was taken back."""
+        place = self.segments[slot.location.segment]
+        return place.draining or slot.span[2] > place.end
 
     def usable(self) -> dict[str, Place]:
         return {name: place for name, place in self.segments.items() if not place.draining}
@@ -237,7 +255,7 @@ class Model:
             assert not taken, f"{slot} was given out over {taken}"
             place = self.segments[slot.location.segment]
             assert not place.draining, f"{slot} was given out in a segment that is being dropped"
-            assert slot.span[2] <= place.nbytes, f"{slot} leaves its segment"
+            assert slot.span[2] <= place.end, f"{slot} leaves its segment"
             self.slots.append(slot)
         self.writes[id_] = Written(client.id, client.process, now + self.reservation_seconds, slots)
 
@@ -250,7 +268,7 @@ class Model:
             self.recent([slot])
         visible = 0
         for slot in write.slots:
-            if self.segments[slot.location.segment].draining:
+            if self.cut(slot):
                 self.forget(slot)
             else:
                 visible += 1
@@ -324,7 +342,8 @@ class Model:
             self.void(id_)
         for slot in self.slots:
             slot.state = "resting" if slot.state == "live" else slot.state
-        self.absent |= {name: Place(place.device, place.nbytes) for name, place in self.segments.items()}
+        lasting = {name: Place(place.device, place.nbytes, limit=place.limit) for name, place in self.segments.items()}
+        self.absent |= lasting
         self.reserves_from = now + GRACE_SECONDS if self.absent else 0.0
         self.segments = {}
         self.order = []

@@ -50,6 +50,7 @@ COMMANDS = [
     ["segment", "add"],
     ["segment", "list"],
     ["segment", "drop"],
+    ["segment", "resize"],
     ["config"],
     ["config", "check"],
     ["config", "init"],
@@ -350,6 +351,10 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     assert {info["id"] for info in shown["segments"]} == {info["id"] for info in listed}
     assert added["id"] in vcache("status", *at).stdout
 
+    resized = vcache("segment", "resize", added["id"], "512KiB", *at).stdout
+    assert resized == f"{added['id']}: 512 KiB given back, 512 KiB left, 0 chunks forgotten\n"
+    assert "`vcache segment add`" in vcache("segment", "resize", added["id"], "1MiB", *at, expect=1).stderr
+    assert "512 KiB" in vcache("segment", "list", *at).stdout
     assert "gone" in vcache("segment", "drop", added["id"], "--wait", "5", *at).stdout
     assert [info["device"] for info in json.loads(vcache("segment", "list", "--json", *at).stdout)] == ["host:a"]
     assert added["id"] in vcache("segment", "drop", added["id"], *at, expect=1).stderr

@@ -346,6 +346,39 @@ def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> 
     assert directory.lend(WRITER, 4 * KIB).nbytes == 4 * KIB
 
 
+# ---- memory is taken back
+
+
+def test_what_is_written_behind_a_segment_s_new_end_is_not_found_and_given_back_when_it_is_over(directory: Directory) -> None:
+    put(directory, A)
+    reserved = directory.reserve(WRITER, [B, C, D], KIB)
+    directory.resize_segment(m.SegmentId("s0"), 2 * KIB + 17)
+    assert directory.segment_infos()[0].given_back == 0
+    assert directory.commit(WRITER, reserved.reservation, []) == 1
+    directory.tick()
+    assert (there(directory, A, B, C, D), directory.segment_infos()[0].given_back) == ([A, B], 2 * KIB)
+    assert directory.reserve(WRITER, [C], 3 * KIB).slots == [m.Refusal.TOO_LARGE]
+    assert directory.lend(WRITER, 4 * KIB).nbytes == 0, "who shall lend 4 KiB has lent them"
+
+
+def test_memory_taken_back_stays_so_after_a_restart_and_is_kept_for_readers_of_before(
+    directory: Directory, clock: FakeClock
+) -> None:
+    put(directory, A, B, C, D)
+    directory.acquire(READER, [A, B, C, D])
+    directory.resize_segment(m.SegmentId("s0"), 2 * KIB)
+    state = JournalState()
+    for record in directory.records:
+        state.apply(record)
+    again = make(clock)
+    again.restore(state)
+    assert lend(again) == "s0"
+    assert (there(again, A, B, C, D), again.segment_infos()[0].given_back, again.shortened) == ([A, B], 0, [])
+    clock.advance(m.GRACE_SECONDS)
+    again.tick()
+    assert (again.segment_infos()[0].given_back, [one.id for one in again.shortened]) == (2 * KIB, ["s0"])
+
+
 # ---- restart
 
 

@@ -56,6 +56,17 @@ class DirectoryMachine(Clients):
         self.model.segments[name].draining = True
         self.follow()
 
+    @rule(pick=one_of, nbytes=st.sampled_from([256, 1000, 2048, 2500, 4000]))
+    @precondition(lambda self: self.model.segments)
+    def resize_segment(self, pick: int, nbytes: int) -> None:
+        name = sorted(self.model.segments)[pick % len(self.model.segments)]
+        place = self.model.segments[name]
+        if not place.draining and nbytes <= place.limit:
+            place.limit = nbytes // 256 * 256
+            with self.little_at_once():
+                self.directory.resize_segment(SegmentId(name), nbytes)
+            self.follow()
+
     @rule(pick=one_of)
     @precondition(lambda self: self.model.absent)
     def offer_again(self, pick: int) -> None:
@@ -175,6 +186,10 @@ class DirectoryMachine(Clients):
             info = infos[SegmentId(name)]
             assert (info.used, info.largest_hole) == (self.model.used(name), self.model.largest_gap(name))
             assert info.state == ("absent" if name in self.model.absent else "draining" if place.draining else "live")
+            assert place.end <= place.limit or self.directory.backlog or info.state != "live"
+            kept = place.nbytes - info.given_back
+            assert kept >= place.end
+            assert all(s.span[2] <= kept or s.state == "void" for s in mine)
             assert info.reserved == sum(slot.state in ("open", "void") for slot in mine)
             assert info.chunks == len(mine) - info.reserved
             assert info.leased == sum(self.model.leased(slot) for slot in mine)

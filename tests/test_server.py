@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import select
 import signal
@@ -88,7 +89,7 @@ def test_every_request_and_its_answer(stage_: Stage, worker: Raw, server: Child,
     assert (name, version, times, mismatches) == ("welcome", m.PROTOCOL_VERSION, [10.0, 30.0], [])
     assert isinstance(epoch, int)
     assert (worker.ask("hello", m.PROTOCOL_VERSION, "host", "host", {})[::2]) == ["error", False]
-    segment = ["s0", "host", "host", 4096, 0, 0, 0, 0, 4096, 0, "live"]
+    segment = ["s0", "host", "host", 4096, 0, 0, 0, 0, 4096, 0, "live", 0]
     assert worker.ask("list_segments") == ["segments", [segment]]
     assert worker.ask("open_segment", "s0") == ["opened", segment]
     assert os.fstat(worker.fds[-1]).st_ino == os.fstat(memfd).st_ino
@@ -112,6 +113,9 @@ def test_every_request_and_its_answer(stage_: Stage, worker: Raw, server: Child,
         ["count", 0],
     ]
     assert worker.ask("report", "info", "all is well") == ["count", 1]
+    assert worker.ask("resize_segment", "s0", 4 * KIB) == ["opened", segment]
+    refused = worker.ask("resize_segment", "s0", 5 * KIB), worker.ask("resize_segment", "s1", KIB)
+    assert [("vcache segment" in text, fatal) for _, text, fatal in refused] == [(True, False)] * 2
     assert worker.ask("drop_segment", "s0") == ["dropped", 0, True]
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
     assert [worker.ask(what, "s0")[0] for what in ("drop_segment", "open_segment")] == ["error", "error"]
@@ -142,6 +146,24 @@ def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(
     assert (opened[0], dropped) == ("opened", ["dropped", 0, True])
     assert os.fstat(worker.fds[-1]).st_ino == os.fstat(memfd).st_ino
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
+
+
+def test_memory_is_taken_back_from_a_segment_once_nobody_reads_it_and_the_rest_stays(raw: Raw) -> None:
+    fd, part, keys = make_memfd(1 << 20), 1 << 18, [A, B, C, D]
+    with mmap.mmap(fd, 0) as memory:
+        memory[:] = bytes(range(256)) * (1 << 12)
+        before = memory[: 2 * part]
+        assert raw.ask("add_segment", "s0", "host", "host", 1 << 20, fds=(fd,)) == ["added", 0, True]
+        assert raw.ask("commit", raw.ask("reserve", keys, part)[1], []) == ["count", 4]
+        lease = raw.ask("acquire", keys)[1]
+        assert raw.ask("resize_segment", "s0", 2 * part)[1][-1] == 0
+        assert (raw.ask("lookup", keys, 1), memory[3 * part]) == (["count", 2], 0)
+        memory[3 * part + 1] = 17  # what is leased is there
+        assert os.fstat(fd).st_blocks * 512 == 1 << 20
+        assert raw.ask("release", lease) == ["verdict", True]
+        eventually(lambda: os.fstat(fd).st_blocks * 512 == 2 * part)
+        assert (memory[: 2 * part], memory[3 * part + 1], raw.ask("list_segments")[1][0][-1]) == (before, 0, 2 * part)
+    os.close(fd)
 
 
 def test_stats_count_what_happened(worker: Raw) -> None:

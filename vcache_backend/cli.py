@@ -22,7 +22,7 @@ from vcache_backend.errors import ConfigError, SegmentError, ServerUnavailable, 
 
 if TYPE_CHECKING:
     from vcache_backend.metadata_server.client import Client
-    from vcache_backend.metadata_server.messages import ServerStats
+    from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
 
 
 ENGINE = ("torch", "numpy", "triton")
@@ -240,6 +240,62 @@ def segment_drop(
     if not gone and wait:
         raise SegmentError(f"{segment} is still being read or written after {wait:g} s; it goes when that ends")
     typer.echo(f"{segment}: gone" if gone else f"{segment}: goes when its last readers and writers end")
+
+
+@segment_app.command("resize")
+def segment_resize(
+    segment: Annotated[str, typer.Argument(metavar="ID", help="The segment's id, as `vcache segment list` names it.")],
+    nbytes: Annotated[config.ByteSize, typer.Argument(metavar="SIZE", parser=_bytes, help="What it keeps, as `8GiB`.")],
+    wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Wait so long for its last readers and writers.")] = 60.0,
+    config_file: ConfigFile = None,
+    socket: Socket = None,
+) -> None:
+    """Take memory back from a segment while requests are served. Chunks that lie behind SIZE are forgotten; the offload tier keeps its
+    own. A segment on a GPU is one allocation: it goes with all its chunks, and a smaller one is lent in its place."""
+    from vcache_backend.metadata_server.messages import SegmentId
+
+    with _client(config_file, socket) as client:
+        info = _segment(client, segment)
+        before, deadline = info, time.monotonic() + wait
+        if info is not None and info.medium == "cuda":
+            return _replace(client, info, int(nbytes), deadline)
+        info = client.resize_segment(SegmentId(segment), int(nbytes))
+        while info is not None and (left := info.nbytes - info.given_back - int(nbytes)) > 0 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            info = _segment(client, segment)
+    if info is None or before is None:
+        raise SegmentError(f"{segment} was dropped meanwhile")
+    chunks = f"{max(before.chunks - info.chunks, 0):,} chunks forgotten"
+    if left > 0:
+        typer.echo(f"{segment}: {chunks}")
+        raise SegmentError(
+            f"{segment}: {config.ByteSize(left).about} are still being read or written; they are freed when that ends"
+        )
+    has = config.ByteSize(info.nbytes - info.given_back).about
+    typer.echo(f"{segment}: {config.ByteSize(info.given_back).about} given back, {has} left, {chunks}")
+
+
+def _segment(client: Client, id_: str) -> SegmentInfo | None:
+    return next((info for info in client.list_segments() if info.id == id_), None)
+
+
+def _replace(client: Client, info: SegmentInfo, nbytes: int, deadline: float) -> None:
+    """A smaller segment on the same GPU. Nothing of the old one is given back before all processes have unmapped it."""
+    from vcache_backend.vram_pool import devices, segment
+
+    if nbytes > info.nbytes:
+        raise SegmentError(f"{info.id} has {info.nbytes:,} B; to lend more, use `vcache segment add`")
+    place = devices.resolve(info.device)
+    chunks = client.drop_segment(info.id).chunks
+    while _segment(client, info.id) is not None:
+        if time.monotonic() > deadline:
+            raise SegmentError(f"{info.id} goes when its last readers and writers end; then lend less with `vcache segment add`")
+        time.sleep(0.05)
+    with segment.create(place, nbytes) as owned:
+        client.add_segment(owned.info, owned.fd)
+    typer.echo(
+        f"{info.id}: gone, {chunks:,} chunks forgotten; {owned.info.id} of {config.ByteSize(owned.nbytes).about} in its place"
+    )
 
 
 # ---- configuration

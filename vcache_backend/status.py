@@ -127,11 +127,12 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
         return Text("no segments: start a worker, or lend memory with `vcache segment add`", style="yellow")
     rows: list[tuple[str | Text, ...]] = []
     for info in segments:
-        fraction = info.used / info.nbytes if info.nbytes else 0.0
+        whole = info.nbytes - info.given_back
+        fraction = info.used / whole if whole else 0.0
         counts = (f"{count:,}" for count in (info.chunks, info.leased, info.reserved, info.evictions))
         state = Text(info.state, style="" if info.state == "live" else "yellow")
         name = info.device[:12] if info.medium == "cuda" else info.device
-        rows.append((info.id, name, bar(fraction), f"{fraction:4.0%}", size(info.used), size(info.nbytes), *counts, state))
+        rows.append((info.id, name, bar(fraction), f"{fraction:4.0%}", size(info.used), size(whole), *counts, state))
     columns = (
         "segment",
         "device",

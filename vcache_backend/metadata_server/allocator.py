@@ -69,6 +69,15 @@ class Extents:
             end = after
         self._add(start, end)
 
+    def cut(self, end: int, to: int) -> int:
+        """Take away the hole that ends at `end`, down to `to` at most: where what is left ends; `end` if there is no hole."""
+        start = self.hole_before(end)
+        if start < end:
+            self._remove(start, end)
+            if start < to:
+                self._add(start, to)
+        return max(start, to)
+
     def hole_at(self, start: int) -> int:
         """End of the hole that starts at `start`; `start` itself if none does."""
         return self._end_of.get(start, start)

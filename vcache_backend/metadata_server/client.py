@@ -159,6 +159,10 @@ class Client(ResidentCalls):
     def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
 
+    def resize_segment(self, id_: m.SegmentId, nbytes: int) -> m.SegmentInfo:
+        """Take back what a host segment has beyond `nbytes`; what it has by now: the rest follows as `given_back` grows."""
+        return self._call(m.ResizeSegment(id_, nbytes), m.Opened, self._config.control_seconds).segment
+
     def list_segments(self) -> list[m.SegmentInfo]:
         return self._call(m.ListSegments(), m.Segments).segments
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import fcntl
 import heapq
+import logging
+import mmap
 import os
 import select
 import socket
 import stat
 import time
 from collections import deque
+from collections.abc import Iterator
+from itertools import repeat
 from typing import Protocol
 
 from vcache_backend.errors import ProtocolError
@@ -19,6 +23,11 @@ from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.closing import closer
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.seals import FUTURE_WRITE, lacking
+
+log = logging.getLogger(__name__)
+
+FREED_AT_ONCE, FREEING_STEPS = 1 << 18, 32
+"""Bytes, and the steps they count for: a turn of the loop frees some 4 MiB, which takes about a millisecond."""
 
 
 class Holder(Protocol):
@@ -147,6 +156,18 @@ class Longest:
     def told(self) -> dict[str, int]:
         """As counters."""
         return {"longest_turn_us": round(self._wall * 1e6), "longest_turn_cpu_us": round(self._cpu * 1e6)}
+
+
+def free_pages(memory: Holder, start: int, end: int) -> Iterator[None]:
+    """Give the pages of a memfd between these bytes back to the system, a little a step. Who has it mapped finds zeros there."""
+    start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        with mmap.mmap(memory.fd, max(end - start, 1), offset=start) as pages:
+            for at in range(0, end - start, FREED_AT_ONCE):
+                pages.madvise(mmap.MADV_REMOVE, at, min(FREED_AT_ONCE, len(pages) - at))
+                yield from repeat(None, FREEING_STEPS)
+    except (OSError, ValueError) as error:
+        log.warning("%s B that were taken back from a segment cannot be freed before it goes: %s", f"{end - start:,}", error)
 
 
 def unmappable(medium: m.Medium, nbytes: int, fd: int, to_write: bool = True) -> str:

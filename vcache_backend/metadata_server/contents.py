@@ -57,7 +57,8 @@ class Contents:
         self.placement.generations = count(1 + state.generation)
         for id_, added in state.segments.items():
             info = SegmentInfo(id_, added.device, added.medium, added.nbytes, state="absent")
-            self.placement.segments[id_] = Segment(info)
+            segment = self.placement.segments[id_] = Segment(info)
+            segment.limit = segment.limit if added.limit is None else added.limit
         entries = self.occupy(list(state.chunks), list(state.chunks.values()), 0)
         self.resting.put(entries)
         for use, entry in enumerate(entries):
@@ -85,7 +86,8 @@ class Contents:
         return entries
 
     def publish(self, entries: list[Entry]) -> int:
-        """Chunks are found from now on, the first one the most recent, but for those of a segment that is being dropped; how many."""
+        """Chunks are found from now on, the first one the most recent, but for those of a segment, or the end of one, that is being
+        dropped; how many."""
         draining: list[Entry] = []
         resting = self.resting
         for use, entry in enumerate(reversed(entries), self._uses):
@@ -93,7 +95,7 @@ class Contents:
             entry.reservation = 0
             segment.reserved -= 1
             segment.order.append(entry, use)
-            if segment.state == "draining":
+            if segment.state == "draining" or entry.end > segment.end:
                 draining.append(entry)
             if resting and (before := resting.get(entry.key)) is not None:
                 resting.drop([before])
@@ -189,6 +191,14 @@ class Contents:
             offset, entry = segment.occupants.popitem()
             segment.staying[offset] = entry
             if not entry.reservation and not entry.doomed:
+                self.forget([entry])
+            yield
+
+    def shorten(self, segment: Segment) -> Steps:
+        """Forget the chunks behind a segment's limit, and take its holes there away, one a step."""
+        while segment.end > segment.limit and segment.state == "live":
+            entry = segment.shorten(segment.limit)
+            if entry is not None and not entry.reservation and not entry.doomed:
                 self.forget([entry])
             yield
 

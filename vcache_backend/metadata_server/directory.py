@@ -14,6 +14,7 @@ import msgspec
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import records
+from vcache_backend.metadata_server.allocator import ALIGNMENT
 from vcache_backend.metadata_server.backlog import Backlog, Steps
 from vcache_backend.metadata_server.contents import Contents
 from vcache_backend.metadata_server.epochs import Epochs
@@ -59,6 +60,8 @@ class Directory:
         self.epochs = Epochs()
         self._claims = Claims()
         self._reserves_from = 0.0
+        self.shortened: list[Segment] = []
+        """Those of which more has been given back: what lies behind their `end` is to be freed."""
 
     def __len__(self) -> int:
         """Live chunks."""
@@ -214,6 +217,8 @@ class Directory:
         self.counters["expired_reservations"] += len(overdue)
         for segment in self.contents.placement.in_state("draining"):
             self._close(segment)
+        for segment in self.contents.placement.in_state("live"):
+            self._let_end_go(segment)
 
     def go_on(self, steps: int) -> None:
         """Some of what earlier turns left."""
@@ -237,12 +242,21 @@ class Directory:
         segment = self.segments.get(info.id)
         if segment is None:
             segment = self.segments[info.id] = Segment(info)
-            self.records.append(records.SegmentAdded(info.id, info.device, info.medium, info.nbytes))
+            self.records.append(_added(segment))
         elif segment.state == "absent":
             segment.state = "live"
         chunks = len(segment.returning)
         self.backlog.begin(self.contents.bring_back(segment, self.reservations.pending))
+        self.backlog.begin(self._shorten(segment))
         return chunks
+
+    def resize_segment(self, id_: m.SegmentId, nbytes: int) -> None:
+        """Leave `nbytes` of a segment to the pool, for good; what lies behind them is forgotten, soon. `shortened` names it once nobody
+        reads or writes there any more, but for quarantined writers, who then write for nobody."""
+        segment = self.segments[id_]
+        segment.limit = min(segment.limit, nbytes // ALIGNMENT * ALIGNMENT)
+        self.records.append(_added(segment))
+        self.backlog.begin(self._shorten(segment))
 
     def drop_segment(self, id_: m.SegmentId) -> int:
         """Take no new chunks in a segment, and forget its own, soon; how many it has. When they are forgotten and nobody reads or
@@ -300,8 +314,7 @@ class Directory:
             case records.Counted():  # the first
                 yield records.Counted(next(self.contents.placement.generations))
                 yield records.EpochTable(self.epochs.all())
-                for segment in self.segments.values():
-                    yield records.SegmentAdded(segment.id, segment.device, segment.medium, segment.nbytes)
+                yield from map(_added, self.segments.values())
             case records.Held(reservation=number):
                 if (held := self.reservations.get(number)) is not None:
                     yield records.Held(number, held.process, [e.key for e in held.entries], [e.location for e in held.entries])
@@ -320,8 +333,8 @@ class Directory:
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Why no chunk of this size can ever have a slot now, if so."""
-        largest = max((segment.nbytes for segment in self.contents.placement.usable(client)), default=0)
-        if not largest:
+        largest = max((segment.end for segment in self.contents.placement.usable(client)), default=-1)
+        if largest < 0:
             advice = "start a worker with pool.segment_bytes > 0 or `vcache segment add`"
             return m.Refusal.NO_SEGMENT, f"no {client.medium} segment is registered; {advice}"
         if nbytes > largest:
@@ -344,6 +357,21 @@ class Directory:
             del self.segments[segment.id]
             self.records.append(records.SegmentGone(segment.id))
 
+    def _shorten(self, segment: Segment) -> Steps:
+        """Forget what lies behind a segment's limit."""
+        yield from self.contents.shorten(segment)
+        self._let_end_go(segment)
+
+    def _let_end_go(self, segment: Segment) -> None:
+        """The memory behind a segment's limit is nobody's, if that is so."""
+        rest = segment.nbytes - segment.end
+        if segment.limit < segment.end or rest - segment.given_back < ALIGNMENT or segment.state != "live":
+            return
+        # Readers may count on the leases of an earlier server.
+        if self._now() >= self._reserves_from and all(map(self.reservations.quarantined, segment.staying.values())):
+            segment.given_back = rest
+            self.shortened.append(segment)
+
     def _free_slots_of(self, process: records.ProcessId) -> Steps:
         while ids := self.reservations.of_writer(process):
             for id_ in ids:
@@ -357,6 +385,11 @@ class Directory:
         self.records.append(records.Returned(id_))
         self.counters["aborted"] += len(reservation.entries)
         return len(reservation.entries)
+
+
+def _added(segment: Segment) -> records.SegmentAdded:
+    whole = segment.limit == segment.nbytes // ALIGNMENT * ALIGNMENT
+    return records.SegmentAdded(segment.id, segment.device, segment.medium, segment.nbytes, None if whole else segment.limit)
 
 
 def _answers(

@@ -102,7 +102,8 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One segment as the server knows it. `device` is a GPU UUID, or `host` or `host:NAME`. Sizes in bytes."""
+    """One segment as the server knows it. `device` is a GPU UUID, or `host` or `host:NAME`. Sizes in bytes. `given_back`: so much of its
+    end holds no chunk any more, and no memory."""
 
     id: SegmentId
     device: str
@@ -115,6 +116,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     largest_hole: int = 0
     evictions: int = 0
     state: SegmentState = "live"
+    given_back: int = 0
 
 
 class Reported(msgspec.Struct, frozen=True, array_like=True):
@@ -280,6 +282,14 @@ class DropSegment(Request, frozen=True, tag="drop_segment"):
     """Stop using a segment: evicts its chunks; it goes when its last lease and reservation end → `Dropped`."""
 
     id: SegmentId
+
+
+class ResizeSegment(Request, frozen=True, tag="resize_segment"):
+    """Take memory back: at most its first `nbytes` hold chunks from now on, and what lies behind them is forgotten → `Opened`, without an
+    fd: what it has by now. The rest is freed when its last lease and reservation end. Only host memory can be given back in part."""
+
+    id: SegmentId
+    nbytes: Bytes
 
 
 class ListSegments(Request, frozen=True, tag="list_segments"):
@@ -679,7 +689,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     hits: dict[str, tuple[int, int]] = {}
 
 
-_OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
+_OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ResizeSegment | ListSegments
 _OfChunks = Reserve | Commit | Abort | Lookup | Acquire | Renew | Release | Contains | Touch | Remove | Clear
 OfInstances = (
     Join | ShowPins | ShowCache | ShowRegion | OpenInstance | OpenPins | OpenCache | OpenRegion | CloseInstance | OpenProcess

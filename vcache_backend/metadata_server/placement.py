@@ -10,7 +10,7 @@ from typing import cast
 
 import msgspec
 
-from vcache_backend.metadata_server.allocator import Extents, padded
+from vcache_backend.metadata_server.allocator import ALIGNMENT, Extents, padded
 from vcache_backend.metadata_server.messages import ChunkKey, Location, Medium, SegmentId, SegmentInfo, SegmentState
 from vcache_backend.metadata_server.records import ProcessId
 
@@ -101,12 +101,17 @@ class Segment:
     def __init__(self, info: SegmentInfo) -> None:
         self.id, self.device, self.medium, self.nbytes = info.id, info.device, info.medium, info.nbytes
         self.state: SegmentState = info.state
+        self.end = self.limit = info.nbytes // ALIGNMENT * ALIGNMENT
+        """Chunks lie before `end`, which comes down to `limit` where memory is taken back."""
+        self.outside = 0
+        """Bytes of slots behind `end` that somebody is not done with yet."""
+        self.given_back = 0
         self.extents = Extents(info.nbytes)
         self.order = Order()
         self.occupants: dict[int, Entry] = {}
         self.ending: dict[int, Entry] = {}
         self.staying: dict[int, Entry] = {}
-        """Occupants of a draining segment that go when somebody is done with them."""
+        """Occupants of a draining segment, or of one's cut end, that go when somebody is done with them."""
         self.returning: list[Entry] = []
         """Chunks that an absent segment will bring back, unless they have gone meanwhile; the coldest last."""
         self.reserved = self.leased = self.evictions = 0
@@ -118,13 +123,14 @@ class Segment:
             device=self.device,
             medium=self.medium,
             nbytes=self.nbytes,
-            used=self.nbytes - self.extents.free,
+            used=self.end + self.outside - self.extents.free,
             chunks=len(self.ending) - self.reserved,
             leased=self.leased,
             reserved=self.reserved,
             largest_hole=self.extents.largest,
             evictions=self.evictions,
             state=self.state,
+            given_back=self.given_back,
         )
 
     def has(self, entry: Entry) -> bool:
@@ -143,7 +149,21 @@ class Segment:
         del self.ending[entry.end]
         self.order.remove(entry)
         self.reserved -= entry.reservation != 0
-        self.extents.give(offset, entry.size)
+        if entry.end <= self.end:
+            self.extents.give(offset, entry.size)
+        else:
+            self.outside -= entry.size
+
+    def shorten(self, end: int) -> Entry | None:
+        """Cut the hole at its end, no further than to `end`; where there is none, the occupant, which is returned, yet to be forgotten."""
+        if (cut := self.extents.cut(self.end, end)) < self.end:
+            self.end = cut
+            return None
+        entry = self.ending[self.end]
+        self.end = entry.location.offset
+        self.outside += entry.size
+        self.staying[self.end] = self.occupants.pop(self.end)
+        return entry
 
     def let_go(self) -> None:
         """The segment is in the pool no more. (It and its entries name each other, and nobody collects garbage.)"""
@@ -151,6 +171,7 @@ class Segment:
             table.clear()
         self.order.clear()
         self.returning.clear()
+        self.end = 0
 
     def window(self, first: Entry, size: int, most: int) -> tuple[list[Entry], bool]:
         """A run of at most `most` occupants that may go, with `first`, and whether it, with the holes around it, spans `size` bytes.
@@ -214,7 +235,7 @@ class Placement:
         """
         size, attempts, looked = padded(nbytes), 0, 0
         equal: list[Entry] = []
-        orders = [segment.order for segment in self.usable(peer) if size <= segment.nbytes]
+        orders = [segment.order for segment in self.usable(peer) if size <= segment.end]
         for entry in islice(heapq.merge(*orders, key=attrgetter("use")), left):
             if entry.size == size:
                 equal.append(entry)

@@ -26,6 +26,8 @@ class SegmentAdded(msgspec.Struct, frozen=True, array_like=True, tag="S"):
     device: str
     medium: Medium
     nbytes: int
+    limit: int | None = None
+    """Where its chunks shall end, if memory was taken back."""
 
 
 class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="s"):

@@ -13,7 +13,7 @@ import msgspec
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.connection import Descriptor, Longest, unmappable
+from vcache_backend.metadata_server.connection import Descriptor, Longest, free_pages, unmappable
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.instances import Instances
 from vcache_backend.metadata_server.layouts import Layouts, Reports
@@ -126,6 +126,8 @@ class Service:
                 return m.Count(directory.avoid(client, id_)), None
             case m.DropSegment(id_):
                 return self._drop_segment(id_), None
+            case m.ResizeSegment(id_, nbytes):
+                return self._resize_segment(id_, nbytes), None
             case m.ListSegments():
                 return m.Segments(directory.segment_infos()), None
             case m.Stats():
@@ -138,7 +140,11 @@ class Service:
                 assert_never(request)
 
     def collect_dropped(self) -> None:
-        """Let go of the memory of segments that are gone."""
+        """Let go of the memory of segments that are gone, and of what others have given back."""
+        while self.directory.shortened:
+            segment = self.directory.shortened.pop()
+            if (kept := self.fds.get(segment.id)) is not None:
+                self.directory.backlog.later(free_pages(kept, segment.end, segment.nbytes))
         for id_ in [id_ for id_ in self.fds if id_ not in self.directory.segments]:
             del self.fds[id_]
 
@@ -223,6 +229,19 @@ class Service:
         chunks = self.directory.drop_segment(id_)
         self.collect_dropped()
         return m.Dropped(chunks, id_ not in self.directory.segments)
+
+    def _resize_segment(self, id_: m.SegmentId, nbytes: int) -> m.Opened:
+        segment = self.directory.segments.get(id_)
+        if segment is None or segment.state != "live":
+            state = "not here" if segment is None else segment.state
+            raise Refuse(f"segment {id_} is {state}; `vcache segment list` shows those that are live")
+        if segment.medium != "host":
+            raise Refuse(f"segment {id_} is one allocation on a GPU, which is freed as a whole: drop it, and lend a smaller one")
+        if nbytes > segment.limit:
+            raise Refuse(f"segment {id_} has {segment.limit:,} B, fewer than {nbytes:,}; to lend more, use `vcache segment add`")
+        self.directory.resize_segment(id_, nbytes)
+        self.collect_dropped()
+        return m.Opened(segment.info())
 
     def _report(self, client: Peer, level: m.Level, text: str) -> m.Count:
         reported = self.reports.add(client, level, text)

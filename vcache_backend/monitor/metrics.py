@@ -102,7 +102,8 @@ def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
     def rows(field: str) -> list[Row]:
         return [((one.id, one.device, one.medium), float(getattr(one, field))) for one in segments]
 
-    yield _family(GaugeMetricFamily, "segment_bytes", "size of a segment", _SEGMENT, rows("nbytes"))
+    sizes = [((one.id, one.device, one.medium), float(one.nbytes - one.given_back)) for one in segments]
+    yield _family(GaugeMetricFamily, "segment_bytes", "size of a segment", _SEGMENT, sizes)
     yield _family(GaugeMetricFamily, "segment_used_bytes", "bytes of it that hold chunks", _SEGMENT, rows("used"))
     for name in ("chunks", "leased", "reserved"):
         yield _family(GaugeMetricFamily, f"segment_{name}", f"{name} in it now", _SEGMENT, rows(name))
