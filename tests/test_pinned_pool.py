@@ -5,6 +5,7 @@ On real GPUs: test_cross_process_store_retrieve.py and test_gpu_segments.py.
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Iterator
 
@@ -201,6 +202,17 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     eventually(lambda: len(beats) > 3)
     assert beats[0] == beats[-1] == 3, "it is not tried again"
     assert len(said(caplog, "lends 2 MiB of 8 MiB")) == 1
+
+
+def test_that_nothing_of_a_pool_can_be_locked_is_said_once(
+    shared: Node, pieces: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("host:a", "host:b"):
+        shared.engine(name, PIECE, layout_of(Cache(FLASH, SIZES)))
+    pieces.most_registered = 0
+    made = engine(shared, "host:c", 0, Cache(FLASH, SIZES))
+    eventually(lambda: len(made._session.pool._unreadable) == 2)
+    assert len(said(caplog, "cannot be mapped", logging.WARNING)) == 1
 
 
 def test_the_bytes_go_there_and_back_before_the_pool_is_there(shared: Node, pieces: FakeCuda) -> None:

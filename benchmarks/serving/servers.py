@@ -86,10 +86,11 @@ class Servers:
         system, deadline = SYSTEMS[self.name], time.monotonic() + seconds
         if not (system.ours and system.host):
             return
+        wanted = int(self._sizes.host_gib * GIB) // len(self.ports) * len(self.ports)
         with Client(self._own / "vcache.sock", ClientConfig(), reconnect=False) as client:
-            while (there := sum(info.nbytes for info in client.list_segments())) < self._sizes.host_gib * GIB:
+            while (there := sum(info.nbytes for info in client.list_segments())) < wanted:
                 if time.monotonic() > deadline:
-                    raise ChildFailed(f"{there / GIB:.1f} of {self._sizes.host_gib:g} GiB of host memory are lent; {self.said()}")
+                    raise ChildFailed(f"{there:,} of {wanted:,} B of host memory are lent; {self.said()}")
                 time.sleep(0.2)
 
     def counters(self) -> dict[str, float]:

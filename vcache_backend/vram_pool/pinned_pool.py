@@ -78,6 +78,10 @@ class PinnedPool(Pool):
         with suppress(VCacheError):
             self._client.report("error", said)
 
+    def _level(self) -> int:
+        """There are many, and what is wrong with one is wrong with all."""
+        return logging.DEBUG if self._unreadable else logging.WARNING
+
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
         """Nothing is waited for: the thread maps it after the next heartbeat."""
         return self._mapped.get(id_)

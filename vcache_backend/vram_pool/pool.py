@@ -179,6 +179,10 @@ class Pool:
         mapped.close()
         return False
 
+    def _level(self) -> int:
+        """Of what the log says of a segment that cannot be mapped."""
+        return logging.WARNING
+
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
         """A segment that appeared since the last heartbeat."""
         with self._lock:
@@ -197,8 +201,13 @@ class Pool:
             finally:
                 os.close(fd)
         except SegmentError as error:
+            log.log(
+                self._level(),
+                "segment %s cannot be mapped: %s; its chunks are misses here, and none is stored there",
+                info.id,
+                error,
+            )
             self._unreadable.add(info.id)
-            log.warning("segment %s cannot be mapped: %s; its chunks are misses here, and none is stored there", info.id, error)
             with suppress(VCacheError):
                 self._client.avoid(info.id)
             return None
