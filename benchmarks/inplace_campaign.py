@@ -66,8 +66,8 @@ CONTROLS: dict[Control, str] = {
 """Rows by what is left out. The last one has no limit: nothing of ours is in it."""
 PROGRESS_SECONDS = 15.0
 SHOWN = 10
-MOST_ENDED = 20
-"""Processes that end by themselves, until a campaign is given up."""
+MOST_ENDED, MOST_AT_FIRST = 20, 3
+"""Processes that end by themselves, until a campaign is given up; and before anything was loaded or answered."""
 NOWHERE = Path()
 
 
@@ -251,7 +251,8 @@ class Campaign:
             except (EOFError, OSError) as error:
                 self.ended += 1
                 print(instance.tail(), file=sys.stderr, flush=True)
-                if self.ended > MOST_ENDED:
+                most = MOST_ENDED if self.outcomes.loads or self.outcomes.answers else MOST_AT_FIRST
+                if self.ended > most:
                     raise ChildFailed(f"{self.ended} processes ended by themselves") from error
                 self._again(number)
 

@@ -252,7 +252,7 @@ def live(settings: Settings, pipe: Connection) -> None:
     live_as(Whole, settings, pipe)
 
 
-if hasattr(current_platform, "register_triton_kernel_overrides"):
+if current_platform.is_cpu() and hasattr(current_platform, "register_triton_kernel_overrides"):
     # Stand-ins for Triton's kernels are put in once, by who imports this, not by each process. It looks at every name of every module.
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
