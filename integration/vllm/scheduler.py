@@ -206,7 +206,7 @@ class SchedulerSide:
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
         """What they store in it, which blocks get a new owner, and what else was found for loads that wait."""
         self._learn()
-        meta.found = {} if self._clearing else self._awaited.found()
+        meta.found = {} if self._clearing else self._awaited.found(meta.idle)
         requests, scheduled, fresh = self._requests, output.num_scheduled_tokens, meta.fresh
         cached = output.scheduled_cached_reqs
         # These first: new requests may hit what they write in this step.

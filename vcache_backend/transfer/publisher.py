@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 0.05
 """How long a step's end is waited for before the rest of the work is looked at again."""
-_POLL_SECONDS = 0.001
+_POLL_SECONDS = 0.0005
 MOST_WAITING = 1024
 """Publications of steps that are not over. Those after them are dropped: what is not published is a miss."""
 TOGETHER = 16
