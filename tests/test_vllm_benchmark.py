@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from processes import Child as Process
-from vllm_cases import known_models
+from processes import Worker
+from vllm_cases import forking, missing
 
 from benchmarks.processes import Child, ChildFailed
 from benchmarks.results import Report, Row, fraction, read, row
@@ -301,7 +300,6 @@ def test_what_there_is_not_is_refused(arguments: list[str], why: str, capsys: py
     assert why in capsys.readouterr().err
 
 
-NEEDED = ("vllm", "lmcache", "safetensors")
 WHOLE = {
     "lmcache": (
         ["sensitive", "flipped", "ttft", "miss", "tpot", "equal", "restart"],
@@ -323,35 +321,37 @@ WHOLE = {
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Process, Path]]]:
-    """The whole benchmark at its tiny scale; what is asked for is started, unless it has been."""
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Worker, Path]]]:
+    """The whole benchmark at its tiny scale, and its result file; what is asked for is started, unless it has been."""
     folder = tmp_path_factory.mktemp("benchmark")
-    known_models([folder / "cache"])
     with ExitStack() as undo:
 
         @cache
-        def start(rows: str) -> tuple[Process, Path]:
+        def start(rows: str) -> tuple[Worker, Path]:
             out = folder / f"{rows}.json"
-            command = [sys.executable, "-m", "benchmarks.vllm_ttft", "--scale", "tiny", "--rounds", "2", "--seconds", "840"]
-            command += ["--only", ",".join(WHOLE[rows][0]), "--out", str(out), "--logs", str(folder / rows), "--commit", "x"]
-            command += ["--cache", str(folder / "cache"), "--integration", "vllm" if rows == "inplace" else rows]
-            command += ["--share", "in_place"] if rows == "inplace" else []
-            return undo.enter_context(Process(command, TRITON_INTERPRET="0")), out
+            given = [
+                *["--scale", "tiny", "--rounds", "2", "--seconds", "840", "--commit", "x", "--only"],
+                ",".join(WHOLE[rows][0]),
+            ]
+            given += ["--out", str(out), "--logs", str(folder / rows), "--cache", str(folder / "cache"), "--integration"]
+            given += ["vllm", "--share", "in_place"] if rows == "inplace" else [rows]
+            return undo.enter_context(forking("benchmarks.vllm_ttft", given, folder / f"{rows}.log", {})), out
 
         yield start
 
 
-@pytest.mark.skipif(not all(map(find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}")
+@pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rows", WHOLE)
-def test_the_whole_script_runs_on_the_cpu(rows: str, started: Callable[[str], tuple[Process, Path]]) -> None:
+def test_the_whole_script_runs_on_the_cpu(rows: str, started: Callable[[str], tuple[Worker, Path]]) -> None:
     """Right answers, and a byte flipped where they come from is seen; what the figures say of the CPU is nobody's concern."""
     if rows != "inplace":
         # Two beside each other; a third would be too much for a small machine.
         for other in ("lmcache", "vllm"):
             started(other)
-    process, out = started(rows)
-    _, said = process.wait(880)
+    script, out = started(rows)
+    script.answer(880)
+    said = script.log
     assert "; failed: " not in said, said[-6000:]
     found = {row.case: row for row in read(out)}
     _, right, there = WHOLE[rows]

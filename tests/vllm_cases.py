@@ -10,10 +10,9 @@ import json
 import os
 import pickle
 import random
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -97,12 +96,10 @@ class Instance(Worker):
         make: Callable[..., Any] | None = None,
         apart: Apart | None = None,
     ) -> None:
-        inherited = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")}
-        given = {key: value for key, value in {**inherited, **QUIET, **environment}.items() if value is not None}
         options: dict[str, Any] = {
             "name": name,
             "folder": folder,
-            "environment": given,
+            "environment": _environment(environment),
             "log": folder / f"{name}.log",
             "apart": apart,
         }
@@ -155,6 +152,24 @@ class Instance(Worker):
 def beside_vllm() -> Worker:
     """A process that has vLLM imported, for functions that need it (their first argument says nothing)."""
     return Worker(_home(), object, name="beside vLLM")
+
+
+def forking(module: str, arguments: Sequence[str], log: Path, environment: dict[str, str | None]) -> Worker:
+    """`main` of a benchmark, whose instances of vLLM are forked too (`forked_programs`); its answer is what `main` returns."""
+    worker = Worker(_home(), object, name=module, environment=_environment(environment), log=log)
+    worker.tell(_run, module, arguments)
+    return worker
+
+
+def _run(_: object, module: str, arguments: Sequence[str]) -> Any:
+    from forked_programs import run
+
+    return run(module, arguments)
+
+
+def _environment(changes: dict[str, str | None]) -> dict[str, str]:
+    inherited = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")}
+    return {key: value for key, value in {**inherited, **QUIET, **changes}.items() if value is not None}
 
 
 def _home() -> Nursery:
@@ -255,13 +270,6 @@ QUIET: dict[str, str | None] = {
     "LMCACHE_DISABLE_BANNER": "1",
     "PYTHONHASHSEED": "0",
 }
-
-
-def known_models(folders: Iterable[Path]) -> None:
-    """Give caches of vLLM, which need not exist, what it has found out about models in these tests, if anything."""
-    known = Path(os.environ["VLLM_CACHE_ROOT"]) / "modelinfos"
-    for folder in folders if known.exists() else ():
-        shutil.copytree(known, folder / known.name)
 
 
 class Node:
