@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -282,3 +283,18 @@ def test_an_address_is_split(address: str, host: str, port: int) -> None:
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="metrics must be HOST:PORT"):
         split_address(address, "metrics")
+
+
+def test_a_log_for_machines_is_an_object_a_line_and_says_that_nothing_is_read_again(alone: Stage) -> None:
+    """Of the server and of the process beside it. SIGHUP, which ends most programs, is answered there."""
+    server = alone.server(metrics=":0", log_format="json")
+    said = [server.expect("metrics and a page at")]
+    server.signal(signal.SIGHUP)
+    said.append(server.expect("the configuration is read at the start alone"))
+    assert alone.client().connected
+    server.signal(signal.SIGTERM)
+    status, rest = server.wait()
+    told = [json.loads(line) for line in [*said, *rest.splitlines()]]
+    assert (status, [one["level"] for one in told]) == (0, ["info", "warning", "info"])
+    assert told[2].keys() == {"time", "level", "logger", "pid", "message"}
+    assert (told[2]["logger"], told[2]["pid"]) == ("vcache_backend.metadata_server.server", server.pid)

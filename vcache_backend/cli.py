@@ -95,11 +95,13 @@ def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
     """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments; it never touches a GPU."""
     import logging
 
+    from vcache_backend import log_format
     from vcache_backend.metadata_server.server import serve as run
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    settings = _load(config_file, socket).server
+    log_format.begin(settings.log_format)
     try:
-        run(_load(config_file, socket).server)
+        run(settings)
     except OSError as error:
         logging.exception("the server ends by what it did not expect")
         raise typer.Exit(1) from error

@@ -76,6 +76,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     allow_uids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     allow_gids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     metrics: str = ""
+    log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
         if self.socket and not Path(self.socket).name:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 
 import msgspec
 
 from vcache_backend import config as configuration
+from vcache_backend import log_format
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.server import serve
 
@@ -19,11 +19,11 @@ def main() -> int:
     parser.add_argument("--config", help="YAML configuration file (default: $VCACHE_CONFIG, else the defaults)")
     parser.add_argument("--socket", help="path of the Unix socket (overrides server.socket)")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s vcache server %(levelname)s %(message)s")
     try:
         server = configuration.load(arguments.config).server
         if arguments.socket:
             server = msgspec.structs.replace(server, socket=arguments.socket)
+        log_format.begin(server.log_format)
         serve(server)
     except VCacheError as error:
         sys.stderr.write(f"vcache server: {error}\n")

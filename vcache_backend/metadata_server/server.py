@@ -43,7 +43,7 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self._stopping = False
+        self._stopping = self._hung_up = False
         self._looked = time.monotonic()
         with ExitStack() as undo:
             self._endpoint = undo.enter_context(Endpoint(config.path, config.allow_uids, config.allow_gids))
@@ -118,6 +118,10 @@ class Server:
         """End `run` within a tick. May be called from a signal handler."""
         self._stopping = True
 
+    def hang_up(self) -> None:
+        """SIGHUP came, which asks many a server to read its configuration again. In a signal handler."""
+        self._hung_up = True
+
     def _check_path(self) -> None:
         """Whoever serves the path now may have this server's segments: not one more answer. Also after having been stopped."""
         now = time.monotonic()
@@ -129,6 +133,11 @@ class Server:
             raise ConfigError(f"server.socket: {what}; it stops, since two servers must not use the same segments")
 
     def _tick(self) -> None:
+        if self._hung_up:
+            self._hung_up = False
+            log.warning(
+                "SIGHUP: the configuration is read at the start alone. Start the server again: clients keep the pool's memory"
+            )
         self._endpoint.keep_fresh()
         self._directory.tick()
         self._service.collect_dropped()
@@ -157,10 +166,12 @@ def serve(config: ServerConfig) -> None:
     stop the loop for a noticeable time.
     """
     server = Server(config)
-    monitor = MonitorProcess(config.path, config.metrics) if config.metrics else None
+    monitor = MonitorProcess(config.path, config.metrics, config.log_format) if config.metrics else None
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
+    if not os.isatty(2):  # in a terminal it ends with that
+        signal.signal(signal.SIGHUP, lambda *_: server.hang_up())
     try:
         server.run()
     finally:

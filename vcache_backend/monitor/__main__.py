@@ -6,18 +6,23 @@ With `--until-eof` it ends when its standard input does, and so with the process
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 from prometheus_client import CollectorRegistry
 
+from vcache_backend import log_format
 from vcache_backend.config import split_address
 from vcache_backend.monitor.metrics import ServerMetrics
 from vcache_backend.monitor.samples import EVERY_SECONDS, Samples
 from vcache_backend.monitor.web import Web
+
+log = logging.getLogger("vcache_backend.monitor")
 
 
 def main() -> int:
@@ -28,16 +33,18 @@ def main() -> int:
     parser.add_argument("--pid", type=int, default=0, help="the server's process, for its descriptors")
     parser.add_argument("--every", type=float, default=EVERY_SECONDS, help="seconds between questions")
     parser.add_argument("--until-eof", action="store_true")
+    parser.add_argument("--log-format", choices=get_args(log_format.LogFormat), default="text")
     arguments = parser.parse_args()
+    log_format.begin(arguments.log_format)
     samples = Samples(arguments.socket, arguments.every)
     registry = CollectorRegistry()
     registry.register(ServerMetrics(samples, arguments.socket, arguments.pid))
     try:
         web = Web(*split_address(arguments.listen, "--listen"), samples, registry)
     except (OSError, ValueError) as error:
-        sys.stderr.write(f"server.metrics: cannot listen at {arguments.listen}: {error}\n")
+        log.error("server.metrics: cannot listen at %s: %s", arguments.listen, error)
         return 1
-    sys.stderr.write(f"metrics and a page at http://{_named(web)}\n")
+    log.info("metrics and a page at http://%s", _named(web))
     if arguments.until_eof:
         threading.Thread(target=_until_eof, args=(web,), daemon=True).start()
     with suppress(KeyboardInterrupt):
