@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import os
+import threading
 import uuid
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ class FakeCuda:
 
     CUresult = Code
     CUdevice_attribute = CUdevice_P2PAttribute = CUmemAllocationGranularity_flags = _Names()
+    CUstreamCaptureMode = _Names()
     CUmemAllocationHandleType = CUmemLocationType = CUmemAccess_flags = CUmemAllocationType = _Names()
 
     def __init__(self, gpus: int = 2, peers: bool = True) -> None:
@@ -57,6 +59,8 @@ class FakeCuda:
         self.most_registered = 1 << 40
         """Bytes of host memory that it locks."""
         self.register_waits: Callable[[], None] = lambda: None
+        self.relaxed: set[int] = set()
+        """Threads that may call what a capture forbids."""
         self.moved = 0
         """By so much a GPU has host memory at other addresses."""
 
@@ -180,6 +184,11 @@ class FakeCuda:
     def cuMemUnmap(self, address: int, nbytes: int) -> Any:
         del self.mapped[address]
         return (OK,)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: str) -> Any:
+        if mode == "CU_STREAM_CAPTURE_MODE_RELAXED":
+            self.relaxed.add(threading.get_ident())
+        return OK, "CU_STREAM_CAPTURE_MODE_GLOBAL"
 
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
         assert (address % 4096, nbytes % 4096, flags) == (0, 0, 0x03)

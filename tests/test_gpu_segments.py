@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ from test_segments import forged, left_behind
 
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
-from vcache_backend.vram_pool import devices
+from vcache_backend.vram_pool import cuda_driver, devices
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.pinned_segment import on_gpu
 from vcache_backend.vram_pool.segment import MappedSegment, OwnedSegment, create, map_segment
@@ -111,6 +112,30 @@ def test_every_gpu_reads_and_writes_locked_host_memory_where_it_lies() -> None:
                 del seen
             # Unmapped and unlocked, with the device still in order.
             assert int(torch.ones(8, device=f"cuda:{ordinal}").sum()) == 8
+
+
+@pytest.mark.gpu
+def test_memory_is_locked_while_another_thread_captures_a_graph() -> None:
+    """As the pool does while vLLM captures its own."""
+    numbers, graph, locked = torch.zeros(8, device="cuda:0"), torch.cuda.CUDAGraph(), list[MappedSegment]()
+    numbers.add_(0)
+    torch.cuda.synchronize()
+    with create(Device("host", "host"), SIZE) as owned:
+
+        def lock() -> None:
+            cuda_driver.load().beside_captures()
+            locked.append(map_segment(owned.info, owned.fd, devices.resolve("host", "cuda:0")))
+
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            numbers.add_(1)
+            thread = threading.Thread(target=lock)
+            thread.start()
+            thread.join()
+            numbers.add_(1)
+    graph.replay()
+    assert numbers.tolist() == [2.0] * 8
+    (mapped,) = locked
+    mapped.close()
 
 
 @pytest.mark.gpu(count=2)

@@ -91,6 +91,24 @@ def test_what_the_driver_refuses_comes_with_what_to_change(cuda: FakeCuda) -> No
         map_segment(owned.info, owned.fd, HOST)
 
 
+def test_memory_is_locked_step_by_step_and_given_back_where_a_step_fails(
+    cuda: FakeCuda, quiet: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned_segment, "_STEP_BYTES", MIB // 4)
+    with create(HOST, MIB - 12_345) as owned, map_segment(owned.info, owned.fd, HOST) as mapped:
+        start, steps = mapped.whole.data_ptr(), [MIB // 4, MIB // 4, MIB // 4, MIB // 4 - 12_288]
+        assert cuda.registered == {start + at * (MIB // 4): size for at, size in enumerate(steps)}
+        mapped.tensor(0, owned.nbytes).fill_(3)
+    assert cuda.registered == {}
+    cuda.most_registered, message = MIB // 2, ""
+    with create(HOST, MIB) as owned:
+        try:
+            map_segment(owned.info, owned.fd, HOST)
+        except SegmentError as error:
+            message = str(error)
+    assert "locks no 262,144 B" in message
+
+
 def test_a_gpu_that_has_the_memory_elsewhere_does_not_read_it(cuda: FakeCuda) -> None:
     cuda.moved = 4096
     with create(HOST, MIB) as owned, pytest.raises(SegmentError, match="GPU 0 has host memory at other addresses"):
@@ -164,8 +182,20 @@ def test_a_step_never_waits_for_memory_that_is_being_locked(shared: Node, pieces
     assert get(reader, theirs, prompt(CHUNK)) == CHUNK
 
 
+def test_memory_is_locked_by_a_thread_that_leaves_graphs_whole_which_others_capture(shared: Node, pieces: FakeCuda) -> None:
+    """As vLLM does after its KV cache is made, which is when the pool begins. On a GPU: test_gpu_segments.py."""
+    spoils: list[bool] = []
+    pieces.register_waits = lambda: spoils.append(threading.get_ident() not in pieces.relaxed)
+    shared.engine("host:b", PIECE, layout_of(Cache(FLASH, SIZES)))
+    has(engine(shared, "host:a", PIECE, Cache(FLASH, SIZES)), 2)
+    assert spoils == [False, False]
+
+
 @pytest.mark.parametrize("lends", [True, False])
-def test_a_pool_that_is_closed_while_memory_is_locked_lets_go_of_it(shared: Node, pieces: FakeCuda, lends: bool) -> None:
+def test_a_pool_that_is_closed_while_memory_is_locked_lets_go_of_it(
+    shared: Node, pieces: FakeCuda, monkeypatch: pytest.MonkeyPatch, lends: bool
+) -> None:
+    monkeypatch.setattr(pinned_pool, "CLOSE_SECONDS", 0.0)
     if not lends:
         shared.engine("host:b", PIECE, layout_of(Cache(FLASH, SIZES)))
     begun, go_on = threading.Event(), threading.Event()

@@ -92,6 +92,10 @@ class Servers:
                 if time.monotonic() > deadline:
                     raise ChildFailed(f"{there:,} of {wanted:,} B of host memory are lent; {self.said()}")
                 time.sleep(0.2)
+        print(
+            f"  {self.name}: {wanted / GIB:g} GiB of host memory {time.monotonic() - self._started:.0f} s after the start",
+            flush=True,
+        )
 
     def counters(self) -> dict[str, float]:
         """`COUNTERS`, of all servers together."""

@@ -163,6 +163,12 @@ class Driver:
             undo.enter_context(self.current(context))
             yield
 
+    def beside_captures(self) -> None:
+        """From now on this thread may call what would spoil a CUDA graph that another thread captures, and leaves that graph whole. vLLM
+        captures in the mode in which any thread's memory calls would fail, and the capture with them."""
+        mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.call("cuThreadExchangeStreamCaptureMode", mode)
+
     def memory(self, ordinal: int) -> tuple[int, int]:
         """(free, total) bytes. Where no context exists one is made for the question: some 0.3 s and 0.5 GB for a moment."""
         with self.on(ordinal):

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.messages import Lendable, SegmentId, SegmentInfo
-from vcache_backend.vram_pool import pinned_segment
+from vcache_backend.vram_pool import cuda_driver, pinned_segment
 from vcache_backend.vram_pool import segment as segments
 from vcache_backend.vram_pool.pool import Pool
 from vcache_backend.vram_pool.segment import MappedSegment
@@ -19,7 +19,9 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 30
-"""Of a segment that is lent: used from when it is ready, seconds after the first heartbeat, and locked in one call of the driver's."""
+"""Of a segment that is lent: the first is used some seconds after the start."""
+
+CLOSE_SECONDS = 5.0
 
 
 class PinnedPool(Pool):
@@ -31,7 +33,8 @@ class PinnedPool(Pool):
     """
 
     _busy = False
-    """Whether the thread runs."""
+    """Whether the thread has something to do."""
+    _thread: threading.Thread | None = None
 
     @contextmanager
     def trial(self, nbytes: int) -> Iterator[SlotView]:
@@ -40,18 +43,25 @@ class PinnedPool(Pool):
             whole = mapped.whole
             yield SlotView(whole.data_ptr(), nbytes, False, whole, 0)
 
+    def close(self) -> None:
+        """See `Pool`; and wait for what the driver is doing, which ends within seconds: a process must not end in the middle of it."""
+        super().close()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+
     # ---- inside
 
     def _agree(self, infos: list[SegmentInfo]) -> None:
         if self._busy or (self._contributed == self._client.epoch and not any(map(self._is_new, infos))):
             return
         self._busy = True
-        # Not joined at the end of the process: what it makes goes with that.
-        threading.Thread(target=self._prepare, name="vcache-pinned-pool", daemon=True).start()
+        self._thread = threading.Thread(target=self._prepare, name="vcache-pinned-pool", daemon=True)
+        self._thread.start()
 
     def _prepare(self) -> None:
         """The body of the thread, until nothing more is to be done now; a later heartbeat starts it again."""
         try:
+            cuda_driver.load().beside_captures()
             pinned_segment.move_near(self.device.ordinal or 0)
             progress = True
             while progress and not self._closed:

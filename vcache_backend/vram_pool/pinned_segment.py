@@ -1,7 +1,7 @@
 """Segments in host memory that a GPU of this process reads and writes where they lie: their pages are taken and locked.
 
-Each segment is registered with the driver as a whole, so that a copy within one never crosses a border of two registrations, which
-the driver refuses. The registration ends with the mapping.
+Each is registered with the driver in steps, and a kernel crosses from one to the next; a copy by the driver does not, so there is none out
+of slots or into them. The registration ends with the mapping.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ SPARE_BYTES = 1 << 30
 GROW_SECONDS = 20.0
 """How long it is waited for more: a virtual machine may be given memory only as it uses it."""
 _STEP_BYTES = 256 << 20
+"""Taken and locked at a time. The driver keeps all that launch work waiting meanwhile: some 50 ms."""
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -47,7 +48,7 @@ def allocate(name: str, nbytes: int) -> int:
             size = min(_STEP_BYTES, nbytes - at)
             _wait_for_room(size)
             with mmap.mmap(fd, size, offset=at) as part:
-                _populate(part)
+                _populate(np.frombuffer(part, dtype=np.uint8).ctypes.data, size)
         undo.pop_all()
         return fd
 
@@ -63,35 +64,42 @@ def _wait_for_room(nbytes: int) -> None:
 
 
 def map_fd(fd: int, nbytes: int, ordinal: int) -> torch.Tensor:
-    """As `host_segment.map_fd`, registered with the driver: GPU `ordinal` has it at the same address. Some 0.2 s a GiB, in which other
-    threads go on, but not those that launch work on a GPU.
+    """As `host_segment.map_fd`, registered with the driver: GPU `ordinal` has it at the same address.
 
-    The mapping lasts as long as the tensor or a view of it; its end waits for the GPU's work. Raises SegmentError with what to change.
+    Some 0.2 s a GiB, step by step: whoever launches work on a GPU meanwhile waits for one step at most, other threads for nothing. The
+    mapping lasts as long as the tensor or a view of it; its end waits for the GPU's work. Raises SegmentError with what to change.
     """
     host_segment.check(fd, nbytes)
     driver = cuda_driver.load()
     memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    # What the driver does in its own lock is then only the locking.
-    _populate(memory)
     held = np.frombuffer(memory, dtype=np.uint8)
-    address, whole_pages = held.ctypes.data, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     with ExitStack() as undo:
         context = driver.retain(ordinal)
         undo.callback(driver.release_context, ordinal)
         with driver.current(context), ExitStack() as registered:
-            try:
-                driver.register(address, whole_pages)
-            except DriverError as error:
-                raise SegmentError(f"the driver locks no {nbytes:,} B of host memory: {error}; {_advice()}") from error
-            registered.callback(driver.unregister, address)
-            if (there := driver.on_device(address)) != address:
-                raise SegmentError(
-                    f"GPU {ordinal} has host memory at other addresses ({there:#x} for {address:#x}); set pool.device: auto"
-                )
+            for at in range(0, nbytes, _STEP_BYTES):
+                address, size = held.ctypes.data + at, min(_STEP_BYTES, nbytes - at)
+                # What the driver does in its own lock is then only the locking.
+                _populate(address, size)
+                _register(driver, ordinal, address, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+                registered.callback(driver.unregister, address)
             undo.callback(_unregister, driver, context, registered.pop_all())
         # The array names the memory, so this comes before it is unmapped. At exit the driver lets go by itself.
         weakref.finalize(held, undo.pop_all().close).atexit = False
     return torch.from_numpy(held)
+
+
+def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
+    try:
+        driver.register(address, nbytes)
+    except DriverError as error:
+        raise SegmentError(f"the driver locks no {nbytes:,} B of host memory: {error}; {_advice()}") from error
+    with ExitStack() as undo:
+        undo.callback(driver.unregister, address)
+        if (there := driver.on_device(address)) != address:
+            where = f"{there:#x} for {address:#x}"
+            raise SegmentError(f"GPU {ordinal} has host memory at other addresses ({where}); set pool.device: auto")
+        undo.pop_all()
 
 
 def on_gpu(slot: SlotView, ordinal: int) -> SlotView:
@@ -121,12 +129,12 @@ def move_near(ordinal: int) -> None:
             os.sched_setaffinity(0, allowed)
 
 
-def _populate(memory: mmap.mmap) -> None:
+def _populate(address: int, nbytes: int) -> None:
     """Have all pages of a mapping, large ones where the system gives them to who asks (`shmem_enabled: advise`): they are locked faster.
     Python's own call of this would keep all other threads waiting."""
-    address, nbytes = ctypes.c_void_p(np.frombuffer(memory, dtype=np.uint8).ctypes.data), len(memory)
-    _libc.madvise(address, ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
-    if _libc.madvise(address, ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0:
+    where, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
+    _libc.madvise(where, size, mmap.MADV_HUGEPAGE)
+    if _libc.madvise(where, size, _MADV_POPULATE_WRITE) == 0:
         return
     code = ctypes.get_errno()
     if code != errno.EINVAL:  # Linux before 5.14: they are taken as they are needed
