@@ -108,7 +108,8 @@ def test_every_gpu_reads_and_writes_locked_host_memory_where_it_lies() -> None:
                 torch.cuda.synchronize(ordinal)
                 assert torch.equal(other.tensor(0, SIZE), pattern(torch.device("cpu")) + ordinal)
                 other.tensor(5, 1).fill_(99)
-                assert int(seen[5]) == 99
+                # What comes of a kernel: torch's own copies take `seen` for memory of the GPU.
+                assert (seen[4:7] == 99).tolist() == [False, True, False]
                 del seen
             # Unmapped and unlocked, with the device still in order.
             assert int(torch.ones(8, device=f"cuda:{ordinal}").sum()) == 8

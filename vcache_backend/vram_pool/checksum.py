@@ -32,7 +32,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from vcache_backend.errors import LayoutError, VCacheError, raising_as
 from vcache_backend.vram_pool.copier import Completion, Finished
@@ -73,7 +72,8 @@ class Look(NamedTuple):
 
 
 class Sealer:
-    """Seals slots and checks them. `keys[i]` is the key of the chunk of `nbytes` in `slots[i]`.
+    """Seals slots and checks them. `keys[i]` is the key of the chunk of `nbytes` in `slots[i]`. Where a GPU does it, slots may lie in host
+    memory, so only kernels touch them: `torch.add(…, 0)` is a copy, while torch's copies would take it for memory of the GPU.
 
     Both calls raise LayoutError, and do nothing, where a slot is too small for chunk and trailer or not aligned to 16 bytes, or
     `nbytes` is not one for `sealed_bytes`; after any VCacheError nothing of them runs. `copy`, one of a copier, comes before, on the
@@ -112,7 +112,6 @@ class Sealer:
 
         def write(right: Tensor) -> Tensor:
             for slot, trailer in zip(slots, right, strict=True):
-                # By a kernel: it may lie in host memory, which torch's copies would not expect.
                 torch.add(trailer, 0, out=_trailer(slot, nbytes))
             return right
 
@@ -122,7 +121,7 @@ class Sealer:
         """Compare the slots with their trailers."""
 
         def compare(right: Tensor) -> Tensor:
-            there = torch.stack([_trailer(slot, nbytes) for slot in slots])
+            there = torch.stack([_trailer(slot, nbytes) + 0 for slot in slots])
             return (there != right).any(1).to("cpu", non_blocking=True)
 
         over, differ = self._run("look", slots, keys, nbytes, copy, compare)
@@ -178,12 +177,15 @@ class Sealer:
             words = slot.tensor[:nbytes].view(torch.int32)
             for at in range(0, len(words), step):
                 piece = words[at : at + step]
-                # A copy, so that what lies on another GPU is read once.
-                here = functional.pad(piece, (0, -len(piece) % COLUMNS)).view(-1, COLUMNS)
+                # A copy, so that what lies elsewhere is read once.
+                padded = torch.empty(-(-len(piece) // COLUMNS) * COLUMNS, dtype=torch.int32, device=self._device)
+                torch.add(piece, 0, out=padded[: len(piece)])
+                padded[len(piece) :] = 0
+                here = padded.view(-1, COLUMNS)
                 first = at // COLUMNS
                 torch.sum(here * self._columns, -1, out=its[:, first : first + len(here)])
                 # Before the next one: torch keeps whatever was once in use at the same time.
-                del here
+                del here, padded
         digests = torch.frombuffer(bytearray(b"".join(_seed(key, nbytes) for key in keys)), dtype=torch.int64).view(-1, 2)
         if self._streams is not None:
             digests = digests.pin_memory().to(self._device, non_blocking=True)
