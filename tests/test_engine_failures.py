@@ -352,6 +352,32 @@ def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(here:
     assert get(third, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
 
 
+def test_memory_is_taken_back_under_a_running_engine(here: Node) -> None:
+    """It maps the rest anew, and what lies there is found; what was taken back is computed, and stored where there is room."""
+    here.serve()
+    mine, theirs = Cache(), Cache()
+    writer, reader = here.engine("host:a", ROOMY, layout_of(mine)), here.engine("host:b", 0, layout_of(mine))
+    put(writer, mine, prompt(3 * CHUNK))
+    (before,) = here.client().list_segments()
+    here.client().resize_segment(before.id, 2 * mine.chunk_bytes)
+    eventually(lambda: here.client().list_segments()[0].given_back == ROOMY - 2 * mine.chunk_bytes)
+
+    def mapped() -> set[int]:
+        ends = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if before.id in line]
+        return {int(end, 16) - int(start, 16) for start, end in ends}
+
+    eventually(lambda: mapped() == {-(-2 * mine.chunk_bytes // 4096) * 4096})
+    assert reader.lookup(prompt(3 * CHUNK)) == get(reader, theirs, prompt(3 * CHUNK)) == 2 * CHUNK
+    assert reader.flush(SECONDS), "the lease is over"
+    put(writer, mine, prompt(2 * CHUNK, 3))
+    assert get(reader, theirs, prompt(2 * CHUNK, 3)) == 2 * CHUNK
+    here.server.kill()
+    here.serve()
+    eventually(lambda: reader.lookup(prompt(2 * CHUNK, 3)) == 2 * CHUNK)
+    assert get(reader, theirs, prompt(2 * CHUNK, 3)) == 2 * CHUNK
+    eventually(lambda: [info.given_back for info in here.client().list_segments()] == [before.nbytes - 2 * mine.chunk_bytes])
+
+
 def out_of_reach(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """From now on nobody here can map segments on `device`, as a GPU cannot that has no peer access."""
     mapping = segments.map_segment

@@ -121,7 +121,9 @@ class Pool:
         self._contribute(infos)
 
     def _is_new(self, info: SegmentInfo) -> bool:
-        known = info.id in self._mapped or info.id in self._unreadable
+        """To be mapped, or to be mapped anew since memory was taken back from it, which this process may keep until then."""
+        mapped = self._mapped.get(info.id)
+        known = info.id in self._unreadable or (mapped is not None and mapped.info.given_back >= info.given_back)
         return info.state == "live" and info.medium == self.device.medium and not known
 
     def _contribute(self, infos: list[SegmentInfo]) -> None:
@@ -194,6 +196,7 @@ class Pool:
         """Map one segment of the server's; None, and one line in the log, if this process cannot."""
         if info.id in self._unreadable:
             return None
+        before = self._mapped.get(info.id)
         try:
             info, fd = self._client.open_segment(info.id)
             try:
@@ -201,6 +204,9 @@ class Pool:
             finally:
                 os.close(fd)
         except SegmentError as error:
+            if before is not None:
+                log.debug("segment %s stays mapped as it was: %s", info.id, error)
+                return None
             log.log(
                 self._level(),
                 "segment %s cannot be mapped: %s; its chunks are misses here, and none is stored there",
@@ -217,6 +223,8 @@ class Pool:
         if not self._admit(mapped):
             return None
         self._client.remember(mapped.info, mapped.fd)
+        if before is not None:
+            before.close()
         return mapped
 
 

@@ -70,6 +70,7 @@ class MappedSegment(_WithDescriptor):
 
     def __init__(self, info: SegmentInfo, fd: int, whole: torch.Tensor, undo: ExitStack) -> None:
         super().__init__(info, fd, undo)
+        self.nbytes = info.nbytes - info.given_back
         self._whole: torch.Tensor | None = whole
 
     def tensor(self, offset: int, length: int) -> torch.Tensor:
@@ -110,12 +111,13 @@ def create(device: Device, nbytes: int) -> OwnedSegment:
 
 
 def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
-    """Map the segment `info` behind `fd`, read and write, for `reader`. Takes a dup of `fd`; the caller keeps its own.
+    """Map the segment `info` behind `fd`, but for what was given back, read and write, for `reader`. Takes a dup of `fd`; the caller
+    keeps its own.
 
     `info` and `fd` may come from a peer: claimed sizes and the kind of fd are checked before the kernel or driver acts on
     them. Raises SegmentError (other medium, no peer access, forged fd, out of memory) and leaves nothing behind then.
     """
-    _check_claim(info.id, info.nbytes)
+    _check_claim(info.id, nbytes := info.nbytes - info.given_back)
     if info.medium != reader.medium:
         raise SegmentError(f"segment {info.id} is {info.medium} memory of {info.device}: {reader.name} cannot map that")
     what = f"segment {info.id} of {info.device}"
@@ -123,11 +125,11 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
         own = os.dup(fd)
         undo.callback(os.close, own)
         if info.medium == "cuda":
-            whole = cuda_segment.map_fd(own, info.nbytes, info.device, reader)
+            whole = cuda_segment.map_fd(own, nbytes, info.device, reader)
         elif reader.ordinal is not None:
-            whole = pinned_segment.map_fd(own, info.nbytes, reader.ordinal)
+            whole = pinned_segment.map_fd(own, nbytes, reader.ordinal)
         else:
-            whole = host_segment.map_fd(own, info.nbytes)
+            whole = host_segment.map_fd(own, nbytes)
         return MappedSegment(info, own, whole, undo.pop_all())
 
 
