@@ -10,6 +10,7 @@
 #     lmcache   TTFT, decoding, misses through LMCache; misses through our connector
 #     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
 #     inplace2  likewise eager, TP=2, fp8, MLA, ngram; copies out of a KV cache
+#     hostpool  our connector with a pool in host memory: equality, TTFT, a restart
 #     campaign  the death of an owner (at most 130 s), then live KV caches of two vLLMs under load, read by others while they are used
 #               again (at most 270 s with the start), and its control (at most 120 s)
 #   Serving at equal VRAM, our KV caches in place in turn with one peer (alone, offload, mp, pool); estimates from the runs of
@@ -28,7 +29,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 call=${1:?"usage: $0 CALL [PART.tar.xz...]; the calls are at the top of this script"}; shift
-known="pool speed equal kinds lmcache inplace inplace2 campaign host x4"
+known="pool speed equal kinds lmcache inplace inplace2 hostpool campaign host x4"
 for peer in alone offload mp pool; do known="$known serving_$peer unfiltered_$peer"; done
 for one in ${call//+/ }; do [[ " $known " == *" $one "* ]] || { echo "no call $one; there are: $known"; exit 2; }; done
 out=${OUT:-/tmp/vcache-gpu}; site=${SITE:-/tmp/site}; logs=/tmp/vcache-gpu-logs/$call; began=$SECONDS
@@ -127,6 +128,9 @@ case $call in
   inplace2)
     vllm vllm 470 eager,tp2,fp8,mla,ngram --share in_place --isolated
     [ -n "${TINY:-}" ] || "$python" -m benchmarks --only copies --out "$out/copies.json" --commit "${COMMIT:-}"
+    ;;
+  hostpool)
+    vllm vllm 400 agreeing,equal,ttft,restart --pool-gib 16 --set vcache.pool.device=host --suffix _hostmem --prompts 40 --isolated
     ;;
   campaign)
     vllm vllm 130 death --share in_place --isolated
