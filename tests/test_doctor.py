@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
@@ -12,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,100 @@ def test_the_doctor_imports_neither_torch_nor_what_it_looks_at() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
     assert answer.stdout == "[]\n"
+
+
+# ---- a model, before vLLM starts
+
+LLAMA = {
+    "architectures": ["L"],
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+MLA = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+MIXED = ["sliding_attention", "full_attention"] * 16
+
+
+@pytest.mark.parametrize(
+    ("model", "token", "said"),
+    [
+        (LLAMA | {"torch_dtype": "bfloat16"}, 131072, "32 layers of full attention: cached; 8 KV heads of 128, bfloat16"),
+        (LLAMA | {"head_dim": 64, "dtype": "float32"}, 65536, "16 bits (float32 in the file)"),
+        (LLAMA | {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, 65536, "8 KV heads of 128, fp8"),
+        (LLAMA | {"sliding_window": 4096, "use_sliding_window": False}, 131072, "32 layers of full attention: cached"),
+        ({"text_config": MLA, "architectures": ["V"]}, 70272, "(V): 61 layers of full attention: cached; one row of 576 numbers"),
+        (LLAMA | {"layer_types": ["chunked_attention"] * 24 + ["full_attention"] * 8}, 131072, "32 layers of full attention"),
+        (
+            LLAMA | {"layer_types": MIXED, "sliding_window": 128},
+            0,
+            "16 layers of full attention, 16 layers with a window of 128 tokens",
+        ),
+        (LLAMA | {"sliding_window": 4096}, 0, "32 layers with a window of 4,096 tokens: nothing of it is cached"),
+        (
+            LLAMA | {"mamba_d_state": 128, "layer_types": ["mamba", "attention"] * 16},
+            0,
+            "16 layers with a state: nothing of it is cached",
+        ),
+        (
+            LLAMA | {"linear_num_value_heads": 32, "full_attention_interval": 4},
+            0,
+            "8 layers of full attention, 24 layers with a state",
+        ),
+        (MLA | {"index_head_dim": 128}, 0, "pages of several sizes"),
+    ],
+)
+def test_a_models_own_file_tells_whether_it_is_cached_and_what_a_token_takes(
+    config: Config, tmp_path: Path, model: dict[str, object], token: int, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    first, *more = diagnose(config, str(tmp_path))
+    assert said in first.detail
+    if not token:
+        assert (first.status, bool(first.advice), more) == ("fail", True, [])
+        return
+    chunks, pool = more
+    assert chunks.detail.startswith(f"{token:,} B a token, ")
+    assert f"1 GiB of pool holds {(1 << 30) // (256 * token):,} chunks, " in pool.detail
+    assert (first.status, chunks.status, pool.status) == ("ok", "ok", "ok")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no config.json in"),
+        ("[]", "it holds a list"),
+        ("{", "cannot be read"),
+        ('{"num_hidden_layers": 2, "model_type": "nobody knows"}', "has no num_key_value_heads"),
+    ],
+)
+def test_what_cannot_be_told_of_a_model_is_said_with_what_would_help(
+    config: Config, tmp_path: Path, text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    finding = only(iter(diagnose(config, str(tmp_path))))
+    assert (finding.status, said in finding.detail) == ("warn", True)
+
+
+def test_a_model_is_looked_for_in_hugging_faces_cache_and_nowhere_else(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    finding = only(iter(diagnose(config, "org/name")))
+    assert (finding.status, finding.advice.startswith("`hf download org/name config.json`")) == ("warn", True)
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("c0ffee")
+    (snapshot / "config.json").write_text(json.dumps(LLAMA))
+    assert diagnose(config, "org/name")[0].status == "ok"
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_what_a_models_file_leaves_out_transformers_says(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    assert "32 KV heads of 128" in diagnose(config, str(tmp_path))[0].detail
 
 
 # ---- packages and system

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 from processes import eventually
-from vllm_cases import CHUNK, Instance, Node, missing, new_tokens, node
+from vllm_cases import CHUNK, TOKEN_BYTES, Instance, Node, missing, new_tokens, node
+
+from vcache_backend.config import from_dict
+from vcache_backend.doctor import diagnose
 
 pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
 UNSEEDED: dict[str, str | None] = {"PYTHONHASHSEED": None}
@@ -164,6 +167,14 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(here: Node, 
         assert from_pool.said == own.said
     guessed = b.counter("vllm:spec_decode_num_draft_tokens")
     assert guessed > b.counter("vllm:spec_decode_num_accepted_tokens") > 0
+
+
+def test_the_doctor_knows_beforehand_what_a_worker_says_of_a_chunk(here: Node, a: Instance) -> None:
+    found = diagnose(from_dict({"engine": {"chunk_size": CHUNK}}), str(here.model))
+    assert a.untouched
+    assert [one.status for one in found] == ["ok", "ok", "ok"]
+    assert found[1].detail.startswith(f"{TOKEN_BYTES:,} B a token, ")
+    assert f"{TOKEN_BYTES * CHUNK:,} B a chunk" in a.log
 
 
 # ---- refused

@@ -350,12 +350,19 @@ def config_show(config_file: ConfigFile = None, socket: Socket = None, as_json: 
 
 
 @app.command()
-def doctor(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
+def doctor(
+    config_file: ConfigFile = None,
+    socket: Socket = None,
+    as_json: Json = False,
+    model: Annotated[
+        str, typer.Option(metavar="NAME_OR_FOLDER", help="Say of this model whether vLLM's connector caches it.")
+    ] = "",
+) -> None:
     """Check GPUs, peer access, driver, packages and the socket: what is wrong, and what to do. Exit code 1 on a failure."""
     from vcache_backend.doctor import diagnose
     from vcache_backend.status import level, plain, table
 
-    findings = diagnose(_load(config_file, socket))
+    findings = diagnose(_load(config_file, socket), model)
     if as_json:
         terminal.print_json(plain(findings))
     else:

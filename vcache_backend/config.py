@@ -216,6 +216,12 @@ def hash_seed() -> str | None:
     return os.environ.get("PYTHONHASHSEED")
 
 
+def hugging_face_cache() -> Path:
+    """Where downloaded models lie, as Hugging Face's own programs find it."""
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+
+
 def expandable_segments() -> bool:
     """Whether torch's CUDA allocator is told to move pages behind addresses, as it reads its settings: the first that is set counts."""
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""

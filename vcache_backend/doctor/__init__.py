@@ -7,11 +7,13 @@ a moment on each GPU, to ask for free memory. With an offload tier, a child proc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from vcache_backend.config import Config
 from vcache_backend.doctor.finding import Finding
 from vcache_backend.doctor.gpus import check_gpus, check_memory
 from vcache_backend.doctor.in_place import check_in_place
+from vcache_backend.doctor.model import check_model
 from vcache_backend.doctor.offload import check_offload
 from vcache_backend.doctor.packages import PACKAGES as PACKAGES
 from vcache_backend.doctor.packages import check_packages
@@ -19,8 +21,11 @@ from vcache_backend.doctor.server import check_server, check_socket
 from vcache_backend.doctor.system import check_hash_seed, check_kernel, check_limits, check_python
 
 
-def diagnose(config: Config) -> list[Finding]:
-    """Everything `vcache doctor` reports, in the order it reads well. Takes some ten seconds at most and never raises."""
+def diagnose(config: Config, model: str = "") -> list[Finding]:
+    """Everything `vcache doctor` reports, in the order it reads well; of a `model` what there is to say of that alone. Takes some ten
+    seconds at most and never raises."""
+    if model:
+        return _made(partial(check_model, model), "model", config)
     checks: list[Callable[[Config], Iterator[Finding]]] = [
         check_python,
         check_kernel,
@@ -34,11 +39,11 @@ def diagnose(config: Config) -> list[Finding]:
         check_hash_seed,
         check_limits,
     ]
-    findings: list[Finding] = []
-    for check in checks:
-        try:
-            findings.extend(check(config))
-        except Exception as error:  # noqa: BLE001 - the outermost loop: a check that fails is a finding, not the end of the others
-            name = check.__name__.removeprefix("check_").replace("_", " ")
-            findings.append(Finding(name, "fail", f"the check itself failed: {error!r}", "report this as a bug of vcache"))
-    return findings
+    return [found for check in checks for found in _made(check, check.__name__.removeprefix("check_").replace("_", " "), config)]
+
+
+def _made(check: Callable[[Config], Iterator[Finding]], name: str, config: Config) -> list[Finding]:
+    try:
+        return list(check(config))
+    except Exception as error:  # noqa: BLE001 - the outermost loop: a check that fails is a finding, not the end of the others
+        return [Finding(name, "fail", f"the check itself failed: {error!r}", "report this as a bug of vcache")]

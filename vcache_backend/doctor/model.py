@@ -1,0 +1,242 @@
+"""Whether vLLM's connector will cache a model, and how much of it the pool holds, from the model's `config.json` alone. Behind `vcache
+doctor --model`.
+
+Nothing is downloaded, and neither vLLM nor torch is imported. A child process asks transformers, where that is installed, for what the
+file leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vcache_backend.config import ByteSize, Config, hugging_face_cache
+from vcache_backend.doctor.finding import Finding
+
+GIB = 1 << 30
+ASK_SECONDS = 60.0
+_FILL_IN = (
+    # It does without torch, which it would take seconds to import.
+    "import json, sys; sys.modules['torch'] = None; from transformers import AutoConfig; "
+    "print(json.dumps(AutoConfig.from_pretrained(sys.argv[1], local_files_only=True).to_dict(), default=str))"
+)
+_NAMES = {"full_attention": "full", "attention": "full", "sliding_attention": "window", "chunked_attention": "full"}
+"""Of layers, as configurations name them. (vLLM gives chunked attention whole block tables, unless told not to.) All others keep states."""
+_STATES = (
+    *("mamba_d_state", "ssm_state_size", "state_size", "mamba_n_heads", "linear_attn_config", "linear_num_value_heads"),
+    *("conv_L_cache", "attn_type_list", "lru_width", "rwkv_hidden_size"),
+)
+"""Keys that only models with states have."""
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+"""Models of which every so-manieth layer alone looks at all tokens, where the file does not say."""
+_BYTES = {"float32": 2, "float8": 1, "fp8": 1}
+"""By a dtype's name. vLLM takes half the bytes of float32, unless told not to."""
+
+
+class UnknownModel(Exception):
+    """Nobody can tell; the text says why and what would help."""
+
+
+class ModelKv(NamedTuple):
+    """What a model keeps of each token. layers: how many of each kind: full, window, state. full_bytes, window_bytes: a token's in all
+    layers of that kind. odd: why its blocks are unlike any that are cached."""
+
+    architecture: str
+    layers: Mapping[str, int]
+    window: int
+    full_bytes: int
+    window_bytes: int
+    what: str
+    odd: str = ""
+
+
+def check_model(name: str, config: Config) -> Iterator[Finding]:
+    """name: a folder with a `config.json`, or a name in Hugging Face's cache. Whether it is cached, and what 1 GiB of pool holds."""
+    try:
+        kv = read(_folder(name))
+    except UnknownModel as error:
+        why, _, advice = str(error).partition("; ")
+        yield Finding("model", "warn", f"{name}: {why}", advice)
+        return
+    layers = ", ".join(f"{count} layers {_KINDS[kind]}" for kind, count in kv.layers.items()).replace("{}", f"{kv.window:,}")
+    known = f"{name} ({kv.architecture}): {layers}"
+    reason, advice = _refusal(kv)
+    if reason:
+        yield Finding("model", "fail", f"{known}: nothing of it is cached: {reason}", advice)
+        return
+    yield Finding("model", "ok", f"{known}: cached; {kv.what}", advice)
+    token, size = kv.full_bytes + kv.window_bytes, config.engine.chunk_size
+    chunks = GIB // (token * size)
+    yield Finding(
+        "chunks", "ok", f"{token:,} B a token, {ByteSize(token * size).about} a chunk of {size} tokens, all ranks together", _HALF
+    )
+    detail = f"1 GiB of pool holds {chunks:,} chunks, {chunks * size:,} tokens"
+    lent = config.pool.segment_bytes // (token * size)
+    yield Finding(
+        "pool", "ok", f"{detail}; pool.segment_bytes {config.pool.segment_bytes}: {lent * size:,} tokens a worker and rank"
+    )
+
+
+_KINDS = {"full": "of full attention", "window": "with a window of {} tokens", "state": "with a state"}
+_HALF = "half of that with vLLM's --kv-cache-dtype fp8"
+
+
+def _refusal(kv: ModelKv) -> tuple[str, str]:
+    """As `integration.vllm.compat.refusal` would say it, and what to change; the advice alone where it is cached."""
+    if kv.odd:
+        return kv.odd, "no setting changes it; vLLM serves all the same"
+    if kv.layers.get("state"):
+        return "layers keep a state, whose blocks do not hold the whole prefix", "no setting changes it; vLLM serves all the same"
+    if not kv.layers.get("full"):
+        return "its layers look at a window only, whose blocks do not hold the whole prefix", "no setting changes it"
+    if kv.layers.get("window"):
+        return (
+            "2 groups of layers with block tables of their own",
+            "start vLLM with --disable-hybrid-kv-cache-manager: all layers then keep all tokens",
+        )
+    return "", ""
+
+
+# ---- where it lies
+
+
+def _folder(name: str) -> Path:
+    """Where its `config.json` is. Raises UnknownModel."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return folder
+        raise UnknownModel(f"no config.json in {folder}; name the folder that vLLM is given")
+    hub = hugging_face_cache()
+    cached = hub / f"models--{name.replace('/', '--')}"
+    try:
+        found = cached / "snapshots" / (cached / "refs" / "main").read_text().strip()
+    except OSError:
+        found = cached
+    if (found / "config.json").is_file():
+        return found
+    raise UnknownModel(
+        f"neither a folder nor in Hugging Face's cache, {hub}; `hf download {name} config.json`, or name its folder"
+    )
+
+
+def _filled(folder: Path) -> dict[str, Any]:
+    """The configuration as transformers completes it; empty where it is not here, or does not know the model."""
+    try:
+        asking = [sys.executable, "-P", "-c", _FILL_IN, str(folder)]
+        answer = subprocess.run(
+            asking, capture_output=True, timeout=ASK_SECONDS, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True
+        )
+        found: dict[str, Any] = json.loads(answer.stdout)
+    except (subprocess.SubprocessError, OSError, ValueError):
+        return {}
+    return found
+
+
+# ---- what it keeps
+
+
+def read(folder: Path) -> ModelKv:
+    """Raises UnknownModel."""
+    file = folder / "config.json"
+    try:
+        whole = json.loads(file.read_text())
+        if not isinstance(whole, dict):
+            raise ValueError(f"it holds a {type(whole).__name__}")
+    except (OSError, ValueError) as error:
+        raise UnknownModel(f"{file} cannot be read: {error}") from error
+    try:
+        return _kv(whole)
+    except UnknownModel:
+        if not (filled := _filled(folder)):
+            raise
+        return _kv(filled)
+
+
+def _kv(whole: Mapping[str, Any]) -> ModelKv:
+    text = next(
+        (whole[key] for key in ("text_config", "llm_config", "thinker_config") if isinstance(whole.get(key), dict)), whole
+    )
+    text = text.get("text_config", text) if text is not whole else text
+    architecture = (whole.get("architectures") or ["an unnamed architecture"])[0]
+    layers = _layers(text)
+    odd = ""
+    if whole.get("is_encoder_decoder"):
+        odd = "an encoder's output is nobody's prefix"
+    elif text.get("index_head_dim") or text.get("block_configs"):
+        odd = "layers of one block table have pages of several sizes"
+    size, dtype = _value_bytes(whole, text)
+    if text.get("kv_lora_rank"):
+        row = text["kv_lora_rank"] + text.get("qk_rope_head_dim", 0)
+        what = f"one row of {row} numbers a token and layer (MLA), {dtype}"
+        full = window = row * size
+    else:
+        heads, dim = _number(text, _KV_HEADS), _head_dim(text)
+        what = f"{heads} KV heads of {dim}, {dtype}"
+        window = full = 2 * heads * dim * size
+        wide, of_wide = text.get("num_global_key_value_heads") or heads, text.get("global_head_dim") or dim
+        if (wide, of_wide) != (heads, dim):
+            full, what = 2 * wide * of_wide * size, f"{what}; {wide} of {of_wide} where all tokens are looked at"
+    look = int(text.get("sliding_window") or 0)
+    return ModelKv(architecture, layers, look, full * layers["full"], window * layers["window"], what, odd)
+
+
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_heads", "n_head", "n_heads")
+
+
+def _layers(text: Mapping[str, Any]) -> Counter[str]:
+    """How many there are of each kind."""
+    count = _number(text, ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    named = next((text[key] for key in ("layer_types", "layers_block_type", "block_types") if text.get(key)), None)
+    if isinstance(named, list):
+        found = Counter(_NAMES.get(str(name), "state") for name in named)
+    elif isinstance(text.get("hybrid_override_pattern"), str):
+        marks = Counter(text["hybrid_override_pattern"])
+        found = Counter(full=marks["*"], state=marks["M"])
+    elif any(text.get(key) for key in _STATES):
+        full = count // int(text.get("full_attention_interval") or count + 1)
+        found = Counter(full=full, state=count - full)
+    else:
+        found = _windows(text, count)
+    # The last ones of some models read what earlier ones keep.
+    shared = int(text.get("num_kv_shared_layers") or 0)
+    if shared and isinstance(named, list):
+        found -= Counter(_NAMES.get(str(name), "state") for name in named[-shared:])
+    return Counter({kind: found[kind] for kind in _KINDS if found[kind]})
+
+
+def _windows(text: Mapping[str, Any], count: int) -> Counter[str]:
+    if not text.get("sliding_window") or not text.get("use_sliding_window", True):
+        return Counter(full=count)
+    each = text.get("sliding_window_pattern") or _PATTERNS.get(str(text.get("model_type")))
+    full = count // each if isinstance(each, int) else 0
+    return Counter(full=full, window=count - full)
+
+
+def _head_dim(text: Mapping[str, Any]) -> int:
+    if text.get("head_dim"):
+        return int(text["head_dim"])
+    return _number(text, ("hidden_size", "n_embd", "d_model")) // _number(text, ("num_attention_heads", "n_head", "n_heads"))
+
+
+def _number(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    found = next((text[name] for name in names if isinstance(text.get(name), int) and text[name] > 0), None)
+    if found is None:
+        raise UnknownModel(f"its config.json has no {names[0]}; install transformers here, or start vLLM and see its log")
+    return int(found)
+
+
+def _value_bytes(whole: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, str]:
+    """Of a number in the KV cache, as vLLM's `auto` takes it, and its name."""
+    dtype = next((str(one[key]) for one in (text, whole) for key in ("dtype", "torch_dtype") if one.get(key)), "bfloat16")
+    quantized = whole.get("quantization_config") or {}
+    if quantized.get("kv_cache_scheme") or quantized.get("kv_cache_quant_algo"):
+        return 1, "fp8"
+    dtype = dtype.removeprefix("torch.")
+    return _BYTES.get(dtype, 2), dtype if dtype != "float32" else "16 bits (float32 in the file)"
