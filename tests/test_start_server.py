@@ -45,14 +45,19 @@ def servers(path: Path) -> list[int]:
     return found
 
 
+def end_servers(path: Path) -> None:
+    """Those too that nobody's end ends."""
+    for pid in servers(path):
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not servers(path))
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
     """A socket's path. Detached servers on it end with the test."""
     made = tmp_path / "pool" / "vcache.sock"
     yield made
-    for pid in servers(made):
-        os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not servers(made))
+    end_servers(made)
 
 
 def config(path: Path, **server: object) -> Config:
@@ -162,5 +167,4 @@ def test_under_vllm_the_pool_outlives_the_instance_that_had_it_started(tmp_path:
             assert len(servers(here.socket)) == 1
             eventually(lambda: here.stats().chunks == 4)
         finally:
-            for server in servers(here.socket):
-                os.kill(server, signal.SIGKILL)
+            end_servers(here.socket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +13,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 from mooncake_cases import free_ports
-from processes import PATIENT, containers, eventually
+from processes import PATIENT, ROOT, containers, eventually
+from test_start_server import end_servers
 from vllm_cases import ANSWER_SECONDS, BLOCK, CHUNK, START_SECONDS, TOKEN_BYTES, Instance, Node, missing, new_tokens, node, serve
 
 from vcache_backend.metadata_server.client import Client
@@ -24,6 +26,7 @@ APART: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """The engine in a process of its own."""
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 LENGTH = 4 * CHUNK
+PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm.md"]
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +128,9 @@ def both(here: Node, storage: str, *, ours_first: bool, **more: Any) -> dict[str
 
 
 @contextmanager
-def serving(here: Node, *transfers: dict[str, Any], more: Sequence[str] = ()) -> Iterator[dict[str, Instance]]:
+def serving(
+    here: Node, *transfers: dict[str, Any], more: Sequence[str] = (), **environment: str
+) -> Iterator[dict[str, Instance]]:
     """Servers by their addresses, one for each `kv_transfer_config`. Front ends and engines are processes of their own. more: arguments."""
     ports = free_ports(len(transfers))
     common = [
@@ -134,12 +139,12 @@ def serving(here: Node, *transfers: dict[str, Any], more: Sequence[str] = ()) ->
         *("--max-num-seqs", "4", "--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details"),
     ]
     # The mode of developers has the address that resets the cache.
-    environment = APART | {"VLLM_SERVER_DEV_MODE": "1"}
+    given = APART | {"VLLM_SERVER_DEV_MODE": "1"} | environment
     with ExitStack() as undo:
         servers = {}
         for port, transfer in zip(ports, transfers, strict=True):
             arguments = [*common, *more, "--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
-            servers[port] = undo.enter_context(Instance(here.folder, f"server-{port}", environment, arguments, serve))
+            servers[port] = undo.enter_context(Instance(here.folder, f"server-{port}", given, arguments, serve))
         for port, server in servers.items():
             eventually(lambda port=port, server=server: listens(port) or server.ended(), START_SECONDS)
             assert server.alive, server.log[-4000:]
@@ -198,17 +203,25 @@ def test_wishes_come_with_the_body_and_metrics_say_what_was_loaded(here: Node) -
 
 
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
-def test_data_parallel_ranks_of_one_server_read_each_others_kv_caches_in_place(here: Node) -> None:
-    """Each is an instance with an id of its own."""
-    tokens = new_tokens(LENGTH + 1)
-    in_place = here.transfer({"connector": {"share": "in_place", "min_hit_tokens": CHUNK}})
-    with serving(here, in_place, more=("--data-parallel-size", "2")) as (address,):
-        assert complete(address, tokens)[1] == 0
-        own = complete(address, tokens)
-        complete(address, new_tokens(BLOCK), rank=1)
-        eventually(lambda: sorted(one.resident for one in here.stats().instances) == [0, 4])
-        hit = complete(address, tokens, rank=1)
-        assert (hit[1], own[1]) == (LENGTH, LENGTH)
-        assert hit == own
-        assert len({one.id for one in here.stats().instances}) == 2
-        assert here.stats().chunks == 0
+@pytest.mark.parametrize("share", ["pool", "in_place"])
+def test_the_documents_one_command_shares_what_its_data_parallel_ranks_compute(tmp_path: Path, share: str) -> None:
+    """Each is an instance of its own. Nobody has started a server."""
+    (written,) = {shown for page in PAGES for shown in re.findall(r"export VCACHE='(.*)'", page.read_text())}
+    here, config = Node(tmp_path), tmp_path / "vcache.yaml"
+    sections = here.transfer({"connector": {"share": share}})["kv_connector_extra_config"]
+    config.write_text(json.dumps(sections))
+    tokens, in_place = new_tokens(LENGTH + 1), share == "in_place"
+    try:
+        with serving(here, json.loads(written), more=("--data-parallel-size", "2"), VCACHE_CONFIG=str(config)) as (address,):
+            assert complete(address, tokens)[1] == 0
+            own = complete(address, tokens)
+            complete(address, new_tokens(BLOCK), rank=1)
+            eventually(lambda: sorted(one.resident for one in here.stats().instances) == [0, 4] * in_place)
+            eventually(lambda: here.stats().chunks == 4 * (not in_place))
+            hit = complete(address, tokens, rank=1)
+            assert (hit[1], own[1]) == (LENGTH, LENGTH)
+            assert hit == own
+            assert len({one.id for one in here.stats().instances}) == 2 * in_place
+        assert here.stats().chunks == 4 * (not in_place), "the server is still there"
+    finally:
+        end_servers(here.socket)
