@@ -24,6 +24,7 @@ from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict
 from vcache_backend.doctor import Finding, diagnose, in_place, system
 from vcache_backend.doctor import gpus as gpu_checks
+from vcache_backend.doctor.plan import plan
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
 from vcache_backend.vram_pool import cuda_driver
@@ -190,6 +191,23 @@ def test_a_model_is_looked_for_in_hugging_faces_cache_and_nowhere_else(
 def test_what_a_models_file_leaves_out_transformers_says(config: Config, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
     assert "32 KV heads of 128" in diagnose(config, str(tmp_path))[0].detail
+
+
+def test_a_plan_says_what_gpus_lend_and_what_is_left_of_them(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    _, _, pool, vllm = plan(str(tmp_path), config, gpus=8, tokens=500_000, gpu_bytes=80 << 30)
+    # 1,954 chunks of 32 MiB, 245 on each but one.
+    assert (pool.advice, pool.detail) == (
+        "pool.segment_bytes: 8 GiB",
+        "8 GPUs that lend 8 GiB each hold 2,048 chunks, 524,288 tokens",
+    )
+    assert (vllm.status, vllm.advice) == ("ok", "--gpu-memory-utilization 0.85")
+    *_, vllm = plan(str(tmp_path), config, gpus=1, tokens=500_000, gpu_bytes=80 << 30)
+    assert (vllm.status, vllm.advice.startswith("lend less")) == ("warn", True)
+    *_, pool = plan(str(tmp_path), config, gpus=2)
+    assert pool.detail.startswith("2 GPUs that lend 1 MiB each hold 0 chunks")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"sliding_window": 4096}))
+    assert only(plan(str(tmp_path), config, gpus=8)).status == "fail"
 
 
 # ---- packages and system

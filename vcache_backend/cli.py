@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +22,7 @@ from vcache_backend import __version__, config, terminal
 from vcache_backend.errors import ConfigError, SegmentError, ServerUnavailable, VCacheError
 
 if TYPE_CHECKING:
+    from vcache_backend.doctor.finding import Finding
     from vcache_backend.metadata_server.client import Client
     from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
 
@@ -360,9 +362,32 @@ def doctor(
 ) -> None:
     """Check GPUs, peer access, driver, packages and the socket: what is wrong, and what to do. Exit code 1 on a failure."""
     from vcache_backend.doctor import diagnose
+
+    _show_findings(diagnose(_load(config_file, socket), model), as_json)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(metavar="NAME_OR_FOLDER", help="A folder with a config.json, or a model in the cache.")],
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs that lend memory to the pool.")] = 1,
+    tokens: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="What the pool shall hold of prompts.")] = 0,
+    gpu_memory: Annotated[
+        config.ByteSize | None,
+        typer.Option(metavar="SIZE", parser=_bytes, help="Of one GPU, such as 80GiB: what is left for vLLM?"),
+    ] = None,
+    config_file: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """How much memory a pool for a model takes: what GPUs lend for so many tokens, or how many tokens what they lend holds."""
+    from vcache_backend.doctor.plan import plan
+
+    _show_findings(list(plan(model, config.load(config_file), gpus, tokens, gpu_memory or 0)), as_json)
+
+
+def _show_findings(findings: Sequence[Finding], as_json: bool) -> None:
+    """What is worst first. Exit code 1 with a failure among them."""
     from vcache_backend.status import level, plain, table
 
-    findings = diagnose(_load(config_file, socket), model)
     if as_json:
         terminal.print_json(plain(findings))
     else:

@@ -59,7 +59,7 @@ class ModelKv(NamedTuple):
 def check_model(name: str, config: Config) -> Iterator[Finding]:
     """name: a folder with a `config.json`, or a name in Hugging Face's cache. Whether it is cached, and what 1 GiB of pool holds."""
     try:
-        kv = read(_folder(name))
+        kv = read(find(name))
     except UnknownModel as error:
         why, _, advice = str(error).partition("; ")
         yield Finding("model", "warn", f"{name}: {why}", advice)
@@ -106,7 +106,7 @@ def _refusal(kv: ModelKv) -> tuple[str, str]:
 # ---- where it lies
 
 
-def _folder(name: str) -> Path:
+def find(name: str) -> Path:
     """Where its `config.json` is. Raises UnknownModel."""
     folder = Path(name).expanduser()
     if folder.is_dir():

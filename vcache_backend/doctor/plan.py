@@ -1,0 +1,46 @@
+"""How much memory a pool for a model takes. Behind `vcache plan`; what it knows of models is `model.py`'s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from vcache_backend.config import ByteSize, Config
+from vcache_backend.doctor.finding import Finding
+from vcache_backend.doctor.model import GIB, check_model, find, read
+from vcache_backend.vram_pool.memory_budget import MAX_SHARE
+
+_ROUNDING = 1e-6
+LEAST_UTILIZATION = 0.5
+"""With less for vLLM the pool takes more than it is likely to give."""
+
+
+def plan(name: str, config: Config, gpus: int, tokens: int = 0, gpu_bytes: int = 0) -> Iterator[Finding]:
+    """What each of `gpus` GPUs lends so that the pool holds so many `tokens` (0: what the configuration says), and what is left for vLLM
+    of a GPU with `gpu_bytes` (0: not said). Only what the model is where it is not cached."""
+    known = list(check_model(name, config))
+    if known[0].status != "ok":
+        yield msgspec.structs.replace(known[0], status="fail")
+        return
+    yield from known[:2]
+    kv, size = read(find(name)), config.engine.chunk_size
+    chunk = (kv.full_bytes + kv.window_bytes) * size
+    # Each GPU has whole chunks.
+    chunks = math.ceil(math.ceil(tokens / size) / gpus)
+    segment = ByteSize(math.ceil(chunks * chunk / GIB) * GIB) if tokens else config.pool.segment_bytes
+    held = segment // chunk * gpus
+    yield Finding(
+        "pool",
+        "ok",
+        f"{gpus} GPUs that lend {segment} each hold {held:,} chunks, {held * size:,} tokens",
+        f"pool.segment_bytes: {segment}",
+    )
+    if gpu_bytes:
+        left = math.floor(100 * (MAX_SHARE - segment / gpu_bytes) + _ROUNDING) / 100
+        enough = left >= LEAST_UTILIZATION
+        less = "lend less, or on more GPUs, or keep the pool in host memory (pool.device: host)"
+        advice = f"--gpu-memory-utilization {left:.2f}" if enough else less
+        detail = f"beside that vLLM can have {max(left, 0):.0%} of {ByteSize(gpu_bytes).about}, weights and its own KV cache"
+        yield Finding("vllm", "ok" if enough else "warn", detail, advice)
