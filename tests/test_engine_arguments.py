@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine_cases import Node, Pair, folder, pair, put, said, shared
-from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
+from kv_cases import ARRANGEMENTS, CHUNK, SMALL, Cache, layout_of, places, prompt
 from processes import SECONDS
 
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.errors import ConfigError
+from vcache_backend.errors import ConfigError, LayoutError
+from vcache_backend.transfer.layout import Layout
 
 __all__ = ["folder", "pair", "shared"]
 
@@ -107,6 +109,32 @@ def test_places_outside_of_the_cache_are_a_failure_not_a_write(pair: Pair, caplo
     assert pair.writer.lookup(prompt(2 * CHUNK, 2)) == 0
     assert pair.writer.get_stats()["server"]["segments"].popitem()[1]["used"] == 2 * pair.mine.chunk_bytes
     assert len(said(caplog, "load failed")) == len(said(caplog, "store failed")) == 1
+
+
+def test_a_layout_is_made_from_the_tensors() -> None:
+    for arrangement in ARRANGEMENTS:
+        cache = Cache(arrangement)
+        of = Layout.of(cache.tensors, cache.sizes.block_size, model="test", axes=arrangement.axes, chunk_size=CHUNK)
+        said = layout_of(cache, kv_heads=of.kv_heads, head_dim=of.head_dim)
+        heads = cache.sizes.heads if "head" in arrangement.axes else 1
+        assert (of, of.kv_heads, of.head_dim) == (said, heads, cache.tensors[0].shape[-1]), arrangement
+    with pytest.raises(LayoutError, match=r"no known layout.*block_size"):
+        Layout.of(cache.tensors, cache.sizes.block_size + 1, model="test")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layers": 0}, r"layers=0.*1 or more"),
+        ({"block_size": "16"}, r"block_size='16'"),
+        ({"dtype": torch.float32}, r"dtype=torch.float32.*a text"),
+        ({"chunk_size": CHUNK + 1}, "multiple of block_size"),
+        ({"extra": {"salt": 1}}, r"extra=.*texts"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_an_error_where_it_is_made(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        layout_of(Cache(), **change)
 
 
 def test_an_impossible_configuration_is_an_error_at_construction(shared: Node) -> None:

@@ -201,7 +201,10 @@ def segment_add(
     from vcache_backend.status import plain
     from vcache_backend.vram_pool import devices, segment
 
-    place = devices.resolve(device)
+    try:
+        place = devices.resolve(device)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("pool.device:", "--device", 1)) from error
     # Pages are taken when they are first written: too many would be missing late, to whoever writes them.
     if place.medium == "host" and nbytes > (available := config.ByteSize(devices.host_available())):
         raise SegmentError(f"--bytes {nbytes}: {available.about} of host memory are available; lend less")

@@ -60,7 +60,7 @@ def _missing_hooks() -> Iterator[str]:
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         for file, names in _HOOKS.items():
             try:
-                source = (Path(folder) / file).read_text()
+                source = (Path(folder) / file).read_text("utf-8")
             except OSError:
                 source = ""
             yield from (f"{name} in {file}" for name in names if f"def {name}(" not in source)

@@ -32,13 +32,15 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
     """
     folder = path.parent
     status = folder.lstat()
-    other = f"set server.socket to a folder of your own, or remove {folder}"
+    other = "set server.socket to a folder of your own"
     if not stat.S_ISDIR(status.st_mode):
-        return f"{folder} is no folder but {stat.filemode(status.st_mode)[0]!r}, a link maybe; {other}"
+        return f"{folder} is no folder but {stat.filemode(status.st_mode)[0]!r}, a link maybe; {other}, or remove {folder}"
     if status.st_uid not in trusted:
-        return f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {other}"
+        return f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {other}, or remove {folder}"
     if status.st_mode & 0o022:
-        return f"{folder} (mode {stat.S_IMODE(status.st_mode):04o}) can be written by others; `chmod go-w {folder}`, or {other}"
+        shared = status.st_mode & stat.S_ISVTX  # such as /tmp, which is meant to be so
+        mend = other if shared else f"`chmod go-w {folder}`, or {other}, or remove {folder}"
+        return f"{folder} (mode {stat.S_IMODE(status.st_mode):04o}) can be written by others; {mend}"
     return ""
 
 

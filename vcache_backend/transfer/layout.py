@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import msgspec
 
 from vcache_backend.config import Config
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHECKSUM = "ml64x2-2"
 """What `Layout.extra["checksum"]` is where engine.checksum is on: `checksum.NAME`, without what that module imports."""
@@ -36,6 +41,38 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     pp_rank: int = 0
     hash_algorithm: str = "blake2b-128"
     extra: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        """ValueError for what no KV cache can be."""
+        for name, kind in get_type_hints(Layout).items():
+            value, least = getattr(self, name), int(name not in ("pp_rank", "kv_heads", "head_dim"))
+            if kind in (int, str) and (not isinstance(value, kind) or (kind is int and value < least)):
+                wanted = "a text" if kind is str else f"a whole number of {least} or more"
+                raise ValueError(f"Layout({name}={value!r}): expected {wanted}")
+        if not all(isinstance(part, str) for pair in self.extra.items() for part in pair):
+            raise ValueError(f"Layout(extra={self.extra!r}): expected texts only")
+        if self.chunk_size % self.block_size:
+            raise ValueError(f"Layout(chunk_size={self.chunk_size}): expected a multiple of block_size {self.block_size}")
+
+    @classmethod
+    def of(
+        cls,
+        kvcaches: Sequence[Tensor] | Mapping[str, Tensor],
+        block_size: int,
+        *,
+        model: str,
+        axes: str | None = None,
+        **more: Any,
+    ) -> Layout:
+        """The layout of these tensors, one a layer, with blocks of `block_size` tokens. more: what tensors do not tell, as `revision`,
+        `tp_size`, `extra`. axes: see `PagedKV.describe`, which recognises them from their shapes, or raises LayoutError."""
+        from vcache_backend.vram_pool.paged import PagedKV
+
+        kv = PagedKV.describe(kvcaches, block_size, axes=axes)
+        sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)[. ]", kv.name)}
+        heads = {"kv_heads": sizes.get("head", 1), "head_dim": sizes.get("dim", 1)}
+        known: dict[str, Any] = {"dtype": kv.dtype, "layers": kv.layers, "block_size": block_size, "kv_layout": kv.name}
+        return cls(model=model, **(heads | known | more))
 
     def fields(self) -> dict[str, str]:
         """All of it as text, for the server and for people."""
