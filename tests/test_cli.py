@@ -56,6 +56,7 @@ COMMANDS = [
     ["config", "init"],
     ["config", "show"],
     ["doctor"],
+    ["plan"],
     ["demo"],
     ["version"],
 ]
@@ -108,7 +109,8 @@ def text_of(renderable: Any, width: int = 160) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_command_explains_itself(command: list[str]) -> None:
-    assert "Usage" in vcache(*command, "--help").stdout
+    said = vcache(*command, "-h").stdout
+    assert ("Usage" in said, said) == (True, vcache(*command, "--help").stdout)
 
 
 def test_help_is_quick_because_it_loads_nothing_heavy() -> None:
@@ -119,6 +121,7 @@ def test_help_is_quick_because_it_loads_nothing_heavy() -> None:
 
 def test_version_names_the_package_and_the_protocol() -> None:
     assert vcache("version").stdout.startswith(f"vcache {__version__}, protocol ")
+    assert vcache("--version").stdout == vcache("version").stdout
     assert json.loads(vcache("version", "--json").stdout)["version"] == __version__
 
 
@@ -127,6 +130,7 @@ def test_version_names_the_package_and_the_protocol() -> None:
     [
         ["nonsense"],
         ["status", "--nonsense"],
+        ["status", "--since", "5"],
         ["segment", "add", "--device", "host"],
         ["segment", "add", "--device", "host", "--bytes", "much"],
         ["segment", "add", "--device", "host", "--bytes", "0"],
@@ -139,6 +143,13 @@ def test_version_names_the_package_and_the_protocol() -> None:
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert vcache(*arguments, expect=2).stdout == ""
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    for typed, offered in (("vcache seg", "segment"), ("vcache segment re", "resize"), ("vcache status --si", "--since")):
+        words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_VCACHE_COMPLETE": "complete_bash"}
+        ran = subprocess.run(VCACHE, env={**os.environ, **words}, capture_output=True, text=True, timeout=SECONDS)
+        assert ran.stdout.split() == [offered], ran
 
 
 @pytest.mark.parametrize(
@@ -270,6 +281,8 @@ def test_eighty_columns_cut_no_cell_and_show_what_is_wrong_first() -> None:
     ]
     assert shown.index("Reports") < shown.index("Segments") < shown.index("Counters")
     assert [f"report {number}:" in shown for number in (11, 7, 6)] == [True, True, False]
+    lately = text_of(status.render(status.lately(stats, 1e9 + 3), reports=None))
+    assert [f"report {number}:" in lately for number in (11, 3, 2)] == [True, True, False]
     assert "clients " not in shown.partition("Counters")[2]
 
 
@@ -294,6 +307,9 @@ def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
     (row,) = [line for line in text_of(status.render(read)).splitlines() if "4194302" in line]
     assert " ".join(row.split()) == f"4194302 {uuid[:12]} abababab {uuid[:12]} 1 TiB 1,000,000"
     assert len(row.rstrip()) <= 80
+    busy = [ReadStats(pid, uuid, "ab" * 16, nbytes, 0) for pid, nbytes in ((7, 5), (8, 4), (9, 1), (8, 3))]
+    text = text_of(status.render(msgspec.structs.replace(STATS, reads=busy)))
+    assert re.findall(r"^(\d) .*?(\d) B", text, re.MULTILINE) == [("8", "4"), ("8", "3"), ("7", "5"), ("9", "1")]
     assert "share in place" not in text_of(status.render(STATS))
     assert status.summary(stats)["instances"][0] == status.plain(whole)
     assert status.summary(stats)["instances"][0]["id"] == "ab" * 16

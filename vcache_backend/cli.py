@@ -6,6 +6,7 @@ loads torch. An error of ours is one line on stderr and exit code 1; wrong usage
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
 
 
+EXIT_CODES = "Exit codes: 0 done; 1 it failed, and one line on stderr says why; 2 wrong usage."
 ENGINE = ("torch", "numpy", "triton")
 """What the base install does not bring."""
 
@@ -48,11 +50,19 @@ class _Group(TyperGroup):
         raise typer.Exit(1) from trouble
 
 
-def _app(text: str) -> typer.Typer:
-    return typer.Typer(cls=_Group, help=text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+def _app(text: str, root: bool = False) -> typer.Typer:
+    return typer.Typer(
+        cls=_Group,
+        help=text,
+        no_args_is_help=True,
+        add_completion=root,
+        epilog=EXIT_CODES if root else None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
 
 
-app = _app("A node-wide pool of GPU memory for transformer KV caches.")
+app = _app("A node-wide pool of GPU memory for transformer KV caches.", root=True)
 segment_app = _app("Lend memory to the pool, look at what it has, take it back.")
 config_app = _app("Check a configuration file, or show the one in force.")
 app.add_typer(segment_app, name="segment")
@@ -64,6 +74,21 @@ ConfigFile = Annotated[
 ]
 Socket = Annotated[Path | None, typer.Option("--socket", metavar="PATH", help="The server's socket, whatever the file says.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="As `vcache version`.")
+    ] = False,
+) -> None:
+    """A node-wide pool of GPU memory for transformer KV caches."""
 
 
 def main() -> None:
@@ -92,6 +117,14 @@ def _client(path: Path | None, socket: Path | None, reconnect: bool = False) -> 
 # ---- the server
 
 
+def _seconds(text: str) -> float:
+    """Of an age such as `5m`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if found is None:
+        raise typer.BadParameter(f"Expected a number and s, m, h or d, as `5m`, got {text!r}")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+
+
 @app.command()
 def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
     """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments; it never touches a GPU."""
@@ -115,16 +148,20 @@ def status(
     socket: Socket = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Stay and refresh, until Ctrl-C.")] = False,
     every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="How often --watch refreshes.")] = 1.0,
+    since: Annotated[
+        float | None,
+        typer.Option(metavar="AGE", parser=_seconds, help="Only reports of the last `90s`, `5m`, `2h` or `1d`, all of them."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Segments, occupancy, hit rates, latencies and counters of the running server."""
-    from vcache_backend.status import render, summary
+    from vcache_backend.status import SHOWN_REPORTS, lately, render, summary
 
     before: ServerStats | None = None
     with _client(config_file, socket, reconnect=watch) as client, suppress(KeyboardInterrupt):
         while True:
             try:
-                stats = client.stats()
+                stats = client.stats() if since is None else lately(client.stats(), time.time() - since)
             except ServerUnavailable as error:
                 if not watch:
                     raise
@@ -133,7 +170,7 @@ def status(
                 if as_json:
                     terminal.print_json(summary(stats), indent=None if watch else 2)
                 else:
-                    terminal.show(render(stats, before, every), anew=watch)
+                    terminal.show(render(stats, before, every, reports=SHOWN_REPORTS if since is None else None), anew=watch)
                 before = stats
             if not watch:
                 break

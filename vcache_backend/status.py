@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any
@@ -39,6 +40,11 @@ def plain(value: Any) -> Any:
 def summary(stats: ServerStats) -> dict[str, Any]:
     """`stats` as plain values, with the rates that follow from the counters (None before the first request)."""
     return {**plain(stats), "hit_rates": {kind: hit_rate(stats, kind) for kind in ("lookup", "acquire")}}
+
+
+def lately(stats: ServerStats, since: float) -> ServerStats:
+    """`stats` with the reports from then on only; seconds since the epoch."""
+    return msgspec.structs.replace(stats, reports=[one for one in stats.reports if one.time >= since])
 
 
 def hit_rate(stats: ServerStats, kind: str) -> float | None:
@@ -95,8 +101,11 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str
     return made
 
 
-def render(stats: ServerStats, before: ServerStats | None = None, seconds: float = 0.0) -> RenderableType:
-    """The whole picture, what is wrong first. With the stats of `seconds` ago, counters get a column of what happened since, a second."""
+def render(
+    stats: ServerStats, before: ServerStats | None = None, seconds: float = 0.0, reports: int | None = SHOWN_REPORTS
+) -> RenderableType:
+    """The whole picture, what is wrong first, with so many reports, or all. With the stats of `seconds` ago, counters get a column of what
+    happened since, a second."""
     latencies = [
         (name, f"{latency.count:,}", f"{latency.p50_us:,.1f}", f"{latency.p99_us:,.1f}")
         for name, latency in sorted(stats.latency.items())
@@ -107,7 +116,7 @@ def render(stats: ServerStats, before: ServerStats | None = None, seconds: float
         _still_mapped(stats.still_mapped),
         table("Not shared", ("model", "field", "~value", "~instances", "~what to do"), _mismatches(stats)),
         table("Slots in quarantine until their writer ends or answers", ("pid", "slots"), quarantine),
-        _reports(stats.reports),
+        _reports(stats.reports, len(stats.reports) if reports is None else reports),
     ]
     tables = [
         instances_table(stats.instances),
@@ -174,10 +183,12 @@ def _still_mapped(readers: Sequence[StillMapped]) -> Table:
 
 
 def _reads(stats: ServerStats) -> Table:
-    """Who has read how much of whose KV cache; an instance that has ended has no device any more."""
+    """Who has read how much of whose KV cache, the reader of most first; an instance that has ended has no device any more."""
     devices = {one.id: one.device for one in stats.instances}
-    rows = []
+    rows, totals = [], Counter[int]()
     for one in stats.reads:
+        totals[one.pid] += one.nbytes
+    for one in sorted(stats.reads, key=lambda one: (-totals[one.pid], one.pid, -one.nbytes)):
         owner = one.instance[:8], devices.get(one.instance, "ended")[:12]
         rows.append((str(one.pid or "–"), one.device[:12], *owner, size(one.nbytes), f"{one.refused:,}"))
     columns = ("reader", "on", "instance", "on", ">read", ">chunks refused")
@@ -221,15 +232,13 @@ def _counters(stats: ServerStats, before: ServerStats | None, seconds: float) ->
     return table("Counters", ("counter", ">total", ">a second")[: 2 if before is None else 3], rows)
 
 
-def _reports(reports: Sequence[Reported]) -> Table:
+def _reports(reports: Sequence[Reported], most: int) -> Table:
     """The newest ones, newest first."""
     rows = [
         (time.strftime("%m-%d %H:%M:%S", time.localtime(one.time)), level(one.level), str(one.pid), one.device[:12], one.text)
-        for one in reversed(reports[-SHOWN_REPORTS:])
+        for one in reversed(reports[-most:])
     ]
-    title = (
-        "Reports" if len(reports) <= SHOWN_REPORTS else f"Reports, the newest {SHOWN_REPORTS} of {len(reports)} (--json has all)"
-    )
+    title = "Reports" if len(reports) <= most else f"Reports, the newest {most} of {len(reports)} (--json has all)"
     return table(title, ("when", "", "pid", "-device", "~report"), rows)
 
 
