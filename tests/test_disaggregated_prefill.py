@@ -21,7 +21,7 @@ from mooncake_cases import free_ports
 from processes import PATIENT, ROOT, Child, eventually
 from test_examples import command_line, left_over
 from test_vllm_processes import counted, serving
-from vllm_cases import new_tokens, node
+from vllm_cases import know_model, new_tokens, node
 
 from benchmarks.results import Row
 from benchmarks.vllm.pd import Samples, rows
@@ -114,6 +114,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     if request.param == "in_place":
         yield from in_place(folder)
         return
+    know_model()
     child, ports = example(folder, "--json", "--stay", "--lengths", "128,512")
     with child:
         child.expect("the proxy: ready", START_SECONDS)

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from mooncake_cases import free_ports, needs_mooncake
 from processes import ROOT, Child, eventually
-from vllm_cases import missing
+from vllm_cases import know_model, missing
 
 from vcache_backend import config as configuration
 from vcache_backend import doctor
@@ -179,6 +179,7 @@ def left_over(text: str | Path) -> list[int]:
 @NEEDS_VLLM
 @pytest.mark.timeout(EXAMPLE_SECONDS + 20)
 def test_the_example_shows_that_the_second_instance_reads_what_the_first_computed(tmp_path: Path) -> None:
+    know_model()
     with example(tmp_path / "run", "--json", "--lengths", "130,513") as child:
         status, said = child.wait(EXAMPLE_SECONDS)
         assert status == 0, said

@@ -329,10 +329,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         @cache
         def start(rows: str) -> tuple[Worker, Path]:
             out = folder / f"{rows}.json"
-            given = [
-                *["--scale", "tiny", "--rounds", "2", "--seconds", "840", "--commit", "x", "--only"],
-                ",".join(WHOLE[rows][0]),
-            ]
+            given = ["--scale", "tiny", "--rounds", "2", "--seconds", "840", "--commit", "x", "--only", ",".join(WHOLE[rows][0])]
             given += ["--out", str(out), "--logs", str(folder / rows), "--cache", str(folder / "cache"), "--integration"]
             given += ["vllm", "--share", "in_place"] if rows == "inplace" else [rows]
             return undo.enter_context(forking("benchmarks.vllm_ttft", given, folder / f"{rows}.log", {})), out

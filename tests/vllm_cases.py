@@ -154,6 +154,18 @@ def beside_vllm() -> Worker:
     return Worker(_home(), object, name="beside vLLM")
 
 
+def know_model() -> None:
+    """Have vLLM find out about the tests' model now, which it keeps (`VLLM_CACHE_ROOT`): each server would import vLLM twice for it."""
+    with beside_vllm() as worker:
+        worker.ask(_inspect)
+
+
+def _inspect(_: object) -> None:
+    from vllm.model_executor.models import ModelRegistry
+
+    ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
+
+
 def forking(module: str, arguments: Sequence[str], log: Path, environment: dict[str, str | None]) -> Worker:
     """`main` of a benchmark, whose instances of vLLM are forked too (`forked_programs`); its answer is what `main` returns."""
     worker = Worker(_home(), object, name=module, environment=_environment(environment), log=log)
