@@ -7,6 +7,7 @@
 #     speed     our connector: scheduler, a refused one, TTFT, prefill apart, decoding   needs vllm.tar.xz and vllm_c.tar.xz too
 #     equal     200 hits through each integration beside each other, a flipped byte, a restart; compiled, with their control
 #     kinds     failures, eager, TP=2 (both integrations); fp8, MLA, ngram
+#     groups    models of several block tables, shapes of Gemma 3 and gpt-oss: equal, sensitive, TTFT; gpt-oss needs the part of MOE=1, too
 #     lmcache   TTFT, decoding, misses through LMCache; misses through our connector
 #     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
 #     inplace2  likewise eager, TP=2, fp8, MLA, ngram; copies out of a KV cache
@@ -29,7 +30,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 call=${1:?"usage: $0 CALL [PART.tar.xz...]; the calls are at the top of this script"}; shift
-known="pool speed equal kinds lmcache inplace inplace2 hostpool campaign host x4"
+known="pool speed equal kinds groups lmcache inplace inplace2 hostpool campaign host x4"
 for peer in alone offload mp pool; do known="$known serving_$peer unfiltered_$peer"; done
 for one in ${call//+/ }; do [[ " $known " == *" $one "* ]] || { echo "no call $one; there are: $known"; exit 2; }; done
 out=${OUT:-/tmp/vcache-gpu}; site=${SITE:-/tmp/site}; logs=/tmp/vcache-gpu-logs/$call; began=$SECONDS
@@ -117,6 +118,9 @@ case $call in
     vllm lmcache 350 failures,eager,tp2 --pool-gib 8 &
     wait
     vllm vllm 520 fp8,mla,ngram --pool-gib 8 --isolated
+    ;;
+  groups)
+    vllm vllm 520 gemma3,gptoss --pool-gib 8 --isolated --rounds 9
     ;;
   lmcache)
     vllm lmcache 350 ttft,tpot,miss --rounds 9 --isolated

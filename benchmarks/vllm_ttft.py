@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from .results import Clock, Report, Row
-from .vllm import death, equality, failures, latency, offload, pd, scheduling
+from .vllm import death, equality, failures, groups, latency, offload, pd, scheduling
 from .vllm.fleet import Fleet
 from .vllm.instances import KINDS
 from .vllm.prompts import Prompts
@@ -80,6 +80,15 @@ def _few(kind: str, seconds: int, of: tuple[str, ...] = ("vllm",), cpu: bool = T
     return Part(_trio(kind), seconds, run, of, cpu)
 
 
+def _groups(kind: str, seconds: int) -> Part:
+    """Of a model of several block tables."""
+
+    def run(run: Run) -> list[Row]:
+        return groups.measure(run.fleet, run.clock, run.source, kind, run.rounds)
+
+    return Part(_trio(kind), seconds, run, ("vllm",), in_place=False)
+
+
 def _trio(kind: str) -> tuple[str, ...]:
     return (f"{kind}_alone", f"{kind}_a", f"{kind}_b")
 
@@ -112,10 +121,12 @@ PARTS: dict[str, Part] = {
     "fp8": _few("fp8", 20),
     "mla": _few("mla", 15, cpu=False),
     "ngram": _few("ngram", 20),
+    "gemma3": _groups("gemma3", 90),
+    "gptoss": _groups("gptoss", 90),
 }
 """In the order they are run in. In place: what an instance computed goes with it (`restart`); what a promise needs is in its owner's
 memory, not in the server's (`failures`); and without a pool nothing goes below it (`below`)."""
-APART = (("pd",), ("eager",), ("tp2",), ("failures",), ("below",), ("fp8", "mla", "ngram"))
+APART = (("pd",), ("eager",), ("tp2",), ("failures",), ("below",), ("fp8", "mla", "ngram"), ("gemma3", "gptoss"))
 """Parts whose instances start when all that others need is gone; those of one group start together, on the CPU each alone."""
 
 

@@ -65,7 +65,7 @@ def round_trip(kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int) -> 
     use the KV cache meanwhile. Its bytes are put back whatever happens, in the order of the current stream. The slot's bytes are
     overwritten.
     """
-    count = min(chunk_size // kv.block_size, kv.num_blocks)
+    count = min(kv.blocks_in(chunk_size), kv.num_blocks)
     try:
         saved = [page[: count + 1].clone() for page in kv.pages]
         try:
@@ -92,7 +92,7 @@ def _there_and_back(
     copy = plan_blocks(kv, chunk_size, ids)
     if not _over(copier.gather(kv, copy, [view])):
         return f"gathering a chunk took longer than {COPY_SECONDS:g} s"
-    blocks = chunk_size // kv.block_size
+    blocks = kv.blocks_in(chunk_size)
     there = view.tensor[: kv.chunk_bytes(chunk_size)].view(kv.layers, blocks, kv.parts, kv.page_bytes)
     for plane, pattern in enumerate(patterns):
         layer, part = divmod(plane, kv.parts)

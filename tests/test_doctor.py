@@ -123,10 +123,16 @@ MIXED = ["sliding_attention", "full_attention"] * 16
         (LLAMA | {"layer_types": ["chunked_attention"] * 24 + ["full_attention"] * 8}, 131072, "32 layers of full attention"),
         (
             LLAMA | {"layer_types": MIXED, "sliding_window": 128},
-            0,
-            "16 layers of full attention, 16 layers with a window of 128 tokens",
+            98304,
+            "16 layers of full attention, 16 layers with a window of 128 tokens: cached",
         ),
-        (LLAMA | {"sliding_window": 4096}, 0, "32 layers with a window of 4,096 tokens: nothing of it is cached"),
+        # Of tables of 6 layers one lacks two, whose places are nobody's.
+        (
+            LLAMA | {"num_hidden_layers": 34, "model_type": "gemma3_text", "sliding_window": 1024},
+            4096 * 35,
+            "29 layers with a window",
+        ),
+        (LLAMA | {"sliding_window": 4096}, 131072, "32 layers with a window of 4,096 tokens: cached"),
         (
             LLAMA | {"mamba_d_state": 128, "layer_types": ["mamba", "attention"] * 16},
             0,

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool import kernels, reference
 from vcache_backend.vram_pool.kernels import Tuning
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
+from vcache_backend.vram_pool.paged import Int64s, PagedKV, Share
 from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks, plane_offsets
 from vcache_backend.vram_pool.slots import SlotView
 
@@ -191,6 +191,17 @@ def test_any_number_of_programs_moves_every_piece_once(ctas: int, tuning: Tuning
 def test_an_empty_plan_moves_nothing(device: str) -> None:
     kv = cache((12, 4, 64), 4, device)
     check(kv, some(kv, 2, first=2), 1, True, SMALL)
+
+
+@DIRECTIONS
+@DEVICE
+def test_the_kernel_equals_the_reference_for_several_block_tables(to_slot: bool, device: str) -> None:
+    first, second = (noise((24, 4, 3, 20), torch.bfloat16, device, layer) for layer in range(2))
+    kv = PagedKV.describe_groups([({"a": first, "b": second}, Share(4)), ({"c": first}, Share(4, 8))])
+    assert kv.chunk_bytes(16) == 2 * 6 * kv.page_bytes
+    ids = np.random.default_rng(3).permutation(24)[:12]
+    ids[[1, 4, 10]] = -1
+    check(kv, plan_blocks(kv, 16, ids), 2, to_slot, SMALL)
 
 
 @DEVICE

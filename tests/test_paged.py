@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.paged import DTYPES, PagedKV, alignment
+from vcache_backend.vram_pool.paged import DTYPES, PagedKV, Share, alignment
 
 BLOCKS, BLOCK, HEADS, DIM = 10, 16, 8, 64
 PAGE = BLOCK * HEADS * DIM * 2
@@ -178,6 +178,23 @@ def test_axes_that_do_not_fit_are_refused(axes: str) -> None:
 def test_layers_that_differ_are_refused(other: Tensor) -> None:
     with pytest.raises(LayoutError, match=r"KV cache of layer 1 .* differs from layer 0"):
         PagedKV.describe([kv(BLOCKS, BLOCK, HEADS, DIM), other], BLOCK)
+
+
+def test_several_block_tables_must_lie_in_the_same_memory() -> None:
+    one, two = kv(BLOCKS, BLOCK, HEADS, DIM), kv(BLOCKS, BLOCK, HEADS, DIM)
+    full = {"a": one, "b": two}, Share(BLOCK)
+    found = PagedKV.describe_groups([full, ({"c": one}, Share(BLOCK, 32)), ({}, Share(BLOCK, 16))])
+    assert (found.layers, found.chunk_bytes(64), found.name) == (2, 2 * (4 + 2 + 1) * PAGE, PagedKV.describe([one], BLOCK).name)
+    # One table's blocks may be longer where a token has fewer bytes.
+    longer = one.view(BLOCKS, 2 * BLOCK, HEADS // 2, DIM)
+    found = PagedKV.describe_groups([full, ({"c": longer}, Share(2 * BLOCK))])
+    assert (found.block_size, found.chunk_bytes(64)) == (BLOCK, 2 * (4 + 2) * PAGE)
+    elsewhere, larger = kv(BLOCKS, BLOCK, HEADS, DIM), kv(BLOCKS, BLOCK, HEADS, 2 * DIM)
+    for other in (elsewhere, larger, one[1:]):
+        with pytest.raises(LayoutError, match="must lie in the same memory, but c and its group have 1 layers"):
+            PagedKV.describe_groups([full, ({"c": other}, Share(BLOCK))])
+    with pytest.raises(LayoutError, match="no KV caches"):
+        PagedKV.describe_groups([({}, Share(BLOCK))])
 
 
 def test_no_layers_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
+from vcache_backend.vram_pool.paged import Int64s, PagedKV, Share
 from vcache_backend.vram_pool.planner import plan_blocks, plan_chunks
 
 BLOCK = 4
@@ -50,6 +52,17 @@ def test_of_blocks_some_may_be_wanted() -> None:
     assert copy.complete(1).tolist() == [False]
     with pytest.raises(LayoutError, match="blocks 3 to 6 are wanted of 5"):
         plan_blocks(KV, CHUNK, np.arange(5), 3, 6)
+
+
+def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_other() -> None:
+    several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
+    copy = plan_blocks(several, CHUNK, np.array([7, 3, 30, 4, 0, 31, -1, 9, 8, -1, -1, 6]))
+    assert copy.blocks[:6].tolist() == [[0, 192 * at, block] for at, block in enumerate((7, 3, 30, 4, 0, 31))]
+    assert copy.blocks[6:].tolist() == [[1, 192, 9], [1, 384, 8], [1, 960, 6]]
+    assert (copy.nbytes, copy.tokens) == (9 * 3 * 2 * PAGE, CHUNK + 2 * BLOCK)
+    assert copy.complete(2).tolist() == [True, False]
+    with pytest.raises(LayoutError, match="names blocks -1 to 7"):
+        plan_blocks(KV, CHUNK, np.array([7, -1]))
 
 
 def test_nothing_wanted_is_an_empty_plan() -> None:

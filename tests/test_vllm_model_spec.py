@@ -46,6 +46,11 @@ SHARD = shard()
 # ---- what is read
 
 
+def test_chunks_of_before_models_of_several_block_tables_are_found_still() -> None:
+    """One table, of layers that look at all tokens: their namespace is what it was, to the byte."""
+    assert namespace(msgspec.structs.replace(MODEL, extra={"engine": "vllm 0.32"}), [SHARD]) == "c24ed23743b7be13"
+
+
 def test_the_model_is_the_whole_one() -> None:
     assert (MODEL.model, MODEL.revision, MODEL.dtype, MODEL.kv_cache_dtype) == ("org/model", "abc123", "bfloat16", "bfloat16")
     assert (MODEL.layers, MODEL.kv_heads, MODEL.head_dim, MODEL.tp_size, MODEL.pp_size) == (6, 4, 8, 2, 2)

@@ -5,9 +5,7 @@ Instance `a` stores what it computes; for everything else an instance of its own
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,22 +18,6 @@ from vcache_backend.doctor import diagnose
 pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
 UNSEEDED: dict[str, str | None] = {"PYTHONHASHSEED": None}
 """This vLLM has a seed of its own for its default hash, the same everywhere."""
-GEMMA = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "model_type": "gemma2",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "query_pre_attn_scalar": 32,
-    "intermediate_size": 64,
-    "vocab_size": 1024,
-    "max_position_embeddings": 2048,
-    "sliding_window": 64,
-    "torch_dtype": "bfloat16",
-}
-"""Every second of its layers looks at a window only, so that it has two groups of blocks."""
 LENGTH = 4 * CHUNK
 Start = Callable[..., Instance]
 
@@ -183,18 +165,6 @@ def test_the_doctor_knows_beforehand_what_a_worker_says_of_a_chunk(here: Node, a
 def test_a_hash_that_differs_between_processes_is_refused(here: Node, start: Start) -> None:
     b = start(prefix_caching_hash_algo="xxhash")
     caches_nothing(here, b, "PYTHONHASHSEED is not set, so that each process may hash the same tokens differently")
-
-
-def test_several_groups_of_blocks_are_refused_and_how_they_become_one_is_said(here: Node, start: Start, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
-    gemma = {"model": str(tmp_path), "load_format": "dummy"}
-    hybrid, b = start(**gemma), start(**gemma, disable_hybrid_kv_cache_manager=True)
-    reason = "2 groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-"
-    caches_nothing(here, hybrid, reason)
-    tokens = new_tokens(LENGTH + 1)
-    here.keep(b, tokens)
-    own, from_pool = b.one(tokens), b.again(tokens)
-    assert (from_pool.cached, from_pool.said) == (LENGTH, own.said)
 
 
 def test_settings_that_do_not_exist_end_vllm(here: Node, start: Start) -> None:

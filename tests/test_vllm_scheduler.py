@@ -22,7 +22,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -57,7 +57,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 class Side:
     """A scheduler's half whose one worker has said what it holds."""
 
-    def __init__(self, here: Node, undo: ExitStack, **connector: Any) -> None:
+    def __init__(self, here: Node, undo: ExitStack, window: int = 0, **connector: Any) -> None:
+        """window: of a second block table, vLLM's first."""
         self.meter, self.client = Meter(), undo.enter_context(here.client())
         config = here.config("host", chunk_size=CHUNK)
         settings = ConnectorConfig(**{"min_hit_tokens": CHUNK} | connector)
@@ -69,8 +70,10 @@ class Side:
         vllm.cache_config.prefix_caching_hash_algo, vllm.cache_config.prefix_match_unit = "sha256", None
         vllm.cache_config.enable_prefix_caching = True
         vllm.scheduler_config = SimpleNamespace(async_scheduling=True)
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=8, dtype=torch.bfloat16)
-        caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        sizes = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 8, "dtype": torch.bfloat16}
+        specs = [SlidingWindowSpec(sliding_window=window, **sizes)] if window else []
+        named = [KVCacheGroupSpec(["layer"], one) for one in (*specs, FullAttentionSpec(**sizes))]
+        caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=named)
         self.half = SchedulerSide(vllm, caches, config, True, True, self.meter)
         undo.callback(self.half.close)
         self.client.clear()
@@ -122,6 +125,16 @@ class Side:
                 resumed_req_ids=set(),
             ),
         )
+        return self.planned(output)
+
+    def begun(self, request: Request, computed: int, count: int, rows: tuple[list[int], ...]) -> StepMetadata:
+        """One step, in which the request begins behind `computed` tokens, with the blocks of all its tables."""
+        new = SimpleNamespace(req_id=request.request_id, block_ids=rows, num_computed_tokens=computed)
+        none = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
+        scheduled = {request.request_id: count}
+        return self.planned(SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=[new], scheduled_cached_reqs=none))
+
+    def planned(self, output: Any) -> StepMetadata:
         output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
         meta = self.half.begin(output)
         self.half.add_stores(output, meta)
@@ -347,3 +360,62 @@ def test_after_an_exception_nobodys_blocks_are_known(side: Side) -> None:
         side.step((new_request(), PROMPT), cached=(request, 0, 1, 7))  # type: ignore[arg-type]
     meta = side.step(cached=(request, PROMPT, CHUNK, None))
     assert meta.stores == []
+
+
+# ---- several block tables
+
+WINDOW, ROWS = 9, (list(range(1, 21)), list(range(101, 121)))
+"""Of the window a hit needs two blocks, half a chunk."""
+
+
+def test_a_store_has_blocks_of_every_table_and_all_that_get_an_owner_are_fenced(make: Callable[..., Side]) -> None:
+    side, request = make(window=WINDOW), new_request()
+    side.matched(request)
+    meta = side.begun(request, 0, 2 * CHUNK, ROWS)
+    assert meta.fresh == list(ROWS)
+    assert [store.blocks for store in meta.stores] == [[101, 102, 103, 104, 3, 4, 105, 106, 107, 108, 7, 8]]
+
+
+def test_of_what_windows_have_passed_nothing_is_stored(make: Callable[..., Side]) -> None:
+    """A prefix in vLLM's own cache: of its windows the last one is there, and so is the chunk that ends with it."""
+    side, request = make(window=WINDOW), new_request()
+    side.matched(request, 3 * CHUNK)
+    passed = (3 * CHUNK - WINDOW + 1) // BLOCK
+    (store,) = side.begun(request, 3 * CHUNK, CHUNK, ([0] * passed + ROWS[0][passed:], ROWS[1])).stores
+    assert store.keys == side.keys(request)[2:4]
+    assert store.blocks == [109, 110, 111, 112, 11, 12, 113, 114, 115, 116, 15, 16]
+
+
+def test_a_hit_ends_with_a_chunk_and_is_loaded_where_vllm_wants_it(make: Callable[..., Side]) -> None:
+    side, request = make(window=WINDOW, sync_below_tokens=0), new_request(CHUNKS * CHUNK)
+    side.put(request)
+    assert side.matched(request, CHUNK + BLOCK) == (3 * CHUNK - BLOCK, True)
+    end = 4 * CHUNK
+    passed = (end - WINDOW + 1) // BLOCK
+    rows = [0] * passed + ROWS[0][passed : end // BLOCK], ROWS[1][: end // BLOCK]
+    side.half.allocated(request, SimpleNamespace(get_block_ids=lambda: rows), 3 * CHUNK - BLOCK)
+    (load,) = side.half.begin(SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)).loads
+    assert load.keys == side.keys(request)[1:4]
+    assert load.blocks == [-1, 106, 107, 108, -1, -1, 109, 110, 111, 112, -1, -1, 113, 114, 115, 116, 15, 16]
+    assert load.wanted == [*range(106, 117), 15, 16]
+
+
+@pytest.mark.parametrize("sync", [0, 2048])
+def test_where_a_load_cannot_fail_by_request_it_runs_in_the_step_or_not_at_all(
+    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sync: int
+) -> None:
+    """As before vLLM 0.30. Chunks are stored all the same."""
+    monkeypatch.setattr(scheduler.compat, "fails_by_request", lambda: False)
+    side, request, other = make(window=WINDOW, sync_below_tokens=sync), new_request(), new_request()
+    assert len([line for line in caplog.messages if "none is loaded" in line]) == (not sync)
+    side.put(request)
+    assert side.matched(request) == ((CHUNKS * CHUNK, False) if sync else (0, False))
+    side.half.finished(request)
+    announced = new_request(announced=True)
+    assert side.matched(announced) == (0, False)
+    side.matched(other)
+    # Another one runs.
+    assert side.begun(other, 0, CHUNK, ROWS).stores
+    side.matched(request)
+    assert side.matched(request) == (0, False)
+    eventually(lambda: side.leases() == 0)

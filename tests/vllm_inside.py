@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import vllm.entrypoints.llm
 import vllm.lora.resolver
 import vllm.model_executor.layers.quantization.online.base
@@ -30,7 +31,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
-from vllm_cases import BLOCK, TOKEN_BYTES, Answer, Prompt
+from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Answer, Prompt
 
 registry._run_in_subprocess = lambda look: look()
 """What it finds out about a model it would find out in a process that has to import vLLM first, for ten seconds."""
@@ -43,6 +44,8 @@ multiprocessing.get_context = lambda method=None: _context("fork" if method == "
 with suppress(ImportError):
     importlib.import_module("lmcache.integration.vllm.vllm_v1_adapter")
 PATIENCE_SECONDS = 60.0
+POISON = 0x40
+"""Twice it is 3.0 in bfloat16: a number that tells, and whose weight of zero is zero."""
 HELD_SECONDS = 30.0
 """How long an instance stays at a place for a test that never lets it go."""
 
@@ -100,6 +103,16 @@ class Serving:
         """Both at once: what the request stores is still on its way to the pool."""
         self.run([prompt], together=False)
         return self.reset()
+
+    def poison(self) -> None:
+        """Every block but that of nobody holds threes."""
+        for page in get_kv_transfer_group()._worker._worker.kv.pages:
+            page[1:] = POISON
+
+    def written(self) -> int:
+        """How many blocks were written since they were poisoned."""
+        clean = [(page[1:] != POISON).any(dim=1) for page in get_kv_transfer_group()._worker._worker.kv.pages]
+        return int(sum(clean[1:], start=clean[0]).bool().sum())
 
     def told(self) -> bool:
         """Wait until what the steps so far have written, or saved, is known to the server, where the KV cache is shared in place."""
@@ -170,6 +183,8 @@ class Serving:
             if action == "stop":
                 _stop(value, args[1:])
             answer = original(*args, **kwargs)
+            if action == "negate":
+                _negate(answer, *value)
             return Slow(answer, value) if action == "slow" else answer
 
         self._undo.append((owner, name, original))
@@ -232,6 +247,14 @@ class Slow:
     def wait(self, timeout_s: float) -> bool:
         time.sleep(min(timeout_s, max(self._until - time.monotonic(), 0.0)))
         return self.done()
+
+
+def _negate(views: Any, chunk: int, group: int) -> None:
+    """In the pool, what a group of layers has of a chunk: every number gets the other sign."""
+    kv = get_kv_transfer_group()._worker._worker.kv
+    ends = np.cumsum([0, *(share.of(CHUNK) for share in kv.shares)])
+    there = views[chunk].tensor[: kv.chunk_bytes(CHUNK)].view(kv.layers, -1, kv.parts, kv.page_bytes)
+    there[:, ends[group] : ends[group + 1], :, 1::2] ^= 0x80
 
 
 def _stop(file: Path, arguments: tuple[Any, ...]) -> None:

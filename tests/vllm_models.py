@@ -13,8 +13,10 @@ TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
 """Layers, KV heads, head size, K and V, bfloat16."""
 
 
-def write_model(folder: Path) -> Path:
-    """A Llama whose output depends on every token of the prompt: random weights of a fixed seed, scaled so that attention matters."""
+def write_model(folder: Path, windowed: str = "", window: int = 0) -> Path:
+    """A Llama whose output depends on every token of the prompt: random weights of a fixed seed, scaled so that attention matters.
+
+    windowed: one letter a layer; those with an s look at the last `window` tokens only, so that they are groups of their own."""
     import torch
     from safetensors.torch import save_file
 
@@ -65,6 +67,11 @@ def write_model(folder: Path) -> Path:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    if windowed:
+        config |= {
+            "layer_types": ["sliding_attention" if letter == "s" else "full_attention" for letter in windowed],
+            "sliding_window": window,
+        }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

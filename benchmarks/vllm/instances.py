@@ -39,12 +39,62 @@ DEEPSEEK: dict[str, Any] = {
 }
 
 
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 65536,
+    "torch_dtype": "bfloat16",
+}
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+TINY: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+    "sliding_window": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+}
+"""Of either of them, on the CPU."""
+
+
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs from the plain instance. model: its config, or with `over` what to change of the plain one. block: tokens a
+    """What differs from the plain instance. model: its config, or with `over` what to change of the plain one. tiny: what to change of it
+    on the CPU. block: tokens a
     KV block, 0: the scale's. value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. environment: for its processes.
     """
 
     model: dict[str, Any] = {}
+    tiny: dict[str, Any] = {}
     over: bool = False
     block: int = 0
     value_bytes: int = 2
@@ -59,6 +109,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     def of(self, scale: Scale) -> Scale:
         """The scale as instances of this kind have it: as many tokens fit into their KV cache as into the plain one's."""
         model = {**(scale.model if self.over else {}), **self.model} if self.model else scale.model
+        model |= self.tiny if scale.cpu else {}
         own = msgspec.structs.replace(scale, model=model, block=self.block or scale.block)
         kv_bytes = scale.kv_bytes // scale.token_bytes * own.token_bytes * self.value_bytes // 2
         return msgspec.structs.replace(own, kv_bytes=kv_bytes)
@@ -70,6 +121,16 @@ KINDS = {
     "fp8": Kind(value_bytes=1, arguments={"kv_cache_dtype": "fp8"}),
     # 64 tokens a block is what the MLA kernels of Hopper take.
     "mla": Kind(model=DEEPSEEK, block=64),
+    "gemma3": Kind(
+        model=GEMMA3,
+        tiny=TINY | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+        arguments={"enforce_eager": True},
+    ),
+    "gptoss": Kind(
+        model=GPT_OSS,
+        tiny=TINY | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_local_experts": 4},
+        arguments={"enforce_eager": True},
+    ),
     # So few words that what comes out has been there before, and drafts are made and sometimes right.
     "ngram": Kind(
         model={"vocab_size": 64},
@@ -98,10 +159,10 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     refused: bool = False
 
 
-def _trio(prefix: str, kind: str, reader: str = "", below: bool = False) -> dict[str, Spec]:
-    """The reference, who stores and who hits, of one kind. reader: the scheduler of who hits."""
+def _trio(prefix: str, kind: str, reader: str = "", below: bool = False, alone: str = "in_chunks") -> dict[str, Spec]:
+    """The reference, who stores and who hits, of one kind. reader, alone: the schedulers of who hits, and of the reference."""
     return {
-        f"{prefix}alone": Spec(variant="alone", gpu=0, kind=kind, scheduler="in_chunks"),
+        f"{prefix}alone": Spec(variant="alone", gpu=0, kind=kind, scheduler=alone),
         f"{prefix}a": Spec(variant="vcache", gpu=0, kind=kind, below=below),
         f"{prefix}b": Spec(variant="vcache", gpu=1, kind=kind, scheduler=reader, below=below),
     }
@@ -122,6 +183,8 @@ INSTANCES = {
     **_trio("fp8_", "fp8"),
     **_trio("mla_", "mla"),
     **_trio("ngram_", "ngram"),
+    **_trio("gemma3_", "gemma3", alone=""),
+    **_trio("gptoss_", "gptoss", alone=""),
     **_trio("failing_", "steady", "probed"),
     **_trio("below_eager_", "eager", below=True),
 }

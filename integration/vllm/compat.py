@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
 from vcache_backend import config
+from vcache_backend.errors import ConfigError, LayoutError
 
-from . import model_spec
+from . import groups, model_spec
 
 
 def hash_root() -> bytes:
@@ -49,21 +53,57 @@ def publishes_events(vllm_config: Any) -> bool:
 
 
 def spec_kind(kv_cache_config: Any) -> str | None:
-    """What kind of layers the first group's are, as newer vLLM's KV events say: without it Dynamo takes no event of a group of
-    which it has heard nothing yet. None in others."""
+    """What kind of layers the first group's are that looks at all tokens, as newer vLLM's KV events say: without it Dynamo takes no
+    event of a group of which it has heard nothing yet. None in others."""
     find = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
-    return str(find(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value) if find and kv_cache_config.kv_cache_groups else None
+    found = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    found = [spec for spec in found if groups.is_full(type(spec).__name__)] or found
+    return str(find(found[0]).value) if find and found else None
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, chunk_size: int) -> str | None:
     """Why nothing of this instance may be cached, None if it may. All of its processes find the same."""
-    groups = kv_cache_config.kv_cache_groups
-    reason = model_spec.refusal(model, chunk_size, len(groups), hash_seed(vllm_config))
-    kinds = {type(group.kv_cache_spec).__name__ for group in groups}
-    if reason is None and not kinds <= _WHOLE_PREFIX:
-        # Blocks of layers that look at a window only, or keep a state, are given back while their request runs.
-        return f"the KV cache is {', '.join(sorted(kinds))}, whose blocks do not hold the whole prefix"
+    reason = model_spec.refusal(model, chunk_size, 1, hash_seed(vllm_config))
+    try:
+        groups.read(kv_cache_config, chunk_size)
+    except LayoutError as error:
+        return reason or str(error)
     return reason
 
 
-_WHOLE_PREFIX = {"FullAttentionSpec", "MLAAttentionSpec"}
+def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
+    """ConfigError where vLLM gives wrong tokens with any connector: 0.26 takes what its cache has of one group for what it has of all,
+    and computes nothing before that, where others keep states (its scheduler.py, `max(per_group_hits)`)."""
+    kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
+    old = tuple(int(number) for number in vllm.__version__.split(".")[:2] if number.isdigit()) == (0, 26)
+    if old and groups.STATES in kinds and len(kinds) > 1 and vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "vLLM 0.26 with any connector gives wrong tokens for models that keep states (Mamba, gated delta nets), where its own "
+            "prefix cache is on: start it without --kv-transfer-config, or with --no-enable-prefix-caching, or take vLLM 0.27"
+        )
+
+
+def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.ModelSpec:
+    """`model_spec.read_model`, with what several groups change: of a load that fails in its step vLLM takes nothing back, since blocks
+    do not tell it whose they are."""
+    model = model_spec.read_model(vllm_config, name)
+    if not groups.several(kv_cache_config):
+        return model
+    try:
+        kinds = groups.read(kv_cache_config, 0).text
+    except LayoutError:
+        return model
+    return msgspec.structs.replace(model, recomputes=False, extra=model.extra | {"groups": kinds})
+
+
+def fails_by_request() -> bool:
+    """Whether vLLM computes again what an asynchronous load of several groups did not bring: from 0.30 on."""
+    return _results is not None
+
+
+def transfer_results(recving: set[str], failed: set[str]) -> Any:
+    """vLLM's word for loads that are over, those that failed among them, from 0.30 on."""
+    return _results(finished_recving=recving | failed, failed_recving=failed)
+
+
+_results: Any = getattr(base, "KVConnectorTransferResults", None)

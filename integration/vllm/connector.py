@@ -24,7 +24,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 
 from .. import logs
-from . import settings, stats
+from . import compat, settings, stats
 from .metadata import StepMetadata
 from .scheduler import SchedulerSide
 from .worker import WorkerSide
@@ -57,6 +57,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """ConfigError for settings in `kv_connector_extra_config` that are unknown or impossible."""
         super().__init__(vllm_config, role, kv_cache_config)
         logs.join_vllm()
+        compat.check_states(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = settings.read(transfer.kv_connector_extra_config)
         if config.connector.start_server:
@@ -231,6 +232,11 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @_guarded((None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, (self._worker.finished() if self._worker is not None else None) or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """From 0.30 on, in place of `get_finished`."""
+        recving = self.get_finished(finished_req_ids)[1] or set()
+        return compat.transfer_results(recving, self._worker.failed() if self._worker is not None else set())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """RuntimeError, which ends the engine, where tokens may be wrong that vLLM would take for right; see docs/adr/0004."""

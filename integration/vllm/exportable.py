@@ -24,6 +24,7 @@ from vcache_backend.vram_pool.cuda_exportable import CudaExportable
 from vcache_backend.vram_pool.exportable import Exportable, Region
 from vcache_backend.vram_pool.host_exportable import HostExportable
 
+from .groups import several
 from .model_spec import ModelSpec
 
 log = logging.getLogger("vllm.vcache")
@@ -146,6 +147,8 @@ def _refusals(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Itera
         yield f"the KV cache is {', '.join(kinds)}, and Mamba's blocks are rewritten without being allocated anew"
     if len(groups) != 1:
         yield f"{len(groups)} groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-manager"
+    elif several(kv_cache_config):
+        yield "all layers look at a window only, and what it has passed is soon others'"
     if model.sleep_mode or getattr(vllm_config.model_config, "enable_cumem_allocator", False):
         yield "sleep mode takes a KV cache's memory away beneath its readers: start vLLM without --enable-sleep-mode"
     if model.device_type == "cuda" and config.expandable_segments():

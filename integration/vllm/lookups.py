@@ -103,7 +103,7 @@ class Tracked(msgspec.Struct):
     loads: bool
     consumes: bool
     keys: list[ChunkKey] = []
-    blocks: list[int] = []
+    rows: list[list[int]] = []
     captured: list[tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64]]] = []
     filled: int = 0
     preempted: int = 0

@@ -76,7 +76,7 @@ class LoadSpec(_Spec, frozen=True, kw_only=True):
     @property
     def wanted(self) -> list[int]:
         """The blocks to be filled."""
-        return self.blocks[self.skip : self.stop]
+        return [block for block in self.blocks[self.skip : self.stop] if block >= 0]
 
 
 class StoreSpec(_Spec, frozen=True):

@@ -17,6 +17,7 @@ from vcache_backend.errors import LayoutError
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
+from .groups import Groups
 from .weights import digest, extra, rope, text, weights
 
 
@@ -136,6 +137,26 @@ def describe(
         )
     found.chunk_bytes(chunk_size)
     return found
+
+
+def describe_groups(
+    groups: Groups, kv_caches: Mapping[str, Tensor], num_blocks: int, chunk_size: int, engine_config: EngineConfig
+) -> PagedKV:
+    """`describe` where it takes `groups` to say whose blocks are whose."""
+    found, split = [], 1
+    for group, share in zip(groups.groups, groups.shares, strict=True):
+        layers = {name: kv_caches[name] for name in group.layers if isinstance(kv_caches.get(name), Tensor)}
+        size = tensor_block_size(group.block_size, layers, num_blocks)
+        split = group.block_size // size
+        found.append((layers, share._replace(block_size=size)))
+    kv = PagedKV.describe_groups(found, axes=engine_config.kv_axes or axes(kv_caches, found[0][1].block_size))
+    if num_blocks and kv.num_blocks != num_blocks * split:
+        raise LayoutError(
+            f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens where vLLM hands out {num_blocks} of "
+            f"{groups.groups[0].block_size}; set engine.kv_axes to what each axis of the tensors is"
+        )
+    kv.chunk_bytes(chunk_size)
+    return kv
 
 
 def read_shard(

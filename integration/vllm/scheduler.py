@@ -11,7 +11,7 @@ import msgspec
 
 from vcache_backend.config import Config
 
-from . import compat, exportable, hints, model_spec, publications, request_params
+from . import compat, exportable, groups, hints, publications, request_params
 from .awaited import Awaited
 from .events import Announcer, block_stored
 from .introduction import Introduction
@@ -35,7 +35,7 @@ class SchedulerSide:
         self._settings, self._size = config.connector, config.engine.chunk_size
         self._loads_allowed, self._stores_allowed, self._least = loads, stores, config.connector.min_hit_tokens
         self._prompts_only = config.connector.store == "prompt"
-        model = model_spec.read_model(vllm_config, config.connector.model)
+        model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
         self._block = model.block_size
         self._per_chunk = self._size // self._block
         in_host = config.pool.device.startswith("host") or (config.pool.device == "auto" and model.device_type == "cpu")
@@ -51,6 +51,18 @@ class SchedulerSide:
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._hashes = self._size // self._hash_block
         refused = compat.refusal(vllm_config, kv_cache_config, model, self._size)
+        several = not refused and groups.several(kv_cache_config)
+        self._groups = groups.read(kv_cache_config, self._size) if several else None
+        """None where all layers look at all tokens by one block table."""
+        self._asynchronous = self._groups is None or compat.fails_by_request()
+        if not self._asynchronous and not self._sync_below and not refused:
+            log.warning(
+                "vcache: chunks are stored, and none is loaded: several block tables need vLLM 0.30, or loads in the step, which "
+                "tensor and pipeline parallelism, engine.checksum and connector.sync_below_tokens: 0 rule out"
+            )
+        self._tables = len(kv_cache_config.kv_cache_groups)
+        if self._groups is not None:
+            self._block = self._groups.block
         self.publications: Publications | None = None
         """What is shared in place; None where the pool is what is shared."""
         if in_place and not refused:
@@ -132,6 +144,11 @@ class SchedulerSide:
         size, first, asked, answer = self._size, tracked.local // self._size, tracked.params, tracked.answer
         end = tracked.local + external
         stop, blocks_end = -(-end // size), end // self._block
+        rows, several = blocks.get_block_ids(), self._groups
+        if several is None:
+            chosen, skip = rows[0][first * self._per_chunk : blocks_end], tracked.local // self._block - first * self._per_chunk
+        else:
+            chosen, skip = several.wanted(rows, tracked.local, end), 0
         lease = answer.lease_from(first) if answer is not None else None
         # Also where the pool had it all: it may lose some before it is read.
         offload = lease is None and not asked.announced and self.instance.offload is not None and self.instance.offload.usable
@@ -140,9 +157,9 @@ class SchedulerSide:
         load = LoadSpec(
             request_id=request.request_id,
             keys=tracked.keys[first:stop],
-            blocks=blocks.get_block_ids()[0][first * self._per_chunk : blocks_end],
-            skip=tracked.local // self._block - first * self._per_chunk,
-            stop=blocks_end - first * self._per_chunk,
+            blocks=chosen,
+            skip=skip,
+            stop=len(chosen),
             wait_seconds=self._wait_seconds(tracked) if asked.announced else 0.0,
             consume=tracked.consumes,
             lease=lease,
@@ -160,7 +177,7 @@ class SchedulerSide:
             self._stored(tracked, max(tracked.stored, end // size if partial else stop))
         else:
             # What it has loaded is published as if computed here, once it is there.
-            self._own(tracked, blocks.get_block_ids()[0], anew=True)
+            self._own(tracked, rows, anew=True)
             if asked.announced:
                 self._awaited.add(tracked, first, stop, load.wait_seconds)
         if partial:
@@ -177,6 +194,9 @@ class SchedulerSide:
         chosen: list[int] = blocks.get_block_ids()[0]
         first = tracked.local // self._block if tracked is not None else 0
         stop = min(first - (-external // self._block), len(chosen))
+        if self._groups is not None:
+            chosen = [block for row in blocks.get_block_ids() for block in row if block != groups.NULL]
+            first, stop = 0, len(chosen)
         self._loads.append(
             LoadSpec(
                 request_id=request.request_id,
@@ -213,20 +233,21 @@ class SchedulerSide:
         for request_id, computed, added in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             tracked = requests.get(request_id)
             if added is not None:
-                fresh.append(added[0])
+                fresh += added
             if tracked is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                self._own(tracked, added[0] if added is not None else [], anew=True)
+                self._own(tracked, added if added is not None else [[] for _ in tracked.rows], anew=True)
             elif added is not None:
-                self._own(tracked, added[0], anew=False)
-            self._computes(tracked, computed + scheduled[request_id], meta)
+                self._own(tracked, added, anew=False)
+            self._computes(tracked, computed, computed + scheduled[request_id], meta)
         for new in output.scheduled_new_reqs:
-            fresh.append(new.block_ids[0])
+            fresh += new.block_ids
             tracked = requests.get(new.req_id)
             if tracked is not None:
-                self._own(tracked, new.block_ids[0], anew=True)
-                self._computes(tracked, new.num_computed_tokens + scheduled[new.req_id], meta)
+                self._own(tracked, new.block_ids, anew=True)
+                computed = new.num_computed_tokens
+                self._computes(tracked, computed, computed + scheduled[new.req_id], meta)
         if self.publications is not None:
             self.publications.planned()
         if self.victims is not None:
@@ -292,7 +313,7 @@ class SchedulerSide:
 
     def _has(self, request: Any, token: int) -> bool:
         """Whether vLLM's own prefix cache has the block with this token, and so all before it."""
-        if self.prefix_cache is None or self._hash_block != self._block:
+        if self.prefix_cache is None or self._hash_block != self._block or self._groups is not None:
             return False
         return bool(self.prefix_cache.get_cached_block(request.block_hashes[token // self._block], [0]))
 
@@ -306,6 +327,7 @@ class SchedulerSide:
         computes = rated or getattr(request, "skip_reading_prefix_cache", False)
         consumes = self._settings.consume_once if asked.consume_once is None else asked.consume_once
         tracked = Tracked(request, asked, self._loads_allowed and asked.load and not computes, consumes)
+        tracked.rows = [[] for _ in range(self._tables)]
         self._requests[request.request_id] = tracked
         self._stored(tracked, 0)
         return tracked
@@ -327,13 +349,14 @@ class SchedulerSide:
         if tokens < least or not self.lookups.name(tracked, whole):
             return 0, False
         if tracked.params.announced:
-            return tokens, False
+            return (tokens if self._asynchronous else 0), False
         fits, in_place = self._fits_step(tracked, tokens), self.publications is not None
         answer = self.lookups.find(tracked, local // size, whole, fits and not in_place)
         external = min(answer.hits * size, most) - local
         if external < least:
             return 0, False
-        return external, self.lookups.pin(tracked, answer, local // size) if fits and in_place else answer.lease is not None
+        synchronous = self.lookups.pin(tracked, answer, local // size) if fits and in_place else answer.lease is not None
+        return (external if synchronous or self._asynchronous else 0), synchronous
 
     def _wait_seconds(self, tracked: Tracked) -> float:
         """How long what was announced to the request is waited for."""
@@ -343,7 +366,9 @@ class SchedulerSide:
     def _most(self, request: Any) -> int:
         """Tokens that may be loaded: in whole blocks, as from vLLM's own cache, which leaves the one with the last token, since that is
         computed in any case."""
-        return int(request.num_tokens - 1) // self._block * self._block
+        # Of several groups chunks have what a hit needs that ends with them.
+        whole = self._block if self._groups is None else self._size
+        return int(request.num_tokens - 1) // whole * whole
 
     def _fits_step(self, tracked: Tracked, tokens: int) -> bool:
         """Whether the step that runs the request may wait for so many of its tokens.
@@ -359,24 +384,25 @@ class SchedulerSide:
         own, living = tracked.request.request_id, self._requests
         return all(name == own or name not in living for name in self._scheduled)
 
-    def _own(self, tracked: Tracked, blocks: Sequence[int], anew: bool) -> None:
+    def _own(self, tracked: Tracked, rows: Sequence[Sequence[int]], anew: bool) -> None:
         """vLLM has given these to the request in this step. anew: they are all that it has."""
         if anew:
-            tracked.blocks = list(blocks)
+            tracked.rows = [list(row) for row in rows]
         else:
-            tracked.blocks += blocks
+            for own, row in zip(tracked.rows, rows, strict=True):
+                own += row
         if self.publications is not None:
-            self.publications.capture(tracked, blocks, anew)
+            self.publications.capture(tracked, rows[0], anew)
 
-    def _computes(self, tracked: Tracked, reached: int, meta: StepMetadata) -> None:
-        """The step computes the first `reached` tokens of the request, or they are there."""
+    def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
+        """The step computes tokens from number `computed` up to `reached` of the request."""
         if self.publications is not None:
             # As vLLM makes them known: what is guessed ahead is not.
-            filled = min(min(reached, tracked.request.num_tokens) // self._block, len(tracked.blocks))
+            filled = min(min(reached, tracked.request.num_tokens) // self._block, len(tracked.rows[0]))
             if filled > tracked.filled:
                 self.publications.fill(tracked, filled)
         if reached >= tracked.complete_at:
-            self._complete(tracked, reached, meta)
+            self._complete(tracked, computed, reached, meta)
 
     def _stored(self, tracked: Tracked, chunks: int) -> None:
         """So many chunks from the start are in the pool or on their way."""
@@ -386,8 +412,8 @@ class SchedulerSide:
             stores = tracked.request.num_prompt_tokens >= (chunks + 1) * self._size
         tracked.complete_at = (chunks + 1) * self._size if stores else inf
 
-    def _complete(self, tracked: Tracked, computed: int, meta: StepMetadata) -> None:
-        """Store the chunks that are complete once the step has computed the first `computed` tokens.
+    def _complete(self, tracked: Tracked, before: int, computed: int, meta: StepMetadata) -> None:
+        """Store the chunks that are complete once the step, which begins with token `before`, has computed the first `computed` tokens.
 
         Of those only what is known: tokens guessed ahead may be taken back, and so may what was computed from them.
         """
@@ -395,19 +421,26 @@ class SchedulerSide:
             return
         request, size, first = tracked.request, self._size, tracked.stored
         known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
-        ready = min(
-            min(computed, known) // size, len(request.block_hashes) // self._hashes, len(tracked.blocks) // self._per_chunk
-        )
+        rows, several = tracked.rows, self._groups
+        length = len(rows[0]) * self._block if several is None else several.length(rows)
+        ready = min(min(computed, known, length) // size, len(request.block_hashes) // self._hashes)
         if ready <= first or not self.instance.open() or not self.lookups.name(tracked, ready):
             return
+        if several is not None:
+            # Of what windows have passed nothing can be stored any more.
+            first = several.alive_from(rows, before, first, ready)
         self._expect(tracked, first, ready)
         if self.publications is not None:
             meta.publications += self.publications.complete(tracked, ready, bool(meta.loads))
             self._stored(tracked, ready)
             return
-        keys, blocks = tracked.keys[first:ready], tracked.blocks[first * self._per_chunk : ready * self._per_chunk]
-        before = tracked.blocks[: first * self._per_chunk] if meta.loads else []
-        meta.stores.append(StoreSpec(request.request_id, keys, blocks, tracked.keys[:first], before))
+        keys, earlier = tracked.keys[first:ready], list[int]()
+        each = self._per_chunk
+        blocks = rows[0][first * each : ready * each] if several is None else several.chunks(rows, first, ready)
+        if meta.loads:
+            earlier = rows[0][: first * each] if several is None else [block for row in rows for block in row]
+        if keys:
+            meta.stores.append(StoreSpec(request.request_id, keys, blocks, tracked.keys[:first], earlier))
         self._stored(tracked, ready)
 
     def _expect(self, tracked: Tracked, first: int, stop: int) -> None:
@@ -425,7 +458,8 @@ class SchedulerSide:
             tracked = self._requests[request_id]
             tracked.loads = False
             if self.publications is None:
-                self._stored(tracked, tracked.local // self._size)
+                # Several groups are computed from the start.
+                self._stored(tracked, tracked.local // self._size if self._groups is None else 0)
             else:
                 self._stored(tracked, 0)
                 self.publications.forget(tracked)

@@ -77,7 +77,8 @@ class Stores:
         chunks, session = load.to_promote(), self._session
         if not chunks or session is None:
             return
-        each = session.chunk_size // self._block_size
+        kv = load.places.kv
+        each = kv.blocks_in(session.chunk_size) * kv.block_size // self._block_size
         blocks = [block for chunk in chunks for block in spec.blocks[chunk * each : (chunk + 1) * each]]
         if unfilled.isdisjoint(blocks):
             prefix = of_rank(spec.prefix, session.rank)

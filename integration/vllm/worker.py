@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import vllm
 
@@ -31,7 +32,7 @@ from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .. import amx, memory_budget, round_trip
-from . import compat, exportable, model_spec
+from . import compat, exportable, groups, model_spec
 from .in_place import InPlace
 from .metadata import LoadSpec, Shard, StepMetadata
 from .replicas import Replica
@@ -78,7 +79,7 @@ class Loading(transfer.Load):
             residents=_unpacked(spec.residents),
             neighbours=worker.neighbours,
         )
-        self.spec, self._per_chunk = spec, session.chunk_size // block_size
+        self.spec, self._per_chunk = spec, worker.kv.blocks_in(session.chunk_size) * worker.kv.block_size // block_size
         self.in_place = worker.neighbours is not None
 
     @property
@@ -86,7 +87,8 @@ class Loading(transfer.Load):
         """Once it is over: the blocks that it should have filled and has not, vLLM's numbers."""
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
-        return self.spec.blocks[max(self.loaded * self._per_chunk, self.spec.skip) : self.spec.stop]
+        missed = self.spec.blocks[max(self.loaded * self._per_chunk, self.spec.skip) : self.spec.stop]
+        return [block for block in missed if block >= 0]
 
     @property
     def failure(self) -> str:
@@ -101,7 +103,7 @@ class WorkerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, pp_rank: int, tp_rank: int, meter: Meter) -> None:
         self._vllm, self._kv_config, self._config, self._meter = vllm_config, kv_cache_config, config, meter
         self._pp_rank, self._tp_rank = pp_rank, tp_rank
-        self._model = model_spec.read_model(vllm_config, config.connector.model)
+        self._model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
         if self._model.device_type == "cpu":
             amx.permit()
         shards = 1 if self._model.use_mla else self._model.tp_size
@@ -120,6 +122,10 @@ class WorkerSide:
         self._synchronous: list[Loading] = []
         self._lost: list[LoadSpec] = []
         self._invalid: set[int] = set()
+        self._failed: set[str] = set()
+        self.several = groups.several(kv_cache_config)
+        """Whether a load that fails is told by request: vLLM cannot tell whose blocks they are."""
+        self._block_size = self._model.block_size
         self._stores = Stores(meter)
         number = pp_rank * self._model.tp_size + tp_rank
         self.report = Reporter((pp_rank, tp_rank), number, self._rank, compat.publishes_events(vllm_config))
@@ -140,8 +146,15 @@ class WorkerSide:
         if self.in_place is not None:
             self.in_place.export(kv_caches)
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
-        kv = model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine)
+        if self.several:
+            found = groups.read(self._kv_config, size)
+            kv = model_spec.describe_groups(found, kv_caches, blocks, size, self._config.engine)
+            self._block_size, names = found.groups[0].block_size, found.layers
+        else:
+            kv, names = model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine), ""
         shard = model_spec.read_shard(self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank)
+        if names:
+            shard = msgspec.structs.replace(shard, layer_names=names)
         session = Session(
             self._config,
             model_spec.layout(self._model, [shard], size, b""),
@@ -151,7 +164,7 @@ class WorkerSide:
             kv_device=str(kv.device),
         )
         try:
-            session.bind(dict(kv_caches))
+            session.bind(dict(kv_caches), kv)
             wrong = round_trip.through_pool(session, kv)
             if wrong:
                 raise VCacheError(wrong)
@@ -161,7 +174,7 @@ class WorkerSide:
             session.close()
             raise
         self._worker = _Worker(session, kv, self.in_place.neighbours if self.in_place is not None else None)
-        self._stores.open(session, kv, self._model.block_size)
+        self._stores.open(session, kv, self._block_size)
         self.report.open(session, Shard(shard, session.tier is not None), self._worker.neighbours)
         does = "lends to and reads from" if self.in_place is None else "shares its KV cache in place, on"
         log.info("vcache: worker %d %s %s, %s B a chunk", self._rank, does, session.device, f"{shard.chunk_bytes:,}")
@@ -199,7 +212,7 @@ class WorkerSide:
         # A synchronous load needs none: the model's stream goes on behind it.
         mark = worker.session.copier.mark() if any(not load.synchronous for load in meta.loads) else None
         for spec in [spec for spec in meta.loads if not spec.lost]:
-            loading = Loading(worker, spec, mark, self._model.block_size)
+            loading = Loading(worker, spec, mark, self._block_size)
             (self._synchronous if spec.synchronous else self._asynchronous).append(loading)
             self._lost.remove(spec)
         for loading in self._asynchronous:
@@ -244,7 +257,12 @@ class WorkerSide:
         """Blocks that a load should have filled and did not, since the last call. vLLM's numbers. Waits for synchronous loads."""
         self._settle_synchronous()
         found, self._invalid = self._invalid, set()
-        return found
+        return found if not self.several else set()
+
+    def failed(self) -> set[str]:
+        """Requests whose asynchronous load failed since the last call, where it is told so."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def measured(self) -> None:
         """Tell the meter what was not stored, and what was offloaded, since the last call."""
@@ -292,6 +310,7 @@ class WorkerSide:
         for spec in lost:
             self.report.failed.add(spec.request_id)
             self._invalid |= set(spec.wanted)
+            self._note_failed(spec)
             if spec.synchronous:
                 self._synchronous_failed(spec)
         return {spec.request_id for spec in lost if not spec.synchronous}
@@ -313,6 +332,10 @@ class WorkerSide:
                 self._synchronous_failed(loading.spec)
             del self._synchronous[0]
 
+    def _note_failed(self, spec: LoadSpec) -> None:
+        if self.several and not spec.synchronous:
+            self._failed.add(spec.request_id)
+
     def _synchronous_failed(self, spec: LoadSpec) -> None:
         if not self._model.recomputes:
             self.unsafe = f"a load of request {spec.request_id} failed that its step had counted on"
@@ -325,6 +348,7 @@ class WorkerSide:
         if invalid:
             self.report.failed.add(name)
             self._invalid |= set(invalid)
+            self._note_failed(loading.spec)
         with suppress(Exception):  # a number too few
             if loading.stats.tokens.total() or not loading.cause:
                 self._meter.loaded(loading.stats)

@@ -66,40 +66,53 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
         return
     layers = ", ".join(f"{count} layers {_KINDS[kind]}" for kind, count in kv.layers.items()).replace("{}", f"{kv.window:,}")
     known = f"{name} ({kv.architecture}): {layers}"
-    reason, advice = _refusal(kv)
+    reason, advice = _refusal(kv, config.connector.share == "in_place")
     if reason:
         yield Finding("model", "fail", f"{known}: nothing of it is cached: {reason}", advice)
         return
     yield Finding("model", "ok", f"{known}: cached; {kv.what}", advice)
-    token, size = kv.full_bytes + kv.window_bytes, config.engine.chunk_size
-    chunks = GIB // (token * size)
+    size = config.engine.chunk_size
+    chunk = chunk_bytes(kv, size)
+    chunks = GIB // chunk
     yield Finding(
-        "chunks", "ok", f"{token:,} B a token, {ByteSize(token * size).about} a chunk of {size} tokens, all ranks together", _HALF
+        "chunks",
+        "ok",
+        f"{chunk // size:,} B a token, {ByteSize(chunk).about} a chunk of {size} tokens, all ranks together",
+        _HALF,
     )
     detail = f"1 GiB of pool holds {chunks:,} chunks, {chunks * size:,} tokens"
-    lent = config.pool.segment_bytes // (token * size)
+    lent = config.pool.segment_bytes // chunk
     yield Finding(
         "pool", "ok", f"{detail}; pool.segment_bytes {config.pool.segment_bytes}: {lent * size:,} tokens a worker and rank"
     )
 
 
 _KINDS = {"full": "of full attention", "window": "with a window of {} tokens", "state": "with a state"}
+_BLOCK = 16
+"""Tokens of vLLM's blocks, if nothing else is set."""
 _HALF = "half of that with vLLM's --kv-cache-dtype fp8"
 
 
-def _refusal(kv: ModelKv) -> tuple[str, str]:
+def chunk_bytes(kv: ModelKv, size: int) -> int:
+    """Of `size` tokens. vLLM makes block tables of equally many layers, and of a window a chunk holds what a hit can need, in blocks."""
+    full, window = kv.layers.get("full", 0), kv.layers.get("window", 0)
+    few, many = sorted((full or window, window or full))
+    each = many if many < 1.5 * few else few
+    kept = min(size, -(-(kv.window - 1) // _BLOCK) * _BLOCK)
+    found = 0
+    for layers, nbytes, tokens in ((full, kv.full_bytes, size), (window, kv.window_bytes, kept)):
+        found += -(-layers // each) * each * (nbytes // max(layers, 1)) * tokens
+    return found
+
+
+def _refusal(kv: ModelKv, in_place: bool) -> tuple[str, str]:
     """As `integration.vllm.compat.refusal` would say it, and what to change; the advice alone where it is cached."""
     if kv.odd:
         return kv.odd, "no setting changes it; vLLM serves all the same"
     if kv.layers.get("state"):
         return "layers keep a state, whose blocks do not hold the whole prefix", "no setting changes it; vLLM serves all the same"
-    if not kv.layers.get("full"):
-        return "its layers look at a window only, whose blocks do not hold the whole prefix", "no setting changes it"
-    if kv.layers.get("window"):
-        return (
-            "2 groups of layers with block tables of their own",
-            "start vLLM with --disable-hybrid-kv-cache-manager: all layers then keep all tokens",
-        )
+    if kv.layers.get("window") and in_place:
+        return "what a window has passed is soon others', so it is not shared in place", "set connector.share: pool"
     return "", ""
 
 

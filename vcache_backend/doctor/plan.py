@@ -9,7 +9,7 @@ import msgspec
 
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.doctor.finding import Finding
-from vcache_backend.doctor.model import GIB, check_model, find, read
+from vcache_backend.doctor.model import GIB, check_model, chunk_bytes, find, read
 from vcache_backend.vram_pool.memory_budget import MAX_SHARE
 
 _ROUNDING = 1e-6
@@ -26,7 +26,7 @@ def plan(name: str, config: Config, gpus: int, tokens: int = 0, gpu_bytes: int =
         return
     yield from known[:2]
     kv, size = read(find(name)), config.engine.chunk_size
-    chunk = (kv.full_bytes + kv.window_bytes) * size
+    chunk = chunk_bytes(kv, size)
     # Each GPU has whole chunks.
     chunks = math.ceil(math.ceil(tokens / size) / gpus)
     segment = ByteSize(math.ceil(chunks * chunk / GIB) * GIB) if tokens else config.pool.segment_bytes

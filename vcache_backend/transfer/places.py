@@ -46,11 +46,13 @@ class BlockPlaces:
         skip: int = 0,
         stop: int | None = None,
     ) -> None:
-        """skip, stop: a load wants `blocks[skip:stop]` only."""
+        """skip, stop: a load wants `blocks[skip:stop]` only. Of several groups (`PagedKV.shares`) negative ones are not wanted."""
         self.kv, self._size = kv, chunk_size
-        self._each, parts = chunk_size // kv.block_size, block_size // kv.block_size
+        self._each, parts = kv.blocks_in(chunk_size), block_size // kv.block_size
         ids = np.array(blocks, dtype=np.int64)
-        self._ids: Int64s = ids if parts == 1 else (ids[:, None] * parts + np.arange(parts)).reshape(-1)
+        if parts > 1:
+            ids = np.where(ids[:, None] < 0, -1, ids[:, None] * parts + np.arange(parts)).reshape(-1)
+        self._ids: Int64s = ids
         self._skip, self._stop = skip * parts, (len(blocks) if stop is None else stop) * parts
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
@@ -63,7 +65,8 @@ class BlockPlaces:
         return plan_blocks(self.kv, self._size, rows[list(chunks)].reshape(-1))
 
     def holds(self, chunk: int) -> bool:
-        return (chunk + 1) * self._each <= self._stop
+        own = self._ids[chunk * self._each : (chunk + 1) * self._each]
+        return (chunk + 1) * self._each <= self._stop and not (own < 0).any()
 
     def distinct(self) -> bool:
         """Whether no two chunks, nor two places in one, have the same block."""

@@ -49,7 +49,7 @@ class _PooledPiece(Piece):
 
     def origin(self) -> tuple[object, Int64s]:
         kv, size = self.context.places.kv, self.context.session.chunk_size
-        return plane_offsets, plane_offsets(len(kv.planes), kv.parts, size // kv.block_size, kv.page_bytes)[0]
+        return plane_offsets, plane_offsets(len(kv.planes), kv.parts, kv.blocks_in(size), kv.page_bytes)[0]
 
     def offsets(self, chunks: Int64s, inside: Int64s) -> Int64s:
         return np.array([view.address for view in self.views], dtype=np.int64)[chunks] + inside

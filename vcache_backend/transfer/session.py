@@ -85,14 +85,14 @@ class Session:
 
     # ---- the KV cache
 
-    def bind(self, kvcaches: KVCaches) -> PagedKV:
-        """The geometry of these tensors, worked out once. ValueError for what are no tensors, LayoutError if they are not what the
-        namespace stands for."""
+    def bind(self, kvcaches: KVCaches, described: PagedKV | None = None) -> PagedKV:
+        """The geometry of these tensors, worked out once, or before: `described`. ValueError for what are no tensors, LayoutError if they
+        are not what the namespace stands for."""
         given = list(kvcaches.values()) if isinstance(kvcaches, Mapping) else kvcaches
         if self._paged is not None and self._same(given):
             return self._paged
         tensors = as_kvcaches(given)
-        kv = PagedKV.describe(tensors, self.layout.block_size, axes=self._config.engine.kv_axes or None)
+        kv = described or PagedKV.describe(tensors, self.layout.block_size, axes=self._config.engine.kv_axes or None)
         if (kv.name, kv.layers) != (self.layout.kv_layout, self.layout.layers):
             here = f"{kv.layers} layers of {kv.name}"
             raise LayoutError(f"kvcaches are {here}, but the layout says {self.layout.layers} of {self.layout.kv_layout}")

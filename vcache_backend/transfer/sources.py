@@ -62,7 +62,7 @@ class Part(ABC):
     @property
     def tokens(self) -> int:
         """Those that are wanted of it."""
-        return self.plan.nbytes // self.context.stats.token_bytes
+        return self.plan.tokens
 
     @property
     def seconds(self) -> float:

@@ -98,7 +98,7 @@ def fill_slots(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) ->
     """`fill_table` of a copy to or out of slots, in half the time. addresses: (slots,) int64, of the plan's slots."""
     planes = len(kv.planes)
     table[:planes, :2] = kv.planes
-    table[:planes, 2] = plane_offsets(planes, kv.parts, plan.chunk_size // kv.block_size, kv.page_bytes)
+    table[:planes, 2] = plane_offsets(planes, kv.parts, kv.blocks_in(plan.chunk_size), kv.page_bytes)
     table[planes:, 0] = addresses[plan.blocks[:, 0]] + plan.blocks[:, 1]
     table[planes:, 1] = plan.blocks[:, 2]
     table[planes:, 2] = 0

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,18 @@ def alignment(*values: int) -> int:
     return bits & -bits
 
 
+class Share(NamedTuple):
+    """What a group of layers with a block table of its own has of a chunk: blocks of `block_size` tokens, those of the last `tail` tokens
+    only; 0: of all."""
+
+    block_size: int
+    tail: int = 0
+
+    def of(self, chunk_size: int) -> int:
+        """Blocks of a chunk."""
+        return (self.tail or chunk_size) // self.block_size
+
+
 @dataclass(frozen=True, eq=False)
 class PagedKV:
     """One worker's KV cache, described once and valid as long as the tensors are; it keeps them alive.
@@ -46,6 +59,8 @@ class PagedKV:
     name: the order of bytes in a chunk as text, the same in all processes that may share; not the number of blocks.
     pages: for each layer and part (layer-major) a uint8 view (num_blocks, page_bytes) over vLLM's memory.
     planes: (layers * parts, 2) int64: the address of each view, and its bytes from block to block.
+    shares: of several groups, which lie in the same planes, each block being one group's at a time. A chunk holds the blocks of the
+    first, then those of the second, as if they were one's.
     """
 
     device: torch.device
@@ -58,6 +73,7 @@ class PagedKV:
     name: str
     pages: tuple[Tensor, ...]
     planes: Int64s
+    shares: tuple[Share, ...] = ()
 
     @classmethod
     def describe(
@@ -96,6 +112,28 @@ class PagedKV:
             planes=np.array([(page.data_ptr(), page.stride(0)) for page in pages], dtype=np.int64),
         )
 
+    @classmethod
+    def describe_groups(cls, groups: Sequence[tuple[Mapping[str, Tensor], Share]], *, axes: str | None = None) -> PagedKV:
+        """Recognise several groups, each with its layers, of which this worker may have none. Raises LayoutError as `describe` does, and
+        where they do not lie alike."""
+        found = {next(iter(layers)): cls.describe(layers, share.block_size, axes=axes) for layers, share in groups if layers}
+        if not found:
+            raise LayoutError("no KV caches were given; pass one tensor for each layer")
+        widest = max(found.values(), key=lambda kv: kv.layers)
+        for layer, kv in found.items():
+            if kv.pitch != widest.pitch or (kv.planes != widest.planes[: len(kv.planes)]).any():
+                raise LayoutError(
+                    f"KV caches of several block tables must lie in the same memory, but {layer} and its group have "
+                    f"{kv.layers} layers of {kv.name}, others {widest.layers} of {widest.name}, or lie elsewhere"
+                )
+        name = " + ".join(dict.fromkeys(kv.name for kv in found.values()))
+        return replace(widest, name=name, block_size=groups[0][1].block_size, shares=tuple(share for _, share in groups))
+
+    @property
+    def pitch(self) -> tuple[torch.device, int, int, int]:
+        """What groups that lie in the same memory have in common."""
+        return self.device, self.parts, self.page_bytes, self.num_blocks
+
     @cached_property
     def aligned(self) -> int:
         """What divides every page's address and size, up to 16 bytes."""
@@ -103,11 +141,15 @@ class PagedKV:
 
     def chunk_bytes(self, chunk_size: int) -> int:
         """Bytes of a chunk of `chunk_size` tokens. Raises LayoutError if that is no multiple of the block size."""
-        if chunk_size <= 0 or chunk_size % self.block_size:
-            raise LayoutError(
-                f"chunk_size {chunk_size} is no multiple of the KV block size {self.block_size}; set engine.chunk_size"
-            )
-        return self.layers * (chunk_size // self.block_size) * self.parts * self.page_bytes
+        return self.layers * self.blocks_in(chunk_size) * self.parts * self.page_bytes
+
+    def blocks_in(self, chunk_size: int) -> int:
+        """Blocks of a chunk, of all groups. Raises LayoutError like `chunk_bytes`."""
+        shares = self.shares or (Share(self.block_size),)
+        for size, _ in shares:
+            if chunk_size <= 0 or chunk_size % size:
+                raise LayoutError(f"chunk_size {chunk_size} is no multiple of the KV block size {size}; set engine.chunk_size")
+        return sum(share.of(chunk_size) for share in shares)
 
 
 @dataclass(frozen=True)

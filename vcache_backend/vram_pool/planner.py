@@ -21,7 +21,8 @@ class CopyPlan:
 
     blocks: (n, 3) int64: slot index, byte offset in the slot of the virtual block (layer 0, part 0), block id.
     index: (n,) int64: where the block's first token stands in the slot mapping, or among the tokens of the chunks.
-    nbytes: bytes read, which are the bytes written.
+    nbytes: bytes read, which are the bytes written. tokens: of several groups, those whose first group's blocks are moved. each: blocks
+    of a chunk.
     """
 
     chunk_size: int
@@ -29,6 +30,8 @@ class CopyPlan:
     blocks: Int64s
     index: Int64s
     nbytes: int
+    tokens: int
+    each: int
 
     def covered(self, total: int) -> Bools:
         """Shape (total,): which of `total` tokens this plan moves."""
@@ -38,7 +41,7 @@ class CopyPlan:
 
     def complete(self, slots: int) -> Bools:
         """Shape (slots,): which of the request's slots are moved wholly. A store must skip every chunk that is not."""
-        whole: Bools = np.bincount(self.blocks[:, 0], minlength=slots) * self.block_size == self.chunk_size
+        whole: Bools = np.bincount(self.blocks[:, 0], minlength=slots) == self.each
         return whole
 
 
@@ -50,7 +53,7 @@ def plan_chunks(kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Sequ
     is not taken apart. Raises LayoutError: a place outside of the KV cache, a chunk outside of the mapping, a chunk size that is
     no multiple of the block size.
     """
-    each, size = _blocks_in(kv, chunk_size), kv.block_size
+    each, size = kv.blocks_in(chunk_size), kv.block_size
     if len(starts) and not 0 <= min(starts) <= max(starts) <= len(slot_mapping) - chunk_size:
         raise LayoutError(
             f"chunks of {chunk_size} tokens from {list(starts)} on are not in a slot mapping of {len(slot_mapping)}"
@@ -70,15 +73,17 @@ def plan_chunks(kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Sequ
 def plan_blocks(kv: PagedKV, chunk_size: int, ids: Int64s, first: int = 0, stop: int | None = None) -> CopyPlan:
     """Plan whole blocks: block `i` of consecutive chunks in slots 0, 1, ... has its place at block `ids[i]` of the KV cache.
 
-    Only the blocks [first, stop) are moved, all from `first` on by default; the places of others do not matter. Raises LayoutError
-    like `plan_chunks`, and where `ids` has no place for a block that is wanted.
+    Only the blocks [first, stop) are moved, all from `first` on by default; the places of others do not matter. Where there are several
+    groups, a negative id is no place. Raises LayoutError like `plan_chunks`, and where `ids` has no place for a block that is wanted.
     """
-    _blocks_in(kv, chunk_size)
     stop = len(ids) if stop is None else stop
     if not 0 <= first <= stop <= len(ids):
         raise LayoutError(f"blocks {first} to {stop} are wanted of {len(ids)}")
     rows, index = _consecutive(kv, chunk_size, stop)
-    return _plan(kv, chunk_size, rows[first:], ids[first:stop], index[first:])
+    rows, ids, index = rows[first:], ids[first:stop], index[first:]
+    if kv.shares and (missing := ids < 0).any():
+        rows, ids, index = rows[~missing], ids[~missing], index[~missing]
+    return _plan(kv, chunk_size, rows, ids, index)
 
 
 def _plan(kv: PagedKV, chunk_size: int, rows: Int64s, ids: Int64s, index: Int64s) -> CopyPlan:
@@ -88,15 +93,17 @@ def _plan(kv: PagedKV, chunk_size: int, rows: Int64s, ids: Int64s, index: Int64s
         raise _outside(kv, int(ids.min()), int(ids.max()))
     blocks = rows.copy()
     blocks[:, 2] = ids
-    return CopyPlan(chunk_size, kv.block_size, blocks, index, kv.layers * kv.parts * len(ids) * kv.page_bytes)
+    count, stride = len(ids), kv.parts * kv.page_bytes
+    if kv.shares:
+        count = int((blocks[:, 1] < kv.shares[0].of(chunk_size) * stride).sum())
+    nbytes, each = kv.layers * stride * len(ids), kv.blocks_in(chunk_size)
+    return CopyPlan(chunk_size, kv.block_size, blocks, index, nbytes, count * kv.block_size, each)
 
 
 def _consecutive(kv: PagedKV, chunk_size: int, count: int) -> tuple[Int64s, Int64s]:
     """What the plans of the first `count` blocks of consecutive chunks have in common: their rows without ids, and their `index`. Both
     are shared: they stay as they are."""
-    rows, index = _common(
-        chunk_size // kv.block_size, kv.parts * kv.page_bytes, kv.block_size, max(1024, 1 << count.bit_length())
-    )
+    rows, index = _common(kv.blocks_in(chunk_size), kv.parts * kv.page_bytes, kv.block_size, max(1024, 1 << count.bit_length()))
     return rows[:count], index[:count]
 
 
@@ -107,12 +114,6 @@ def _common(each: int, stride: int, block_size: int, count: int) -> tuple[Int64s
     rows, index = np.stack([slot, virtual * stride, number], axis=1), number * block_size
     rows.flags.writeable = index.flags.writeable = False
     return rows, index
-
-
-def _blocks_in(kv: PagedKV, chunk_size: int) -> int:
-    if chunk_size <= 0 or chunk_size % kv.block_size:
-        raise LayoutError(f"chunk_size {chunk_size} is no multiple of the KV block size {kv.block_size}; set engine.chunk_size")
-    return chunk_size // kv.block_size
 
 
 def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:

@@ -77,7 +77,7 @@ def _block_pairs(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> Iterat
         # torch copies rows of bytes element by element, of wide words ten times faster.
         word = _word(kv, slots[index])
         flat = slots[index][: kv.chunk_bytes(plan.chunk_size)].view(word)
-        chunk = flat.view(kv.layers, plan.chunk_size // kv.block_size, kv.parts, -1)
+        chunk = flat.view(kv.layers, kv.blocks_in(plan.chunk_size), kv.parts, -1)
         for plane, page in enumerate(kv.pages):
             yield page.view(word), chunk[plane // kv.parts, :, plane % kv.parts], ids, virtual
 
