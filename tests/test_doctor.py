@@ -212,7 +212,7 @@ def test_a_plan_says_what_gpus_lend_and_what_is_left_of_them(config: Config, tmp
     assert (vllm.status, vllm.advice.startswith("lend less")) == ("warn", True)
     *_, pool = plan(str(tmp_path), config, gpus=2)
     assert pool.detail.startswith("2 GPUs that lend 1 MiB each hold 0 chunks")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"sliding_window": 4096}))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"mamba_d_state": 128}))
     assert only(plan(str(tmp_path), config, gpus=8)).status == "fail"
 
 
