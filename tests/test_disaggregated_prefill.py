@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 from mooncake_cases import free_ports
 from processes import PATIENT, ROOT, Child, eventually
-from test_examples import command_line, left_over
+from test_examples import FORK, command_line, left_over
 from test_vllm_processes import counted, serving
 from vllm_cases import know_model, new_tokens, node
 
@@ -105,7 +105,7 @@ def example(folder: Path, *arguments: str) -> tuple[Child, list[int]]:
     command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--cpu", "--logs", str(folder)]
     command += ["--ports", ",".join(map(str, ports)), *arguments]
     # Triton's interpreter is for our own kernels; vLLM would try to use it.
-    return Child(command, TRITON_INTERPRET="0", PYTHONPATH=os.environ.get("PYTHONPATH", "")), ports
+    return Child(command, TRITON_INTERPRET="0", PYTHONPATH=FORK), ports
 
 
 @pytest.fixture(scope="module", params=["pool", "in_place"])

@@ -33,6 +33,7 @@ EXAMPLE = ROOT / "examples" / "two_vllm_instances.py"
 NEEDS_VLLM = pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
 NEEDS_LMCACHE = pytest.mark.skipif(find_spec("lmcache") is None, reason="needs lmcache (requirements/vllm-cpu.txt)")
 EXAMPLE_SECONDS = 400.0
+FORK = str(ROOT / "tests" / "fork_instead")
 STORE = ROOT / "examples" / "mooncake_tier.sh"
 STORE_DOCS = ROOT / "docs" / "mooncake.md"
 
@@ -160,7 +161,7 @@ def example(folder: Path, *arguments: str) -> Child:
     ports = ",".join(map(str, free_ports(2)))
     command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--cpu", "--logs", str(folder), "--ports", ports, *arguments]
     # Triton's interpreter is for our own kernels; vLLM would try to use it.
-    return Child(command, TRITON_INTERPRET="0")
+    return Child(command, TRITON_INTERPRET="0", PYTHONPATH=FORK)
 
 
 def command_line(pid: int) -> str:
