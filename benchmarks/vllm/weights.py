@@ -11,15 +11,16 @@ from .scale import Scale
 
 
 def scale_weights(model: Any) -> int:
-    """Dummy weights are too small for the output to depend on the context: vectors (norms) become 1, matrices 20 times as large.
+    """Dummy weights are too small for the output to depend on the context: norms become 1, matrices 20 times as large. Biases and sinks
+    stay small: of 1 they would drown what the context says.
 
     Runs in vLLM's worker, which finds it by its module's name.
     """
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data.fill_(1)
-        else:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
             parameter.data.mul_(20)
+        elif "norm" in name:
+            parameter.data.fill_(1)
     return sum(1 for _ in model.parameters())
 
 

@@ -35,7 +35,7 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-class Group(NamedTuple):
+class LayerGroup(NamedTuple):
     """number: vLLM's. block_size: in tokens. window: tokens that its layers look back at, the next one's own with them, and those that
     vLLM keeps beside; 0: all there are."""
 
@@ -52,7 +52,7 @@ class Groups:
     the group.
     """
 
-    def __init__(self, groups: Sequence[Group], chunk_size: int) -> None:
+    def __init__(self, groups: Sequence[LayerGroup], chunk_size: int) -> None:
         """LayoutError if chunks are not made of whole blocks of each."""
         self.groups = sorted(groups, key=lambda group: (group.window > 0, group.number))
         self.block, self._size = math.lcm(*(group.block_size for group in groups)), chunk_size
@@ -158,15 +158,15 @@ def _ordinary(group: Any) -> bool:
     return not getattr(group, "host_resident", False) and getattr(group, "enable_kv_transfer", True)
 
 
-def _group(number: int, group: Any) -> Group:
+def _group(number: int, group: Any) -> LayerGroup:
     spec = group.kv_cache_spec
     window = 0
     if type(spec).__name__ == _WINDOWED:
         window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
-    return Group(number, int(spec.block_size), window, tuple(group.layer_names))
+    return LayerGroup(number, int(spec.block_size), window, tuple(group.layer_names))
 
 
-def _tail(group: Group, chunk_size: int) -> int:
+def _tail(group: LayerGroup, chunk_size: int) -> int:
     """Of how many tokens at a chunk's end a hit that ends there, or later, can need the blocks; 0: of all."""
     blocks = -(-(group.window - 1) // group.block_size) if group.window else 0
     return blocks * group.block_size if 0 < blocks * group.block_size < chunk_size else 0
