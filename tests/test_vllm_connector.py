@@ -256,8 +256,9 @@ def test_resetting_the_cache_empties_the_pool_too(here: Node, a: Instance, b: In
         a.one(new_tokens(5))
         a.one(new_tokens(5))
         assert b.again(fresh, params=vcache(store=False)).cached == 0
-    a.one(new_tokens(5), max_tokens=1)
+    short = new_tokens(5)
+    a.one(short, max_tokens=1)
     eventually(lambda: not router.finds()["GPU"])
     again = here.keep(a, new_tokens(3 * CHUNK))
     assert again.cached == 0
-    eventually(lambda: a.one(new_tokens(5), max_tokens=1) and len(router.finds()["CPU"]) == 3 * CHUNK // BLOCK)
+    eventually(lambda: a.one(short, max_tokens=1) and len(router.finds()["CPU"]) == 3 * CHUNK // BLOCK)

@@ -167,11 +167,11 @@ def test_what_a_pool_too_small_has_lost_still_hits(two: Two, b: Instance) -> Non
 def test_a_router_knows_from_events_what_the_pool_has(two: Two, a: Instance, b: Instance, router: Router) -> None:
     """What b stored, or had brought from the store, and no more than is there: whoever takes it out."""
     two.empty()
-    prompts = [new_tokens(HITS + 17) for _ in range(6)]
+    prompts, short = [new_tokens(HITS + 17) for _ in range(6)], new_tokens(3)
 
     def agrees(*chunks: int) -> bool:
         """Whether the events tell of as many chunks as this, and of those that are there."""
-        b.one(new_tokens(3), max_tokens=1)
+        b.one(short, max_tokens=1)
         blocks = router.finds()["CPU"]
         ends = {block[:HASH_BYTES] for block, tokens in blocks.items() if len(tokens) % CHUNK == 0}
         there = {key[NAMESPACE_BYTES:-RANK_BYTES] for key in two.second.chunk_keys()}
