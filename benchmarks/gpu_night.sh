@@ -12,6 +12,7 @@
 #     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
 #     inplace2  likewise eager, TP=2, fp8, MLA, ngram; copies out of a KV cache
 #     hostpool  our connector with a pool in host memory: equality, TTFT, a restart
+#     deploy    data parallel ranks of one `vllm serve`; instances in containers of their own: in the pool, then in place
 #     campaign  the death of an owner (at most 130 s), then live KV caches of two vLLMs under load, read by others while they are used
 #               again (at most 270 s with the start), and its control (at most 120 s)
 #   Serving at equal VRAM, our KV caches in place in turn with one peer (alone, offload, mp, pool); estimates from the runs of
@@ -135,6 +136,10 @@ case $call in
     ;;
   hostpool)
     vllm vllm 400 agreeing,equal,ttft,restart --pool-gib 16 --set vcache.pool.device=host --suffix _hostmem --prompts 40 --isolated
+    ;;
+  deploy)
+    vllm vllm 270 dp,isolated --rounds 9 --pool-gib 8
+    vllm vllm 520 dp,isolated --rounds 9 --share in_place
     ;;
   campaign)
     vllm vllm 130 death --share in_place --isolated

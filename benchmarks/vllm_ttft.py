@@ -23,8 +23,8 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from .results import Clock, Report, Row
-from .vllm import death, equality, failures, groups, latency, offload, pd, scheduling
-from .vllm.fleet import Fleet
+from .vllm import death, dp, equality, failures, groups, latency, offload, pd, scheduling
+from .vllm.fleet import Fleet, container
 from .vllm.instances import KINDS
 from .vllm.prompts import Prompts
 from .vllm.scale import GIB, SCALES
@@ -89,6 +89,20 @@ def _groups(kind: str, seconds: int) -> Part:
     return Part(_trio(kind), seconds, run, ("vllm",), in_place=False)
 
 
+def _isolated(run: Run) -> list[Row]:
+    """Instances that share the socket's folder and nothing else."""
+    apart = (
+        "in namespaces of pids, network and IPC of its own"
+        if container()
+        else "not in namespaces of its own, which are forbidden here"
+    )
+    scale, where = run.fleet.scale, f"stored by an instance that sees another GPU; each is {apart}"
+    source = Prompts(scale, seed=run.source.seed)
+    rows = equality.agreeing(run.fleet, source, "isolated")
+    hits = source.hits(dict.fromkeys(scale.few, 3), 4)
+    return rows + equality.equal(run.fleet, run.clock, hits, source, "isolated", where=where)
+
+
 def _trio(kind: str) -> tuple[str, ...]:
     return (f"{kind}_alone", f"{kind}_a", f"{kind}_b")
 
@@ -115,6 +129,8 @@ PARTS: dict[str, Part] = {
     "pd": Part(("producer", "consumer"), 30, lambda run: pd.first_token(run.fleet, run.clock, run.source, run.rounds), OURS),
     "death": Part(("a", "b"), 80, lambda run: death.owner_death(run.fleet, run.clock, run.source), OURS, pool=False),
     "eager": _few("eager", 20, INTEGRATIONS),
+    "isolated": Part(_trio("isolated"), 20, _isolated, OURS),
+    "dp": Part((), 60, lambda run: dp.first_token(run.fleet, run.clock, run.source, run.rounds), OURS),
     "tp2": Part(("tp2",), 20, lambda run: equality.tensor_parallel(run.fleet, run.source), cpu=False),
     "failures": Part(_trio("failing"), 40, lambda run: failures.failures(run.fleet, run.clock, run.source), in_place=False),
     "below": Part(_trio(offload.EAGER), 40, lambda run: offload.equal(run.fleet, run.clock, run.source), in_place=False),
@@ -126,7 +142,17 @@ PARTS: dict[str, Part] = {
 }
 """In the order they are run in. In place: what an instance computed goes with it (`restart`); what a promise needs is in its owner's
 memory, not in the server's (`failures`); and without a pool nothing goes below it (`below`)."""
-APART = (("pd",), ("eager",), ("tp2",), ("failures",), ("below",), ("fp8", "mla", "ngram"), ("gemma3", "gptoss"))
+APART = (
+    ("pd",),
+    ("eager",),
+    ("isolated",),
+    ("dp",),
+    ("tp2",),
+    ("failures",),
+    ("below",),
+    ("fp8", "mla", "ngram"),
+    ("gemma3", "gptoss"),
+)
 """Parts whose instances start when all that others need is gone; those of one group start together, on the CPU each alone."""
 
 

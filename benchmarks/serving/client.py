@@ -73,12 +73,16 @@ class Run:
         self.errors += bool(answer.error)
 
 
-async def complete(port: int, body: bytes, answer: Answer) -> None:
-    """Send one request and note its times. Raises OSError, ValueError or EOFError for what is no stream of a completion."""
+async def complete(port: int, body: bytes, answer: Answer, rank: int = 0) -> None:
+    """Send one request and note its times. rank: who is to answer, of data parallel ones.
+
+    Raises OSError, ValueError or EOFError for what is no stream of a completion.
+    """
     answer.sent = time.perf_counter()
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head += f"X-data-parallel-rank: {rank}\r\n" if rank else ""
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         status = await reader.readline()
         headers = b""

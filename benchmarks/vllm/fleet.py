@@ -12,10 +12,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -87,12 +90,13 @@ class Fleet:
         if in_place:
             self.scale = msgspec.structs.replace(self.scale, pool_bytes=0)
             more = {"vcache.connector.share": "in_place", **(more or {})}
-        self.folder, self._cache, self.integration, self._isolated = folder, cache, integration, isolated
+        self.folder, self.cache, self.integration, self._isolated = folder, cache, integration, isolated
+        self.more = more or {}
         self.in_place, self.rows = in_place, "inplace" if in_place else integration
         self._undo = ExitStack()
         # Not among the logs: those may be another run's too, and a journal beside the socket would bring its pool back.
         own = self._undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-vllm-"))
-        self._settings = Integration(name=integration, socket=Path(own, "vcache.sock"), more=more or {})
+        self._settings = Integration(name=integration, socket=Path(own, "vcache.sock"), more=self.more)
         self._children: dict[str, Child] = {}
         self._failed: dict[str, str] = {}
         self._waiting: dict[str, float] = {}
@@ -117,7 +121,7 @@ class Fleet:
         new = [name for name in names if name not in self._children and name not in self._failed]
         with self._alone():
             for name in new:
-                self._model(INSTANCES[name].kind)
+                self.model(INSTANCES[name].kind)
         first: dict[tuple[str, int, bool], str] = {}
         for name in new if not self.scale.cpu else ():
             spec = INSTANCES[name]
@@ -146,24 +150,26 @@ class Fleet:
         if self.in_place and spec.gpu == 0:
             # What its readers' own prefix caches cannot keep, who computes it must still have.
             scale = msgspec.structs.replace(scale, kv_bytes=OWNERS * scale.kv_bytes)
-        given = arguments(scale, spec, self._model(spec.kind), self._settings)
+        given = arguments(scale, spec, self.model(spec.kind), self._settings)
         settings = json.dumps({"arguments": given, "dummy": given.get("load_format") == "dummy"})
         log = self.folder / f"{name}.log"
         # Of an earlier run with the same folder: its lines would say that the code is compiled.
         log.unlink(missing_ok=True)
-        self._children[name] = Child(name, module(f"{__package__}.child", settings), log, self._environment(name, spec))
+        within = container() if KINDS[spec.kind].isolated else []
+        command = [*within, *module(f"{__package__}.child", settings)]
+        self._children[name] = Child(name, command, log, self._environment(name, spec))
         self._waiting[name] = time.monotonic()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """One run at a time: two that made the same beside each other would each have their own."""
-        with (self._cache / "lock").open("w") as lock:
+        with (self.cache / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _model(self, kind: str) -> Path:
+    def model(self, kind: str) -> Path:
         scale = KINDS[kind].of(self.scale)
-        return write_model(self._cache / f"model{kind and '_' + kind}_{scale.name}", scale)
+        return write_model(self.cache / f"model{kind and '_' + kind}_{scale.name}", scale)
 
     def _await_compiled(self, name: str, seconds: float = START_SECONDS) -> None:
         """Until others can load what this one compiled; or until it has started or failed, which is told of later."""
@@ -322,16 +328,32 @@ class Fleet:
         return True
 
     def _environment(self, name: str, spec: Spec) -> dict[str, str]:
-        given = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(self._cache), "VLLM_PORT": str(next(self._ports))}
+        given = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(self.cache), "VLLM_PORT": str(next(self._ports))}
         if self._settings.of(spec) == "lmcache":
             file = self.folder / f"{name}.yaml"
             file.write_text(json.dumps(lmcache_file(self.scale, spec, self._settings), indent=1))
             given["LMCACHE_CONFIG_FILE"] = str(file)
         if self.scale.cpu:
             return given | CPU_ENVIRONMENT
-        alone = self._isolated and spec.tensor_parallel == 1
+        alone = (self._isolated or KINDS[spec.kind].isolated) and spec.tensor_parallel == 1
         given["CUDA_VISIBLE_DEVICES"] = visible(spec.gpu).split(",")[0] if alone else visible(spec.gpu)
         return given | KINDS[spec.kind].environment
+
+
+@cache
+def container() -> list[str]:
+    """Before a command: what gives it namespaces of pids, network and IPC of its own, with a loopback; empty where that is forbidden."""
+    apart = ["unshare", "--pid", "--net", "--ipc", "--mount-proc", "--fork", "--kill-child", sys.executable, "-c", _UP]
+    with suppress(OSError):
+        if not subprocess.run([*apart, sys.executable, "-c", ""], capture_output=True, check=False).returncode:
+            return apart
+    return []
+
+
+_UP = (
+    "import fcntl, os, socket, struct, sys; fcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh14x', b'lo', 1)); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 def descends(pid: int, ancestor: int) -> bool:

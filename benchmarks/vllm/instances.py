@@ -91,6 +91,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What differs from the plain instance. model: its config, or with `over` what to change of the plain one. tiny: what to change of it
     on the CPU. block: tokens a
     KV block, 0: the scale's. value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. environment: for its processes.
+    isolated: as in a container of its own, where it sees one GPU.
     """
 
     model: dict[str, Any] = {}
@@ -100,6 +101,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     value_bytes: int = 2
     arguments: dict[str, Any] = {}
     environment: dict[str, str] = {}
+    isolated: bool = False
 
     @property
     def shares_code(self) -> bool:
@@ -118,6 +120,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 KINDS = {
     "": Kind(),
     "eager": Kind(arguments={"enforce_eager": True}),
+    "isolated": Kind(arguments={"enforce_eager": True}, isolated=True),
     "fp8": Kind(value_bytes=1, arguments={"kv_cache_dtype": "fp8"}),
     # 64 tokens a block is what the MLA kernels of Hopper take.
     "mla": Kind(model=DEEPSEEK, block=64),
@@ -180,6 +183,7 @@ INSTANCES = {
     "producer": Spec(variant="vcache", gpu=0, role="producer"),
     "consumer": Spec(variant="vcache", gpu=1, role="consumer"),
     **_trio("eager_", "eager"),
+    **_trio("isolated_", "isolated"),
     **_trio("fp8_", "fp8"),
     **_trio("mla_", "mla"),
     **_trio("ngram_", "ngram"),

@@ -1,0 +1,100 @@
+"""Data parallel ranks of one `vllm serve`: how long until a rank's first token, when another one has computed the prompt?
+
+Each rank is an instance on a GPU of its own. Rank 0 computes a new prompt, then rank 1 is asked the same over the same HTTP; the next time
+it is the other way round. Times are the client's, from before it connects: front end and JSON are in both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
+
+from ..processes import Program, free_ports, module
+from ..results import Clock, Row, fraction, row
+from ..serving.client import Answer, complete
+from ..serving.servers import CPU_ENVIRONMENT, START_SECONDS
+from ..serving.systems import MODEL, SIZES, serve_arguments
+from .fleet import ENVIRONMENT, Fleet, visible
+from .latency import TAIL
+from .prompts import Prompts
+
+LENGTH = "16k"
+RANKS = 2
+WARM_UP = 2
+ALLOWED = 0.1
+"""Of the time that computing takes."""
+STORED_SECONDS = 10.0
+ANSWER_SECONDS = 60.0
+
+
+def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int) -> list[Row]:
+    """A hit of 16k tokens that another rank has computed, against computing them; and whether all were hits."""
+    hits: list[float] = []
+    computed: list[float] = []
+    whole: list[bool] = []
+    length = fleet.scale.lengths[LENGTH] + TAIL
+    with _serving(fleet) as port:
+        for turn in range(rounds + WARM_UP):
+            if turn > WARM_UP and clock.left < 15:
+                break
+            clock.check(10)
+            fleet.pool.clear()
+            prompt, writer = prompts.new(length), turn % RANKS
+            first = _ask(port, prompt, writer)
+            _until_shared(fleet, length // fleet.scale.chunk)
+            second = _ask(port, prompt, (writer + 1) % RANKS)
+            if turn >= WARM_UP:
+                computed.append(1e3 * (first.first - first.sent))
+                hits.append(1e3 * (second.first - second.sent))
+                whole.append((first.cached, second.cached) == (0, fleet.scale.hit(length)))
+    what = f"TTFT over HTTP of {length} tokens that the other data parallel rank of one `vllm serve` has computed; reference: computed"
+    return [
+        row(f"{fleet.rows}_dp_hit_ttft_{LENGTH}", "ms", hits, computed, what=what, at_most=ALLOWED),
+        fraction(f"{fleet.rows}_dp_hits", whole, "prompts of which the rank that had not computed them loaded all whole chunks"),
+    ]
+
+
+@contextmanager
+def _serving(fleet: Fleet) -> Iterator[int]:
+    """The port of a server with `RANKS` ranks."""
+    scale, (port,), path = fleet.scale, free_ports(1), fleet.server.path
+    sizes = msgspec.structs.replace(SIZES["tiny" if scale.cpu else "full"], scale=scale, kv_bytes=scale.kv_bytes)
+    sizes = msgspec.structs.replace(sizes, pool_bytes=scale.pool_bytes)
+    side = {"socket": path, "index": 0, "more": {name.removeprefix("vcache."): value for name, value in fleet.more.items()}}
+    arguments = serve_arguments("inplace" if fleet.in_place else "vcache", sizes, fleet.model(""), port, side)
+    command = module("vllm.entrypoints.openai.api_server", *arguments, "--data-parallel-size", str(RANKS))
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(fleet.cache)}
+    environment |= CPU_ENVIRONMENT if scale.cpu else {"CUDA_VISIBLE_DEVICES": visible(0)}
+    with Program("dp", command, fleet.folder / "dp.log", environment) as program:
+        program.until(lambda: _healthy(port), START_SECONDS)
+        yield port
+
+
+def _healthy(port: int) -> bool:
+    with suppress(OSError, ValueError, EOFError):
+        return bool(_ask(port, [7] * 8, 0).tokens)
+    return False
+
+
+def _ask(port: int, prompt: list[int], rank: int) -> Answer:
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "detokenize": False}
+    body = json.dumps(asked | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+    answer = Answer()
+    asyncio.run(asyncio.wait_for(complete(port, body, answer, rank), ANSWER_SECONDS))
+    return answer
+
+
+def _until_shared(fleet: Fleet, chunks: int) -> None:
+    """Until others can find so many; what is late is told of by the hit that is too short."""
+    deadline = time.monotonic() + STORED_SECONDS
+    while time.monotonic() < deadline:
+        stats = fleet.pool.stats()
+        if stats.chunks + sum(one.resident for one in stats.instances) >= chunks:
+            return
+        time.sleep(0.005)
