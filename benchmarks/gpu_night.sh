@@ -31,7 +31,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 call=${1:?"usage: $0 CALL [PART.tar.xz...]; the calls are at the top of this script"}; shift
-known="pool speed equal kinds groups lmcache inplace inplace2 hostpool campaign host x4"
+known="pool speed equal kinds groups lmcache inplace inplace2 hostpool deploy campaign host x4"
 for peer in alone offload mp pool; do known="$known serving_$peer unfiltered_$peer"; done
 for one in ${call//+/ }; do [[ " $known " == *" $one "* ]] || { echo "no call $one; there are: $known"; exit 2; }; done
 out=${OUT:-/tmp/vcache-gpu}; site=${SITE:-/tmp/site}; logs=/tmp/vcache-gpu-logs/$call; began=$SECONDS

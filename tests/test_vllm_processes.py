@@ -108,13 +108,46 @@ def test_whichever_comes_first_both_connectors_work(here: Node) -> None:
     second.close()
 
 
+def test_vllms_own_offloading_connector_brings_what_it_has_and_ours_what_others_have(here: Node) -> None:
+    tokens = new_tokens(LENGTH + 1)
+    writer, offloads = (
+        here.connect("writer"),
+        here.alone("offloads", APART, kv_transfer_config=beside(here, OFFLOADING, ours_first=False)),
+    )
+    computed = here.keep(writer, tokens)
+    from_pool = offloads.one(tokens)
+    eventually(lambda: offloads.counter("vllm:vcache_loaded_tokens") == LENGTH)
+    own, offloaded = offloads.one(tokens), offloads.again(tokens)
+    assert (from_pool.cached, own.cached, offloaded.cached) == (LENGTH, LENGTH, LENGTH)
+    assert from_pool.said == own.said == offloaded.said
+    assert from_pool.agrees(computed)
+    offloads.one(new_tokens(BLOCK))  # what the steps before have counted is here by now
+    assert offloads.counter("vllm:vcache_loaded_tokens") == LENGTH, "the second time it was not ours"
+    for one in (writer, offloads):
+        one.close()
+
+
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 16 << 20,
+        "spec_name": "HostOffloadingSpec",
+        "spec_module_path": "vllm_variants",
+    },
+}
 WITHOUT_HYBRID = {"disable_hybrid_kv_cache_manager": True}
 
 
 def both(here: Node, storage: str, *, ours_first: bool, **more: Any) -> dict[str, Any]:
     """storage: a name; the other connector has nothing under a new one."""
     other = {"kv_connector": "BesideConnector", "kv_connector_module_path": "vllm_variants", "kv_role": "kv_both"}
-    other["kv_connector_extra_config"] = {"shared_storage_path": str(here.folder / storage)}
+    return beside(
+        here, other | {"kv_connector_extra_config": {"shared_storage_path": str(here.folder / storage)}}, ours_first, **more
+    )
+
+
+def beside(here: Node, other: dict[str, Any], ours_first: bool, **more: Any) -> dict[str, Any]:
     connectors = [here.transfer(), other] if ours_first else [other, here.transfer()]
     return {
         "kv_connector": "MultiConnector",

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from vcache_backend.integration.vllm_connector import VCacheConnector
 
@@ -36,3 +39,39 @@ class BesideConnector(ExampleConnector):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         assert metadata, "no worker has said where it listens"
         assert all(isinstance(address, Address) for address in metadata.values()), metadata
+
+
+class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
+    """Of vLLM's own OffloadingConnector, all of it but the copies, which vLLM makes with CUDA alone."""
+
+    def get_worker(self, kv_caches: Any) -> HostCopies:
+        if self._worker is None:
+            self._worker = HostCopies([each.tensor for each in kv_caches.tensors], self.num_chunks)
+        return self._worker
+
+
+class HostCopies(OffloadingWorker):  # type: ignore[misc]
+    """Copies of blocks in host memory, made at once."""
+
+    def __init__(self, tensors: list[torch.Tensor], count: int) -> None:
+        self._pairs = [(tensor, tensor.new_zeros(count, *tensor.shape[1:])) for tensor in tensors]
+        self._done: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        for tensor, kept in self._pairs:
+            kept[dst_spec.block_ids] = tensor[src_spec.block_ids]
+        self._done.append(TransferResult(job_id, True))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        for tensor, kept in self._pairs:
+            tensor[dst_spec.block_ids] = kept[src_spec.block_ids]
+        self._done.append(TransferResult(job_id, True))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        return None
