@@ -9,7 +9,6 @@ import atexit
 import ctypes
 import fcntl
 import functools
-import mmap
 import multiprocessing
 import os
 import pickle
@@ -466,13 +465,3 @@ def make_memfd(nbytes: int, seals: bool = True) -> int:
 
 def info(name: str, nbytes: int, device: str = "host") -> m.SegmentInfo:
     return m.SegmentInfo(m.SegmentId(name), device, "host", nbytes)
-
-
-def write_at(fd: int, place: m.Location, data: bytes) -> None:
-    with mmap.mmap(fd, 0) as memory:
-        memory[place.offset : place.offset + len(data)] = data
-
-
-def read_at(fd: int, place: m.Location) -> bytes:
-    with mmap.mmap(fd, 0) as memory:
-        return memory[place.offset : place.offset + place.length]

@@ -43,10 +43,6 @@ def alone(tmp_path: Path) -> Iterator[Stage]:
         yield made
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 def needs(program: str) -> Any:
     return pytest.mark.skipif(shutil.which(program) is None, reason=f"needs Debian's {program}")
 
@@ -261,8 +257,16 @@ def test_connections_that_no_thread_could_be_had_for_leave_their_places(monkeypa
         thread = threading.Thread(target=served.serve_forever, daemon=True)
         thread.start()
         address = f"127.0.0.1:{served.server_address[1]}"
+        start = threading.Thread.start
+
+        def refused(thread: Any) -> None:
+            """Of the connections' alone: who asks the server starts one too, and may do so now."""
+            if thread._target == served.process_request_thread:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
         with monkeypatch.context() as short:
-            short.setattr(threading.Thread, "start", lambda _: _raise(RuntimeError("can't start new thread")))
+            short.setattr(threading.Thread, "start", refused)
             for _ in range(web.MOST_AT_ONCE):
                 with pytest.raises(OSError):  # noqa: PT011 - reset, or closed without an answer
                     get(address, "/nothing")
