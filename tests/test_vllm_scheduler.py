@@ -70,6 +70,7 @@ class Side:
         vllm.cache_config.prefix_caching_hash_algo, vllm.cache_config.prefix_match_unit = "sha256", None
         vllm.cache_config.enable_prefix_caching = True
         vllm.scheduler_config = SimpleNamespace(async_scheduling=True)
+        vllm.observability_config = SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:4317")
         sizes = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 8, "dtype": torch.bfloat16}
         specs = [SlidingWindowSpec(sliding_window=window, **sizes)] if window else []
         named = [KVCacheGroupSpec(["layer"], one) for one in (*specs, FullAttentionSpec(**sizes))]
@@ -340,6 +341,40 @@ def test_what_was_loaded_is_not_stored_again_unless_the_load_failed(asynchronous
     side.report(failed={request.request_id})
     assert side.matched(request) == (0, False), "it does not look again"
     assert stored(side.step((request, PROMPT))) == [(CHUNKS, list(range(CHUNKS * CHUNK // BLOCK)), 0)]
+
+
+@pytest.mark.parametrize("sync", [0, 2048])
+def test_where_vllm_traces_a_look_up_and_a_load_are_spans_of_their_request(
+    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, sync: int
+) -> None:
+    pytest.importorskip("opentelemetry.sdk.trace", reason="no SDK of OpenTelemetry is installed")
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    side, request = make(sync_below_tokens=sync), new_request()
+    request.trace_headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+    side.put(request)
+    assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, not sync)
+    side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
+    side.step((request, PROMPT))
+    assert [span.name for span in exporter.get_finished_spans()] == ["vcache.lookup"]
+    side.half.update(KVConnectorOutput(finished_recving=set() if sync else {request.request_id}))
+    lookup, load = exporter.get_finished_spans()
+    assert (lookup.attributes["vcache.local_tokens"], lookup.attributes["vcache.found_tokens"]) == (0, CHUNKS * CHUNK)
+    assert (load.name, load.attributes["vcache.tokens"]) == ("vcache.load", CHUNKS * CHUNK)
+    assert load.attributes["vcache.synchronous"] == bool(sync)
+    assert lookup.start_time < lookup.end_time
+    for span in (lookup, load):
+        assert f"{span.context.trace_id:x}" == "ab" * 16
+        assert f"{span.parent.span_id:x}" == "cd" * 8
+        assert span.attributes["gen_ai.request.id"] == request.request_id
+    side.half.finished(request)
+    assert len(exporter.get_finished_spans()) == 2
 
 
 def test_a_request_that_ends_while_it_loads_is_cancelled(asynchronous: Side) -> None:

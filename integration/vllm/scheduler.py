@@ -11,7 +11,7 @@ import msgspec
 
 from vcache_backend.config import Config
 
-from . import compat, exportable, groups, hints, publications, request_params
+from . import compat, exportable, groups, hints, publications, request_params, traces
 from .awaited import Awaited
 from .events import Announcer, block_stored
 from .introduction import Introduction
@@ -81,6 +81,7 @@ class SchedulerSide:
         if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
             self.announcer = self.instance.announcer = Announcer(self.instance.ranks)
         self._spec_kind = compat.spec_kind(kv_cache_config)
+        self._spans = traces.begin(vllm_config)
         self.prefix_cache: Any = None
         """vLLM's `BlockPool`, once it is known."""
         self._requests: dict[str, Tracked] = {}
@@ -129,6 +130,8 @@ class SchedulerSide:
         tokens, synchronous = self._matched(tracked, local)
         if tokens is None:
             return None, False
+        if self._spans is not None:
+            self._spans.looked_up(tracked, local, tokens)
         tracked.pinned = synchronous and self.publications is not None
         if tracked.pinned:
             self._pinned.add(request.request_id)
@@ -184,6 +187,8 @@ class SchedulerSide:
             self._expect(tracked, first, end // size)
         self._loads.append(load)
         tracked.loading = not load.synchronous
+        if self._spans is not None:
+            self._spans.loading(tracked, external, load.synchronous)
         if answer is not None:
             answer.lease = None
 
@@ -267,6 +272,8 @@ class SchedulerSide:
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):
             self._note(report)
+        if self._spans is not None:
+            self._spans.stepped(output.finished_recving)
         for request_id in output.finished_recving or ():
             if request_id in self._requests:
                 self._requests[request_id].loading = False
@@ -274,6 +281,8 @@ class SchedulerSide:
     def finished(self, request: Any) -> None:
         """The request has ended, one way or another."""
         tracked = self._requests.pop(request.request_id, None)
+        if self._spans is not None:
+            self._spans.finished(request.request_id)
         if tracked is not None:
             if tracked.loading:
                 tracked.loading = False
