@@ -110,7 +110,8 @@ def _refusal(kv: ModelKv, in_place: bool) -> tuple[str, str]:
     if kv.odd:
         return kv.odd, "no setting changes it; vLLM serves all the same"
     if kv.layers.get("state"):
-        return "layers keep a state, whose blocks do not hold the whole prefix", "no setting changes it; vLLM serves all the same"
+        why = "layers keep a state, whose blocks do not hold the whole prefix"
+        return why, "no setting changes it; vLLM serves all the same, but for 0.26: start that without our connector"
     if kv.layers.get("window") and in_place:
         return "what a window has passed is soon others', so it is not shared in place", "set connector.share: pool"
     return "", ""
