@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -38,7 +39,10 @@ def _live(before: Callable[[], None], command: Sequence[str], environment: Mappi
     try:
         before()
         # Among them the pipe by which the parent waits for an exec.
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if fd > 2:
+                with suppress(OSError):
+                    os.close(fd)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
