@@ -22,6 +22,7 @@ from vllm_cases import forking, missing
 from benchmarks.processes import Child, ChildFailed
 from benchmarks.results import Report, Row, fraction, read, row
 from benchmarks.vllm import latency
+from benchmarks.vllm.answers import Answer
 from benchmarks.vllm.equality import said
 from benchmarks.vllm.fleet import Fleet, descends
 from benchmarks.vllm.instances import KINDS
@@ -140,6 +141,17 @@ def test_answers_are_the_same_only_bit_for_bit_and_nan_is_like_nan() -> None:
     assert said(one) == said({**one, "cached": 3})
     assert said(one) != said({**one, "logprobs": [[(1, -0.5000000000000001)]]})
     assert said({**one, "logprobs": [[(1, float("nan"))]]}) == said({**one, "logprobs": [[(1, float("nan"))]]})
+
+
+def test_answers_agree_where_likely_tokens_change_places_be_there_a_third_between_them() -> None:
+    """The numbers of the second are of a run in which it was taken for wrong."""
+    one = Answer([5, 870, 7], [-1.0, -2.157, -1.0], 128, [(1, -9.0), (605, -2.219), (1, -9.0)])
+    other = Answer([5, 62, 9], [-1.0, -2.155, -3.0], 0, [(1, -9.0), (870, -2.155), (1, -9.0)])
+    assert one.agrees(other)
+    assert other.agrees(one)
+    assert one.differs(other._replace(seconds=[(1, -9.0), (870, -2.4), (1, -9.0)]))
+    assert one.differs(other._replace(seconds=[(1, -9.0), (871, -2.155), (1, -9.0)]))
+    assert one.differs(other._replace(logprobs=[-1.2, -2.155, -3.0]))
 
 
 def test_a_result_file_is_continued_and_a_case_measured_again_replaces_the_old(tmp_path: Path) -> None:

@@ -35,16 +35,20 @@ class Answer(NamedTuple):
         return self.tokens, self.logprobs
 
     def agrees(self, other: Answer) -> bool:
-        """Was it computed from the same KV, in batches of whatever shapes? Two tokens that are about as likely may change places;
-        what follows them says nothing then."""
+        """Was it computed from the same KV, in batches of whatever shapes? Two tokens that are about as likely may change places, with a
+        third between them in one of the answers; what follows them says nothing then."""
         rated = len(self.logprobs) - len(self.tokens)
         for place, (own, others) in enumerate(zip(self.logprobs, other.logprobs, strict=True), -rated):
             if abs(own - others) > TOLERANCE:
                 return False
             if place >= 0 and self.tokens[place] != other.tokens[place]:
-                second, logprob = self.seconds[place]
-                return second == other.tokens[place] and own - logprob <= TOLERANCE
+                return self._might_say(place, other.tokens[place]) or other._might_say(place, self.tokens[place])
         return True
+
+    def _might_say(self, place: int, token: int) -> bool:
+        """Whether this one is the next likely there, and about as likely."""
+        second, logprob = self.seconds[place]
+        return second == token and self.logprobs[place - len(self.tokens)] - logprob <= TOLERANCE
 
     def differs(self, other: Answer) -> bool:
         """Was it computed from other KV? Probabilities say so even where all tokens happen to be the same."""
