@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_cases import BLOCK, CHUNK, SCATTER, VIEWS, Node, meddled, missing, new_tokens, node
+from processes import eventually
+from vllm_cases import BLOCK, CHUNK, SCATTER, VIEWS, Node, Prompt, meddled, missing, new_tokens, node
 from vllm_models import write_model
 from vllm_objects import vllm_config
 
@@ -132,7 +133,7 @@ def test_of_what_vllm_has_itself_nothing_is_wanted_and_what_chunks_lack_is_not_t
     assert found.wanted(rows, 112, 128) == [-1, -1, -1, 18, -1, 8]
     with pytest.raises(ValueError, match="wants 1 blocks that chunks of 64 do not have"):
         found.wanted([[0, 0, 0, 0, 0, 6, 7, 8], rows[1]], 0, 128)
-    with pytest.raises(ValueError, match="of tokens 0 to 96"):
+    with pytest.raises(ValueError, match="wants 96 tokens"):
         found.wanted(rows, 0, 96)
 
 
@@ -221,7 +222,7 @@ class Pair:
     """Two instances of one model: `a` loads in the step where it can, `b` between steps."""
 
     def __init__(self, here: Node, layers: str, window: int) -> None:
-        model = str(write_model(here.folder / f"{layers}{window}", layers, window))
+        self.model = model = str(write_model(here.folder / f"{layers}{window}", layers, window))
         self.a = here.connect(f"{layers}-a", model=model)
         self.b = here.connect(f"{layers}-b", {"connector": {"sync_below_tokens": 0}}, model=model)
         full = layers.count("f")
@@ -295,3 +296,37 @@ def test_a_request_whose_load_fails_is_computed_from_its_start(here: Node, pairs
     assert failed.cached == 0
     assert failed.agrees(cold)
     assert pair.b.again(tokens).cached == HIT
+
+
+@HERE
+def test_chunks_that_are_announced_are_waited_for_and_what_is_for_one_reader_goes_with_it(
+    here: Node, pairs: Callable[[str, int], Pair]
+) -> None:
+    pair, tokens, before = pairs("sfsf", 64), new_tokens(HIT + 5), here.stats().chunks
+    asked = {"vcache": {"announced": True, "wait_seconds": 60, "consume_once": True, "store": False}}
+    pair.b.tell("run", [Prompt(tokens, params=asked)], False)
+    cold = pair.a.one(tokens)
+    (answer,) = pair.b.answer()
+    assert (cold.cached, answer.cached) == (0, HIT)
+    assert answer.agrees(cold)
+    eventually(lambda: here.stats().chunks == before)
+    assert pair.b.again(tokens).cached == 0
+
+
+@HERE
+def test_chunks_that_do_not_fit_their_checksums_are_computed_with_all_before_them(
+    here: Node, pairs: Callable[[str, int], Pair]
+) -> None:
+    model = pairs("sfsf", 64).model
+    sums, tokens = here.connect("sums", {"engine": {"checksum": True}}, model=model), new_tokens(HIT + 5)
+    before, cold = here.stats().chunks, sums.one(tokens)
+    here.stored(before + HIT // CHUNK)
+    own = sums.one(tokens)
+    hit = sums.again(tokens)
+    with here.corrupted():
+        wrong = sums.again(tokens)
+    # What it stored meanwhile is wrong by now.
+    here.empty()
+    assert (cold.cached, own.cached, hit.cached, wrong.cached) == (0, HIT, HIT, 0)
+    assert hit.said == own.said
+    assert wrong.agrees(cold)

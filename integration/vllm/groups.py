@@ -89,16 +89,23 @@ class Groups:
     def wanted(self, rows: Sequence[Sequence[int]], local: int, end: int) -> list[int]:
         """The same from the chunk with token `local` on up to token `end`, a chunk's; -1 for those before `local`, which vLLM has, and
         where it has none. ValueError if it counts on one that chunks do not have."""
-        first, stop, tables = local // self._size, end // self._size, []
-        for group, table in zip(self.groups, self._tables(rows, first, stop, whole=True), strict=True):
-            each = table.shape[1]
-            position = first * each + np.arange(table.size).reshape(table.shape)
-            tables.append(np.where((table != NULL) & (position * group.block_size >= local), table, -1))
-        kept = [table[:, -share.of(self._size) :] for table, share in zip(tables, self.shares, strict=True)]
-        lacking = sum(int((table >= 0).sum()) for table in tables) - sum(int((table >= 0).sum()) for table in kept)
-        if lacking or end % self._size:
+        if end % self._size:
+            raise ValueError(f"vLLM wants {end} tokens, which are not chunks of {self._size}")
+        first, stop, tables, lacking = local // self._size, end // self._size, list[npt.NDArray[np.int64]](), 0
+        for group, share in zip(self.groups, self.shares, strict=True):
+            each, begin = self._size // group.block_size, local // group.block_size
+            row = rows[group.number][begin : end // group.block_size]
+            # What a window has passed comes first.
+            passed = row.count(NULL)
+            real = row[passed:]
+            table = np.full((stop - first) * each, -1, dtype=np.int64)
+            if real:
+                table[begin + passed - first * each :] = real
+            tables.append(table.reshape(-1, each)[:, -share.of(self._size) :])
+            lacking += len(real) - int((tables[-1] > NULL).sum())
+        if lacking:
             raise ValueError(f"of tokens {local} to {end} vLLM wants {lacking} blocks that chunks of {self._size} do not have")
-        found: list[int] = np.concatenate(kept, axis=1).reshape(-1).tolist()
+        found: list[int] = np.concatenate(tables, axis=1).reshape(-1).tolist()
         return found
 
     def alive_from(self, rows: Sequence[Sequence[int]], computed: int, first: int, stop: int) -> int:
@@ -118,7 +125,7 @@ class Groups:
         for group, share in zip(self.groups, self.shares, strict=True):
             each = self._size // group.block_size
             row = np.array(rows[group.number][first * each : stop * each], dtype=np.int64).reshape(stop - first, each)
-            found.append(row if whole else row[:, -share.of(self._size) :])
+            found.append(row[:, -share.of(self._size) :])
         return found
 
 
