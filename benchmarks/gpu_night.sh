@@ -14,7 +14,7 @@
 #     hostpool  our connector with a pool in host memory: equality, TTFT, a restart
 #     deploy    data parallel ranks of one `vllm serve`; instances in containers of their own: in the pool, then in place
 #     campaign  the death of an owner (at most 130 s), then live KV caches of two vLLMs under load, read by others while they are used
-#               again (at most 270 s with the start), and its control (at most 120 s)
+#               again (at most 330 s with the start), and its control (at most 120 s)
 #   Serving at equal VRAM, our KV caches in place in turn with one peer (alone, offload, mp, pool); estimates from the runs of
 #   2026-11-21: servers start in some 60 s, `prefix` takes 17 to 28 s, `trace` 20, 600 unfiltered requests 80 to 100. RUNS=0,1,2 by default.
 #     serving_PEER     prefix and trace, three runs each                  about 400 s

@@ -143,7 +143,7 @@ def live_caches() -> Level:
     on_gpus = torch.cuda.is_available()
     return Level(
         life=caches.live,
-        counts={"owner": 2, "reader": 8} if on_gpus else {"owner": 1, "reader": 2},
+        counts={"owner": 2, "reader": 24} if on_gpus else {"owner": 1, "reader": 2},
         mishaps={
             "owner killed": 1,
             "reader killed": 8,
@@ -158,7 +158,7 @@ def live_caches() -> Level:
         controls=("no verdict",),
         control_loads=1000,
         control_seconds=120.0,
-        seconds=270.0,
+        seconds=330.0,
         silence=300.0,
         prepare=caches.prepare,
     )

@@ -41,7 +41,7 @@ SHAPE = "shape.json"
 MOST_CHUNKS = 16
 REMEMBERED, DRAWN = 1024, 8
 """So many publications are remembered. Of so many of them the oldest is loaded that is still there: its blocks are used again next."""
-SLOW, SLOW_SECONDS = 0.3, 0.2
+SLOW, SLOW_SECONDS = 0.4, 0.4
 START_SECONDS = 240.0
 
 
@@ -135,7 +135,7 @@ class Follower(Reader):
         self.instance, self.pool = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), BlockPool(blocks)
         self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
         self.tables = Tables(self.client)
-        self._found: dict[ChunkKey, Found] = {}
+        self._found: dict[tuple[ChunkKey, ChunkKey], Found] = {}
         self._read: dict[Path, int] = {}
         self._sums: dict[Replica, bytes] = {}
         self._last: deque[Published] = deque(maxlen=REMEMBERED)

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -70,7 +71,7 @@ class Reader(Instance):
         self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
         self.tables = Tables(self.client)
         self.pinning = Pinning(self.client, self.tables)
-        self._found: dict[ChunkKey, Found] = {}
+        self._found: dict[tuple[ChunkKey, ChunkKey], Found] = {}
 
     def round(self) -> None:
         keys, outcomes = self.some_prompt(), self.told.outcomes
@@ -117,11 +118,12 @@ class Reader(Instance):
         self.pool.free_blocks(blocks)
 
     def _look_up(self, keys: list[ChunkKey]) -> Found:
-        old = self._found.get(keys[-1])
+        asked = keys[0], keys[-1]
+        old = self._found.get(asked)
         if old is not None and self.dice.random() < REMEMBERED:
             return old
         try:
-            found = self._found[keys[-1]] = self.client.find(keys, 1, self.instance)
+            found = self._found[asked] = self.client.find(keys, 1, self.instance)
         except VCacheError:
             # Whoever starts the server again needs the core.
             time.sleep(OFFLINE_SECONDS)
@@ -300,7 +302,9 @@ def live_as(kind: Callable[[Settings, random.Random], Living], settings: Setting
             except Exception as error:  # noqa: BLE001 - none may come, and the parent counts it
                 traceback.print_exc()
                 instance.told.outcomes.raised += 1
-                instance.told.outcomes.causes[f"{type(error).__name__}: {error}"[:100]] += 1
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                said = f"{Path(where.filename).name}:{where.lineno}: {type(error).__name__}: {error}"
+                instance.told.outcomes.causes[said[:150]] += 1
         pipe.send(instance.told)
         instance.told = Told(Outcomes(), [])
         if instance.over:

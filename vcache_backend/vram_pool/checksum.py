@@ -109,6 +109,7 @@ class Sealer:
 
     def seal(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, copy: Completion) -> Completion:
         """Write the trailers. Only once the completion is done may others read the slots."""
+        slots = self._reached(slots)
 
         def write(right: Tensor) -> Tensor:
             for slot, trailer in zip(slots, right, strict=True):
@@ -119,6 +120,7 @@ class Sealer:
 
     def verify(self, slots: Sequence[SlotView], keys: Sequence[bytes], nbytes: int, copy: Completion) -> Look:
         """Compare the slots with their trailers."""
+        slots = self._reached(slots)
 
         def compare(right: Tensor) -> Tensor:
             there = torch.stack([_trailer(slot, nbytes) + 0 for slot in slots])
@@ -126,6 +128,11 @@ class Sealer:
 
         over, differ = self._run("look", slots, keys, nbytes, copy, compare)
         return Look(over, lambda: np.flatnonzero(differ.numpy()).tolist())
+
+    def _reached(self, slots: Sequence[SlotView]) -> Sequence[SlotView]:
+        """As kernels of this device take them."""
+        ordinal = self._device.index
+        return slots if ordinal is None else [on_gpu(slot, ordinal) for slot in slots]
 
     def _run(
         self,
@@ -138,8 +145,6 @@ class Sealer:
     ) -> tuple[Completion, Tensor]:
         """`then` with the trailers that are right for the slots, on the stream of this kind, and its answer, there once that is over."""
         check(slots, keys, nbytes)
-        if self._device.index is not None:
-            slots = [on_gpu(slot, self._device.index) for slot in slots]
         if not slots:
             return Finished(0.0), torch.empty(0)
         self.prepare(nbytes)
