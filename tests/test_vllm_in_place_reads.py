@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCKS, CHUNK, EACH, Engine, engines, new_tokens, scheduling
+from in_place_cases import BLOCK, BLOCKS, CHUNK, EACH, Engine, engines, new_tokens, scheduling
 from processes import eventually
 from vllm_cases import missing
 
@@ -109,6 +109,54 @@ def test_a_hit_is_loaded_in_the_step_where_the_worker_has_mapped_its_owner_and_n
     reader.step(kv_connector_worker_meta=WorkerReport(read={request.request_id}))
     assert pinned() == 0
     reader.finish(request)
+
+
+def read(reader: Engine, tokens: list[int], answer: int = 1) -> Request:
+    """Loaded by it, in an asynchronous load that holds, and answered."""
+    request = reader.add(tokens, max_tokens=answer)
+    (load,) = reader.step().loads
+    assert load.residents
+    reader.step(finished_recving={request.request_id})
+    reader.finish(request)
+    reader.flush()
+    return request
+
+
+@pytest.mark.parametrize(
+    ("then", "keeps_own", "keeps_copy"),
+    [
+        ("nothing", True, False),
+        ("it was used since", False, True),
+        ("its owner lost it", False, True),
+        ("it went on", False, True),
+    ],
+)
+def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_own_alone(
+    shared: Callable[[], Engine], then: str, keeps_own: bool, keeps_copy: bool
+) -> None:
+    """Else both have the same, and half as much. Until then there are blocks that hold nothing, and it stays."""
+    owner, reader, own, both = shared(), shared(), new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
+    computed(owner, both)
+    computed(reader, own)
+    read(reader, both, answer=CHUNK if then == "it went on" else 1)
+    if then == "it was used since":
+        again = reader.add(both, max_tokens=2)
+        assert reader.step().loads == []
+        assert reader.hit(again) == 4 * CHUNK
+        reader.finish(again)
+    elif then == "its owner lost it":
+        assert owner.half.publications.duplicates is not None
+        owner.half.publications.generations.void_all()
+    queue = reader.scheduler.kv_cache_manager.block_pool.free_block_queue
+    empty = sum(block.block_hash is None for block in queue.get_all_free_blocks())
+    other = computed(reader, new_tokens((empty + 3) * BLOCK))
+    assert other.num_computed_tokens >= (empty + 3) * BLOCK
+
+    def local(tokens: list[int]) -> int:
+        found: int = reader.scheduler.kv_cache_manager.get_computed_blocks(reader.add(tokens, load=False))[1]
+        return found
+
+    assert (local(own) == 2 * CHUNK, local(both) == 4 * CHUNK) == (keeps_own, keeps_copy)
 
 
 @pytest.mark.parametrize("right", [0, 1], ids=["nothing held", "the first chunk held"])

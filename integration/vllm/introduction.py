@@ -122,6 +122,7 @@ class Introduction:
         if self.shared is not None:
             self.tables = Tables(self.client)
             self.pinning = Pinning(self.client, self.tables)
+            self.shared.view = self.tables.view
             self.shared.retract = partial(self.courier.retract, self.shared.instance)
             self.client.on_return.append(self._join)
             self.client.on_beat.append(self._listen)

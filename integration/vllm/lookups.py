@@ -96,7 +96,7 @@ class Tracked(msgspec.Struct):
     """One request. loads: whether it may take anything from the pool. consumes: remove what it has loaded. local: its tokens in vLLM's own
     cache when it was matched. stored: chunks from its start that are in the pool or on their way; `complete_at`: with how many tokens
     computed one more is complete, never if it stores none. loading: an asynchronous load is under way. captured, filled, preempted: see
-    `Publications`. pinned: what it loads stays where it is, so that the load may be synchronous."""
+    `Publications`; copies: see `Duplicates`. pinned: what it loads stays where it is, so that the load may be synchronous."""
 
     request: Any
     params: RequestParams
@@ -105,6 +105,7 @@ class Tracked(msgspec.Struct):
     keys: list[ChunkKey] = []
     rows: list[list[int]] = []
     captured: list[tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64]]] = []
+    copies: list[Any] = []
     filled: int = 0
     preempted: int = 0
     local: int = 0

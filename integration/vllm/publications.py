@@ -13,8 +13,9 @@ import numpy.typing as npt
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import INSTANCE_BYTES, MAX_PUBLISHED, Heard, InstanceId
 from vcache_backend.resident import pins
-from vcache_backend.resident.generations import Generations
+from vcache_backend.resident.generations import Generations, GenerationView
 
+from .duplicates import Duplicates
 from .hints import Hints
 from .metadata import PublicationSpec
 from .resident_pool import ResidentPool
@@ -56,6 +57,10 @@ class Publications:
         """The generation in which each block was published; 0: never."""
         self._pool: ResidentPool | None = None
         self.hints: Hints | None = None
+        self.duplicates: Duplicates | None = None
+        """What others have as well, once vLLM has shown its pool."""
+        self.view: Callable[[bytes], GenerationView | None] = lambda instance: None
+        """Another instance's generations, once there is a server to ask."""
 
     @property
     def watches(self) -> bool:
@@ -66,7 +71,8 @@ class Publications:
         """pool: vLLM's `BlockPool`. ValueError if it has other blocks than were told."""
         if pool.num_gpu_blocks != self.blocks:
             raise ValueError(f"vLLM's pool has {pool.num_gpu_blocks} blocks, its KV cache {self.blocks}")
-        self._pool = ResidentPool(pool, self.generations, self._reset, self.pins)
+        self.duplicates = Duplicates(pool, self.generations, self.each, lambda instance: self.view(instance))
+        self._pool = ResidentPool(pool, self.generations, self._reset, self.pins, self.duplicates.give_way)
         self.hints = Hints(pool, self.generations, self.each)
 
     def reset(self) -> None:

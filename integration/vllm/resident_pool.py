@@ -30,9 +30,18 @@ class ResidentPool:
     out all the same.
     """
 
-    def __init__(self, pool: Any, generations: Generations, on_reset: Callable[[], None], pins: Pins | None = None) -> None:
+    def __init__(
+        self,
+        pool: Any,
+        generations: Generations,
+        on_reset: Callable[[], None],
+        pins: Pins | None = None,
+        give_way: Callable[[int], None] = lambda count: None,
+    ) -> None:
         """pool: vLLM's `BlockPool`, before it has handed out a block. on_reset: called when the prefix cache is to be reset, whatever vLLM
-        then decides. pins: of the same blocks; none is honoured otherwise."""
+        then decides. pins: of the same blocks; none is honoured otherwise. give_way: called before that many blocks are handed out, to
+        put others first; must not raise."""
+        self._give_way = give_way
         self.broken, self.kept, self.forced, self._pins = False, 0, 0, pins
         self._next: tuple[list[Any], npt.NDArray[np.intp]] = [], np.empty(0, dtype=np.intp)
         """The blocks that are to be handed out, as vLLM has them and their numbers: void already."""
@@ -68,6 +77,7 @@ class ResidentPool:
 
     def _get_new_blocks(self, num_blocks: int) -> Any:
         """What writes them is launched after this has returned."""
+        self._give_way(num_blocks)
         if self._pins is not None:
             self._surely(lambda: self._make_way(num_blocks))
         blocks = self._get(num_blocks)

@@ -181,6 +181,8 @@ class SchedulerSide:
         else:
             # What it has loaded is published as if computed here, once it is there.
             self._own(tracked, rows, anew=True)
+            if self.publications.duplicates is not None:
+                self.publications.duplicates.note(tracked, load, first)
             if asked.announced:
                 self._awaited.add(tracked, first, stop, load.wait_seconds)
         if partial:
@@ -287,6 +289,8 @@ class SchedulerSide:
             if tracked.loading:
                 tracked.loading = False
                 self._cancelled.add(request.request_id)
+            elif self.publications is not None and self.publications.duplicates is not None:
+                self.publications.duplicates.finished(tracked, self._block)
             self.lookups.drop(tracked)
 
     def reset(self) -> bool:

@@ -131,8 +131,9 @@ class Sealer:
 
     def _reached(self, slots: Sequence[SlotView]) -> Sequence[SlotView]:
         """As kernels of this device take them."""
-        ordinal = self._device.index
-        return slots if ordinal is None else [on_gpu(slot, ordinal) for slot in slots]
+        if self._device.index is not None:
+            slots = [on_gpu(slot, self._device.index) for slot in slots]
+        return slots
 
     def _run(
         self,

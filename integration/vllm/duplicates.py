@@ -1,0 +1,108 @@
+"""What an instance has read in another's KV cache lies in both: the reader's blocks are the first that its vLLM gives away."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vcache_backend.resident.generations import Generations, GenerationView, UInt32s, UInt64s
+from vcache_backend.transfer.resident import ResidentChunk
+
+from .metadata import LoadSpec
+
+if TYPE_CHECKING:
+    from .lookups import Tracked
+
+log = logging.getLogger("vllm.vcache")
+
+SHORT = 8
+"""A request that computes more than this part of what it has read goes on with a conversation, which it would lose the beginning of: vLLM
+finds nothing behind a block that is gone. In a simulation of the serving benchmark's prefixes the hit rate goes from 0.774, as measured on
+two H200s, to 0.808, all there is; of its conversations it stays what it is."""
+
+
+class Copy(NamedTuple):
+    """Consecutive chunks of one request that lie here and with `owner`: blocks, and the generations they are right in, here and there."""
+
+    blocks: npt.NDArray[np.intp]
+    generations: UInt64s
+    owner: bytes
+    theirs: UInt32s
+    their_generations: UInt64s
+
+
+class Duplicates:
+    """In the scheduler's thread."""
+
+    def __init__(self, pool: Any, generations: Generations, each: int, view: Callable[[bytes], GenerationView | None]) -> None:
+        """pool: vLLM's `BlockPool`. each: blocks of a chunk. view: another instance's generations; None where it is gone."""
+        self._pool, self._generations, self._each, self._view = pool, generations, each, view
+        self._copies: deque[Copy] = deque()
+        """The oldest first."""
+        self._marked: npt.NDArray[np.bool_] = np.zeros(generations.blocks, dtype=np.bool_)
+        """Blocks of them that nobody has used since."""
+        self._next: npt.NDArray[np.bool_] = np.zeros(generations.blocks, dtype=np.bool_)
+        """Blocks that are at the head of the queue by our doing."""
+
+    def note(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
+        """The request, which has been given its blocks, loads its chunks from number `first` on."""
+        (blocks, generations), each = tracked.captured[0], self._each
+        tracked.copies = []
+        for number, replica in load.residents.items():
+            start = (first + number) * each
+            if load.skip <= number * each and (number + 1) * each <= load.stop:
+                owner, theirs, their_generations = ResidentChunk.unpacked(*replica)
+                mine = slice(start, start + each)
+                tracked.copies.append(Copy(blocks[mine], generations[mine], owner, theirs, their_generations))
+
+    def finished(self, tracked: Tracked, block_size: int) -> None:
+        """The request has ended: its blocks may be given away."""
+        used = tracked.rows[0][: tracked.local // block_size] if tracked.rows else []
+        self._marked[used] = self._next[used] = False
+        copied = len(tracked.copies) * self._each * block_size
+        if not copied or (tracked.request.num_tokens - tracked.local - copied) * SHORT > copied:
+            return
+        # Of a prefix the end goes first.
+        for one in reversed(tracked.copies):
+            self._marked[one.blocks] = True
+            self._copies.append(one)
+
+    def give_way(self, count: int) -> None:
+        """Before vLLM gives `count` blocks away: if some of the first ones hold something, have it give away duplicates instead. Never
+        raises."""
+        if not self._copies:
+            return
+        try:
+            self._give_way(count)
+        except Exception:  # vLLM goes on with whatever order there is
+            self._copies.clear()
+            log.exception("vcache: what others have as well is kept no shorter than the rest")
+
+    # ---- inside
+
+    def _give_way(self, count: int) -> None:
+        queue = self._pool.free_block_queue
+        needed, block = min(count, queue.num_free_blocks), queue.fake_free_list_head.next_free_block
+        while needed > 0 and (block.block_hash is None or self._next[block.block_id]):
+            needed, block = needed - 1, block.next_free_block
+        while needed > 0 and self._copies:
+            one = self._copies.popleft()
+            marked = self._marked[one.blocks].all()
+            self._marked[one.blocks] = False
+            if not marked or (self._generations.counters[one.blocks] != one.generations).any():
+                continue
+            blocks, view = [self._pool.blocks[number] for number in one.blocks.tolist()], self._view(one.owner)
+            # Who uses some of them makes them its own.
+            if any(block.ref_cnt for block in blocks) or view is None:
+                continue
+            if view.leading(one.theirs, one.their_generations, self._each):
+                for block in blocks:
+                    queue.remove(block)
+                queue.prepend_n(blocks[::-1])
+                self._next[one.blocks] = True
+                needed -= len(blocks)
