@@ -198,8 +198,9 @@ def test_states_beside_any_connector_end_vllm_0_26_which_would_give_wrong_tokens
     config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
     compat.check_states(config, caches(state, spec()))
     monkeypatch.setattr(vllm, "__version__", "0.26.0+cpu")
-    with pytest.raises(ConfigError, match="--no-enable-prefix-caching, or take vLLM 0.27"):
-        compat.check_states(config, caches(state, spec()))
+    for wrong in (caches(state, spec()), caches(state, state)):
+        with pytest.raises(ConfigError, match="--no-enable-prefix-caching, or take vLLM 0.27"):
+            compat.check_states(config, wrong)
     for fine in (caches(spec(33), spec()), caches(state)):
         compat.check_states(config, fine)
     config.cache_config.enable_prefix_caching = False

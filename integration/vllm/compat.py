@@ -76,7 +76,12 @@ def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
     and computes nothing before that, where others keep states (its scheduler.py, `max(per_group_hits)`)."""
     kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
     old = tuple(int(number) for number in vllm.__version__.split(".")[:2] if number.isdigit()) == (0, 26)
-    if old and groups.STATES in kinds and len(kinds) > 1 and vllm_config.cache_config.enable_prefix_caching:
+    if (
+        old
+        and groups.STATES in kinds
+        and len(kv_cache_config.kv_cache_groups) > 1
+        and vllm_config.cache_config.enable_prefix_caching
+    ):
         raise ConfigError(
             "vLLM 0.26 with any connector gives wrong tokens for models that keep states (Mamba, gated delta nets), where its own "
             "prefix cache is on: start it without --kv-transfer-config, or with --no-enable-prefix-caching, or take vLLM 0.27"
