@@ -89,20 +89,26 @@ class Duplicates:
         queue = self._pool.free_block_queue
         needed, block = min(count, queue.num_free_blocks), queue.fake_free_list_head.next_free_block
         while needed > 0 and (block.block_hash is None or self._next[block.block_id]):
+            # It is handed out now, and then holds something else.
+            self._next[block.block_id] = False
             needed, block = needed - 1, block.next_free_block
-        while needed > 0 and self._copies:
-            one = self._copies.popleft()
-            marked = self._marked[one.blocks].all()
-            self._marked[one.blocks] = False
-            if not marked or (self._generations.counters[one.blocks] != one.generations).any():
-                continue
-            blocks, view = [self._pool.blocks[number] for number in one.blocks.tolist()], self._view(one.owner)
-            # Who uses some of them makes them its own.
-            if any(block.ref_cnt for block in blocks) or view is None:
-                continue
-            if view.leading(one.theirs, one.their_generations, self._each):
-                for block in blocks:
-                    queue.remove(block)
-                queue.prepend_n(blocks[::-1])
-                self._next[one.blocks] = True
-                needed -= len(blocks)
+        chosen: list[Any] = []
+        while len(chosen) < needed and self._copies:
+            chosen += self._taken(self._copies.popleft())
+        for block in chosen:
+            queue.remove(block)
+        queue.prepend_n(chosen)
+        self._next[[block.block_id for block in chosen[max(needed, 0) :]]] = True
+
+    def _taken(self, one: Copy) -> list[Any]:
+        """Its blocks, the last one first; none if somebody uses them or has since, or its owner has lost its own."""
+        marked = bool(self._marked[one.blocks].all())
+        self._marked[one.blocks] = False
+        if not marked or (self._generations.counters[one.blocks] != one.generations).any():
+            return []
+        blocks, view = [self._pool.blocks[number] for number in one.blocks.tolist()], self._view(one.owner)
+        if any(block.ref_cnt for block in blocks) or view is None:
+            return []
+        if not view.leading(one.theirs, one.their_generations, self._each):
+            return []
+        return blocks[::-1]
