@@ -134,6 +134,8 @@ def test_version_names_the_package_and_the_protocol() -> None:
         ["segment", "add", "--device", "host"],
         ["segment", "add", "--device", "host", "--bytes", "much"],
         ["segment", "add", "--device", "host", "--bytes", "0"],
+        ["segment", "resize", "s0", "9" * 400 + "GiB"],
+        ["plan", "--model", "x", "--tokens", "9" * 400],
         ["clear", "--namespace", "xyz"],
         ["clear", "--namespace", "00ff"],
         ["config", "check"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import resource
@@ -168,6 +169,14 @@ def test_a_models_own_file_tells_whether_it_is_cached_and_what_a_token_takes(
         ("[]", "it holds a list"),
         ("{", "cannot be read"),
         ('{"num_hidden_layers": 2, "model_type": "nobody knows"}', "has no num_key_value_heads"),
+        ("[" * 100_000, "cannot be read"),
+        (json.dumps(LLAMA | {"architectures": 7}), "TypeError"),
+        (json.dumps(LLAMA | {"quantization_config": "x"}), "AttributeError"),
+        (json.dumps(LLAMA | {"sliding_window": True}), "a window of 1 tokens"),
+        (json.dumps(LLAMA | {"head_dim": math.inf}), "OverflowError"),
+        (json.dumps(LLAMA | {"hybrid_override_pattern": "-"}), "no layers"),
+        (json.dumps(LLAMA | {"num_hidden_layers": 10**30}), "B a token"),
+        (json.dumps(MLA | {"kv_lora_rank": 1.5}), "65.5 numbers"),
     ],
 )
 def test_what_cannot_be_told_of_a_model_is_said_with_what_would_help(
@@ -176,7 +185,41 @@ def test_what_cannot_be_told_of_a_model_is_said_with_what_would_help(
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     finding = only(iter(diagnose(config, str(tmp_path))))
-    assert (finding.status, said in finding.detail) == ("warn", True)
+    assert (finding.status, said in finding.detail) == ("warn", True), finding
+    assert only(plan(str(tmp_path), config, gpus=1)).status == "fail"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-this-name/model"])
+def test_a_name_that_cannot_be_looked_for_is_a_finding(config: Config, name: str) -> None:
+    finding = only(iter(diagnose(config, name)))
+    assert (finding.status, finding.advice) == ("warn", f"`hf download {name} config.json`, or name its folder")
+
+
+def test_a_file_of_no_model_is_not_read(config: Config, tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "1,099,511,627,776 B" in only(iter(diagnose(config, str(tmp_path)))).detail
+
+
+def test_a_models_file_says_nothing_to_the_terminal(config: Config, tmp_path: Path) -> None:
+    told = LLAMA | {"architectures": ["\x1b[2J" + "x" * 1000], "dtype": "\x1b[1m"}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    detail = diagnose(config, str(tmp_path))[0].detail
+    assert "(\\x1b[2Jxxx" in detail
+    assert len(detail) < 300 + len(str(tmp_path))
+    assert detail.isprintable()
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_a_models_own_code_never_runs(tmp_path: Path) -> None:
+    """Not even where somebody says yes to all that is asked."""
+    ours = {"model_type": "ours", "auto_map": {"AutoConfig": "ours.Ours"}}
+    (tmp_path / "config.json").write_text(json.dumps(ours))
+    (tmp_path / "ours.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Ours: pass\n")
+    command = [sys.executable, "-m", "vcache_backend.cli", "doctor", "--model", str(tmp_path)]
+    ran = subprocess.run(command, input=b"y\n" * 9, capture_output=True, timeout=60, check=False)
+    assert b"has no num_hidden_layers" in b" ".join(ran.stdout.split()), ran
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_model_is_looked_for_in_hugging_faces_cache_and_nowhere_else(

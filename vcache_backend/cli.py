@@ -409,8 +409,8 @@ def doctor(
 @app.command()
 def plan(
     model: Annotated[str, typer.Option(metavar="NAME_OR_FOLDER", help="A folder with a config.json, or a model in the cache.")],
-    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs that lend memory to the pool.")] = 1,
-    tokens: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="What the pool shall hold of prompts.")] = 0,
+    gpus: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="GPUs that lend memory to the pool.")] = 1,
+    tokens: Annotated[int, typer.Option(min=0, max=1 << 50, metavar="TOKENS", help="What the pool shall hold of prompts.")] = 0,
     gpu_memory: Annotated[
         config.ByteSize | None,
         typer.Option(metavar="SIZE", parser=_bytes, help="Of one GPU, such as 80GiB: what is left for vLLM?"),

@@ -19,6 +19,7 @@ from vcache_backend import config_file
 from vcache_backend.errors import ConfigError
 
 _LARGEST_FIRST = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)]
+MAX_BYTES = 1 << 60
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {unit.upper(): size for unit, size in _LARGEST_FIRST}
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -32,11 +33,17 @@ class ByteSize(int):
     @classmethod
     def parse(cls, value: object) -> ByteSize:
         if isinstance(value, int) and not isinstance(value, bool):
-            return cls(value)
+            return cls._within(value)
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
         if match is None or match[2].upper() not in _UNITS:
             raise ValueError(f"Expected bytes such as 1073741824, '8 GiB' or '512MiB', got {value!r}")
-        return cls(float(match[1]) * _UNITS[match[2].upper()])
+        return cls._within(float(match[1]) * _UNITS[match[2].upper()])
+
+    @classmethod
+    def _within(cls, nbytes: float) -> ByteSize:
+        if nbytes > MAX_BYTES:
+            raise ValueError(f"Expected at most {MAX_BYTES >> 40:,} TiB")
+        return cls(nbytes)
 
     def __str__(self) -> str:
         """The shortest form that reads back as the same number."""

@@ -1,8 +1,8 @@
 """Whether vLLM's connector will cache a model, and how much of it the pool holds, from the model's `config.json` alone. Behind `vcache
 doctor --model`.
 
-Nothing is downloaded, and neither vLLM nor torch is imported. A child process asks transformers, where that is installed, for what the
-file leaves out.
+Nothing is downloaded, no code of the model's runs, and neither vLLM nor torch is imported. A child process asks transformers, where that
+is installed, for what the file leaves out.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from typing import Any, NamedTuple
 
 from vcache_backend.config import ByteSize, Config, hugging_face_cache
 from vcache_backend.doctor.finding import Finding
+from vcache_backend.metadata_server.layouts import printable
 
 GIB = 1 << 30
 ASK_SECONDS = 60.0
+MAX_FILE_BYTES = 16 << 20
+"""Of a config.json, which has some kilobytes."""
+MAX_TOKEN_BYTES = 1 << 40
 _FILL_IN = (
     # It does without torch, which it would take seconds to import.
     "import json, sys; sys.modules['torch'] = None; from transformers import AutoConfig; "
-    "print(json.dumps(AutoConfig.from_pretrained(sys.argv[1], local_files_only=True).to_dict(), default=str))"
+    "found = AutoConfig.from_pretrained(sys.argv[1], local_files_only=True, trust_remote_code=False); "
+    "print(json.dumps(found.to_dict(), default=str))"
 )
 _NAMES = {"full_attention": "full", "attention": "full", "sliding_attention": "window", "chunked_attention": "full"}
 """Of layers, as configurations name them. (vLLM gives chunked attention whole block tables, unless told not to.) All others keep states."""
@@ -122,8 +127,12 @@ def _refusal(kv: ModelKv, in_place: bool) -> tuple[str, str]:
 
 def find(name: str) -> Path:
     """Where its `config.json` is. Raises UnknownModel."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        there = folder.is_dir()
+    except (OSError, RuntimeError):  # no name of a folder, or of none that may be looked at
+        folder, there = Path(name), False
+    if there:
         if (folder / "config.json").is_file():
             return folder
         raise UnknownModel(f"no config.json in {folder}; name the folder that vLLM is given")
@@ -145,7 +154,12 @@ def _filled(folder: Path) -> dict[str, Any]:
     try:
         asking = [sys.executable, "-P", "-c", _FILL_IN, str(folder)]
         answer = subprocess.run(
-            asking, capture_output=True, timeout=ASK_SECONDS, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True
+            asking,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ASK_SECONDS,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            check=True,
         )
         found: dict[str, Any] = json.loads(answer.stdout)
     except (subprocess.SubprocessError, OSError, ValueError):
@@ -160,17 +174,34 @@ def read(folder: Path) -> ModelKv:
     """Raises UnknownModel."""
     file = folder / "config.json"
     try:
+        if (size := file.stat().st_size) > MAX_FILE_BYTES:
+            raise ValueError(f"it has {size:,} B, too many for a model's configuration")
         whole = json.loads(file.read_text())
         if not isinstance(whole, dict):
             raise ValueError(f"it holds a {type(whole).__name__}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UnknownModel(f"{file} cannot be read: {error}") from error
     try:
-        return _kv(whole)
-    except UnknownModel:
-        if not (filled := _filled(folder)):
-            raise
-        return _kv(filled)
+        try:
+            return _checked(_kv(whole))
+        except UnknownModel:
+            if not (filled := _filled(folder)):
+                raise
+            return _checked(_kv(filled))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UnknownModel(f"{file} is not as models' are: {error!r}; start vLLM and see its log") from error
+
+
+def _checked(kv: ModelKv) -> ModelKv:
+    """Raises ValueError for what no model keeps."""
+    if not kv.layers:
+        raise ValueError("no layers")
+    if kv.layers.get("window") and kv.window < 2:
+        raise ValueError(f"a window of {kv.window} tokens")
+    token: object = kv.full_bytes + kv.window_bytes
+    if not isinstance(token, int) or token > MAX_TOKEN_BYTES or (token < 1 and not kv.layers.get("state")):
+        raise ValueError(f"{token} B a token, {kv.what}")
+    return kv
 
 
 def _kv(whole: Mapping[str, Any]) -> ModelKv:
@@ -178,7 +209,7 @@ def _kv(whole: Mapping[str, Any]) -> ModelKv:
         (whole[key] for key in ("text_config", "llm_config", "thinker_config") if isinstance(whole.get(key), dict)), whole
     )
     text = text.get("text_config", text) if text is not whole else text
-    architecture = (whole.get("architectures") or ["an unnamed architecture"])[0]
+    architecture = printable(str((whole.get("architectures") or ["an unnamed architecture"])[0]))
     layers = _layers(text)
     odd = ""
     if whole.get("is_encoder_decoder"):
@@ -252,5 +283,5 @@ def _value_bytes(whole: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int
     quantized = whole.get("quantization_config") or {}
     if quantized.get("kv_cache_scheme") or quantized.get("kv_cache_quant_algo"):
         return 1, "fp8"
-    dtype = dtype.removeprefix("torch.")
+    dtype = printable(dtype.removeprefix("torch."))
     return _BYTES.get(dtype, 2), dtype if dtype != "float32" else "16 bits (float32 in the file)"
