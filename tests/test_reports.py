@@ -19,7 +19,7 @@ from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.directory import Directory, Limits
-from vcache_backend.metadata_server.layouts import MAX_REPORTS, Reports
+from vcache_backend.metadata_server.layouts import MAX_NAMESPACES, MAX_REPORTS, Layouts, Reports
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import JournalState, ProcessId
 from vcache_backend.metadata_server.service import Service
@@ -92,7 +92,9 @@ def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_it
     assert (first.level, first.pid, first.device, first.text) == ("warn", os.getpid(), "GPU-3", SEED)
     assert before <= first.time <= time.time()
     assert second.text == "x" * 1024
-    assert f"WARNING pid {os.getpid()} on GPU-3 reports: {SEED}" in shared.servers[0].expect("stepped aside")
+    line = shared.servers[0].expect("stepped aside")
+    assert " WARNING " in line
+    assert line.endswith(f": pid {os.getpid()} on GPU-3 reports: {SEED}")
     assert "INFO" in shared.servers[0].expect("xxx")
 
 
@@ -105,6 +107,10 @@ def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_an
         fds = [os.dup(memfd)]
         service.answer(peer(), m.AddSegment(m.SegmentId(f"{number}"), "d" * 256, "host", 4096), fds)
         wire.close_fds(fds)
+    for number in range(200):
+        layout = {"model": "m", "namespace": f"{number}" + "\u202e" * 99, "chunk_size": "9" * 9}
+        service.layouts.add(peer(number), layout)
+        service.layouts.asked(number, 1 << 40, 1 << 40)
     stats, segments = (service.answer(peer(), request, [])[0] for request in (m.Stats(), m.ListSegments()))
     assert isinstance(stats, m.ServerStats)
     assert isinstance(segments, m.Segments)
@@ -112,7 +118,20 @@ def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_an
     assert wire.encode(stats)
     assert len(stats.segments) == len(segments.segments) > 400
     assert stats.reports[-1].text.startswith(f"{MAX_REPORTS - 1} ")
+    assert next(reversed(stats.hits)).startswith("199")
     service.close()
+
+
+def test_what_connected_instances_have_asked_for_is_kept_longer_than_what_others_had() -> None:
+    """Over months there are namespaces without end."""
+    layouts = Layouts()
+    layout = {"model": "m", "chunk_size": "16", "namespace": "here"}
+    layouts.add(peer(), layout)
+    for number in range(2, 2 * MAX_NAMESPACES):
+        layouts.asked(1, 2, 1)
+        layouts.add(peer(number), layout | {"namespace": f"{number}"})
+        layouts.drop(number)
+    assert (layouts.hits["here"], len(layouts.hits)) == ([32 * (number - 1), 16 * (number - 1)], MAX_NAMESPACES)
 
 
 # ---- what a person sees

@@ -65,7 +65,9 @@ class Layouts:
         if name and each.isascii() and each.isdigit() and len(each) <= MAX_CHUNK_DIGITS:
             totals = self.hits.pop(name, [0, 0])
             if len(self.hits) >= MAX_NAMESPACES:
-                del self.hits[next(iter(self.hits))]
+                connected = {id(counts) for _, counts in self._counted.values()}
+                ended = (old for old, counts in self.hits.items() if id(counts) not in connected)
+                del self.hits[next(ended, next(iter(self.hits)))]
             self.hits[name] = totals
             self._counted[client.id] = int(each), totals
 

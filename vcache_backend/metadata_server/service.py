@@ -29,6 +29,8 @@ MAX_LISTED_BYTES = 3 * m.MAX_MESSAGE_BYTES // 4
 """Segments that one message can list, with other things beside them: about a thousand."""
 _LISTED_BYTES = 100
 """At most, of a segment in such a list, beside its id and its device."""
+_MOST_TOKENS = 1 << 62
+"""What a message can say; only a client that lies about the size of its chunks has asked for so many."""
 _LOG_LEVELS: dict[m.Level, int] = {"info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 
 
@@ -272,10 +274,12 @@ class Service:
             instances=self.instances.stats(),
             still_mapped=self.instances.still_mapped(),
             reads=self.of_instances.reads.stats(),
-            hits={name: (asked, found) for name, (asked, found) in self.layouts.hits.items()},
+            hits={
+                name: (min(asked, _MOST_TOKENS), min(found, _MOST_TOKENS)) for name, (asked, found) in self.layouts.hits.items()
+            },
         )
         while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES and (
-            stats.reports or stats.mismatches or stats.namespaces or stats.reads
+            stats.reports or stats.mismatches or stats.namespaces or stats.reads or stats.hits
         ):
             stats = _less_told(stats)
         return stats
@@ -287,13 +291,14 @@ def _in_epoch(reply: m.Leased | m.Reserved, epoch: int) -> m.Reply:
 
 def _less_told(stats: m.ServerStats) -> m.ServerStats:
     """Half of what clients said of themselves, the newest of it."""
-    namespaces = list(stats.namespaces.items())
+    namespaces, hits = list(stats.namespaces.items()), list(stats.hits.items())
     return msgspec.structs.replace(
         stats,
         reports=stats.reports[(len(stats.reports) + 1) // 2 :],
         mismatches=stats.mismatches[: len(stats.mismatches) // 2],
         reads=stats.reads[: len(stats.reads) // 2],
         namespaces=dict(namespaces[(len(namespaces) + 1) // 2 :]),
+        hits=dict(hits[(len(hits) + 1) // 2 :]),
     )
 
 
