@@ -166,6 +166,21 @@ def test_memory_is_taken_back_from_a_segment_once_nobody_reads_it_and_the_rest_s
     os.close(fd)
 
 
+def test_memory_is_taken_back_once_however_often_it_is_asked_for(raw: Raw, server: Child) -> None:
+    """Each part is mapped while it is freed, which takes a descriptor of the server's."""
+    fd, nbytes, part = make_memfd(1 << 28), 1 << 28, 1 << 16
+    with mmap.mmap(fd, 0) as memory:
+        memory[-400 * part :] = b"x" * (400 * part)
+    assert raw.ask("add_segment", "s0", "host", "host", nbytes, fds=(fd,)) == ["added", 0, True]
+    before, most = len(server.descriptors()), 0
+    for number in range(1, 401):
+        assert raw.ask("resize_segment", "s0", nbytes - number * part)[0] == "opened"
+        most = max(most, len(server.descriptors())) if number % 20 == 0 else most
+    assert most <= before + 2
+    eventually(lambda: os.fstat(fd).st_blocks == 0)
+    os.close(fd)
+
+
 def test_stats_count_what_happened(worker: Raw) -> None:
     def stats() -> m.ServerStats:
         return msgspec.convert(worker.ask("stats"), m.ServerStats)
