@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from math import inf
 from typing import Any
-
-import msgspec
 
 from vcache_backend.config import Config
 
 from . import compat, exportable, groups, hints, publications, request_params, traces
 from .awaited import Awaited
-from .events import Announcer, block_stored
+from .completions import Completions
+from .events import Announcer
 from .introduction import Introduction
 from .lookups import Lookups, Tracked
-from .metadata import LoadSpec, StepMetadata, StoreSpec, WorkerReport
+from .metadata import LoadSpec, StepMetadata, WorkerReport
 from .publications import Publications
 from .stats import Meter
 from .victims import Victims
@@ -34,7 +31,6 @@ class SchedulerSide:
         """loads, stores: what the instance's role allows."""
         self._settings, self._size = config.connector, config.engine.chunk_size
         self._loads_allowed, self._stores_allowed, self._least = loads, stores, config.connector.min_hit_tokens
-        self._prompts_only = config.connector.store == "prompt"
         model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
         self._block = model.block_size
         self._per_chunk = self._size // self._block
@@ -80,7 +76,10 @@ class SchedulerSide:
         # What others find in place, vLLM announces as what its own KV cache holds.
         if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
             self.announcer = self.instance.announcer = Announcer(self.instance.ranks)
-        self._spec_kind = compat.spec_kind(kv_cache_config)
+        kind = compat.spec_kind(kv_cache_config)
+        self._completions = Completions(
+            config, stores, self._groups, self._block, self._hash_block, kind, self.instance, self.lookups
+        )
         self._spans = traces.begin(vllm_config)
         self.prefix_cache: Any = None
         """vLLM's `BlockPool`, once it is known."""
@@ -177,16 +176,16 @@ class SchedulerSide:
         # chunks will be.
         partial = promote and answer is not None and answer.offloaded
         if self.publications is None:
-            self._stored(tracked, max(tracked.stored, end // size if partial else stop))
+            self._completions.stored(tracked, max(tracked.stored, end // size if partial else stop))
         else:
             # What it has loaded is published as if computed here, once it is there.
-            self._own(tracked, rows, anew=True)
+            self._completions.own(tracked, rows, anew=True)
             if self.publications.duplicates is not None:
                 self.publications.duplicates.note(tracked, load, first)
             if asked.announced:
                 self._awaited.add(tracked, first, stop, load.wait_seconds)
         if partial:
-            self._expect(tracked, first, end // size)
+            self._completions.expect(tracked, first, end // size)
         self._loads.append(load)
         tracked.loading = not load.synchronous
         if self._spans is not None:
@@ -234,27 +233,7 @@ class SchedulerSide:
         """What they store in it, which blocks get a new owner, and what else was found for loads that wait."""
         self._learn()
         meta.found = {} if self._clearing else self._awaited.found(meta.idle)
-        requests, scheduled, fresh = self._requests, output.num_scheduled_tokens, meta.fresh
-        cached = output.scheduled_cached_reqs
-        # These first: new requests may hit what they write in this step.
-        for request_id, computed, added in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
-            tracked = requests.get(request_id)
-            if added is not None:
-                fresh += added
-            if tracked is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                self._own(tracked, added if added is not None else [[] for _ in tracked.rows], anew=True)
-            elif added is not None:
-                self._own(tracked, added, anew=False)
-            self._computes(tracked, computed, computed + scheduled[request_id], meta)
-        for new in output.scheduled_new_reqs:
-            fresh += new.block_ids
-            tracked = requests.get(new.req_id)
-            if tracked is not None:
-                self._own(tracked, new.block_ids, anew=True)
-                computed = new.num_computed_tokens
-                self._computes(tracked, computed, computed + scheduled[new.req_id], meta)
+        self._completions.plan(output, self._requests, meta)
         if self.publications is not None:
             self.publications.planned()
         if self.victims is not None:
@@ -265,9 +244,7 @@ class SchedulerSide:
         meta.stores, meta.publications, meta.victims, meta.opaque = [], [], None, True
         if self.publications is not None:
             self.publications.planned()
-        for tracked in self._requests.values():
-            tracked.params = msgspec.structs.replace(tracked.params, store=False)
-            tracked.complete_at = inf
+        self._completions.stop(self._requests.values())
 
     def update(self, output: Any) -> None:
         """What the workers report after a step."""
@@ -342,7 +319,7 @@ class SchedulerSide:
         tracked = Tracked(request, asked, self._loads_allowed and asked.load and not computes, consumes)
         tracked.rows = [[] for _ in range(self._tables)]
         self._requests[request.request_id] = tracked
-        self._stored(tracked, 0)
+        self._completions.stored(tracked, 0)
         return tracked
 
     def _asked(self, request: Any) -> request_params.RequestParams:
@@ -397,84 +374,15 @@ class SchedulerSide:
         own, living = tracked.request.request_id, self._requests
         return all(name == own or name not in living for name in self._scheduled)
 
-    def _own(self, tracked: Tracked, rows: Sequence[Sequence[int]], anew: bool) -> None:
-        """vLLM has given these to the request in this step. anew: they are all that it has."""
-        if anew:
-            tracked.rows = [list(row) for row in rows]
-        else:
-            for own, row in zip(tracked.rows, rows, strict=True):
-                own += row
-        if self.publications is not None:
-            self.publications.capture(tracked, rows[0], anew)
-
-    def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
-        """The step computes tokens from number `computed` up to `reached` of the request."""
-        if self.publications is not None:
-            # As vLLM makes them known: what is guessed ahead is not.
-            filled = min(min(reached, tracked.request.num_tokens) // self._block, len(tracked.rows[0]))
-            if filled > tracked.filled:
-                self.publications.fill(tracked, filled)
-        if reached >= tracked.complete_at:
-            self._complete(tracked, computed, reached, meta)
-
-    def _stored(self, tracked: Tracked, chunks: int) -> None:
-        """So many chunks from the start are in the pool or on their way."""
-        tracked.stored = chunks
-        stores = self._stores_allowed and tracked.params.store and not self.instance.refused
-        if stores and self._prompts_only:
-            stores = tracked.request.num_prompt_tokens >= (chunks + 1) * self._size
-        tracked.complete_at = (chunks + 1) * self._size if stores else inf
-
-    def _complete(self, tracked: Tracked, before: int, computed: int, meta: StepMetadata) -> None:
-        """Store the chunks that are complete once the step, which begins with token `before`, has computed the first `computed` tokens.
-
-        Of those only what is known: tokens guessed ahead may be taken back, and so may what was computed from them.
-        """
-        if computed < tracked.complete_at:
-            return
-        request, size, first = tracked.request, self._size, tracked.stored
-        known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
-        rows, several = tracked.rows, self._groups
-        length = len(rows[0]) * self._block if several is None else several.length(rows)
-        ready = min(min(computed, known, length) // size, len(request.block_hashes) // self._hashes)
-        if ready <= first or not self.instance.open() or not self.lookups.name(tracked, ready):
-            return
-        if several is not None:
-            # Of what windows have passed nothing can be stored any more.
-            first = several.alive_from(rows, before, first, ready)
-        self._expect(tracked, first, ready)
-        if self.publications is not None:
-            meta.publications += self.publications.complete(tracked, ready, bool(meta.loads))
-            self._stored(tracked, ready)
-            return
-        keys, earlier = tracked.keys[first:ready], list[int]()
-        each = self._per_chunk
-        blocks = rows[0][first * each : ready * each] if several is None else several.chunks(rows, first, ready)
-        if meta.loads:
-            earlier = rows[0][: first * each] if several is None else [block for row in rows for block in row]
-        if keys:
-            meta.stores.append(StoreSpec(request.request_id, keys, blocks, tracked.keys[:first], earlier))
-        self._stored(tracked, ready)
-
-    def _expect(self, tracked: Tracked, first: int, stop: int) -> None:
-        """The chunks [first, stop) of the request may get into the pool."""
-        announcer, size = self.announcer, self._size
-        if announcer is None:
-            return
-        for number in range(first, stop):
-            tokens = number * size, (number + 1) * size
-            event = block_stored(tracked.request, *tokens, self._hash_block, self._settings.event_medium, self._spec_kind)
-            announcer.expect(tracked.keys[number], event)
-
     def _note(self, report: WorkerReport) -> None:
         for request_id in report.failed & self._requests.keys():
             tracked = self._requests[request_id]
             tracked.loads = False
             if self.publications is None:
                 # Several groups are computed from the start.
-                self._stored(tracked, tracked.local // self._size if self._groups is None else 0)
+                self._completions.stored(tracked, tracked.local // self._size if self._groups is None else 0)
             else:
-                self._stored(tracked, 0)
+                self._completions.stored(tracked, 0)
                 self.publications.forget(tracked)
         if report.segments is not None:
             self.instance.readable = report.segments

@@ -1,0 +1,141 @@
+"""What steps complete of requests: the blocks they are given, and the chunks that are stored, or published, behind each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+import msgspec
+
+from vcache_backend.config import Config
+
+from .events import block_stored
+from .groups import Groups
+from .introduction import Introduction
+from .lookups import Lookups, Tracked
+from .metadata import StepMetadata, StoreSpec
+
+
+class Completions:
+    """In the scheduler's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        stores: bool,
+        groups: Groups | None,
+        block: int,
+        hash_block: int,
+        spec_kind: str | None,
+        instance: Introduction,
+        lookups: Lookups,
+    ) -> None:
+        """stores: what the instance's role allows. groups: None where all layers look at all tokens by one block table. block, hash_block:
+        tokens. spec_kind: of the KV cache, for events."""
+        self._size, self._block, self._hash_block, self._spec_kind = config.engine.chunk_size, block, hash_block, spec_kind
+        self._per_chunk, self._hashes = self._size // block, self._size // hash_block
+        self._prompts_only, self._event_medium = config.connector.store == "prompt", config.connector.event_medium
+        self._stores_allowed, self._groups = stores, groups
+        self._instance, self._lookups, self._publications = instance, lookups, instance.shared
+
+    def plan(self, output: Any, requests: Mapping[str, Tracked], meta: StepMetadata) -> None:
+        """What the step that `output` describes stores, and which blocks get a new owner in it."""
+        scheduled, fresh = output.num_scheduled_tokens, meta.fresh
+        cached = output.scheduled_cached_reqs
+        # These first: new requests may hit what they write in this step.
+        for request_id, computed, added in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+            tracked = requests.get(request_id)
+            if added is not None:
+                fresh += added
+            if tracked is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                self.own(tracked, added if added is not None else [[] for _ in tracked.rows], anew=True)
+            elif added is not None:
+                self.own(tracked, added, anew=False)
+            self._computes(tracked, computed, computed + scheduled[request_id], meta)
+        for new in output.scheduled_new_reqs:
+            fresh += new.block_ids
+            tracked = requests.get(new.req_id)
+            if tracked is not None:
+                self.own(tracked, new.block_ids, anew=True)
+                computed = new.num_computed_tokens
+                self._computes(tracked, computed, computed + scheduled[new.req_id], meta)
+
+    def stop(self, requests: Iterable[Tracked]) -> None:
+        """Nobody knows the blocks of these: store nothing more of them."""
+        for tracked in requests:
+            tracked.params = msgspec.structs.replace(tracked.params, store=False)
+            tracked.complete_at = inf
+
+    def own(self, tracked: Tracked, rows: Sequence[Sequence[int]], anew: bool) -> None:
+        """vLLM has given these to the request in this step. anew: they are all that it has."""
+        if anew:
+            tracked.rows = [list(row) for row in rows]
+        else:
+            for own, row in zip(tracked.rows, rows, strict=True):
+                own += row
+        if self._publications is not None:
+            self._publications.capture(tracked, rows[0], anew)
+
+    def stored(self, tracked: Tracked, chunks: int) -> None:
+        """So many chunks from the start are in the pool or on their way."""
+        tracked.stored = chunks
+        stores = self._stores_allowed and tracked.params.store and not self._instance.refused
+        if stores and self._prompts_only:
+            stores = tracked.request.num_prompt_tokens >= (chunks + 1) * self._size
+        tracked.complete_at = (chunks + 1) * self._size if stores else inf
+
+    def expect(self, tracked: Tracked, first: int, stop: int) -> None:
+        """The chunks [first, stop) of the request may get into the pool."""
+        announcer, size = self._instance.announcer, self._size
+        if announcer is None:
+            return
+        for number in range(first, stop):
+            tokens = number * size, (number + 1) * size
+            event = block_stored(tracked.request, *tokens, self._hash_block, self._event_medium, self._spec_kind)
+            announcer.expect(tracked.keys[number], event)
+
+    # ---- inside
+
+    def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
+        """The step computes tokens from number `computed` up to `reached` of the request."""
+        if self._publications is not None:
+            # As vLLM makes them known: what is guessed ahead is not.
+            filled = min(min(reached, tracked.request.num_tokens) // self._block, len(tracked.rows[0]))
+            if filled > tracked.filled:
+                self._publications.fill(tracked, filled)
+        if reached >= tracked.complete_at:
+            self._complete(tracked, computed, reached, meta)
+
+    def _complete(self, tracked: Tracked, before: int, computed: int, meta: StepMetadata) -> None:
+        """Store the chunks that are complete once the step, which begins with token `before`, has computed the first `computed` tokens.
+
+        Of those only what is known: tokens guessed ahead may be taken back, and so may what was computed from them.
+        """
+        if computed < tracked.complete_at:
+            return
+        request, size, first = tracked.request, self._size, tracked.stored
+        known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
+        rows, several = tracked.rows, self._groups
+        length = len(rows[0]) * self._block if several is None else several.length(rows)
+        ready = min(min(computed, known, length) // size, len(request.block_hashes) // self._hashes)
+        if ready <= first or not self._instance.open() or not self._lookups.name(tracked, ready):
+            return
+        if several is not None:
+            # Of what windows have passed nothing can be stored any more.
+            first = several.alive_from(rows, before, first, ready)
+        self.expect(tracked, first, ready)
+        if self._publications is not None:
+            meta.publications += self._publications.complete(tracked, ready, bool(meta.loads))
+            self.stored(tracked, ready)
+            return
+        keys, earlier = tracked.keys[first:ready], list[int]()
+        each = self._per_chunk
+        blocks = rows[0][first * each : ready * each] if several is None else several.chunks(rows, first, ready)
+        if meta.loads:
+            earlier = rows[0][: first * each] if several is None else [block for row in rows for block in row]
+        if keys:
+            meta.stores.append(StoreSpec(request.request_id, keys, blocks, tracked.keys[:first], earlier))
+        self.stored(tracked, ready)
