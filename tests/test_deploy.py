@@ -33,6 +33,7 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
         complaints = [line for line in ran.stderr.splitlines() if "vcache.service" in line]
         assert (not complaints) == well, ran.stderr
     assert re.search("^Restart=always$", text, re.M)
+    assert re.search("^StartLimitIntervalSec=0$", text, re.M)  # else it ends after five failures in a row
 
 
 def test_the_images_are_made_of_what_there_is() -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
 
 
-EXIT_CODES = "Exit codes: 0 done; 1 it failed, and one line on stderr says why; 2 wrong usage."
+EXIT_CODES = "Exit codes: 0 done; 1 it failed, and one line on stderr, or a finding, says why; 2 wrong usage."
 ENGINE = ("torch", "numpy", "triton")
 """What the base install does not bring."""
 

@@ -19,7 +19,7 @@ from vcache_backend import config_file
 from vcache_backend.errors import ConfigError
 
 _LARGEST_FIRST = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)]
-MAX_BYTES = 1 << 60
+MAX_BYTES = 1 << 48
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {unit.upper(): size for unit, size in _LARGEST_FIRST}
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
