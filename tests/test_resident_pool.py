@@ -6,6 +6,7 @@ import random
 import time
 import tracemalloc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,17 @@ pytest.importorskip("vllm.v1.core.block_pool", reason="vLLM is not installed")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
+from vcache_backend.integration.vllm import duplicates
+from vcache_backend.integration.vllm.duplicates import Duplicates
+from vcache_backend.integration.vllm.lookups import Tracked
+from vcache_backend.integration.vllm.metadata import LoadSpec
+from vcache_backend.integration.vllm.request_params import DEFAULT
 from vcache_backend.integration.vllm.resident_pool import ResidentPool
 from vcache_backend.resident import pins
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.pins import Pins
 
-INSTANCE, BLOCKS = b"i" * 16, 12
+INSTANCE, OWNER, BLOCKS, EACH = b"i" * 16, b"o" * 16, 12, 2
 
 
 class Observed(BlockPool):  # type: ignore[misc]
@@ -46,9 +52,12 @@ class Watched:
     def __init__(self) -> None:
         self.generations = Generations(INSTANCE, BLOCKS)
         self.pool, self.resets = Observed(self.generations), 0
-        self.pins = Pins(self.generations)
-        self.watch = ResidentPool(self.pool, self.generations, self._reset, self.pins)
+        self.pins, self.owner = Pins(self.generations), Generations(OWNER, BLOCKS)
+        theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
+        self.duplicates = Duplicates(self.pool, self.generations, EACH, lambda instance: theirs)
+        self.watch = ResidentPool(self.pool, self.generations, self._reset, self.pins, self.duplicates.give_way)
         self.view = GenerationView.open(self.generations.fd, INSTANCE, BLOCKS)
+        self.hashes = 0
 
     def _reset(self) -> None:
         self.resets += 1
@@ -62,6 +71,25 @@ class Watched:
         self.generations.filled(ids)
         return blocks, changed
 
+    def known(self, blocks: list[Any]) -> None:
+        """vLLM finds them, each under a name of its own, until they are handed out."""
+        for block in blocks:
+            self.hashes += 1
+            self.pool._insert_block_hash(make_block_hash_with_group_id(self.hashes.to_bytes(4), 0), block, num_tokens=4)
+
+    def read(self, chunks: list[int]) -> tuple[Tracked, list[Any]]:
+        """A request has loaded these chunks of the owner's, two blocks each, into blocks of its own."""
+        blocks, _ = self.take(len(chunks) * EACH)
+        ids = np.array([block.block_id for block in blocks], dtype=np.intp)
+        tracked = Tracked(SimpleNamespace(num_tokens=4 * len(ids)), DEFAULT, loads=True, consumes=False, rows=[ids.tolist()])
+        tracked.captured = [(ids, self.view.counters[ids].copy())]
+        at = np.array([[EACH * chunk, EACH * chunk + 1] for chunk in chunks], dtype="<u4")
+        lies = {number: (OWNER, row.tobytes(), self.owner.counters[row].tobytes()) for number, row in enumerate(at)}
+        load = LoadSpec(request_id="r", keys=[], blocks=ids.tolist(), skip=0, stop=len(ids), residents=lies)
+        self.duplicates.note(tracked, load, 0)
+        self.known(blocks)
+        return tracked, blocks
+
     def changed(self, before: Any) -> list[int]:
         """Blocks whose generation is another."""
         return [int(block) for block in np.flatnonzero(self.view.counters != before)]
@@ -73,6 +101,7 @@ def watched() -> Iterator[Watched]:
     yield made
     made.pins.close()
     made.generations.close()
+    made.owner.close()
 
 
 def test_a_block_has_another_generation_when_it_is_handed_out(watched: Watched) -> None:
@@ -117,11 +146,17 @@ def test_what_is_pinned_is_handed_out_last_and_vllm_finds_it_until_then(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_vllms_pool_stays_whole_whatever_it_is_asked_and_others_write_among_the_pins(watched: Watched, seed: int) -> None:
+def test_vllms_pool_stays_whole_whatever_it_is_asked_and_others_write_among_the_pins(
+    watched: Watched, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
     dice, pool, board, used = random.Random(seed), watched.pool, pins._Board(watched.pins.fd, BLOCKS), list[Any]()
     for turn in range(100):
-        before, act = watched.view.counters.copy(), dice.choice("gggfftpxe")
-        if act == "g":
+        before, act = watched.view.counters.copy(), dice.choice("ggglllfftpxe")
+        if act == "l" and (most := pool.get_num_free_blocks() // EACH):
+            tracked, taken = watched.read(dice.sample(range(BLOCKS // EACH), dice.randint(1, most)))
+            watched.duplicates.finished(tracked, 4)
+            used += taken
+        elif act == "g":
             taken = pool.get_new_blocks(dice.randint(0, pool.get_num_free_blocks()))
             ids = [block.block_id for block in taken]
             assert watched.changed(before) == sorted(ids)
@@ -154,7 +189,69 @@ def test_vllms_pool_stays_whole_whatever_it_is_asked_and_others_write_among_the_
         assert all(pool.cached_block_hash_to_block.contain(b.block_hash, b.block_id) for b in pool.blocks if b.block_hash)
         assert not (watched.view.counters >> np.uint64(63)).any(), "in doubt"
     assert not watched.watch.broken
+    assert "what others have" not in caplog.text
     board.last[:] = 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(watched: Watched, seed: int) -> None:
+    """Whatever was handed out, hit, lost by its owner or reset before."""
+    dice, pool, copies, going = random.Random(seed), watched.pool, list[tuple[set[int], int]](), set[int]()
+    for _ in range(200):
+        act, there = dice.choice("llccctor"), {block for blocks, _ in copies for block in blocks} | going
+        held = {block.block_id for block in pool.blocks if block.block_hash is not None}
+        if act in "lc":
+            chunks = dice.sample(range(BLOCKS // EACH), dice.randint(1, 2))
+            tracked, blocks = watched.read(chunks) if act == "l" else (None, watched.take(dice.randint(1, 4))[0])
+            ids = [block.block_id for block in blocks]
+            assert not held & set(ids) - there or there <= set(ids)
+            begun = [one for one in copies if one[0] & set(ids)]
+            copies = [one for one in copies if one not in begun]
+            going = (going | {block for one, _ in begun for block in one}) - set(ids)
+            if tracked is not None:
+                watched.duplicates.finished(tracked, 4)
+                copies += [({*ids[EACH * at : EACH * (at + 1)]}, chunk) for at, chunk in enumerate(chunks)]
+            else:
+                watched.known(blocks)
+            pool.free_blocks(reversed(blocks))
+        elif act == "t" and held:
+            hit = dice.choice(sorted(held))
+            pool.touch([pool.blocks[hit]])
+            watched.duplicates.finished(
+                Tracked(SimpleNamespace(num_tokens=4), DEFAULT, loads=True, consumes=False, rows=[[hit]], local=4), 4
+            )
+            pool.free_blocks([pool.blocks[hit]])
+            copies, going = [one for one in copies if hit not in one[0]], going - {hit}
+        elif act == "o":
+            lost = dice.randrange(BLOCKS // EACH)
+            watched.owner.void([EACH * lost])
+            watched.owner.filled([EACH * lost])
+            copies = [one for one in copies if one[1] != lost]
+        elif act == "r" and dice.random() < 0.2:
+            assert pool.reset_prefix_cache()
+            copies, going = [], set()
+
+
+def test_copies_of_before_resets_are_forgotten(watched: Watched) -> None:
+    """Where weights change again and again, and vLLM has blocks that hold nothing."""
+    for _ in range(10):
+        tracked, blocks = watched.read([0, 1])
+        watched.duplicates.finished(tracked, 4)
+        watched.pool.free_blocks(reversed(blocks))
+        assert watched.pool.reset_prefix_cache()
+    assert len(watched.duplicates._copies) == 2
+
+
+def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "MOST_LOOKED", 2)
+    tracked, blocks = watched.read([0, 1, 2, 3, 4])
+    watched.duplicates.finished(tracked, 4)
+    watched.pool.free_blocks(reversed(blocks))
+    watched.take(1)
+    watched.owner.void_all()
+    for left in (3, 1, 0):
+        watched.take(1)
+        assert len(watched.duplicates._copies) == left
 
 
 def test_many_pinned_blocks_take_few_looks(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
