@@ -162,6 +162,12 @@ def test_layers_that_are_not_known_are_refused_in_one_line(kind: str, change: st
         assert "\n" not in str(raised.value)
 
 
+def test_a_model_that_keeps_nothing_is_refused_and_served() -> None:
+    assert not groups.several(caches())
+    with pytest.raises(LayoutError, match="keeps nothing of its tokens"):
+        groups.read(caches(), 64)
+
+
 def test_groups_that_are_not_vllms_prefix_cache_and_drafts_beside_others_are_refused() -> None:
     config = caches(spec(33), spec())
     config.kv_cache_groups[1].is_eagle_group = True

@@ -22,17 +22,18 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from vcache_backend.config import ConnectorConfig
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.integration.vllm import lookups, scheduler
+from vcache_backend.integration.vllm import groups, lookups, scheduler
 from vcache_backend.integration.vllm.metadata import Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model_spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import SchedulerSide
 from vcache_backend.integration.vllm.stats import Meter
+from vcache_backend.integration.vllm.worker import WorkerSide
 
 CHUNK, CHUNKS = 16, 5
 PROMPT = CHUNKS * CHUNK + 3
@@ -75,6 +76,7 @@ class Side:
         specs = [SlidingWindowSpec(sliding_window=window, **sizes)] if window else []
         named = [KVCacheGroupSpec(["layer"], one) for one in (*specs, FullAttentionSpec(**sizes))]
         caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=named)
+        self.vllm, self.config = vllm, config
         self.half = SchedulerSide(vllm, caches, config, True, True, self.meter)
         undo.callback(self.half.close)
         self.client.clear()
@@ -433,6 +435,23 @@ def test_a_hit_ends_with_a_chunk_and_is_loaded_where_vllm_wants_it(make: Callabl
     assert load.keys == side.keys(request)[1:4]
     assert load.blocks == [-1, 106, 107, 108, -1, -1, 109, 110, 111, 112, -1, -1, 113, 114, 115, 116, 15, 16]
     assert load.wanted == [*range(106, 117), 15, 16]
+
+
+def test_pages_of_several_sizes_which_vllm_shows_workers_alone_are_refused_by_their_word(make: Callable[..., Side]) -> None:
+    """Otherwise the first request waits ten seconds for them."""
+    side, sizes = make(), {"block_size": BLOCK, "head_size": 8, "dtype": torch.bfloat16}
+    layers = {f"layer {heads}": FullAttentionSpec(num_kv_heads=heads, **sizes) for heads in (1, 2)}
+    group = KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs.from_specs(layers))
+    theirs = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[group])
+    ours = kv_cache_utils.generate_scheduler_kv_cache_config([theirs])
+    assert groups.read(ours, CHUNK).text == f"full/{BLOCK}"
+    worker = WorkerSide(side.vllm, theirs, side.config, 0, 0, Meter())
+    worker.register({})
+    worker.report.introduce = True
+    said = worker.report.take()
+    assert not worker.needless
+    assert said is not None
+    assert "pages of several sizes" in said.shards[0, 0].spec.problem
 
 
 @pytest.mark.parametrize("sync", [0, 2048])

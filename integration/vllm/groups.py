@@ -24,12 +24,13 @@ STATES = "MambaSpec"
 """vLLM's kind of layers that keep a state, not tokens: Mamba's, gated delta nets', short convolutions'."""
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOWED = "SlidingWindowSpec"
+_SIZES = "UniformTypeKVCacheSpecs"
 _REASONS: Mapping[str, str] = {
     STATES: "layers that keep a state (Mamba, gated delta nets, short convolutions) have no blocks of tokens: nothing to change",
     "ChunkedLocalAttentionSpec": (
         "chunked local attention gives blocks back while their request runs: unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
     ),
-    "UniformTypeKVCacheSpecs": "layers of one block table have pages of several sizes: nothing to change",
+    _SIZES: "layers of one block table have pages of several sizes: nothing to change",
     "CrossAttentionSpec": "an encoder's output is nobody's prefix: nothing to change",
     "EncoderOnlyAttentionSpec": "an encoder's output is nobody's prefix: nothing to change",
 }
@@ -131,13 +132,20 @@ class Groups:
 
 def several(kv_cache_config: Any) -> bool:
     """Whether it takes `Groups` to say which blocks are whose: not where all layers look at all tokens by one block table."""
-    groups = kv_cache_config.kv_cache_groups
-    return len(groups) > 1 or type(groups[0].kv_cache_spec).__name__ == _WINDOWED
+    kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+    return len(kinds) > 1 or kinds == [_WINDOWED]
+
+
+def hidden(kv_cache_config: Any) -> bool:
+    """Whether the scheduler cannot see what this worker's half refuses: of pages of several sizes vLLM shows it one."""
+    return any(type(group.kv_cache_spec).__name__ == _SIZES for group in kv_cache_config.kv_cache_groups)
 
 
 def read(kv_cache_config: Any, chunk_size: int) -> Groups:
     """The groups of an instance. LayoutError, in one line, for what cannot be cached."""
     groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        raise LayoutError("the model keeps nothing of its tokens: nothing to change")
     for group in groups:
         reason = unknown(type(group.kv_cache_spec).__name__)
         if reason is None and not (getattr(group.kv_cache_spec, "prefix_cacheable", True) and _ordinary(group)):

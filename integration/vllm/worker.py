@@ -140,7 +140,7 @@ class WorkerSide:
         Raises VCacheError, LayoutError among them, where nothing can be cached, which is not a fault of ours.
         """
         if self._refused:
-            if self._config.connector.share == "in_place":
+            if self._config.connector.share == "in_place" or not self.needless:
                 self.refuse(self._refused)
             return
         if self.in_place is not None:
@@ -182,7 +182,7 @@ class WorkerSide:
     @property
     def needless(self) -> bool:
         """Whether nothing is cached by vLLM's configuration alone, so that the scheduler's half knows it too."""
-        return bool(self._refused)
+        return bool(self._refused) and not groups.hidden(self._kv_config)
 
     def refuse(self, reason: str) -> None:
         """Cache nothing, and let the scheduler know."""
