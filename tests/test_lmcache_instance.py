@@ -93,13 +93,14 @@ def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Instance]:
         kvcaches: dict[str, Tensor] | None = None,
         settings: Settings = SETTINGS,
         several: bool = False,
+        kind: Any = None,
         use_mla: bool = False,
         **changes: Any,
     ) -> Instance:
         known = lmcache_metadata(world_size=4, worker_id=worker_id, use_mla=use_mla)
         tensors = caches() if kvcaches is None else kvcaches
         adapter = SimpleNamespace(_vllm_config=vllm_config(**changes), kv_caches=tensors)
-        kv_config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[None])
+        kv_config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind)])
         group = SimpleNamespace(_lmcache_engine=adapter, _kv_cache_config=kv_config)
         if several:
             group = SimpleNamespace(_connectors=[SimpleNamespace(), group], _kv_cache_config=kv_config)
@@ -128,6 +129,7 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance
     mla = under_vllm(worker_id=3, use_mla=True)
     assert (mla.pp_rank, mla.rank, mla.ranks) == (1, 0, 1)
     assert under_vllm(kvcaches={}).kvcaches is None
+    assert under_vllm(kind=type("SlidingWindowSpec", (), {})()).windowed > found.windowed
     bare = under_vllm(device_config=None, load_config=None, compilation_config=None, kv_transfer_config=None)
     assert bare.load_failure_policy == ""
 
@@ -334,7 +336,8 @@ def test_the_example_is_supported_without_a_remark() -> None:
 def test_what_cannot_work_is_named_with_what_to_set(changes: dict[str, Any], model: dict[str, Any], said: str) -> None:
     instance = replace(GOOD, model=msgspec.structs.replace(GOOD.model, **model))
     assert said in (checks.refusal(lm_config(**changes), instance) or "")
-    assert "--disable-hybrid-kv-cache-manager" in (checks.refusal(lm_config(), replace(GOOD, kv_groups=2)) or "")
+    assert "--disable-hybrid-kv-cache-manager" in (checks.refusal(lm_config(), replace(GOOD, kv_groups=2, windowed=True)) or "")
+    assert 'with "kv_connector":"VCacheConnector"' in (checks.refusal(lm_config(), replace(GOOD, windowed=True)) or "")
 
 
 @pytest.mark.parametrize(

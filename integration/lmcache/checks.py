@@ -58,6 +58,11 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
 def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None]:
     yield model_spec.chunk_misfit(lm_config.chunk_size, instance.model.block_size, "chunk_size")
     yield from model_spec.misfits(instance.model, instance.kv_groups)
+    if instance.windowed:
+        yield (
+            "all layers look back at a window, and LMCache stores what vLLM has given back of a prefix in its own cache: start vLLM "
+            'with "kv_connector":"VCacheConnector"'
+        )
     extra = getattr(lm_config, "extra_config", None) or {}
     if instance.model.use_mla and instance.model.tp_size > 1 and extra.get("save_only_first_rank", True):
         yield (

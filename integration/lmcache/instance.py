@@ -19,7 +19,7 @@ from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
-from ..vllm import model_spec
+from ..vllm import groups, model_spec
 from ..vllm.model_spec import ModelSpec
 from .settings import Settings
 
@@ -28,11 +28,12 @@ from .settings import Settings
 class Instance:
     """One worker of a serving instance.
 
-    model: without vLLM as one worker has it. rank, ranks: which shard of a chunk this worker holds, of how many, within its pipeline
-    stage; 0 of 1 with MLA, where all hold the same. kv_groups: groups of layers with block tables of their own. num_blocks: as vLLM
-    counts them, 0 if unknown. recomputes: whether tokens are computed rightly whose load failed in the step that had counted on it;
-    vLLM's second model runner does not, nor does asynchronous scheduling (vLLM issue #49250). kvcaches: by layer, None while vLLM has
-    not registered them. adapter: LMCache's in vLLM; None without vLLM, as is vllm_config.
+    model: without vLLM as one worker has it. rank, ranks: which shard of a chunk this worker holds, of how many, within its
+    pipeline stage; 0 of 1 with MLA, where all hold the same. kv_groups: groups of layers with block tables of their own.
+    windowed: whether a request's blocks are given back while it runs. num_blocks: as vLLM counts them, 0 if unknown.
+    recomputes: whether tokens are computed rightly whose load failed in the step that had counted on it; vLLM's second model
+    runner does not, nor does asynchronous scheduling (vLLM issue #49250). kvcaches: by layer, None while vLLM has not
+    registered them. adapter: LMCache's in vLLM; None without vLLM, as is vllm_config.
     """
 
     model: ModelSpec
@@ -40,6 +41,7 @@ class Instance:
     ranks: int = 1
     pp_rank: int = 0
     kv_groups: int = 1
+    windowed: bool = False
     num_blocks: int = 0
     load_failure_policy: str = ""
     recomputes: bool = True
@@ -128,12 +130,14 @@ def _under_vllm(metadata: Any, settings: Settings, group: Any, adapter: Any) -> 
     stage = model.tp_size * getattr(vllm.parallel_config, "prefill_context_parallel_size", 1)
     ranks = 1 if metadata.use_mla else stage
     kv_config = getattr(group, "_kv_cache_config", None)
+    tables = getattr(kv_config, "kv_cache_groups", ())
     return Instance(
         model=model,
         rank=metadata.worker_id % ranks,
         ranks=ranks,
         pp_rank=metadata.worker_id // stage % model.pp_size,
-        kv_groups=max(1, len(getattr(kv_config, "kv_cache_groups", ()))),
+        kv_groups=max(1, len(tables)),
+        windowed=bool(tables) and groups.several(kv_config),
         num_blocks=getattr(kv_config, "num_blocks", 0),
         load_failure_policy=str(getattr(vllm.kv_transfer_config, "kv_load_failure_policy", "")),
         recomputes=model.recomputes,
