@@ -167,7 +167,10 @@ def _sizes(options: argparse.Namespace) -> Sizes:
     plan = {name: value for name in PLANNED if (value := getattr(options, name)) is not None}
     over = {name: getattr(options, name) for name in ("host_gib", "seqs")}
     plan["servers"] = len(options.gpus)
-    over |= {f"{name}_bytes": gib and int(gib * GIB) for name, gib in (("kv", options.kv_gib), ("pool", options.pool_gib))}
+    over |= {
+        f"{name}_bytes": None if gib is None else int(gib * GIB)
+        for name, gib in (("kv", options.kv_gib), ("pool", options.pool_gib))
+    }
     over = {name: value for name, value in over.items() if value is not None}
     return msgspec.structs.replace(sizes, plan=msgspec.structs.replace(sizes.plan, **plan), **over)
 
