@@ -205,7 +205,9 @@ class Pool:
                 os.close(fd)
         except SegmentError as error:
             if before is not None:
-                log.debug("segment %s stays mapped as it was: %s", info.id, error)
+                log.warning("segment %s stays mapped as it was, with what was taken back from it: %s", info.id, error)
+                # Not tried again before more is taken back.
+                before.info = info
                 return None
             log.log(
                 self._level(),
