@@ -6,6 +6,7 @@ import functools
 import pickle
 import sys
 import threading
+import tracemalloc
 from collections import Counter as Multiset
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from vcache_backend.errors import ServerTimeout
 from vcache_backend.integration.vllm import events, stats
 from vcache_backend.integration.vllm.events import Announcer
 from vcache_backend.integration.vllm.metadata import WorkerReport
@@ -367,6 +369,45 @@ def test_many_chunks_are_asked_for_in_turn(monkeypatch: pytest.MonkeyPatch) -> N
     assert gone == [[("BlockRemoved", two.last(0)), ("BlockRemoved", two.last(1))], [("BlockRemoved", two.last(2))]]
     two.announcer.check(two.contains)
     assert two.asked == [2, 2, 1, 1]
+
+
+def test_a_slow_server_has_its_deadline_for_each_request_and_what_it_did_not_answer_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All by one deadline would end the scheduler's connection, and with it every hit."""
+    monkeypatch.setattr(events, "MAX_KEYS", 2)
+    one = Ranks(1)
+    one.order(0, 1, 2, 3)
+    one.step({0: [0, 1, 2, 3]})
+    one.announcer.check(one.contains)
+    assert one.asked == [2, 2]
+    one.there.clear()
+
+    def late(keys: list[ChunkKey]) -> list[bool]:
+        if key_of(2) in keys:
+            raise ServerTimeout("late")
+        return one.contains(keys)
+
+    with pytest.raises(ServerTimeout):
+        one.announcer.check(late)
+    assert one.taken() == [("BlockRemoved", one.last(chunk)) for chunk in (0, 1)]
+    one.announcer.check(one.contains)
+    assert one.taken() == [("BlockRemoved", one.last(chunk)) for chunk in (2, 3)]
+
+
+def test_a_check_copies_what_it_asks_for_and_not_all_that_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of 100,000 chunks keeps the scheduler's step waiting for 12 ms."""
+    monkeypatch.setattr(events, "MOST_CHECKED", 64)
+    announcer, event = Announcer(1), events.block_stored(make_request(2 * BLOCK), 0, BLOCK, BLOCK, "CPU")
+    for number in range(20_000):
+        key = ChunkKey(number.to_bytes(KEY_BYTES, "big"))
+        announcer.expect(key, event)
+        announcer.note({0: [key]})
+    tracemalloc.start()
+    announcer.check(lambda keys: [True] * len(keys))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200_000
 
 
 def test_what_nobody_ordered_is_not_announced() -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core import kv_cache_utils
 
-from vcache_backend.metadata_server.messages import ChunkKey, of_rank
+from vcache_backend.metadata_server.messages import MAX_KEYS, ChunkKey, of_rank
 
 LOCALITY = "LOCAL"
 """vLLM's word for memory of the publisher's own node."""
@@ -88,8 +87,9 @@ class Announcer:
         self._reported: dict[ChunkKey, set[int]] = {}
         self._published: dict[ChunkKey, BlockRemoved] = {}
         """What to say once it is gone; another object each time that the chunk is published."""
+        self._turns = deque[ChunkKey]()
+        """What is published, each key once, the one to be asked for next first; but for what is asked for now, or gone."""
         self._gone = deque[tuple[ChunkKey, BlockRemoved]]()
-        self._checked = 0
         self._ready: list[KVCacheEvent] = []
 
     def expect(self, key: ChunkKey, event: BlockStored) -> None:
@@ -105,18 +105,28 @@ class Announcer:
                     _put(self._reported, key, reported)
                 elif (event := self._events.pop(key, None)) is not None:
                     self._ready.append(event)
+                    if key not in self._published:
+                        self._turns.append(key)
                     self._published[key] = _event(BlockRemoved, event.medium, block_hashes=event.block_hashes)
 
     def check(self, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
         """Ask which of what is published is still there, `MOST_CHECKED` keys in turn. In the client's background thread. Raises what
         `contains` does."""
-        published, most = list(self._published.items()), MOST_CHECKED // self._ranks
-        start = self._checked if self._checked < len(published) else 0
-        part = list(islice(published, start, start + most))
-        self._checked = start + most
-        keys = [key for key, _ in part]
-        there = [contains(of_rank(keys, rank)) for rank in range(self._ranks)] if keys else []
-        self._gone += [known for known, *whole in zip(part, *there, strict=True) if not all(whole)]
+        left = min(len(self._turns), MOST_CHECKED // self._ranks)
+        while left > 0:
+            self._check(min(left, MAX_KEYS), contains)
+            left -= MAX_KEYS
+
+    def _check(self, most: int, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
+        """In one request a rank, which has a deadline of its own: a late one ends the scheduler's connection."""
+        keys = [self._turns.popleft() for _ in range(most)]
+        known, there = [self._published[key] for key in keys], [True] * most
+        try:
+            parts = [contains(of_rank(keys, rank)) for rank in range(self._ranks)]
+            there = [all(whole) for whole in zip(*parts, strict=True)]
+        finally:
+            self._turns.extend(key for key, found in zip(keys, there, strict=True) if found)
+        self._gone.extend((key, event) for key, event, found in zip(keys, known, there, strict=True) if not found)
 
     def take(self) -> list[KVCacheEvent]:
         """For `take_events`: what there is to say since the last call, in order."""
@@ -126,6 +136,8 @@ class Announcer:
             if self._published.get(key) is event:
                 del self._published[key]
                 self._ready.append(event)
+            else:
+                self._turns.append(key)
         ready, self._ready = self._ready, []
         return ready
 
