@@ -17,9 +17,14 @@ import pytest
 from model import chunk_key
 from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memfd, stage
 
+from vcache_backend.metadata_server import backlog, connection, processes, wire
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.directory import Directory, Limits
+from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import JournalState, ProcessId
+from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.succession import Predecessor
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
@@ -178,6 +183,36 @@ def test_memory_is_taken_back_once_however_often_it_is_asked_for(raw: Raw, serve
         most = max(most, len(server.descriptors())) if number % 20 == 0 else most
     assert most <= before + 2
     eventually(lambda: os.fstat(fd).st_blocks == 0)
+    os.close(fd)
+
+
+def test_no_page_is_freed_before_the_journal_has_that_its_chunks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server killed in between would find them again, and zeros in them. A segment is resized while pages of it are being freed."""
+    monkeypatch.setattr(backlog, "AT_ONCE", 1)
+    monkeypatch.setattr(backlog, "SHARE", 1)
+    monkeypatch.setattr(connection, "FREEING_STEPS", 3)
+    directory, client = Directory(Limits(), lambda: 0.0), Peer(1, ProcessId(11, 5), "host", "host")
+    service = Service(directory, 1, Predecessor(directory, JournalState(), 1))
+    page, chunks, freed = mmap.PAGESIZE, 60, 0
+    fd = make_memfd(chunks * page)
+    fds = [os.dup(fd)]
+    with mmap.mmap(fd, 0) as memory:
+        memory[:] = b"x" * len(memory)
+        service.answer(client, m.AddSegment(m.SegmentId("s0"), "host", "host", chunks * page), fds)
+        keys = [chunk_key(number) for number in range(chunks)]
+        service.answer(client, m.Commit(directory.reserve(client, keys, page).reservation, []), [])
+        journal = set(range(chunks))
+        for turn in range(40):
+            directory.go_on(16)
+            if turn <= 10:
+                service.answer(client, m.ResizeSegment(m.SegmentId("s0"), (chunks - 3 * turn) * page), [])
+            zeros = {number for number in journal if not memory[number * page]}
+            assert not zeros, "found again after a restart"
+            service.collect_dropped()
+            journal = {number for number in journal if directory.contains([keys[number]])[0]}
+            freed = sum(not memory[number * page] for number in range(chunks))
+    assert freed == 30
+    service.close()
     os.close(fd)
 
 

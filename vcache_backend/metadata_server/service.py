@@ -18,7 +18,7 @@ from vcache_backend.metadata_server.connection import Descriptor, Longest, free_
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.instances import Instances
 from vcache_backend.metadata_server.layouts import Layouts, Reports
-from vcache_backend.metadata_server.placement import Peer, Segment
+from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.resident_service import ResidentService
@@ -57,7 +57,8 @@ class Service:
         self.layouts = Layouts()
         self.latency: dict[str, Histogram] = {}
         self.fds: dict[m.SegmentId, Descriptor] = {}
-        self._freeing: set[Descriptor] = set()
+        self._freeing: dict[Descriptor, int] = {}
+        """Memory whose end is being freed, and how much of it: nothing that the journal may not have yet."""
         self.reports = Reports(time.time)
         self.longest = Longest()
         self._started = time.monotonic()
@@ -147,19 +148,21 @@ class Service:
         """Let go of the memory of segments that are gone, and of what others have given back."""
         while self.directory.shortened:
             segment = self.directory.shortened.pop()
-            if (kept := self.fds.get(segment.id)) is not None and kept not in self._freeing:
-                self._freeing.add(kept)
-                self.directory.backlog.later(self._free_end(segment, kept))
+            if (kept := self.fds.get(segment.id)) is None:
+                continue
+            if kept not in self._freeing:
+                self.directory.backlog.later(self._free_end(segment.nbytes, kept))
+            self._freeing[kept] = segment.given_back
         for id_ in [id_ for id_ in self.fds if id_ not in self.directory.segments]:
             del self.fds[id_]
 
-    def _free_end(self, segment: Segment, memory: Descriptor) -> Steps:
+    def _free_end(self, nbytes: int, memory: Descriptor) -> Steps:
         """Free what a segment has given back, and what it gives back meanwhile: one mapping at a time, however often it is resized."""
         freed = 0
-        while freed < segment.given_back:
-            end, freed = segment.nbytes - freed, segment.given_back
-            yield from free_pages(memory, segment.nbytes - freed, end)
-        self._freeing.discard(memory)
+        while freed < self._freeing[memory]:
+            end, freed = nbytes - freed, self._freeing[memory]
+            yield from free_pages(memory, nbytes - freed, end)
+        del self._freeing[memory]
 
     def close(self) -> None:
         """Let go of all fds; host and GPU memory nobody else holds is freed."""
