@@ -121,6 +121,9 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     assert seen["vcache_server_requests_total", "Publish"] == 1
     assert 10 < seen["vcache_server_open_fds",] < seen["vcache_server_max_fds",]
     assert seen["vcache_server_journal_bytes",] > 0
+    reader.close()
+    eventually(lambda: samples(address)["vcache_server_clients",] == 2)
+    assert ("vcache_namespace_asked_tokens_total", "llama", "cafe") in samples(address)  # another label is another series
     assert get(address, "/nothing")[0] == 404
     assert [get(address, path) for path in ("/healthz", "/readyz")] == [(200, "ok\n")] * 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +25,8 @@ class ServerMetrics(Collector):
 
     def __init__(self, samples: Samples, path: Path, pid: int) -> None:
         self._samples, self._journal, self._pid = samples, beside(path, ".journal"), pid
+        self._models: dict[str, str] = {}
+        """By namespace, of those with hits: its last instance may have gone, and another label would be another series."""
 
     def collect(self) -> Iterator[Metric]:
         """Nothing but `vcache_server_up` where the server does not answer: what it had said before is not true any more."""
@@ -38,7 +40,8 @@ class ServerMetrics(Collector):
         yield from _files(self._pid, self._journal)
         if (rate := self._samples.hit_rate()) is not None:
             yield _gauge("server_hit_ratio_1m", "chunks found over chunks asked for, in the last minute", rate)
-        yield from _hits(stats, self._samples)
+        self._models = {name: stats.namespaces.get(name) or self._models.get(name, "") for name in stats.hits}
+        yield from _hits(stats, self._samples, self._models)
         yield from _requests(stats)
         yield from _segments(stats.segments)
         yield from _in_place(stats)
@@ -71,11 +74,11 @@ def _files(pid: int, journal: Path) -> Iterator[Metric]:
         yield _gauge("server_journal_bytes", "size of the journal", journal.stat().st_size)
 
 
-def _hits(stats: ServerStats, samples: Samples) -> Iterator[Metric]:
+def _hits(stats: ServerStats, samples: Samples, models: Mapping[str, str]) -> Iterator[Metric]:
     labels = ("namespace", "model")
 
     def rows(values: Iterable[tuple[str, float]]) -> list[Row]:
-        return [((name, stats.namespaces.get(name, "")), value) for name, value in values]
+        return [((name, models.get(name, "")), value) for name, value in values]
 
     for number, what in enumerate(("asked", "found")):
         told = f"prompt tokens that instances {'asked for' if not number else 'asked for and that were there'}"
