@@ -137,6 +137,11 @@ def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
     log_format.begin(settings.log_format)
     try:
         run(settings)
+    except VCacheError as error:
+        if settings.log_format == "text":
+            raise
+        logging.error("%s", error)
+        raise typer.Exit(1) from error
     except OSError as error:
         logging.exception("the server ends by what it did not expect")
         raise typer.Exit(1) from error
