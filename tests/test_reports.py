@@ -22,7 +22,7 @@ from vcache_backend.metadata_server.directory import Directory, Limits
 from vcache_backend.metadata_server.layouts import MAX_NAMESPACES, MAX_REPORTS, Layouts, Reports
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import JournalState, ProcessId
-from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.service import Service, fitting
 from vcache_backend.metadata_server.succession import Predecessor
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
@@ -120,6 +120,17 @@ def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_an
     assert stats.reports[-1].text.startswith(f"{MAX_REPORTS - 1} ")
     assert next(reversed(stats.hits)).startswith("199")
     service.close()
+
+
+def test_instances_with_the_longest_names_leave_the_statistics_readable() -> None:
+    """64 of them, as many that have ended, and all segments that a list may have."""
+    name = "\N{GRINNING FACE}" * 256
+    instances = [m.InstanceStats("0" * 32, name, 1, 1, 1, 1)] * 64
+    ended = [m.StillMapped("0" * 32, name, 1, False)] * 64
+    segments = [m.SegmentInfo(m.SegmentId(f"{number:04}"), "d" * 256, "host", 4096) for number in range(400)]
+    stats = fitting(msgspec.structs.replace(STATS, instances=instances, still_mapped=ended, segments=segments))
+    assert wire.encode(stats)
+    assert (len(stats.segments), len(stats.instances), stats.reports) == (400, 32, [])
 
 
 def test_what_connected_instances_have_asked_for_is_kept_longer_than_what_others_had() -> None:

@@ -292,15 +292,24 @@ class Service:
                 name: (min(asked, _MOST_TOKENS), min(found, _MOST_TOKENS)) for name, (asked, found) in self.layouts.hits.items()
             },
         )
-        while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES and (
-            stats.reports or stats.mismatches or stats.namespaces or stats.reads or stats.hits
-        ):
-            stats = _less_told(stats)
-        return stats
+        return fitting(stats)
 
 
 def _in_epoch(reply: m.Leased | m.Reserved, epoch: int) -> m.Reply:
     return msgspec.structs.replace(reply, epoch=epoch) if epoch else reply
+
+
+def fitting(stats: m.ServerStats) -> m.ServerStats:
+    """`stats` as a message can hold them: with less of what clients said of themselves, the newest of it, then of who shares in place."""
+    while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES:
+        if stats.reports or stats.mismatches or stats.namespaces or stats.reads or stats.hits:
+            stats = _less_told(stats)
+        elif stats.instances or stats.still_mapped:
+            some, kept = stats.instances, stats.still_mapped
+            stats = msgspec.structs.replace(stats, instances=some[: len(some) // 2], still_mapped=kept[: len(kept) // 2])
+        else:
+            break
+    return stats
 
 
 def _less_told(stats: m.ServerStats) -> m.ServerStats:
