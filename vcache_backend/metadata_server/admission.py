@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 SPARE_DESCRIPTORS = 64
 """Not for clients: sockets, journals, /proc. A third each of the rest for connections, their pidfds and segments."""
 
+MAX_TOLD = 64
+"""Most users whose refusal is in the log, once each: strangers do not fill it."""
+
 
 class Admission:
     """The listening socket in the server's loop. Where descriptors run out nobody is accepted until `listen_again`."""
@@ -36,6 +39,7 @@ class Admission:
             log.warning("%d descriptors are enough for %d clients, not for server.max_clients", limit, self._max_clients)
         self._uids, self._gids = {os.getuid(), 0, *config.allow_uids}, set(config.allow_gids)
         self._listener, self._epoll = endpoint.listener, epoll
+        self._told: set[int] = set()
         self._numbers = 0
         self._listens, self._paused = True, ""
         self._times = config.lease_seconds, config.reservation_seconds
@@ -60,7 +64,9 @@ class Admission:
 
     def _refusal(self, pid: int, uid: int, gids: set[int], connected: int) -> str:
         if uid not in self._uids and self._gids.isdisjoint(gids):
-            log.warning("refused a connection of uid %d (pid %d)", uid, pid)
+            if uid not in self._told and len(self._told) < MAX_TOLD:
+                self._told.add(uid)
+                log.warning("refused a connection of uid %d (pid %d); others of it are refused without a word here", uid, pid)
             allowed = (
                 "its own user and root; add the uid to server.allow_uids, or a group of it to server.allow_gids, to let it in"
             )
