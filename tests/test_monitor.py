@@ -229,7 +229,9 @@ def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
     server = alone.server(metrics=":0")
     address_of(server)
     (child,) = [one for task in Path(f"/proc/{server.pid}/task").iterdir() for one in (task / "children").read_text().split()]
-    subprocess.run(["kill", "-9", child], check=True)
+    # A service manager sends SIGHUP to all of a service: that ends neither.
+    for number in ("-HUP", "-9"):
+        subprocess.run(["kill", number, child], check=True)
     server.expect("its process ended with status -9; another one follows")
     assert get(address_of(server), "/nothing")[0] == 404
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -35,6 +36,8 @@ def main() -> int:
     parser.add_argument("--until-eof", action="store_true")
     parser.add_argument("--log-format", choices=get_args(log_format.LogFormat), default="text")
     arguments = parser.parse_args()
+    if arguments.until_eof:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     log_format.begin(arguments.log_format)
     samples = Samples(arguments.socket, arguments.every)
     registry = CollectorRegistry()
