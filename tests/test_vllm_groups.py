@@ -135,6 +135,8 @@ def test_of_what_vllm_has_itself_nothing_is_wanted_and_what_chunks_lack_is_not_t
         found.wanted([[0, 0, 0, 0, 0, 6, 7, 8], rows[1]], 0, 128)
     with pytest.raises(ValueError, match="wants 96 tokens"):
         found.wanted(rows, 0, 96)
+    # What vLLM does not show is not there, whatever its window.
+    assert [found.alive_from([[*range(1, 7), block, 8], rows[1]], 0, 0, 2) for block in (7, 0)] == [0, 2]
 
 
 # ---- what is refused
@@ -177,10 +179,15 @@ def test_groups_that_are_not_vllms_prefix_cache_and_drafts_beside_others_are_ref
     alone.kv_cache_groups[0].is_eagle_group = True
     assert not groups.several(alone)
     assert groups.read(alone, 64).text == "full/16"
-    config = caches(spec(33), spec())
-    config.kv_cache_groups[0].host_resident = True
+    for flag, value in (("host_resident", True), ("enable_kv_transfer", False)):
+        config = caches(spec(33), spec())
+        setattr(config.kv_cache_groups[0], flag, value)
+        with pytest.raises(LayoutError, match="no part of vLLM's own prefix cache"):
+            groups.read(config, 64)
     with pytest.raises(LayoutError, match="no part of vLLM's own prefix cache"):
-        groups.read(config, 64)
+        groups.read(caches(type("FullAttentionSpec", (), {"block_size": 16, "prefix_cacheable": False})()), 64)
+    kept = type("SlidingWindowSpec", (), {"block_size": 16, "sliding_window": 33, "extra_retained_tokens": 16})()
+    assert groups.read(caches(kept), 64).text == "window49/16"
 
 
 def test_one_table_of_all_tokens_adds_nothing_to_the_namespace_and_others_say_what_they_are(tmp_path: Path) -> None:

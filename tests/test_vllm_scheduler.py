@@ -116,9 +116,9 @@ class Side:
     def leases(self) -> int:
         return self.client.stats().leases
 
-    def step(self, *new: tuple[Request, int], cached: tuple[Request, int, int, list[int] | None] | None = None) -> StepMetadata:
+    def step(self, *new: tuple[Request, int], cached: tuple[Request, int, int, Any] | None = None) -> StepMetadata:
         """One step. new: requests that begin with so many tokens. cached: one that goes on, from where, with how many, in which new
-        blocks."""
+        blocks: a list, or one a table."""
         running = [] if cached is None else [cached]
         output = SimpleNamespace(
             num_scheduled_tokens={request.request_id: count for request, count in new}
@@ -130,7 +130,7 @@ class Side:
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[request.request_id for request, *_ in running],
                 num_computed_tokens=[computed for _, computed, _, _ in running],
-                new_block_ids=[None if blocks is None else (blocks,) for *_, blocks in running],
+                new_block_ids=[(blocks,) if isinstance(blocks, list) else blocks for *_, blocks in running],
                 resumed_req_ids=set(),
             ),
         )
@@ -417,6 +417,25 @@ def test_a_store_has_blocks_of_every_table_and_all_that_get_an_owner_are_fenced(
     meta = side.begun(request, 0, 2 * CHUNK, ROWS)
     assert meta.fresh == list(ROWS)
     assert [store.blocks for store in meta.stores] == [[101, 102, 103, 104, 3, 4, 105, 106, 107, 108, 7, 8]]
+
+
+def test_who_goes_on_gets_blocks_of_every_table_and_what_a_load_left_out_is_not_built_on(make: Callable[..., Side]) -> None:
+    """The step also has a load of which nobody knows what it is: all blocks of its request count as not filled."""
+    side, request, other = make(window=WINDOW), new_request(), new_request()
+    side.matched(request)
+    assert not side.begun(request, 0, CHUNK - 1, tuple(row[:4] for row in ROWS)).stores
+    side.matched(other)
+    side.half.lost(other, SimpleNamespace(get_block_ids=lambda: ([0, 30, 31], [130, 131, 132])), CHUNK)
+    rows = tuple(row[4:8] for row in ROWS)
+    meta = side.step(cached=(request, CHUNK - 1, CHUNK + 1, rows))
+    assert meta.fresh[1:] == list(rows)
+    (load,), (store,) = meta.loads, meta.stores
+    assert load.wanted == [30, 31, 130, 131, 132]
+    assert store.blocks == [101, 102, 103, 104, 3, 4, 105, 106, 107, 108, 7, 8]
+    assert sorted(store.before) == [*range(1, 9), *range(101, 109)]
+    # A table that ends before the others has no more chunks than it has whole.
+    (store,) = side.step(cached=(request, 2 * CHUNK, 2 * CHUNK, (ROWS[0][8:15], ROWS[1][8:16]))).stores
+    assert len(store.keys) == 1
 
 
 def test_of_what_windows_have_passed_nothing_is_stored(make: Callable[..., Side]) -> None:
