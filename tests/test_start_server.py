@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from processes import PATIENT, Child, Stage, eventually, script, stage
@@ -28,6 +29,16 @@ try:
     print(ensure(from_dict(json.loads(sys.argv[1]))))
 except VCacheError as error:
     print(type(error).__name__, error)
+"""
+
+
+AS_NOBODY = """
+import logging, os, sys
+from vcache_backend.config import ServerConfig
+from vcache_backend.metadata_server import server
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+logging.basicConfig(level="INFO")
+server.serve(ServerConfig(socket=sys.argv[1]))
 """
 
 
@@ -168,3 +179,14 @@ def test_under_vllm_the_pool_outlives_the_instance_that_had_it_started(tmp_path:
             eventually(lambda: here.stats().chunks == 4)
         finally:
             end_servers(here.socket)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_a_server_of_the_user_that_is_trusted_is_there() -> None:
+    with TemporaryDirectory() as folder:
+        os.chown(folder, 65534, 65534)
+        socket = Path(folder) / "vcache.sock"
+        with script(AS_NOBODY, str(socket)) as server:
+            server.expect("serving")
+            trusting = from_dict({"server": {"socket": str(socket)}, "client": {"server_uid": 65534}})
+            assert ensure(trusting) == f"the metadata server at {socket} is there already"

@@ -30,7 +30,7 @@ SECONDS = 30.0
 _PAUSE_SECONDS = 0.05
 _EXITED_SECONDS = 1.0
 """After our server ended: how long another one, started by hand at the same moment, may take to answer."""
-_ASKING = ClientConfig(connect_seconds=1.0)
+_ASKING_SECONDS = 1.0
 _DETACH = "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, start_new_session=True).pid)"
 """What the process does whose end leaves the server to init: its stdin is the server's, and its stderr the server's log."""
 
@@ -42,15 +42,16 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
     answers within `seconds`.
     """
     path, deadline = config.server.path.absolute(), time.monotonic() + seconds
+    trusted = config.client.server_uid
     there = f"the metadata server at {path} is there already"
-    if not _silence(path):
+    if not _silence(path, trusted):
         return there
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if fault := folder_fault(path, {os.getuid(), 0}):
             raise ConfigError(f"server.socket: {fault}")
         with _alone(beside(path, ".start"), deadline):
-            return _start(config, path, deadline) if _silence(path) else there
+            return _start(config, path, deadline) if _silence(path, trusted) else there
     except OSError as error:
         raise ConfigError(f"server.socket: no metadata server can be started at {path}: {error}") from error
 
@@ -67,7 +68,7 @@ def try_ensure(config: Config) -> None:
 def _start(config: Config, path: Path, deadline: float) -> str:
     log = beside(path, ".log")
     pid = _spawn(config, path, log)
-    while reason := _silence(path):
+    while reason := _silence(path, config.client.server_uid):
         if not _runs(pid):
             deadline = min(deadline, time.monotonic() + _EXITED_SECONDS)
         if time.monotonic() > deadline:
@@ -79,9 +80,10 @@ def _start(config: Config, path: Path, deadline: float) -> str:
     return f"metadata server started at {path}, pid {pid}, log {log}; it stays when this process ends"
 
 
-def _silence(path: Path) -> str:
-    """Why nobody answers at `path`; empty if a server does."""
-    with Client(path, _ASKING, reconnect=False) as client:
+def _silence(path: Path, trusted: int | None) -> str:
+    """Why nobody answers at `path`; empty if a server does, of ours or of the user that is trusted."""
+    asking = ClientConfig(connect_seconds=_ASKING_SECONDS, server_uid=trusted)
+    with Client(path, asking, reconnect=False) as client:
         try:
             client.require()
         except ServerUnavailable as error:
