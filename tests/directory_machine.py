@@ -130,7 +130,7 @@ class Clients(RuleBasedStateMachine):
     def give_back(self, segment: Segment) -> None:
         """Its end is freed: who reads there finds zeros."""
         bytes_of = self.memory.bytes_of[segment.id]
-        bytes_of[segment.end :] = bytes(len(bytes_of) - segment.end)
+        bytes_of[segment.nbytes - segment.given_back :] = bytes(segment.given_back)
 
     @contextmanager
     def little_at_once(self) -> Iterator[None]:

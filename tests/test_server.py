@@ -171,6 +171,22 @@ def test_memory_is_taken_back_from_a_segment_once_nobody_reads_it_and_the_rest_s
     os.close(fd)
 
 
+def test_what_a_late_writer_takes_of_memory_that_was_given_back_is_freed_when_it_is_over(raw: Raw) -> None:
+    fd, part = make_memfd(1 << 20), 1 << 18
+    with mmap.mmap(fd, 0) as memory:
+        assert raw.ask("add_segment", "s0", "host", "host", 1 << 20, fds=(fd,)) == ["added", 0, True]
+        memory[:] = b"x" * (1 << 20)
+        reservation = raw.ask("reserve", [A, B, C, D], part)[1]
+        assert raw.ask("clear", b"") == ["count", 0]
+        assert raw.ask("resize_segment", "s0", 2 * part)[1][-1] == 2 * part
+        eventually(lambda: os.fstat(fd).st_blocks * 512 == 2 * part)
+        memory[:] = b"x" * (1 << 20)
+        assert raw.ask("abort", reservation) == ["count", 4]
+        eventually(lambda: os.fstat(fd).st_blocks * 512 == 2 * part)
+        assert memory[: 2 * part] == b"x" * (2 * part)
+    os.close(fd)
+
+
 def test_memory_is_taken_back_once_however_often_it_is_asked_for(raw: Raw, server: Child) -> None:
     """Each part is mapped while it is freed, which takes a descriptor of the server's."""
     fd, nbytes, part = make_memfd(1 << 28), 1 << 28, 1 << 16

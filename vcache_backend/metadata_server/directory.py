@@ -380,8 +380,13 @@ class Directory:
 
     def _give_back(self, id_: int) -> int:
         reservation = self.reservations.close(id_)
+        late = dict[m.SegmentId, Segment]()
         for entry in reservation.entries:
             entry.segment.free(entry)
+            if entry.end > entry.segment.nbytes - entry.segment.given_back:
+                late[entry.segment.id] = entry.segment
+        # What was written behind their ends was given back before.
+        self.shortened += late.values()
         self.records.append(records.Returned(id_))
         self.counters["aborted"] += len(reservation.entries)
         return len(reservation.entries)
