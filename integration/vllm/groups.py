@@ -120,8 +120,8 @@ class Groups:
                 dead |= ends - (share.tail or self._size) < gone
         return first + int(np.flatnonzero(dead)[-1]) + 1 if dead.any() else first
 
-    def _tables(self, rows: Sequence[Sequence[int]], first: int, stop: int, whole: bool = False) -> list[npt.NDArray[np.int64]]:
-        """Of each group its blocks of these chunks, one chunk a row. whole: those too that a chunk does not have."""
+    def _tables(self, rows: Sequence[Sequence[int]], first: int, stop: int) -> list[npt.NDArray[np.int64]]:
+        """Of each group its blocks of these chunks, one chunk a row."""
         found = []
         for group, share in zip(self.groups, self.shares, strict=True):
             each = self._size // group.block_size
