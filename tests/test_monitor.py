@@ -256,6 +256,24 @@ def test_nobody_who_is_slow_keeps_others_away(alone: Stage, monkeypatch: pytest.
         served.server_close()
 
 
+def test_who_holds_connections_keeps_other_addresses_from_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A kubelet that asks for /healthz in vain starts the server anew."""
+    monkeypatch.setattr(web, "ANSWER_SECONDS", 1000.0)
+    with closing(Samples(tmp_path / "vcache.sock")) as asked:
+        served = web.Web("127.0.0.1", 0, asked, CollectorRegistry())
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        port = int(served.server_address[1])
+        slow = [
+            socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)) for _ in range(2 * web.MOST_AT_ONCE)
+        ]
+        assert get(f"127.0.0.1:{port}", "/nothing")[0] == 404
+        for one in slow:
+            one.close()
+        eventually(lambda: not served.held)
+        served.shutdown()
+        served.server_close()
+
+
 def test_connections_that_no_thread_could_be_had_for_leave_their_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with closing(Samples(tmp_path / "vcache.sock")) as asked:
         served = web.Web("127.0.0.1", 0, asked, CollectorRegistry())

@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import threading
+from collections import Counter
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,9 +21,10 @@ from prometheus_client.exposition import choose_encoder
 from vcache_backend.monitor.samples import Samples
 from vcache_backend.status import summary
 
-MOST_AT_ONCE = 32
+MOST_AT_ONCE, MOST_OF_ONE = 64, 16
 ANSWER_SECONDS = 10.0
-"""Connections that are served beside each other, and how long one has for its question and its answer: nobody keeps others away."""
+"""Connections that are served beside each other, in all and of one address, and how long one has for its question and its answer: nobody
+keeps others away."""
 
 
 class Web(ThreadingHTTPServer):
@@ -36,18 +38,30 @@ class Web(ThreadingHTTPServer):
         self.samples, self.registry = samples, registry
         self.page = files("vcache_backend.monitor").joinpath("page.html").read_bytes()
         self.policy = _policy(self.page)
-        self._places = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self.held = Counter[str]()
+        """By address: connections that are being served."""
+        self._holding = threading.Lock()
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
+        address = str(client_address[0])
+        with self._holding:
+            full = self.held.total() >= MOST_AT_ONCE or self.held[address] >= MOST_OF_ONE
+            if not full:
+                self.held[address] += 1
+        if full:
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread to be had; the caller closes the connection
-            self._places.release()
+            self._release(address)
             raise
+
+    def _release(self, address: str) -> None:
+        with self._holding:
+            self.held[address] -= 1
+            self.held += Counter()  # without those that have none
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         ends = threading.Timer(ANSWER_SECONDS, lambda: _cut(request))
@@ -58,7 +72,7 @@ class Web(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             ends.cancel()
-            self._places.release()
+            self._release(str(client_address[0]))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Whoever went away in the middle is no news."""
