@@ -190,7 +190,8 @@ def test_several_block_tables_must_lie_in_the_same_memory() -> None:
     found = PagedKV.describe_groups([full, ({"c": longer}, Share(2 * BLOCK))])
     assert (found.block_size, found.chunk_bytes(64)) == (BLOCK, 2 * (4 + 2) * PAGE)
     elsewhere, larger = kv(BLOCKS, BLOCK, HEADS, DIM), kv(BLOCKS, BLOCK, HEADS, 2 * DIM)
-    for other in (elsewhere, larger, one[1:]):
+    padded = one.as_strided((BLOCKS, BLOCK, HEADS // 2, DIM), (one.stride(0), HEADS // 2 * DIM, DIM, 1))
+    for other in (elsewhere, larger, one[1:], one[:-1], padded):
         with pytest.raises(LayoutError, match="must lie in the same memory, but c and its group have 1 layers"):
             PagedKV.describe_groups([full, ({"c": other}, Share(BLOCK))])
     with pytest.raises(LayoutError, match="no KV caches"):

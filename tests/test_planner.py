@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vcache_backend.errors import LayoutError
+from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.vram_pool.paged import Int64s, PagedKV, Share
 from vcache_backend.vram_pool.planner import plan_blocks, plan_chunks
 
@@ -63,6 +64,13 @@ def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_o
     assert copy.complete(2).tolist() == [True, False]
     with pytest.raises(LayoutError, match="names blocks -1 to 7"):
         plan_blocks(KV, CHUNK, np.array([7, -1]))
+
+
+def test_of_several_block_tables_what_is_not_wanted_is_no_place_and_a_chunk_that_lacks_it_is_not_stored_from_there() -> None:
+    several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
+    at = BlockPlaces(several, CHUNK, [5, 0, 7, 3, 4, -1], 2 * BLOCK)
+    assert at.load_plan(0, 2).blocks[:, 2].tolist() == [10, 11, 0, 1, 14, 15, 6, 7, 8, 9]
+    assert [at.holds(chunk) for chunk in (0, 1, 2)] == [True, False, False]
 
 
 def test_nothing_wanted_is_an_empty_plan() -> None:

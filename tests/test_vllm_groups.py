@@ -28,6 +28,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
+from vcache_backend.config import EngineConfig
 from vcache_backend.doctor import model
 from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.integration.vllm import compat, groups, model_spec
@@ -162,6 +163,17 @@ def test_layers_that_are_not_known_are_refused_in_one_line(kind: str, change: st
         with pytest.raises(LayoutError, match=change) as raised:
             groups.read(caches(*specs), 64)
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("layer", ["layer 0", "layer 1"])
+def test_a_pipeline_stage_without_layers_of_a_kind_has_blocks_split_as_all_are(layer: str) -> None:
+    """Its kernel wants blocks of 8 tokens. Otherwise chunks would be read from other blocks."""
+    found, there = groups.read(caches(spec(33), spec()), 64), torch.zeros(2 * 10, 2, 8, 1, 8)
+    kv = model_spec.describe_groups(found, {layer: there}, 10, 64, EngineConfig())
+    assert (kv.block_size, [share.block_size for share in kv.shares]) == (8, [8, 8])
+    assert kv.blocks_in(64) == 2 * found.blocks
+    with pytest.raises(LayoutError, match="20 blocks of 16 tokens where vLLM hands out 7 of 16"):
+        model_spec.describe_groups(found, {layer: torch.zeros(20, 2, 16, 1, 8)}, 7, 64, EngineConfig())
 
 
 def test_a_model_that_keeps_nothing_is_refused_and_served() -> None:

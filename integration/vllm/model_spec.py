@@ -143,12 +143,14 @@ def describe_groups(
     groups: Groups, kv_caches: Mapping[str, Tensor], num_blocks: int, chunk_size: int, engine_config: EngineConfig
 ) -> PagedKV:
     """`describe` where it takes `groups` to say whose blocks are whose."""
-    found, split = [], 1
-    for group, share in zip(groups.groups, groups.shares, strict=True):
-        layers = {name: kv_caches[name] for name in group.layers if isinstance(kv_caches.get(name), Tensor)}
-        size = tensor_block_size(group.block_size, layers, num_blocks)
-        split = group.block_size // size
-        found.append((layers, share._replace(block_size=size)))
+    held = [
+        {name: kv_caches[name] for name in group.layers if isinstance(kv_caches.get(name), Tensor)} for group in groups.groups
+    ]
+    sizes = [group.block_size for group in groups.groups]
+    # A pipeline stage may have no layer of a group, whose blocks are split as all are.
+    split = max(size // tensor_block_size(size, layers, num_blocks) for size, layers in zip(sizes, held, strict=True))
+    shares = [share._replace(block_size=share.block_size // split) for share in groups.shares]
+    found = list(zip(held, shares, strict=True))
     kv = PagedKV.describe_groups(found, axes=engine_config.kv_axes or axes(kv_caches, found[0][1].block_size))
     if num_blocks and kv.num_blocks != num_blocks * split:
         raise LayoutError(
