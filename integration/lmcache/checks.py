@@ -57,7 +57,9 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
 
 def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None]:
     yield model_spec.chunk_misfit(lm_config.chunk_size, instance.model.block_size, "chunk_size")
-    yield from model_spec.misfits(instance.model, instance.kv_groups)
+    yield from model_spec.misfits(instance.model)
+    if instance.kv_groups > 1:
+        yield f"{instance.kv_groups} groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-manager"
     if instance.windowed:
         yield (
             "all layers look back at a window, and LMCache stores what vLLM has given back of a prefix in its own cache: start vLLM "

@@ -63,7 +63,7 @@ def spec_kind(kv_cache_config: Any) -> str | None:
 
 def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, chunk_size: int) -> str | None:
     """Why nothing of this instance may be cached, None if it may. All of its processes find the same."""
-    reason = model_spec.refusal(model, chunk_size, 1, hash_seed(vllm_config))
+    reason = model_spec.refusal(model, chunk_size, hash_seed(vllm_config))
     try:
         groups.read(kv_cache_config, chunk_size)
     except LayoutError as error:

@@ -271,7 +271,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_guarded(())
     def take_events(self) -> Iterable[Any]:
-        announcer = self._scheduler.announcer if self._scheduler is not None else None
+        announcer = self._scheduler.instance.announcer if self._scheduler is not None else None
         return announcer.take() if announcer is not None else ()
 
     @_guarded(None)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Set as AbstractSet
 from math import inf
 from time import monotonic, perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -29,6 +29,9 @@ from .metadata import HeldLease
 from .replicas import Replica, choose
 from .request_params import NOTHING, RequestParams
 from .stats import Meter
+
+if TYPE_CHECKING:
+    from .duplicates import Copy
 
 log = logging.getLogger("vllm.vcache")
 
@@ -105,7 +108,7 @@ class Tracked(msgspec.Struct):
     keys: list[ChunkKey] = []
     rows: list[list[int]] = []
     captured: list[tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64]]] = []
-    copies: list[Any] = []
+    copies: list[Copy] = []
     filled: int = 0
     preempted: int = 0
     local: int = 0

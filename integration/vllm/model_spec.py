@@ -227,27 +227,25 @@ def layout(model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int, hash_
 # ---- what must be right
 
 
-def refusal(model: ModelSpec, chunk_size: int, groups: int, hash_seed: str | None) -> str | None:
+def refusal(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> str | None:
     """The first reason why nothing may be cached, in one line with what to change; None if there is none.
 
-    groups: of layers with block tables of their own. hash_seed: see `config.hash_seed`."""
-    return next((reason for reason in _reasons(model, chunk_size, groups, hash_seed) if reason), None)
+    hash_seed: see `config.hash_seed`."""
+    return next((reason for reason in _reasons(model, chunk_size, hash_seed) if reason), None)
 
 
-def _reasons(model: ModelSpec, chunk_size: int, groups: int, hash_seed: str | None) -> Iterator[str | None]:
-    yield from misfits(model, groups)
+def _reasons(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> Iterator[str | None]:
+    yield from misfits(model)
     if model.sleep_mode:
         yield "a sleeping vLLM gives the KV cache's memory away under a copy: start vLLM without --enable-sleep-mode"
     yield seed(hash_seed)
     yield chunk_misfit(chunk_size, model.block_size, "engine.chunk_size")
 
 
-def misfits(instance: ModelSpec, groups: int) -> Iterator[str]:
+def misfits(instance: ModelSpec) -> Iterator[str]:
     """Why nothing of this instance may be cached by either integration, each with what to change."""
     if instance.context_parallel > 1:
         yield "context parallelism deals the tokens of a block out to several workers: set both context parallel sizes to 1"
-    if groups > 1:
-        yield f"{groups} groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-manager"
     if instance.dynamic_kv_scales:
         yield "calculate_kv_scales gives each instance FP8 scales of its own: start vLLM without --calculate-kv-scales"
     if instance.prompt_embeds:

@@ -14,6 +14,7 @@ from .events import Announcer
 from .introduction import Introduction
 from .lookups import Lookups, Tracked
 from .metadata import LoadSpec, StepMetadata, WorkerReport
+from .model_spec import ModelSpec
 from .publications import Publications
 from .stats import Meter
 from .victims import Victims
@@ -22,6 +23,10 @@ log = logging.getLogger("vllm.vcache")
 
 MOST_SYNCHRONOUS = 65_536
 """Tokens that the synchronous loads of one step may bring: 8 GiB of an 8B model, 25 ms from another GPU, a tenth of `GRACE_SECONDS`."""
+_LOADS_NOTHING = (
+    "vcache: chunks are stored, and none is loaded: several block tables need vLLM 0.30, or loads in the step, which tensor and pipeline "
+    "parallelism, engine.checksum and connector.sync_below_tokens: 0 rule out"
+)
 
 
 class SchedulerSide:
@@ -37,13 +42,7 @@ class SchedulerSide:
         in_host = config.pool.device.startswith("host") or (config.pool.device == "auto" and model.device_type == "cpu")
         in_place = config.connector.share == "in_place"
         self.hit_source = compat.hit_source(in_host and not in_place)
-        self._recomputes = model.recomputes
-        sure = self._recomputes or not config.engine.checksum
-        if in_place:
-            # What lies in place is not checked by its checksum. Ranks with one model of experts, which alone know of each other, run
-            # their steps together: one that waits would hold up all.
-            sure = vllm_config.parallel_config.data_parallel_size == 1
-        self._sync_below = config.connector.sync_below_tokens if model.pp_size * model.tp_size == 1 and sure else 0
+        self._recomputes, self._sync_below = model.recomputes, _sync_below(vllm_config, config, model)
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._hashes = self._size // self._hash_block
         refused = compat.refusal(vllm_config, kv_cache_config, model, self._size)
@@ -52,10 +51,7 @@ class SchedulerSide:
         """None where all layers look at all tokens by one block table."""
         self._asynchronous = self._groups is None or compat.fails_by_request()
         if not self._asynchronous and not self._sync_below and not refused:
-            log.warning(
-                "vcache: chunks are stored, and none is loaded: several block tables need vLLM 0.30, or loads in the step, which "
-                "tensor and pipeline parallelism, engine.checksum and connector.sync_below_tokens: 0 rule out"
-            )
+            log.warning(_LOADS_NOTHING)
         self._tables = len(kv_cache_config.kv_cache_groups)
         if self._groups is not None:
             self._block = self._groups.block
@@ -72,10 +68,9 @@ class SchedulerSide:
         self.instance = Introduction(config, model, self._hash_block, refused, self.publications)
         self.lookups = Lookups(self.instance, self._size, meter)
         self._awaited = Awaited(self.lookups)
-        self.announcer: Announcer | None = None
         # What others find in place, vLLM announces as what its own KV cache holds.
         if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
-            self.announcer = self.instance.announcer = Announcer(self.instance.ranks)
+            self.instance.announcer = Announcer(self.instance.ranks)
         kind = compat.spec_kind(kv_cache_config)
         self._completions = Completions(
             config, stores, self._groups, self._block, self._hash_block, kind, self.instance, self.lookups
@@ -390,8 +385,18 @@ class SchedulerSide:
         if report.mapped is not None:
             self.instance.mapped = report.mapped
         self.instance.note(report.shards, report.links)
-        if self.announcer is not None:
-            self.announcer.note(report.stored)
+        if self.instance.announcer is not None:
+            self.instance.announcer.note(report.stored)
         if report.flushed and self._clearing:
             # Steps of before the reset may have stored since; what they have not committed yet never comes.
             self._clearing = self._flush = not self.instance.clear()
+
+
+def _sync_below(vllm_config: Any, config: Config, model: ModelSpec) -> int:
+    """Tokens of the loads that a busy step may wait for; 0: no load is synchronous."""
+    sure = model.recomputes or not config.engine.checksum
+    if config.connector.share == "in_place":
+        # What lies in place is not checked by its checksum. Ranks with one model of experts, which alone know of each other, run their
+        # steps together: one that waits would hold up all.
+        sure = vllm_config.parallel_config.data_parallel_size == 1
+    return config.connector.sync_below_tokens if model.pp_size * model.tp_size == 1 and sure else 0

@@ -249,6 +249,16 @@ class Driver:
         """Wait for all work of the current context's device."""
         self.attempt("cuCtxSynchronize")
 
+    def end(self, context: Any, used: ExitStack, otherwise: str) -> None:
+        """Let memory go that kernels may still use: unmapping and unlocking wait for none, so this does, for all work of the context's
+        device. Never raises; `otherwise`: what the log says where that fails."""
+        try:
+            with self.current(context):
+                self.synchronize()
+                used.close()
+        except DriverError as error:
+            log.warning("%s until the process ends: %s", otherwise, error)
+
     @property
     def _posix(self) -> Any:
         return self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR

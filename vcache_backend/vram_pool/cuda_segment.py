@@ -97,7 +97,7 @@ class _Whole:
                 driver.map(address, nbytes, handle)
                 mapped.callback(driver.unmap, address, nbytes)
                 driver.allow(address, nbytes, ordinal)
-                undo.callback(_unmap, driver, context, mapped.pop_all())
+                undo.callback(driver.end, context, mapped.pop_all(), "a GPU mapping stays")
             self.address = address
             self.nbytes = nbytes
             # At exit the driver frees everything itself, and may be gone before our turn.
@@ -122,16 +122,6 @@ def view(whole: Addressed, ordinal: int) -> torch.Tensor:
     if tensor.data_ptr() != whole.address:
         raise SegmentError(f"torch {torch.__version__} copied a mapped segment instead of viewing it")
     return tensor
-
-
-def _unmap(driver: Driver, context: Any, mapped: ExitStack) -> None:
-    """Unmapping does not wait for kernels that still use the range, so this does: all work of the device."""
-    try:
-        with driver.current(context):
-            driver.synchronize()
-            mapped.close()
-    except DriverError as error:
-        cuda_driver.log.warning("a GPU mapping stays until the process ends: %s", error)
 
 
 def _ordinal(device: Device) -> int:

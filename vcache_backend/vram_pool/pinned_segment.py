@@ -83,7 +83,7 @@ def map_fd(fd: int, nbytes: int, ordinal: int) -> torch.Tensor:
                 _populate(address, size)
                 _register(driver, ordinal, address, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
                 registered.callback(driver.unregister, address)
-            undo.callback(_unregister, driver, context, registered.pop_all())
+            undo.callback(driver.end, context, registered.pop_all(), "host memory stays locked")
         # The array names the memory, so this comes before it is unmapped. At exit the driver lets go by itself.
         weakref.finalize(held, undo.pop_all().close).atexit = False
     return torch.from_numpy(held)
@@ -139,16 +139,6 @@ def _populate(address: int, nbytes: int) -> None:
     code = ctypes.get_errno()
     if code != errno.EINVAL:  # Linux before 5.14: they are taken as they are needed
         raise OSError(code, f"{nbytes:,} B of host memory: {os.strerror(code)}")
-
-
-def _unregister(driver: Driver, context: Any, registered: ExitStack) -> None:
-    """A GPU must not reach for what is not there any more."""
-    try:
-        with driver.current(context):
-            driver.synchronize()
-            registered.close()
-    except DriverError as error:
-        log.warning("host memory stays locked until the process ends: %s", error)
 
 
 def _advice() -> str:
