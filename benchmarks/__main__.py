@@ -10,21 +10,21 @@ from pathlib import Path
 
 import torch
 
-from . import codecs, copies, engine, inplace_campaign, journal_mutations, metadata, mooncake, turns
+from . import copies, engine, give_back, inplace_campaign, journal_mutations, metadata, mooncake, turns
 from .mooncake_store import missing
 from .results import Report, Row
 
 SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "metadata": metadata.run,
     "turns": turns.run,
+    "give_back": give_back.run,
     "copies": copies.run,
     "engine": engine.run,
-    "codecs": codecs.run,
     "journal": journal_mutations.run,
     "inplace": inplace_campaign.run,
     "mooncake": mooncake.run,
 }
-LONG = ("journal", "inplace", "mooncake")
+LONG = ("give_back", "journal", "inplace", "mooncake")
 """Subjects that run only where `--only` names them."""
 
 

@@ -8,14 +8,12 @@ engine does it (`CudaCopier`), the copy engine the same number of contiguous byt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vcache_backend.vram_pool import kernels, segment
+from vcache_backend.vram_pool import segment
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.cuda_copier import CudaCopier
 from vcache_backend.vram_pool.devices import Device, resolve
@@ -31,7 +29,6 @@ BLOCK_SIZE = 16
 CHUNK = 256
 PAGE_BYTES = 32 << 10
 RUNS = 31
-HOST_CTAS = (8, 16, 32, 64)
 
 
 class Case(NamedTuple):
@@ -209,8 +206,15 @@ def run() -> list[Row]:
         for nbytes, name, floor in ((256 * MIB, "256MiB", 0.95), (32 * MIB, "32MiB", 0.95), (4 * MIB, "4MiB", 0.90)):
             rows += _peer(case(second, first, nbytes), name, floor)
         rows += _in_place(in_place_case(second, first, 256 * MIB))
-    rows.append(_local(case(first, first, 256 * MIB)))
-    rows += _host(case(resolve("host", "cuda:0"), resolve("host", "cuda:0"), 256 * MIB))
+    own, host = case(first, first, 256 * MIB), case(resolve("host", "cuda:0"), resolve("host", "cuda:0"), 256 * MIB)
+    rows.append(
+        _one("local_store_256MiB", own, own.push, own.gather, "into the own segment; reference: a contiguous device copy")
+    )
+    for name, engine, move, way in (
+        ("host_retrieve_256MiB", host.pull, host.scatter, "out of"),
+        ("host_store_256MiB", host.push, host.gather, "into"),
+    ):
+        rows.append(_one(name, host, engine, move, f"{way} locked host memory; reference: the copy engine, contiguous"))
     return rows
 
 
@@ -257,36 +261,8 @@ def _in_place(made: InPlaceCase) -> list[Row]:
     ]
 
 
-def _host(made: Case) -> list[Row]:
-    """Locked host memory, over PCIe: both ways, with the tuned number of thread blocks and with others."""
-    rows, copier, tuned = [], CudaCopier(made.reader.ordinal or 0), kernels.HOST
-
-    def seconds(ctas: int, move: Callable[[CudaCopier], Completion]) -> float:
-        kernels.HOST = replace(tuned, ctas=ctas)
-        try:
-            return copier_seconds(lambda: move(copier))
-        finally:
-            kernels.HOST = tuned
-
-    def works(engine: Callable[[], None], move: Callable[[CudaCopier], Completion]) -> list[Callable[[], float]]:
-        return [lambda: engine_seconds(engine), *(partial(seconds, ctas, move) for ctas in HOST_CTAS)]
-
-    for name, all_of_them, what in (
-        ("host_retrieve", works(made.pull, made.scatter), "from locked host memory into"),
-        ("host_store", works(made.push, made.gather), "to locked host memory out of"),
-    ):
-        engine, *ours = interleaved(all_of_them, made.copy.nbytes)
-        for ctas, rates in zip(HOST_CTAS, ours, strict=True):
-            how = f"256 MiB {what} scattered {PAGE_BYTES >> 10}-KiB pages, {ctas} CTAs; reference: the copy engine, contiguous"
-            its = f"{name}_256MiB" + ("" if ctas == tuned.ctas else f"_{ctas}cta")
-            rows.append(row(its, "GB/s", rates, engine, what=how, at_least=0.85 if ctas == tuned.ctas else None))
-    return rows
-
-
-def _local(made: Case) -> Row:
+def _one(name: str, made: Case, engine: Callable[[], None], move: Callable[[CudaCopier], Completion], where: str) -> Row:
     copier = CudaCopier(made.reader.ordinal or 0)
-    engine, ours = interleaved(
-        [lambda: engine_seconds(made.push), lambda: copier_seconds(lambda: made.gather(copier))], made.copy.nbytes
-    )
-    what = f"256 MiB of scattered {PAGE_BYTES >> 10}-KiB pages into the own segment; reference: a contiguous device copy"
-    return row("local_store_256MiB", "GB/s", ours, engine, what=what, at_least=0.85)
+    theirs, ours = interleaved([lambda: engine_seconds(engine), lambda: copier_seconds(lambda: move(copier))], made.copy.nbytes)
+    what = f"256 MiB of scattered {PAGE_BYTES >> 10}-KiB pages {where}"
+    return row(name, "GB/s", ours, theirs, what=what, at_least=0.85)

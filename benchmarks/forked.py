@@ -8,18 +8,31 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Self, TypeVar
+
+import msgspec
+import torch
+
+from .processes import die_with_parent
 
 S = TypeVar("S")
 SECONDS = 60.0
 
 
+class Counts(msgspec.Struct):
+    """What such a process counts, and tells from time to time: numbers and Counters."""
+
+    def add(self, more: Self) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(more, name))
+
+
 class Forked:
-    """A process that lives `life`, with a pipe to it."""
+    """A process that lives `life`, with a pipe to it. heard: when it said something last."""
 
     _context = multiprocessing.get_context("forkserver")
     _lock = threading.Lock()
@@ -34,7 +47,7 @@ class Forked:
             self._process.start()
             theirs.close()
         assert self._process.pid is not None
-        self.pid = self._process.pid
+        self.pid, self.heard = self._process.pid, time.monotonic()
 
     def kill(self) -> None:
         """Reaped. Idempotent."""
@@ -42,10 +55,33 @@ class Forked:
         self._process.join(SECONDS)
         self.pipe.close()
 
-    def tail(self, size: int = 1500) -> str:
+    def tail(self) -> str:
         """The end of its log."""
-        said = self.log.read_bytes()[-size:].decode(errors="replace") if self.log.exists() else ""
+        said = self.log.read_bytes()[-1500:].decode(errors="replace") if self.log.exists() else ""
         return f"process {self.pid} ended or is silent; {self.log} ends with:\n{said}"
+
+
+def begin(log: str) -> None:
+    """At the beginning of such a process: it ends with who started it, writes what it says to its log, and uses one thread of torch's."""
+    die_with_parent()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for output in (1, 2):
+        os.dup2(file, output)
+    torch.set_num_threads(1)
+
+
+def hear(processes: Sequence[Forked], silence: float = SECONDS) -> Iterator[tuple[int, Any]]:
+    """What processes have said by now, with their numbers; None of one that has ended, or was silent for so long. Waits a moment."""
+    ready = wait([process.pipe for process in processes], timeout=0.02)
+    for number, process in enumerate(tuple(processes)):
+        said = None
+        if process.pipe in ready:
+            with suppress(EOFError, OSError):
+                said = process.pipe.recv()
+                process.heard = time.monotonic()
+        elif time.monotonic() < process.heard + silence:
+            continue
+        yield number, said
 
 
 class Waker:

@@ -9,12 +9,14 @@
 #     kinds     failures, eager, TP=2 (both integrations); fp8, MLA, ngram
 #     groups    models of several block tables, shapes of Gemma 3 and gpt-oss: equal, sensitive, TTFT; gpt-oss needs the part of MOE=1, too
 #     lmcache   TTFT, decoding, misses through LMCache; misses through our connector
+#     groups2   the same in place
 #     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
-#     inplace2  likewise eager, TP=2, fp8, MLA, ngram; copies out of a KV cache
+#     inplace2  the death of an owner; likewise eager, TP=2, fp8, MLA, ngram; copies out of a KV cache
 #     hostpool  our connector with a pool in host memory: equality, TTFT, a restart
 #     deploy    data parallel ranks of one `vllm serve`; instances in containers of their own: in the pool, then in place
-#     campaign  the death of an owner (at most 130 s), then live KV caches of two vLLMs under load, read by others while they are used
-#               again (at most 330 s with the start), and its control (at most 120 s)
+#     four      two instances on four GPUs: TP=2 (equality, TTFT), PP=2 (equality, a restart); in the pool, then in place; some 500 s
+#     campaign  live KV caches of two vLLMs under load, read by others while they are used again (at most 450 s with the start), and its
+#               control (at most 120 s)
 #   Serving at equal VRAM, our KV caches in place in turn with one peer (alone, offload, mp, pool); estimates from the runs of
 #   2026-11-21: servers start in some 60 s, `prefix` takes 17 to 28 s, `trace` 20, 600 unfiltered requests 80 to 100. RUNS=0,1,2 by default.
 #     serving_PEER     prefix and trace, three runs each                  about 400 s
@@ -31,7 +33,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 call=${1:?"usage: $0 CALL [PART.tar.xz...]; the calls are at the top of this script"}; shift
-known="pool speed equal kinds groups lmcache inplace inplace2 hostpool deploy campaign host x4"
+known="pool speed equal kinds groups groups2 lmcache inplace inplace2 hostpool deploy four campaign host x4"
 for peer in alone offload mp pool; do known="$known serving_$peer unfiltered_$peer"; done
 for one in ${call//+/ }; do [[ " $known " == *" $one "* ]] || { echo "no call $one; there are: $known"; exit 2; }; done
 out=${OUT:-/tmp/vcache-gpu}; site=${SITE:-/tmp/site}; logs=/tmp/vcache-gpu-logs/$call; began=$SECONDS
@@ -49,7 +51,7 @@ python=${PYTHON:-python3}
 trace=${TRACE:-shared/traces/mooncake-conversation.jsonl}
 
 # What is missing is found now, in seconds, not by the first instance that does not start.
-gpus=2; [ "$call" != x4 ] || gpus=4
+gpus=2; [[ $call != x4 && $call != four ]] || gpus=4
 [[ $call != *+* ]] || gpus=4
 needs="torch msgspec vcache_backend vcache_backend.integration.vllm_connector"
 [ "$call" = pool ] || needs="$needs vllm"
@@ -123,6 +125,9 @@ case $call in
   groups)
     vllm vllm 520 gemma3,gptoss --pool-gib 8 --isolated --rounds 9
     ;;
+  groups2)
+    vllm vllm 520 gemma3,gptoss --share in_place --isolated --rounds 9
+    ;;
   lmcache)
     vllm lmcache 350 ttft,tpot,miss --rounds 9 --isolated
     vllm vllm 520 miss --isolated
@@ -131,7 +136,7 @@ case $call in
     vllm vllm 520 agreeing,sensitive,flipped,equal,ttft,scheduler,miss,tpot,pd --share in_place --isolated --rounds 9
     ;;
   inplace2)
-    vllm vllm 470 eager,tp2,fp8,mla,ngram --share in_place --isolated
+    vllm vllm 470 death,eager,tp2,fp8,mla,ngram --share in_place --isolated
     [ -n "${TINY:-}" ] || "$python" -m benchmarks --only copies --out "$out/copies.json" --commit "${COMMIT:-}"
     ;;
   hostpool)
@@ -141,8 +146,11 @@ case $call in
     vllm vllm 270 dp,isolated --rounds 9 --pool-gib 8
     vllm vllm 520 dp,isolated --rounds 9 --share in_place
     ;;
+  four)
+    vllm vllm 300 tp2ttft,pp2 --rounds 9 --pool-gib 8
+    vllm vllm 560 tp2ttft,pp2 --rounds 9 --share in_place
+    ;;
   campaign)
-    vllm vllm 130 death --share in_place --isolated
     "$python" -m benchmarks.inplace_campaign --level gpu ${TINY:+--loads 200} --out "$out/campaign.json" 2>&1 | tee "$out/campaign.txt"
     ;;
   serving_*) peer=${call#serving_}; serving 570 "${peer/pool/vcache},inplace" prefix,trace 0,1,2 ;;

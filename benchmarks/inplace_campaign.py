@@ -32,7 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, Self, get_args
 
@@ -41,8 +41,8 @@ import torch
 
 from vcache_backend.config import ByteSize, Config, EngineConfig, PoolConfig, ServerConfig
 
-from .forked import SECONDS, Forked, Waker
-from .inplace_instance import EACH, Control, Outcomes, Role, Settings, Told
+from .forked import SECONDS, Forked, Waker, hear
+from .inplace_instance import EACH, Control, Outcomes, Role, Settings
 from .inplace_reader import live
 from .kv import BLOCK_SIZE
 from .processes import ChildFailed
@@ -158,7 +158,7 @@ def live_caches() -> Level:
         controls=("no verdict",),
         control_loads=1000,
         control_seconds=120.0,
-        seconds=330.0,
+        seconds=450.0,
         silence=300.0,
         prepare=caches.prepare,
     )
@@ -173,7 +173,6 @@ class Instance(Forked):
     def __init__(self, life: Callable[[Settings, Connection], None], settings: Settings, number: int) -> None:
         super().__init__(life, settings, Path(settings.log))
         self.role, self.number = settings.role, number
-        self.heard = time.monotonic()
 
 
 class Result(msgspec.Struct):
@@ -191,10 +190,10 @@ class Result(msgspec.Struct):
 class Campaign:
     """All processes of one run, which are gone behind the context. One thread."""
 
-    def __init__(self, level: Level, seed: int, shared: Path, stops: float, control: Control = "") -> None:
+    def __init__(self, level: Level, seed: int, shared: Path, control: Control = "") -> None:
         self.outcomes, self.mishaps, self.wrong, self.ended = Outcomes(), Counter[str](), list[str](), 0
         self._level, self._shared = level, str(shared)
-        self._seed, self._stops, self._control, self._starts = seed, stops, control, 0
+        self._seed, self._control, self._starts = seed, control, 0
         self._dice, self._waker = random.Random(f"mishaps {seed}"), Waker(str(seed), LONGEST_STOP)
         self._server_wakes = float("inf")
         with ExitStack() as undo:
@@ -236,25 +235,17 @@ class Campaign:
 
     def _hear(self) -> None:
         """What instances have told by now."""
-        ready = wait([instance.pipe for instance in self._here], timeout=0.02)
-        for number, instance in enumerate(self._here):
-            try:
-                if instance.pipe in ready:
-                    told: Told = instance.pipe.recv()
-                    self.outcomes.add(told.outcomes)
-                    self.wrong += told.wrong
-                    instance.heard = time.monotonic()
-                elif time.monotonic() - instance.heard < self._level.silence:
-                    continue
-                else:
-                    raise TimeoutError
-            except (EOFError, OSError) as error:
-                self.ended += 1
-                print(instance.tail(), file=sys.stderr, flush=True)
-                most = MOST_ENDED if self.outcomes.loads or self.outcomes.answers else MOST_AT_FIRST
-                if self.ended > most:
-                    raise ChildFailed(f"{self.ended} processes ended by themselves") from error
-                self._again(number)
+        for number, told in hear(self._here, self._level.silence):
+            if told is not None:
+                self.outcomes.add(told.outcomes)
+                self.wrong += told.wrong
+                continue
+            self.ended += 1
+            print(self._here[number].tail(), file=sys.stderr, flush=True)
+            most = MOST_ENDED if self.outcomes.loads or self.outcomes.answers else MOST_AT_FIRST
+            if self.ended > most:
+                raise ChildFailed(f"{self.ended} processes ended by themselves")
+            self._again(number)
 
     def _mishap(self) -> None:
         what = self._dice.choices(list(self._level.mishaps), list(self._level.mishaps.values()))[0]
@@ -291,7 +282,7 @@ class Campaign:
             engine=EngineConfig(chunk_size=EACH * BLOCK_SIZE),
         )
         log, seed = str(self._folder / f"{role}{number}.log"), f"{self._seed} {self._starts}"
-        settings = Settings(config, role, seed, log, self._stops, self._control, self._shared, number)
+        settings = Settings(config, role, seed, log, self._level.stops, self._control, self._shared, number)
         return Instance(self._level.life, settings, number)
 
     def _again(self, number: int) -> None:
@@ -304,34 +295,25 @@ class Campaign:
             instance.kill()
 
 
-def campaign(
-    loads: int, seed: int = 1, pause: float = PAUSE, stops: float | None = None, level: Level = CPU, shared: Path = NOWHERE
-) -> Result:
-    """loads: those that bring something; and so many are refused by their verdicts as the level says. stops: its own, if not None."""
-    with Campaign(level, seed, shared, level.stops if stops is None else stops) as made:
+def campaign(loads: int, seed: int, pause: float = PAUSE, level: Level = CPU, shared: Path = NOWHERE) -> Result:
+    """loads: those that bring something; and so many are refused by their verdicts as the level says."""
+    with Campaign(level, seed, shared) as made:
         return made.run(
             lambda seen, passed: (seen.loads >= loads and seen.reuse_hits >= level.reuse_hits * loads) or passed > level.seconds,
             pause,
         )
 
 
-def run_control(
-    control: Control,
-    seed: int = 1,
-    loads: int | None = None,
-    stops: float | None = None,
-    level: Level = CPU,
-    shared: Path = NOWHERE,
-) -> Result:
+def run_control(control: Control, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
     """Until something is wrong, where it must be, and there are so many loads or five times as many answers, or for as long as the
     level says."""
-    least = level.control_loads if loads is None else loads
 
     def over(seen: Outcomes, passed: float) -> bool:
+        least = level.control_loads
         enough = seen.answers >= 5 * least if control == "no connector" else bad(control, seen) > 0 and seen.loads >= least
         return enough or passed > level.control_seconds
 
-    with Campaign(level, seed, shared, level.stops if stops is None else stops, control) as made:
+    with Campaign(level, seed, shared, control) as made:
         return made.run(over, PAUSE)
 
 

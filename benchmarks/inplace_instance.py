@@ -15,7 +15,7 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +35,15 @@ from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations, UInt64s
 from vcache_backend.resident.pins import Pins
 from vcache_backend.transfer.keys import TokenHasher
+from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copier import Copier, Mark
+from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.host_exportable import HostExportable
 
-from .kv import BLOCK_SIZE, layout
+from .forked import Counts
+from .inplace_blocks import BlockPool
+from .kv import BLOCK_SIZE
 
 LAYERS, HEADS, DIM = 2, 2, 16
 PLANES = 2 * LAYERS
@@ -77,7 +80,7 @@ class Settings(msgspec.Struct, frozen=True):
     number: int = 0
 
 
-class Outcomes(msgspec.Struct):
+class Outcomes(Counts):
     """Counts. loads: those that brought something, all of which was compared; launched: that copied something at all.
 
     reuse_hits: loads that were refused, from some chunk on, by their verdict: a block changed between launch and verdict. differed: those
@@ -114,10 +117,6 @@ class Outcomes(msgspec.Struct):
     by_step: Counter[str] = msgspec.field(default_factory=Counter)
     causes: Counter[str] = msgspec.field(default_factory=Counter)
 
-    def add(self, more: Outcomes) -> None:
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(more, name))
-
     def add_pinned(self, whole: bool, late: bool, forced: bool, given_up: bool = False) -> bool:
         """Count a load under pins. Whether it had to bring everything, and did not."""
         self.pinned += 1
@@ -141,66 +140,6 @@ class Told(NamedTuple):
     wrong: list[str]
 
 
-@dataclass(eq=False, repr=False)
-class Block:
-    """As the wrapper of vLLM's pool sees one."""
-
-    block_id: int
-    prev_free_block: Block | None = None
-    next_free_block: Block | None = None
-
-
-class FreeQueue:
-    """As much of vLLM's as the product uses."""
-
-    def __init__(self) -> None:
-        self.num_free_blocks = 0
-        self.fake_free_list_head, self._tail = Block(-1), Block(-1)
-        self.fake_free_list_head.next_free_block, self._tail.prev_free_block = self._tail, self.fake_free_list_head
-
-    def append(self, block: Block) -> None:
-        last = self._tail.prev_free_block
-        assert last is not None
-        block.prev_free_block, block.next_free_block = last, self._tail
-        last.next_free_block = self._tail.prev_free_block = block
-        self.num_free_blocks += 1
-
-    def remove(self, block: Block) -> None:
-        before, after = block.prev_free_block, block.next_free_block
-        assert before is not None
-        assert after is not None
-        before.next_free_block, after.prev_free_block = after, before
-        self.num_free_blocks -= 1
-
-
-class BlockPool:
-    """As much of vLLM's block pool as the product wraps. The block that was free for the longest is handed out first."""
-
-    def __init__(self, blocks: int) -> None:
-        self.num_gpu_blocks = blocks
-        self.blocks, self.free_block_queue = [Block(number) for number in range(blocks)], FreeQueue()
-        self.free_blocks(range(blocks))
-
-    def get_new_blocks(self, num_blocks: int) -> list[Block]:
-        taken = []
-        for _ in range(num_blocks):
-            block = self.free_block_queue.fake_free_list_head.next_free_block
-            assert block is not None
-            self.free_block_queue.remove(block)
-            taken.append(block)
-        return taken
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        """They are to be written again by whom they belong to."""
-
-    def reset_prefix_cache(self) -> bool:
-        return True
-
-    def free_blocks(self, blocks: Sequence[int]) -> None:
-        for number in blocks:
-            self.free_block_queue.append(self.blocks[number])
-
-
 @dataclass
 class Written:
     """The end of a model's step, which may be yet to come."""
@@ -217,7 +156,7 @@ class Instance:
     over: nothing of it is to be believed any more, and another one takes its place in this process.
     """
 
-    def __init__(self, settings: Settings, dice: random.Random, copier: Copier | None = None) -> None:
+    def __init__(self, settings: Settings, dice: random.Random) -> None:
         self.dice, self.over = dice, False
         self.told = Told(Outcomes(), [])
         self.settings, self._late = settings, settings.role == "owner" and settings.control == "counted late"
@@ -227,7 +166,8 @@ class Instance:
         self.words: npt.NDArray[np.int64] = whole.numpy().view(np.int64).reshape(PLANES, BLOCKS, WORDS)
         shape = (LAYERS, 2, BLOCKS, BLOCK_SIZE, HEADS, DIM)
         tensors = list(whole.view(torch.bfloat16).view(shape))
-        self.session = Session(settings.config, layout("inplace", tensors, EACH * BLOCK_SIZE), copier=copier, anonymous=True)
+        layout = Layout.of(tensors, BLOCK_SIZE, model="inplace", chunk_size=EACH * BLOCK_SIZE)
+        self.session = Session(settings.config, layout, anonymous=True)
         self.kv, self.client = self.session.bind(tensors), self.session.client
         self.instance, self.sequence = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), 0
         self.table, self.pool = Generations(self.instance, BLOCKS), BlockPool(BLOCKS)
@@ -264,11 +204,12 @@ class Instance:
     def allocate(self, chunks: int) -> tuple[list[int], UInt64s]:
         """Blocks for so many, and their generations: from here on nobody may believe what they held."""
         blocks = [block.block_id for block in self.pool.get_new_blocks(chunks * EACH)]
-        if not self._late:
-            # By vLLM's plan; what is published of it is told when they are written.
-            self.table.filled(blocks)
-            self.told.outcomes.add_kept(self._watch)
-        return blocks, self.table.counters[blocks] + np.uint64(2 * self._late)
+        if self._late:
+            return blocks, np.full(len(blocks), self.table.coming, dtype=np.uint64)
+        # By vLLM's plan; what is published of it is told when they are written.
+        self.table.filled(blocks)
+        self.told.outcomes.add_kept(self._watch)
+        return blocks, self.table.counters[blocks]
 
     def publish(self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark) -> None:
         """Once they are written."""
@@ -320,12 +261,12 @@ class Owner(Instance):
         if chance < 0.02:
             # A load into these blocks failed: they are computed again where they are, and nothing of it is told. In vLLM they were never
             # published, so nobody has pinned them.
-            numbers = np.array(blocks)
-            self.table.doubt(numbers)
-            if self.pins.on(numbers) is not None:
-                self.table.keep(numbers)
+            free = not self.pins.halt() or self.pins.on(np.array(blocks)) is None
+            if free:
+                self.pool.evict_blocks(set(blocks))
+            self.pins.resume()
+            if not free:
                 return
-            self.pool.evict_blocks(set(blocks))
             self.step("evicted", OFTEN)
             self.words[:, blocks] = POISON
         elif chance < 0.025:

@@ -34,7 +34,8 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
-from .inplace_instance import BlockPool, Outcomes, Settings, Told
+from .inplace_blocks import BlockPool
+from .inplace_instance import Outcomes, Settings, Told
 from .inplace_reader import Reader, Slowly, believe_copies, live_as
 
 SHAPE = "shape.json"
@@ -113,22 +114,12 @@ class Follower(Reader):
         blocks = 2 * MOST_CHUNKS * self.each
         tensors = shape.tensors(blocks, "cuda" if cuda else "cpu")
         axes = "block head token dim" if len(shape.shape) == 4 else ""
-        kv = PagedKV.describe(tensors, shape.block_size, axes=axes or None)
         config = msgspec.structs.replace(
             settings.config,
             engine=EngineConfig(chunk_size=shape.chunk, kv_axes=axes),
             pool=PoolConfig(device="cuda:0" if cuda else "host", segment_bytes=ByteSize(0)),
         )
-        layout = Layout(
-            model="live",
-            dtype=shape.dtype,
-            layers=shape.layers,
-            kv_heads=1,
-            head_dim=1,
-            block_size=shape.block_size,
-            kv_layout=kv.name,
-            chunk_size=shape.chunk,
-        )
+        layout = Layout.of(tensors, shape.block_size, model="live", axes=axes or None, chunk_size=shape.chunk)
         self.session = Session(config, layout, anonymous=True)
         self.kv, self.client = self.session.bind(tensors), self.session.client
         self.session.copier = Slowly(self.session.copier, self, SLOW, SLOW_SECONDS)

@@ -7,14 +7,11 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from integration.vllm.replicas import Replica, choose
 from vcache_backend.errors import VCacheError
@@ -28,10 +25,10 @@ from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.sources import Settled
-from vcache_backend.vram_pool import reference
-from vcache_backend.vram_pool.copier import Completion, Copier, HostCopier, Mark
+from vcache_backend.vram_pool.copier import Completion, Copier
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
+from .forked import begin
 from .inplace_instance import (
     EACH,
     FAMILIES,
@@ -46,10 +43,9 @@ from .inplace_instance import (
     prompt,
     what,
 )
-from .processes import die_with_parent
 
-SLOW = 0.1
-"""Share of the copies that go page by page with pauses in between."""
+SLOW, SLOW_SECONDS = 0.1, 0.01
+"""Share of the copies that go block by block, and the longest that they pause in all."""
 PINNED = 0.5
 """Share of the loads that begin with pins, as synchronous ones do."""
 REMEMBERED = 0.05
@@ -65,7 +61,8 @@ class Reader(Instance):
     each = EACH
 
     def __init__(self, settings: Settings, dice: random.Random) -> None:
-        super().__init__(settings, dice, SlowCopier(self))
+        super().__init__(settings, dice)
+        self.session.copier = Slowly(self.session.copier, self, SLOW, SLOW_SECONDS)
         if settings.control == "no verdict":
             believe_copies()
         self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
@@ -196,57 +193,17 @@ class Slowly:
 
     def pull(self, kv: PagedKV, rows: Int64s, origins: Int64s, *given: Any, **more: Any) -> Completion:
         instance = self._instance
-        if len(rows) < 2 or instance.dice.random() >= self._share:
-            return self._inner.pull(kv, rows, origins, *given, **more)
-        instance.told.outcomes.slow += 1
-        self._kept = []
-        for at in range(len(rows) - 1):
-            self._kept.append(self._inner.pull(kv, rows[at : at + 1], origins, *given, **more))
-            instance.step("copying")
-            time.sleep(instance.dice.uniform(0, self._seconds / len(rows)))
-        copy = self._inner.pull(kv, rows[-1:], origins, *given, **more)
+        if len(rows) > 1 and instance.dice.random() < self._share:
+            instance.told.outcomes.slow += 1
+            self._kept = []
+            for at in range(len(rows) - 1):
+                self._kept.append(self._inner.pull(kv, rows[at : at + 1], origins, *given, **more))
+                instance.step("copying")
+                time.sleep(instance.dice.uniform(0, self._seconds / len(rows)))
+            rows = rows[-1:]
+        copy = self._inner.pull(kv, rows, origins, *given, **more)
         instance.step("copied")
         return copy
-
-
-class SlowCopier(HostCopier):
-    """Some of its copies go page by page, with pauses."""
-
-    def __init__(self, instance: Instance) -> None:
-        self._instance = instance
-
-    def pull(  # type: ignore[override]
-        self, kv: PagedKV, rows: Int64s, origins: Int64s, after: Mark | None = None, keep: object = None, *, local: bool = False
-    ) -> Copied:
-        instance, started = self._instance, time.perf_counter()
-        dice = instance.dice
-        if dice.random() < SLOW:
-            instance.told.outcomes.slow += 1
-            for row in rows:
-                for plane, page in enumerate(kv.pages):
-                    one: Any = SimpleNamespace(pages=[page], page_bytes=kv.page_bytes)
-                    reference.pull(one, row[None], origins[:, plane : plane + 1])
-                    instance.step("copying")
-                time.sleep(dice.uniform(0, 0.001))
-        else:
-            super().pull(kv, rows, origins)
-        instance.step("launched")
-        return Copied(instance, time.perf_counter() - started)
-
-
-@dataclass
-class Copied:
-    """A copy that is over, which its load has not heard yet."""
-
-    instance: Instance
-    seconds: float
-
-    def done(self) -> bool:
-        self.instance.step("before the verdict")
-        return True
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
 
 
 def believe_copies() -> None:
@@ -287,11 +244,7 @@ def live(settings: Settings, pipe: Connection) -> None:
 
 def live_as(kind: Callable[[Settings, random.Random], Living], settings: Settings, pipe: Connection) -> None:
     """Until it is killed, it tells what happened. A wrong byte is told at once."""
-    die_with_parent()
-    log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for output in (1, 2):
-        os.dup2(log, output)
-    torch.set_num_threads(1)
+    begin(settings.log)
     dice = random.Random(settings.seed)
     instance = kind(settings, dice)
     while True:

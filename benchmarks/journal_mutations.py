@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Protocol
 from unittest.mock import patch
 
+from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import journal as journals
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.allocator import padded
-from vcache_backend.metadata_server.directory import Directory, Limits
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.journal import Journal, Witness
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import JournalState, ProcessId
@@ -50,7 +51,7 @@ class History:
         self.epoch = 1 + self.random.getrandbits(62)
         self.witness = Witness(self.epoch)
         self.now = 1000.0
-        self.directory = Directory(Limits(), lambda: self.now, 1 + self.random.getrandbits(62))
+        self.directory = Directory(ServerConfig(), lambda: self.now, 1 + self.random.getrandbits(62))
         self.path = folder / "made.journal"
         self._journal = Journal(self.path, self.epoch, WRITERS[0].process)
         self._journal.start(JournalState().records())
@@ -230,7 +231,7 @@ def restarted(here: History, path: Path, fds: dict[m.SegmentId, int], believe: b
     except journals.Damaged:
         state = JournalState()
     clock = here.now + 1000.0
-    directory = Directory(Limits(), lambda: clock, 1)
+    directory = Directory(ServerConfig(), lambda: clock, 1)
     directory.restore(state)
     clock += 1.0
     predecessor = Predecessor(directory, state, 1)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.vram_pool.paged import PagedKV
 
 BLOCK_SIZE = 16
 GIB = 1 << 30
@@ -39,21 +38,6 @@ class Size(NamedTuple):
         return self.chunks * self.chunk_bytes
 
 
-def layout(model: str, caches: list[torch.Tensor], chunk_tokens: int) -> Layout:
-    """Of layers of shape (2, blocks, tokens a block, heads, dim)."""
-    block_size, heads, dim = caches[0].shape[2:]
-    return Layout(
-        model=model,
-        dtype="bfloat16",
-        layers=len(caches),
-        kv_heads=heads,
-        head_dim=dim,
-        block_size=block_size,
-        kv_layout=PagedKV.describe(caches, block_size).name,
-        chunk_size=chunk_tokens,
-    )
-
-
 class KV:
     """Holds `size` in blocks that lie anywhere, with contents told by their place. device: host, cuda:0 and so on."""
 
@@ -64,7 +48,7 @@ class KV:
         where = device if device.startswith("cuda") else "cpu"
         self.tensors = [torch.randint(0, 255, shape, generator=dice).to(where, torch.bfloat16) for _ in range(size.layers)]
         self.slots = (self._blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).reshape(-1)
-        self.layout = layout("benchmark", self.tensors, size.chunk_tokens)
+        self.layout = Layout.of(self.tensors, BLOCK_SIZE, model="benchmark", chunk_size=size.chunk_tokens)
 
     def poison(self) -> None:
         for tensor in self.tensors:

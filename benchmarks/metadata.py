@@ -9,15 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from array import array
-from collections.abc import Callable
-from contextlib import closing
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import INSTANCE_BYTES, KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES, CacheShape, ChunkKey
-from vcache_backend.resident.generations import Generations
+from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
 from vcache_backend.vram_pool import segment
 from vcache_backend.vram_pool.devices import Device
 
@@ -38,36 +34,19 @@ def run(clients: int = 4) -> list[Row]:
         _fill(client)
         per_chunk = (client.stats().rss_bytes - empty) / CHUNKS
         times = _lookup_times(client)
-        pooled, resident = _find_times(client, key), _resident_times(client)
         looked_up, put = _together(clients, path, "lookup"), _together(clients, path, "put")
     evicting = f"reserve + commit, full pool: each evicts; {clients} clients"
     return [
-        *(
-            row(
-                f"lookup_64_p{which}_us",
-                "us",
-                percentile(times, which),
-                most,
-                what=f"p{which}, 64 keys",
-                at_most=1,
-                runs=len(times),
-            )
-            for which, most in ((50, 60.0), (99, 500.0))
-        ),
-        *(
-            row(
-                f"{name}_p50_us",
-                "us",
-                percentile(found, 50),
-                percentile(times, 50),
-                what=f"p50, 64 keys {where}; against a look-up",
-            )
-            for name, found, where in (("find_64", pooled, "pooled"), ("find_64_resident", resident, "in one KV cache"))
-        ),
+        _judged("lookup_64_p50_us", times, 50, 60.0),
+        _judged("lookup_64_p99_us", times, 99, 500.0),
         row("lookup_keys_per_s", "keys/s", looked_up, 1e6, what=f"{clients} clients, batches of {BATCH}", at_least=1),
         row("put_keys_per_s", "keys/s", put, 150e3, what=evicting, at_least=1),
         row("server_bytes_per_chunk", "B", per_chunk, 1024, what=f"resident memory, {CHUNKS:,} chunks", at_most=1),
     ]
+
+
+def _judged(case: str, times: list[float], which: int, most: float) -> Row:
+    return row(case, "us", percentile(times, which), most, what=f"p{which}, 64 keys", at_most=1, runs=len(times))
 
 
 def key(number: int) -> ChunkKey:
@@ -79,8 +58,13 @@ def _fill(client: Client) -> None:
     host = Device("host", "host")
     with segment.create(host, CHUNKS * CHUNK_BYTES) as owned:
         client.add_segment(owned.info, owned.fd)
-    for start in range(0, CHUNKS, BATCH):
-        reserved = client.reserve([key(n) for n in range(start, min(start + BATCH, CHUNKS))], CHUNK_BYTES)
+    store(client, CHUNKS)
+
+
+def store(client: Client, chunks: int) -> None:
+    """So many chunks, one slot each."""
+    for start in range(0, chunks, BATCH):
+        reserved = client.reserve([key(n) for n in range(start, min(start + BATCH, chunks))], CHUNK_BYTES)
         client.commit(reserved.reservation)
 
 
@@ -94,36 +78,6 @@ def _lookup_times(client: Client) -> list[float]:
         times.append((time.perf_counter() - started) * 1e6)
         assert found == 64
     return times
-
-
-def _find_times(client: Client, key: Callable[[int], ChunkKey]) -> list[float]:
-    """Microseconds, of look-ups that also ask for chunks in instances' KV caches."""
-    times = []
-    for number in range(LOOKUPS // 4):
-        keys = [key(n) for n in range(number % 256, number % 256 + 64)]
-        started = time.perf_counter()
-        found = client.find(keys)
-        times.append((time.perf_counter() - started) * 1e6)
-        assert len(found.pooled) == 64
-    return times
-
-
-def _resident_times(client: Client) -> list[float]:
-    """The same with chunks of 16 blocks in one instance's KV cache."""
-    instance, each, chunks = os.urandom(INSTANCE_BYTES), 16, 320
-    shape = CacheShape("host", "host", "x", CHUNK_BYTES, 1, 1, 1, 16, CHUNK_BYTES, [(0, 0)], [CHUNK_BYTES])
-    blocks = array("I", range(each * chunks)).tobytes()
-    with closing(Generations(instance, each * chunks)) as table, segment.create(Device("host", "host"), CHUNK_BYTES) as memory:
-        client.join(instance, _resident_key(0)[:NAMESPACE_BYTES], each * chunks, 1, each, table.fd)
-        client.show_cache(instance, 0, shape)
-        client.show_region(instance, 0, 0, memory.fd)
-        client.publish(instance, 1, [_resident_key(n) for n in range(chunks)], blocks, table.counters.tobytes())
-        return _find_times(client, _resident_key)
-
-
-def _resident_key(number: int) -> ChunkKey:
-    """One of rank 0; none of these is in the pool."""
-    return ChunkKey(b"resident" + key(number)[NAMESPACE_BYTES:-RANK_BYTES] + bytes(RANK_BYTES))
 
 
 def _together(clients: int, path: Path, what: str) -> list[float]:

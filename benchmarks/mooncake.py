@@ -26,8 +26,8 @@ DEVICE = "cuda:0" if torch.cuda.is_available() else "host"
 SECONDS = 60.0
 DEAD_MICROSECONDS = 50
 WARM_CALLS = 50
-LARGE, SMALL = Size(), Size(layers=8, chunks=64)
-"""16 chunks of 32 MiB, and 64 of 8 MiB."""
+LARGE = Size()
+"""16 chunks of 32 MiB."""
 STEP = Size(chunks=2)
 """A prompt of 512 tokens."""
 TINY = Size(layers=2, heads=2, dim=16, chunks=64)
@@ -40,11 +40,8 @@ def run() -> list[Row]:
     """All rows; about ten minutes."""
     with threads(1):
         return [
-            get_row("mooncake_get_512MiB", LARGE, promote=False),
-            get_row("mooncake_get_512MiB_promoting", LARGE, promote=True),
-            get_row("mooncake_get_512MiB_small_chunks", SMALL, promote=False),
-            put_row("mooncake_put_512MiB", LARGE),
-            put_row("mooncake_put_512MiB_small_chunks", SMALL),
+            get_row(),
+            put_row(),
             *lookup_rows(),
             *step_rows(),
         ]
@@ -59,8 +56,8 @@ def _against_library(case: str, size: Size, ours: list[float], theirs: list[dict
     return row(case, "GB/s", [size.nbytes / seconds / 1e9 for seconds in ours[1:]], speeds[best], what=what, at_least=0.9)
 
 
-def get_row(case: str, size: Size, promote: bool, runs: int = 9) -> Row:
-    """retrieve() of what only the store has. With promotion it is stored in the pool again, too, which the library does not do."""
+def get_row(size: Size = LARGE, runs: int = 9) -> Row:
+    """retrieve() of what only the store has, which is not stored in the pool again."""
     ours, theirs = [], []
     with Site(2 * size.nbytes + GIB // 4) as site:
         kv, into, tokens = KV(size, 0, DEVICE), KV(size, 1, DEVICE), prompt(size.tokens)
@@ -68,7 +65,7 @@ def get_row(case: str, size: Size, promote: bool, runs: int = 9) -> Row:
             writer.store(tokens, None, kv.tensors, kv.slots)
             if not writer.flush(SECONDS, through=True):
                 raise RuntimeError(f"not written: {writer.get_stats()}")
-        place, offload = site.node(), site.depot.offload(promote=promote, negative_seconds=0.0, lookup_seconds=1.0)
+        place, offload = site.node(), site.depot.offload(promote=False, negative_seconds=0.0, lookup_seconds=1.0)
         reader = site.engine(place, into, size.nbytes + GIB // 8, offload)
         keys, object_bytes = reader.keys(tokens), objects.HEADER_BYTES + size.chunk_bytes
         raw, names = site.raw(size.chunks * object_bytes), [objects.name(key) for key in keys]
@@ -83,11 +80,11 @@ def get_row(case: str, size: Size, promote: bool, runs: int = 9) -> Row:
                 if not into.holds(kv):
                     raise RuntimeError(f"retrieve() did not bring the bytes that were stored: {reader.get_stats()}")
                 theirs.append({way: raw.ask("get", names=names, size=object_bytes, way=way) for way in WAYS})
-    stored = "stored in the pool again" if promote else "not stored in the pool again"
-    return _against_library(case, size, ours, theirs, f"retrieve() out of the store, {stored}:")
+    what = "retrieve() out of the store, not stored in the pool again:"
+    return _against_library("mooncake_get_512MiB", size, ours, theirs, what)
 
 
-def put_row(case: str, size: Size, runs: int = 9) -> Row:
+def put_row(size: Size = LARGE, runs: int = 9) -> Row:
     """store(), and all of it in the store."""
     ours, theirs = [], list[dict[str, float]]()
     object_bytes = objects.HEADER_BYTES + size.chunk_bytes
@@ -112,7 +109,8 @@ def put_row(case: str, size: Size, runs: int = 9) -> Row:
             for way in WAYS:
                 theirs[-1][way] = raw.ask("put", names=names, size=object_bytes, way=way)
                 raw.ask("remove", names=names)
-    return _against_library(case, size, ours, theirs, "store() until all is in the store; reference: batch_put_from;")
+    what = "store() until all is in the store; reference: batch_put_from;"
+    return _against_library("mooncake_put_512MiB", size, ours, theirs, what)
 
 
 def _touch(raw: Child, size: Size, object_bytes: int, times: int) -> None:

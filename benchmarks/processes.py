@@ -103,9 +103,9 @@ class Program:
             if pipe is not None:
                 pipe.close()
 
-    def tail(self, size: int = 1500) -> str:
+    def tail(self) -> str:
         """The end of the log."""
-        return f"{self.log} ends with:\n{self.log.read_bytes()[-size:].decode(errors='replace')}"
+        return f"{self.log} ends with:\n{self.log.read_bytes()[-1500:].decode(errors='replace')}"
 
 
 class Child(Program):

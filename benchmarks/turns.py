@@ -24,7 +24,7 @@ from vcache_backend.resident.generations import Generations
 from vcache_backend.vram_pool import segment
 from vcache_backend.vram_pool.devices import Device
 
-from .metadata import CHUNK_BYTES, key
+from .metadata import CHUNK_BYTES, key, store
 from .processes import PATIENT, metadata_server
 from .results import Row, load, percentile, row
 
@@ -43,7 +43,7 @@ def run() -> list[Row]:
         for name in ("host:a", "host:b"):
             owned = undo.enter_context(segment.create(Device(name, "host"), CHUNKS * CHUNK_BYTES))
             client.add_segment(owned.info, owned.fd)
-        _fill(client)
+        store(client, 2 * CHUNKS)
         hostile = [multiprocessing.get_context("spawn").Process(target=_attack, args=(path, what)) for what in ATTACKS]
         for process in hostile:
             process.start()
@@ -61,12 +61,6 @@ def run() -> list[Row]:
         row("beside_hostile_p99_ms", "ms", p99, DEADLINE_MS, what=beside, at_most=1, runs=runs),
         row("beside_hostile_max_ms", "ms", most, DEADLINE_MS, what="the same, the longest", runs=runs),
     ]
-
-
-def _fill(client: Client) -> None:
-    for start in range(0, 2 * CHUNKS, m.MAX_SLOTS):
-        reserved = client.reserve([key(n) for n in range(start, min(start + m.MAX_SLOTS, 2 * CHUNKS))], CHUNK_BYTES)
-        client.commit(reserved.reservation)
 
 
 def _behave(path: Path) -> list[float]:

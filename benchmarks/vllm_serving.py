@@ -36,7 +36,6 @@ from .serving.servers import START_SECONDS, Servers
 from .serving.summary import case, compared, figures, of_runs, raw_rows
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
 from .serving.workloads import WORKLOADS, Ceilings, Plan, Request, Tokens, ceilings, describe, simulated, warm_up
-from .vllm.scale import GIB
 from .vllm.weights import write_model
 from .vllm_ttft import common_options, end_in_time, names_of
 
@@ -165,14 +164,7 @@ def _sizes(options: argparse.Namespace) -> Sizes:
     """The scale's, with what was asked for otherwise."""
     sizes = SIZES[options.scale]
     plan = {name: value for name in PLANNED if (value := getattr(options, name)) is not None}
-    over = {name: getattr(options, name) for name in ("host_gib", "seqs")}
-    plan["servers"] = len(options.gpus)
-    over |= {
-        f"{name}_bytes": None if gib is None else int(gib * GIB)
-        for name, gib in (("kv", options.kv_gib), ("pool", options.pool_gib))
-    }
-    over = {name: value for name, value in over.items() if value is not None}
-    return msgspec.structs.replace(sizes, plan=msgspec.structs.replace(sizes.plan, **plan), **over)
+    return msgspec.structs.replace(sizes, plan=msgspec.structs.replace(sizes.plan, **plan, servers=len(options.gpus)))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -187,11 +179,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--runs", type=_numbers, default=[0], help="numbers of the runs to make, each with other prompts; default: 0"
     )
-    memory = parser.add_argument_group("memory; default: the scale's")
-    memory.add_argument("--kv-gib", type=float, help="vLLM's KV cache of an instance beside a pool")
-    memory.add_argument("--pool-gib", type=float, help="lent to the pool by an instance; without a pool it is KV cache")
-    memory.add_argument("--host-gib", type=float, help="host memory of the systems that use it, for all instances together")
-    memory.add_argument("--seqs", type=int, help="requests that an instance runs at a time")
     load = parser.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
     for name in PLANNED:
         kind = type(getattr(SIZES["full"].plan, name))

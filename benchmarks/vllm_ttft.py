@@ -1,6 +1,6 @@
 """Real vLLM instances on two GPUs that share KV through vcache: is it right, and how fast is it?
 
-    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm [--share in_place]] [--only PART,...] [--scale full|quick|tiny]
+    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm [--share in_place]] [--only PART,...] [--scale full|tiny]
 
 `--integration`: through LMCache and the plugin, or through our own connector; `--share in_place`: out of vLLM's own KV cache, without a
 pool. Needs vLLM, and LMCache for its own and for comparisons;
@@ -48,7 +48,8 @@ class Run(NamedTuple):
 class Part(NamedTuple):
     """Something to measure, the instances it needs, and about how many seconds on two H200s once they are up.
 
-    of: the integrations it is for. cpu: whether it runs on the CPU too; vLLM's MLA there has no prefix cache. in_place, pool: whether
+    of: the integrations it is for. cpu: whether it runs on the CPU too; vLLM's MLA there has no prefix cache, and eager pipelines no
+    buffers between their stages. in_place, pool: whether
     it says anything of what is shared so.
     """
 
@@ -67,17 +68,32 @@ def _equal(run: Run) -> list[Row]:
     return equality.equal(run.fleet, run.clock, hits[: run.prompts or None], run.source)
 
 
-def _few(kind: str, seconds: int, of: tuple[str, ...] = ("vllm",), cpu: bool = True) -> Part:
-    """Hits of instances of a kind, and, but for eager ones of the plain model, whether their output depends on the prompt at all."""
+def _few(
+    kind: str,
+    seconds: int,
+    of: tuple[str, ...] = ("vllm",),
+    cpu: bool = True,
+    then: Callable[[Run], list[Row]] | None = None,
+    where: Callable[[], str] = lambda: "stored by the other GPU",
+) -> Part:
+    """Hits of instances of a kind, and, but for eager ones of the plain model, whether their output depends on the prompt at all.
+    then: what is measured instead of the latter. where: what stores them, in words."""
 
     def run(run: Run) -> list[Row]:
         scale = KINDS[kind].of(run.fleet.scale)
         source = Prompts(scale, seed=run.source.seed)
         rows = equality.agreeing(run.fleet, source, kind)
-        rows += equality.equal(run.fleet, run.clock, source.hits(dict.fromkeys(scale.few, 3), 4), source, kind)
+        rows += equality.equal(run.fleet, run.clock, source.hits(dict.fromkeys(scale.few, 3), 4), source, kind, where=where())
+        if then is not None:
+            return [*rows, *then(run)]
         return rows if kind == "eager" else [*rows, *equality.sensitive(run.fleet, source, kind, 1)]
 
     return Part(_trio(kind), seconds, run, of, cpu)
+
+
+def _restart(run: Run) -> list[Row]:
+    """Of two instances of a model whose layers lie on two GPUs."""
+    return [] if run.fleet.in_place else equality.restart(run.fleet, run.source, "pp2")
 
 
 def _groups(kind: str, seconds: int) -> Part:
@@ -86,21 +102,13 @@ def _groups(kind: str, seconds: int) -> Part:
     def run(run: Run) -> list[Row]:
         return groups.measure(run.fleet, run.clock, run.source, kind, run.rounds)
 
-    return Part(_trio(kind), seconds, run, ("vllm",), in_place=False)
+    return Part(_trio(kind), seconds, run, ("vllm",))
 
 
-def _isolated(run: Run) -> list[Row]:
-    """Instances that share the socket's folder and nothing else."""
-    apart = (
-        "in namespaces of pids, network and IPC of its own"
-        if container()
-        else "not in namespaces of its own, which are forbidden here"
-    )
-    scale, where = run.fleet.scale, f"stored by an instance that sees another GPU; each is {apart}"
-    source = Prompts(scale, seed=run.source.seed)
-    rows = equality.agreeing(run.fleet, source, "isolated")
-    hits = source.hits(dict.fromkeys(scale.few, 3), 4)
-    return rows + equality.equal(run.fleet, run.clock, hits, source, "isolated", where=where)
+def _apart() -> str:
+    """Of instances that share the socket's folder and nothing else."""
+    own = "in namespaces of pids, network and IPC of its own" if container() else "not in such, which are forbidden here"
+    return f"stored by an instance that sees another GPU; each is {own}"
 
 
 def _trio(kind: str) -> tuple[str, ...]:
@@ -129,7 +137,7 @@ PARTS: dict[str, Part] = {
     "pd": Part(("producer", "consumer"), 30, lambda run: pd.first_token(run.fleet, run.clock, run.source, run.rounds), OURS),
     "death": Part(("a", "b"), 80, lambda run: death.owner_death(run.fleet, run.clock, run.source), OURS, pool=False),
     "eager": _few("eager", 20, INTEGRATIONS),
-    "isolated": Part(_trio("isolated"), 20, _isolated, OURS),
+    "isolated": _few("isolated", 20, then=lambda run: [], where=_apart),
     "dp": Part((), 60, lambda run: dp.first_token(run.fleet, run.clock, run.source, run.rounds), OURS),
     "tp2": Part(("tp2",), 20, lambda run: equality.tensor_parallel(run.fleet, run.source), cpu=False),
     "failures": Part(_trio("failing"), 40, lambda run: failures.failures(run.fleet, run.clock, run.source), in_place=False),
@@ -139,15 +147,20 @@ PARTS: dict[str, Part] = {
     "ngram": _few("ngram", 20),
     "gemma3": _groups("gemma3", 90),
     "gptoss": _groups("gptoss", 90),
+    "tp2ttft": _few("tp2", 60, then=lambda run: latency.first_token(run.fleet, run.clock, run.source, run.rounds, kind="tp2")),
+    "pp2": _few("pp2", 60, cpu=False, then=_restart),
 }
-"""In the order they are run in. In place: what an instance computed goes with it (`restart`); what a promise needs is in its owner's
-memory, not in the server's (`failures`); and without a pool nothing goes below it (`below`)."""
+"""In the order they are run in; a part's number is the seed of its prompts, so new ones go to the end. In place: what an instance computed
+goes with it (`restart`); what a promise needs is in its owner's memory, not in the server's (`failures`); and without a pool nothing goes
+below it (`below`)."""
 APART = (
     ("pd",),
     ("eager",),
     ("isolated",),
     ("dp",),
     ("tp2",),
+    ("tp2ttft",),
+    ("pp2",),
     ("failures",),
     ("below",),
     ("fp8", "mla", "ngram"),
@@ -176,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Fleet(scale, folder, options.cache, more, options.integration, options.isolated, in_place) as fleet:
         print(f"logs in {fleet.folder}", flush=True)
         for index, name in enumerate(names):
-            source = Prompts(fleet.scale, seed=list(PARTS).index(name) + options.seed * 100)
+            source = Prompts(fleet.scale, seed=list(PARTS).index(name))
             try:
                 _arrange(fleet, names[index:], variants)
                 print(f"{name}: {clock.spent:.0f} s", flush=True)
@@ -202,7 +215,7 @@ def _arrange(fleet: Fleet, names: Sequence[str], variants: Sequence[str]) -> Non
     now = [name for name in names if (name in group if group else name not in rest)]
     needed = {instance for name in now for instance in PARTS[name].instances}
     if "tp2" in now and fleet.in_place:
-        needed.add("tp2_b")
+        needed.add("tp2_turned")
     if "ttft" in now:
         needed |= {instance for variant in variants for instance in latency.SIDES[variant]}
     fleet.end(fleet.running - needed - {"memory"})
@@ -265,7 +278,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pool-gib", type=float, help="what each instance lends to the pool; default: the scale's")
     parser.add_argument("--prompts", type=int, default=0, help="how many prompts `equal` takes")
     parser.add_argument("--rounds", type=int, default=11, help="prompts of each length in `ttft` and of each kind in `pd`")
-    parser.add_argument("--seed", type=int, default=0, help="other prompts")
     parser.add_argument("--suffix", default="", help="at the end of every case's name, for a second run with other settings")
     parser.add_argument("--isolated", action="store_true", help="each instance sees the GPU it computes on and no other")
     options = parser.parse_args(arguments)

@@ -1,17 +1,18 @@
 """Disaggregated prefill: one vLLM server computes prompts, another writes the answers, and KV goes from GPU to GPU over NVLink.
 
-    python examples/disaggregated_prefill.py [--share pool|in_place] [--order together|decode-first|prefill-first]
+    python examples/disaggregated_prefill.py [--share in_place|pool] [--order together|decode-first|prefill-first]
                                              [--model NAME] [--stay] [--json]
-    python examples/disaggregated_prefill.py --cpu       # the same on a machine without a GPU: a tiny model, the pool in host memory
+    python examples/disaggregated_prefill.py --cpu       # the same on a machine without a GPU: a tiny model
 
 Starts a metadata server, a vLLM server for prefill on GPU 0, one for decode on GPU 1, and examples/prefill_proxy.py before them. Then
-it sends a few prompts to the proxy and prints, for each, how many tokens the decode server took from the pool, the time to first token,
+it sends a few prompts to the proxy and prints, for each, how many tokens the decode server took from elsewhere, the time to first token,
 and whether its tokens are those that the prefill server gives if it answers itself. With --stay the servers then stay up for your own
-requests until Ctrl-C. Exit code 0 if every prompt came from the pool, with the right tokens.
+requests until Ctrl-C. Exit code 0 if every prompt came from there, with the right tokens.
 
-With --share in_place there is no pool: the decode server reads the prefill server's own KV cache, and nothing is copied in between.
+The decode server reads the prefill server's own KV cache, and nothing is copied in between; with --share pool, a pool that the prefill
+server lends and fills.
 
-By hand (each vLLM needs to see its own GPU only: the pool's memory on the other one is mapped all the same):
+By hand (each vLLM needs to see its own GPU only: memory of the other one is mapped all the same):
 
     vcache serve
     export PYTHONHASHSEED=0       # the same everywhere, since the names of KV depend on it
@@ -20,8 +21,9 @@ By hand (each vLLM needs to see its own GPU only: the pool's memory on the other
       "kv_load_failure_policy":"recompute"}'
     CUDA_VISIBLE_DEVICES=1 vllm serve MODEL --port 8200 --kv-transfer-config '{"kv_role":"kv_consumer",
       "kv_connector":"VCacheConnector", "kv_connector_module_path":"vcache_backend.integration.vllm_connector",
-      "kv_load_failure_policy":"recompute", "kv_connector_extra_config":{"pool":{"segment_bytes":0}}}'
-    # in place: "kv_connector_extra_config":{"connector":{"share":"in_place"}} for both, in place of the pool's
+      "kv_load_failure_policy":"recompute"}'
+    # with a pool: "kv_connector_extra_config":{"pool":{"segment_bytes":"8 GiB"}} for the first, and for the second
+    # "kv_connector_extra_config":{"connector":{"share":"pool"},"pool":{"segment_bytes":0}}
     python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"model":"MODEL", "prompt":"...", "max_tokens":64, "stream":true}'
@@ -38,7 +40,7 @@ from prefill_proxy import ORDERS
 from serving import Process, Site, ask, main, parser, prompts, report, two_servers
 
 PROXY = Path(__file__).resolve().with_name("prefill_proxy.py")
-SHARES = ("pool", "in_place")
+SHARES = ("in_place", "pool")
 UNSTORED = {"kv_transfer_params": {"vcache": {"store": False}}}
 
 
@@ -52,7 +54,7 @@ def one_round(site: Site, proxy: Process, prompts: list[list[int]]) -> list[dict
     for prompt in prompts:
         answer = ask(proxy, site.model, prompt)
         right = ask(site.servers[0], site.model, prompt, **UNSTORED)
-        row = {"prompt": len(prompt), "source": "pool", "cached": answer.cached, "ttft_ms": answer.seconds * 1e3}
+        row = {"prompt": len(prompt), "source": "other server", "cached": answer.cached, "ttft_ms": answer.seconds * 1e3}
         rows.append({**row, "tokens_equal": answer.tokens == right.tokens, "left_in_pool": site.client.stats().chunks})
     return rows
 
@@ -98,7 +100,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
 
 if __name__ == "__main__":
     options = parser(__doc__, [8000, 8100, 8200])
-    options.add_argument("--share", choices=SHARES, default=SHARES[0], help="how KV goes over (pool)")
+    options.add_argument("--share", choices=SHARES, default=SHARES[0], help="how KV goes over (in_place)")
     options.add_argument("--order", choices=ORDERS, default="together", help="which server the proxy asks first (together)")
     options.add_argument("--wait-seconds", type=float, default=30.0, metavar="S", help="how long decode waits for KV (30)")
     options.add_argument("--stay", action="store_true", help="serve on after the prompts, until Ctrl-C")

@@ -1,6 +1,6 @@
 """Two nodes on one machine, with nothing in common but a Mooncake store: what node A stores, node B retrieves.
 
-    python examples/mooncake_two_nodes.py --master 127.0.0.1:50051        # `mooncake_tier.sh --demo` starts a store and does it
+    python examples/mooncake_two_nodes.py --master 127.0.0.1:50051        # beside `vcache mooncake --segment 256MiB`
     python examples/mooncake_two_nodes.py --master ... --tokens 8192
 
 Each node has a metadata server and a pool of its own, in host memory. A stores the KV of a prompt, which goes to the offload tier in
@@ -23,10 +23,9 @@ from serving import metadata_server
 from vcache_backend.config import from_dict
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.vram_pool.paged import PagedKV
 
 LAYERS, BLOCK, HEADS, DIM = 8, 16, 8, 128
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 def kv_caches(blocks: int) -> list[torch.Tensor]:
@@ -37,19 +36,12 @@ def kv_caches(blocks: int) -> list[torch.Tensor]:
 def node(undo: ExitStack, socket: Path, master: str, model: str, kvcaches: list[torch.Tensor]) -> VCacheEngine:
     """A metadata server and an engine, whose tier is open when this returns."""
     undo.enter_context(metadata_server(socket))
-    offload = {"policy": "write_through", "lookup_seconds": 1.0, "negative_seconds": 0.1, "mooncake": {"master": master}}
+    # Patient, since this is to show what is there: a server that computes instead waits for less.
+    waits = {"lookup_seconds": SECONDS, "get_seconds": SECONDS, "negative_seconds": 0.1}
+    offload = {"policy": "write_through", **waits, "mooncake": {"master": master, "rpc_seconds": SECONDS}}
     pool = {"device": "host", "segment_bytes": "512 MiB"}
     config = from_dict({"server": {"socket": str(socket)}, "pool": pool, "offload": offload})
-    layout = Layout(
-        model=model,
-        dtype="bfloat16",
-        layers=LAYERS,
-        kv_heads=HEADS,
-        head_dim=DIM,
-        block_size=BLOCK,
-        kv_layout=PagedKV.describe(kvcaches, BLOCK).name,
-    )
-    engine = undo.enter_context(VCacheEngine(config, layout))
+    engine = undo.enter_context(VCacheEngine(config, Layout.of(kvcaches, BLOCK, model=model)))
     engine.register(kvcaches)
     deadline = time.monotonic() + SECONDS
     while not engine.get_stats()["offload"]["usable"]:

@@ -248,7 +248,7 @@ def report(options: argparse.Namespace, site: Site, rows: list[dict[str, Any]], 
     answers = [
         ask(site.servers[0], site.model, [first, *prompt[1:]], **more).tokens for first in (prompt[0], prompt[0] % 900 + 3)
     ]
-    hits = [row for row in rows if row["source"] == "pool"]
+    hits = [row for row in rows if row["source"] in ("pool", "other server")]
     good = all(row["tokens_equal"] and row["cached"] >= row["prompt"] - TAIL for row in hits)
     if options.json:
         shown = {"rows": rows, "context_matters": answers[0] != answers[1], "ok": good, "status": summary(site.client.stats())}

@@ -25,7 +25,7 @@ SERIES = {
     "vcache": ("vcache, hit on the other GPU", "#1f6fb4", "D"),
     "prefix": ("vLLM's own prefix cache", "#3a8f4d", "^"),
 }
-COLOURS = {"alone": "#8a8a8a", "offload": "#3a8f4d", "mp": "#c1762b", "vcache": "#1f6fb4"}
+COLOURS = {"alone": "#8a8a8a", "offload": "#3a8f4d", "mp": "#c1762b", "vcache": "#1f6fb4", "inplace": "#123f75"}
 WORKLOADS = {"prefix": "prefix repetition", "trace": "conversation trace"}
 PANELS = {"requests_per_second": "requests/s", "ttft_p50": "median TTFT, ms"}
 LABEL_POINTS = 11
@@ -92,7 +92,7 @@ def main() -> None:
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "vcache"
     first_token(RESULTS / "h200x4-vllm-connector-2026-11-21.json", folder / "vllm-ttft.svg")
-    serving(RESULTS / "h200x4-vllm-serving-2026-11-21.json", folder / "vllm-throughput.svg")
+    serving(RESULTS / "h200x4-inplace-2026-11-22.json", folder / "vllm-throughput.svg")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Machines here are slow at times; a slow example is no failure, a slow test is (`timeout` in pyproject.toml).
-settings.register_profile("vcache", deadline=None, print_blob=True)
+settings.register_profile("vcache", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("vcache")
 
 
@@ -73,6 +73,27 @@ def _longest_first(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("timeout")
         patience[item.path] = max(patience.get(item.path, 0.0), marker.args[0] if marker else 0.0)
     items.sort(key=lambda item: -patience[item.path])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Why a test failed may stand in what its processes said, whose logs are gone with the machine."""
+    report = yield
+    if report.failed:
+        try:
+            from processes import last_words
+
+            report.sections += [(f"{name} said", said) for name, said in last_words().items()]
+            for log in sorted(item.config._tmp_path_factory.getbasetemp().rglob("*.log")):
+                if log.is_file() and log.stat().st_mtime >= call.start - 1:
+                    report.sections.append((str(log), log.read_text(errors="replace")[-4000:]))
+        except Exception as error:  # noqa: BLE001 - processes end and files go while they are looked at; the test has failed anyway
+            report.sections.append(("logs", f"not all can be shown: {error!r}"))
+    if report.when == "teardown":
+        from processes import forget_last_words
+
+        forget_last_words()
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

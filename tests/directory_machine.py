@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from model import FakeClock, Held, Memory, Model, Slot, chunk_key, room_of
 
+from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import backlog
-from vcache_backend.metadata_server.directory import Directory, Limits
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Refusal, SegmentId, SegmentInfo
 from vcache_backend.metadata_server.placement import Peer, Segment
 from vcache_backend.metadata_server.records import JournalState, ProcessId, Record
 
-LIMITS = Limits(lease_seconds=10, reservation_seconds=30, max_chunks=14)
-SEGMENTS = {"s0": ("gpu-0", 4096), "s1": ("gpu-1", 3072), "s2": ("gpu-0", 1536), "s3": ("gpu-2", 5120)}
+LIMITS = ServerConfig(lease_seconds=10, reservation_seconds=30, max_chunks=14)
+SEGMENTS = {"s0": ("gpu-0", 4096), "s1": ("gpu-1", 3072), "s2": ("gpu-0", 1536), "s3": ("gpu-2", 5200)}
 DEVICES = ["gpu-0", "gpu-1", "gpu-9"]
 SPACES = [b"space--0", b"space--1"]
 ALL_KEYS = [chunk_key(number, 0, space) for space in SPACES for number in range(9)]
@@ -60,6 +61,8 @@ class Clients(RuleBasedStateMachine):
         self.clients: list[Peer] = []
         self.processes: list[ProcessId] = []
         self.writers: dict[int, ProcessId] = {}
+        self.sources: dict[int, list[Slot]] = {}
+        """By reservation, where what it moves lies, or lay."""
         self.old_leases: list[int] = []
         self.tokens = self.numbers = 0
         self.highest_id = self.highest_generation = 0
@@ -92,6 +95,10 @@ class Clients(RuleBasedStateMachine):
         return slots
 
     def write(self, id_: int) -> None:
+        if id_ in self.sources:
+            for old, new in zip(self.sources[id_], self.model.writes[id_].slots, strict=False):
+                self.memory.copy(old.location, new.location)
+            return
         for slot in self.model.writes[id_].slots:
             self.memory.write(slot.location, slot.token)
 
@@ -241,6 +248,8 @@ class Clients(RuleBasedStateMachine):
                 roomiest = {name for name in fits if model.free(name) == most}
                 assert isinstance(slot, Location), f"{slot!r} though {fits} have room"
                 assert slot.segment in (own or roomiest)
+                gaps = model.gaps(slot.segment)
+                assert gaps[slot.offset] == min(gap for gap in gaps.values() if gap >= size), "not the tightest hole"
                 assert not victims, "evicted though there was room"
                 expected = {slot}
             elif may:
@@ -310,7 +319,11 @@ class Clients(RuleBasedStateMachine):
         if mine:
             self.write(id_)
         visible = self.directory.commit(client, id_, prefix)
-        if write.client == client.id and self.clock.now <= write.deadline:
+        sources = self.sources.get(id_, [])
+        lost = [slot for slot in sources if slot not in self.model.slots or slot.state != "live"]
+        if write.client == client.id and self.clock.now <= write.deadline and not lost:
+            for slot in sources:
+                self.model.forget(slot)
             assert visible == self.model.committed(id_)
             self.model.touch(prefix)
         else:
@@ -318,6 +331,29 @@ class Clients(RuleBasedStateMachine):
             if mine:
                 self.model.given_back(id_)
         self.forget_writers()
+
+    @rule(pick=one_of, who=one_of, commit=st.booleans())
+    @precondition(lambda self: self.clients and any(segment.leaving for segment in self.directory.segments.values()))
+    def move(self, pick: int, who: int, commit: bool) -> None:
+        """Out of the end of a segment: chunks lie elsewhere once that is committed, unless one has gone meanwhile."""
+        client, before = self.clients[who % len(self.clients)], self.model.live_keys()
+        leaving = sorted(id_ for id_, segment in self.directory.segments.items() if segment.leaving)
+        moves = self.directory.move(client, leaving[pick % len(leaving)])
+        gone = before - {key for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True) if there}
+        for slot in [slot for slot in map(self.model.live, gone) if slot is not None]:
+            if self.model.cut(slot):
+                self.model.forget(slot)
+            else:
+                self.model.evicted([slot])
+        lying = {slot.location: slot for slot in self.model.slots if slot.state == "live"}
+        sources = [lying[old] for old, _ in moves.pairs]
+        slots = self.new_slots([new for _, new in moves.pairs], [slot.key for slot in sources])
+        for old, new in zip(sources, slots, strict=True):
+            new.token = old.token
+        self.sources[moves.reservation] = sources
+        self.open_reservation(client, moves.reservation, slots)
+        if commit and slots:
+            self.commit(sorted(self.writers).index(moves.reservation), 4 * who + 1, [])
 
     @rule(pick=one_of, wanted=keys, look=st.booleans())
     @precondition(lambda self: self.clients)

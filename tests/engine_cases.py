@@ -16,7 +16,7 @@ import pytest
 import torch
 from kv_cases import CHUNK, FLASH, SMALL, Arrangement, Cache, Sizes, layout_of, places
 from nursery import listen, say
-from processes import HASTY, PATIENT, QUICK, SECONDS, Child, Stage, eventually, nursery
+from processes import HASTY, PATIENT, QUICK, SECONDS, Child, Stage, eventually, with_torch
 
 from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, PoolConfig, ServerConfig
 from vcache_backend.engine import VCacheEngine
@@ -234,7 +234,7 @@ class Worker(processes.Worker):
         self.setup = setup
         on_gpu = (setup.kv_device or setup.config.pool.device).startswith("cuda")
         patience = 120.0 if on_gpu else SECONDS
-        super().__init__(nursery("engine_cases"), WorkerLoop, setup, patience=patience, start_seconds=120.0, apart=setup.apart)
+        super().__init__(with_torch(), WorkerLoop, setup, patience=patience, start_seconds=120.0, apart=setup.apart)
         try:
             self.made()
         except BaseException:

@@ -62,7 +62,14 @@ def _live(before: Callable[[], None], command: Sequence[str], environment: Mappi
         os._exit(status)
 
 
-def run(module: str, arguments: Sequence[str]) -> Any:
-    """What `main` of the module returns."""
+def run(program: str, arguments: Sequence[str]) -> Any:
+    """What `main` of a module returns, or the exit status of a file."""
     subprocess.Popen = Popen  # type: ignore[misc]
-    return import_module(module).main(arguments)
+    if not program.endswith(".py"):
+        return import_module(program).main(arguments)
+    sys.argv[:] = [program, *arguments]
+    sys.path.insert(0, os.path.dirname(program))
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        return end.code

@@ -5,7 +5,7 @@ and so are the tables."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -35,6 +35,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vcache_backend.integration.vllm import lookups
 from vcache_backend.integration.vllm.metadata import PublicationSpec, Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model_spec import ShardSpec
+from vcache_backend.resident import pins
 from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.stats import EngineStats
@@ -53,6 +54,7 @@ def scheduling(folder: Path) -> Iterator[Node]:
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         patch.setattr(lookups, "AHEAD_SECONDS", SECONDS)
         patch.setattr(lookups, "FRESH_SECONDS", SECONDS)
+        patch.setattr(pins, "_LATE", int(SECONDS * 1e9))
         made.serve()
         write_model(made.path.parent / "model")
         yield made
@@ -70,7 +72,7 @@ class Published(NamedTuple):
 def lying(spec: PublicationSpec) -> list[tuple[list[int], list[int]]]:
     """Of each chunk the blocks, and their generations."""
     both = np.frombuffer(spec.blocks, dtype="<u4"), np.frombuffer(spec.generations, dtype="<u8")
-    return list(zip(*(one.reshape(-1, EACH).tolist() for one in both), strict=True))
+    return list(zip(*(one.reshape(len(spec.keys), -1).tolist() for one in both), strict=True))
 
 
 class Engine:
@@ -83,9 +85,12 @@ class Engine:
         blocks: int = BLOCKS,
         arguments: dict[str, Any] | None = None,
         lends: int = 0,
+        windows: Sequence[int] = (),
+        widest: int = BLOCK,
         **connector: Any,
     ) -> None:
-        """arguments: of vLLM's. lends: bytes, to the pool. connector: settings."""
+        """arguments: of vLLM's. lends: bytes, to the pool. windows: of groups of layers before those that look at all tokens. widest:
+        tokens of those layers' blocks. connector: settings."""
         transfer = KVTransferConfig(
             kv_connector="VCacheConnector",
             kv_connector_module_path="vcache_backend.integration.vllm_connector",
@@ -93,7 +98,7 @@ class Engine:
             kv_connector_extra_config={
                 "server": {"socket": str(here.path)},
                 "pool": {"segment_bytes": lends},
-                "engine": {"chunk_size": CHUNK},
+                "engine": {"chunk_size": max(CHUNK, widest)},
                 "connector": {"share": "in_place", "min_hit_tokens": CHUNK, **connector},
             },
         )
@@ -108,12 +113,16 @@ class Engine:
             **{"max_num_batched_tokens": 640, **(arguments or {})},
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-        caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        sizes: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+        kinds = [SlidingWindowSpec(sliding_window=window, **sizes) for window in windows] + [
+            FullAttentionSpec(**sizes | {"block_size": widest})
+        ]
+        groups = [KVCacheGroupSpec([f"layer {number}"], kind) for number, kind in enumerate(kinds)]
+        caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         hash_ = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_)
         self.hasher = kv_cache_utils.get_request_block_hasher(BLOCK, hash_)
-        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK)
+        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), widest, BLOCK)
         undo.callback(self.scheduler.connector.shutdown)
         self.half = self.scheduler.connector._scheduler
         self.metas: list[StepMetadata] = []
@@ -130,7 +139,8 @@ class Engine:
         instance = self.half.publications.instance
         shown = Shown(client, instance, 0, cache_shape(cache.kv, cache.regions, HOST), cache.regions)
         undo.callback(shown.close)
-        self.publisher = Publisher(client, EngineStats(), instance, EACH)
+        shared = self.half.publications
+        self.publisher = Publisher(client, EngineStats(), instance, shared.each, shared.lead)
         undo.callback(self.publisher.close)
 
     def tell(self, meta: StepMetadata) -> None:
@@ -159,13 +169,18 @@ class Engine:
         self.scheduler.add_request(request)
         return request
 
-    def step(self, **said: Any) -> StepMetadata:
-        """One step. said: what the worker's connector answers to it, beside a token for each request."""
+    def step(self, fails: bool = False, **said: Any) -> StepMetadata:
+        """One step. said: what the worker's connector answers to it, beside a token for each request. fails: its one load does."""
         output = self.scheduler.schedule()
+        self.ran(output)
         meta: StepMetadata = output.kv_connector_metadata
         self.metas.append(meta)
         if self.publisher is not None and not self.slow:
             self.tell(meta)
+        if fails:
+            (load,) = meta.loads
+            report = WorkerReport(failed={load.request_id}, read={load.number})
+            said = {"invalid_block_ids": set(load.wanted), "kv_connector_worker_meta": report}
         ids = list(output.num_scheduled_tokens)
         finished = [self.scheduler.requests[one].num_computed_tokens >= self.scheduler.requests[one].num_tokens for one in ids]
         ran = ModelRunnerOutput(
@@ -176,6 +191,9 @@ class Engine:
         )
         self.scheduler.update_from_output(output, ran)
         return meta
+
+    def ran(self, output: Any) -> None:
+        """The step that `output` describes writes its blocks."""
 
     def published(self, request: Request, meta: StepMetadata | None = None) -> list[Published]:
         """The request's chunks in a step's publications; of the last step."""

@@ -52,6 +52,11 @@ class Memory:
         assert 0 <= location.offset <= location.offset + location.length <= len(memory), f"{location} leaves its segment"
         memory[location.offset : location.offset + location.length] = pattern(token, location.length)
 
+    def copy(self, old: Location, new: Location) -> None:
+        """Whatever lies there by now."""
+        data = self.read(old) if old.segment in self.bytes_of else b""
+        self.bytes_of[new.segment][new.offset : new.offset + len(data)] = data
+
     def read(self, location: Location) -> bytes:
         return bytes(self.bytes_of[location.segment][location.offset : location.offset + location.length])
 
@@ -111,8 +116,8 @@ class Place:
     limit: int = 0
 
     def __post_init__(self) -> None:
-        self.end = self.end or self.nbytes
-        self.limit = self.limit or self.nbytes
+        self.end = self.end or self.nbytes // ALIGNMENT * ALIGNMENT
+        self.limit = self.limit or self.nbytes // ALIGNMENT * ALIGNMENT
 
 
 @dataclass
@@ -155,7 +160,8 @@ class Model:
 
     def evictable(self, slot: Slot) -> bool:
         coming_back = slot.state == "resting" and slot.location.segment in self.segments
-        return (coming_back or slot.state in ("cleared", "live")) and not self.leased(slot)
+        leaves = slot.location.segment in self.segments and self.cut(slot)
+        return (coming_back or slot.state in ("cleared", "live")) and not self.leased(slot) and not leaves
 
     def coldest(self) -> list[Slot]:
         """The live chunks in the order in which they should go."""
@@ -164,15 +170,16 @@ class Model:
     def used(self, segment: str) -> int:
         return sum(end - start for name, start, end in (s.span for s in self.slots) if name == segment)
 
-    def largest_gap(self, segment: str, ignore_evictable: bool = False) -> int:
-        """The longest stretch of a segment that no slot occupies (or none that must stay)."""
+    def gaps(self, segment: str, ignore_evictable: bool = False) -> dict[int, int]:
+        """The bytes of each stretch of a segment that no slot occupies (or none that must stay), by its start."""
         place = (self.segments | self.absent)[segment]
         keep = [s.span for s in self.slots if not (ignore_evictable and self.evictable(s))]
-        at, largest = 0, 0
-        for start, end in sorted((start, end) for name, start, end in keep if name == segment and end <= place.end):
-            largest = max(largest, start - at)
-            at = max(at, end)
-        return max(largest, place.end - at)
+        taken = sorted((start, end) for name, start, end in keep if name == segment and end <= place.end)
+        ends = [0, *(end for _, end in taken)]
+        return {end: start - end for end, (start, _) in zip(ends, [*taken, (place.end, 0)], strict=True) if start > end}
+
+    def largest_gap(self, segment: str, ignore_evictable: bool = False) -> int:
+        return max(self.gaps(segment, ignore_evictable).values(), default=0)
 
     def free(self, segment: str) -> int:
         """Bytes that no slot has, of those that may have one."""

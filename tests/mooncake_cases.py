@@ -16,13 +16,13 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from processes import SECONDS, Child
+from processes import SECONDS, Child, free_ports
 
 from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig
 from vcache_backend.offload.client import OffloadProcess
@@ -44,18 +44,6 @@ def _missing() -> str:
 
 MISSING = _missing()
 needs_mooncake = pytest.mark.skipif(bool(MISSING), reason=MISSING or "Mooncake is here")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on, below those the kernel gives to connections."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            if port not in ports:
-                ports.append(port)
-    return ports
 
 
 class Process:

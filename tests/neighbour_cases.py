@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from kv_cases import SMALL, Sizes
-from processes import PATIENT, SECONDS, Stage, Worker, nursery
+from processes import PATIENT, SECONDS, Stage, Worker, with_torch
 
 from vcache_backend import seals
 from vcache_backend.config import ClientConfig
@@ -150,7 +150,7 @@ class OwnerPart:
 
 def owner(stage: Stage, number: int = 1, config: ClientConfig = PATIENT, **more: object) -> Worker:
     """`OwnerPart` in a process of its own. more: its arguments."""
-    home = nursery("neighbour_cases")
+    home = with_torch()
     return stage.undo.enter_context(
         Worker(home, _part, stage.path, config, instance(number), more, name=f"owner {number}")
     ).made()

@@ -12,6 +12,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import random
 import resource
 import select
 import signal
@@ -35,7 +36,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.server import Server
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 20.0
+SECONDS = 60.0
 """Nothing in these tests waits longer, however slow the machine."""
 IMPORT_SECONDS = 120.0
 """Until a nursery has imported its modules on a busy machine."""
@@ -54,6 +55,25 @@ def eventually(what: Callable[[], Any], seconds: float = SECONDS) -> Any:
         time.sleep(0.01)
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on, below those the kernel gives to connections; nobody else of a run of these tests is given
+    them: each of its processes has every `_SIDE_BY_SIDE`th, and gives each once."""
+    ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _SIDE_BY_SIDE
+    ports: list[int] = []
+    while len(ports) < count:
+        port = 20_000 + _SIDE_BY_SIDE * random.SystemRandom().randrange(12_000 // _SIDE_BY_SIDE) + ours
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _ports:
+                ports.append(port)
+                _ports.add(port)
+    return ports
+
+
+_SIDE_BY_SIDE = 8
+_ports: set[int] = set()
+
+
 class Process:
     """A process of this test, and the leader of a session: everything it starts ends with it. Leaving the context ends it.
 
@@ -66,13 +86,20 @@ class Process:
         # It may have ended already.
         with suppress(ProcessLookupError):
             self._end = os.pidfd_open(pid)
-        _running[pid] = f"{name} (process {pid}) of {os.environ.get('PYTEST_CURRENT_TEST', 'no test')}", self
+        _running[self] = f"{name} (process {pid}) of {os.environ.get('PYTEST_CURRENT_TEST', 'no test')}"
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *reason: object) -> None:
+    def __exit__(self, kind: object, *reason: object) -> None:
+        if kind is not None and self in _running:
+            with suppress(OSError, ValueError):
+                _ended[_running[self]] = self.said()
         self.close()
+
+    def said(self) -> str:
+        """The end of what it has said, where that is kept."""
+        return ""
 
     @property
     def alive(self) -> bool:
@@ -83,8 +110,10 @@ class Process:
         return self._end is None or bool(select.select([self._end], [], [], seconds)[0])
 
     def signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        # Not to its number, which is another process's once it has been reaped.
+        if self._end is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._end, number)
 
     def kill(self) -> None:
         """SIGKILL for it, not for what it has started; and gone. Idempotent."""
@@ -94,10 +123,12 @@ class Process:
 
     def close(self) -> None:
         """SIGKILL for it and all it has started, and gone. Idempotent."""
-        if _running.pop(self.pid, None) is None:
+        if _running.pop(self, None) is None:
             return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        # While its group has a process, nobody else gets its number; if somebody has it, there is no such group any more.
+        if not self.ended() or self._state() in ("", "Z"):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
         self.kill()
         if self._end is not None:
             os.close(self._end)
@@ -106,7 +137,7 @@ class Process:
     def stop(self) -> None:
         """From now on it hangs, as far as anybody can tell."""
         self.signal(signal.SIGSTOP)
-        eventually(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "TZ")
+        eventually(lambda: self.ended() or self._state() == "T")
 
     def cont(self) -> None:
         self.signal(signal.SIGCONT)
@@ -118,6 +149,13 @@ class Process:
             yield
         finally:
             self.cont()
+
+    def _state(self) -> str:
+        """Of whoever has its number: a letter, as in ps; empty if nobody has."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return ""
 
     def descriptors(self, limit: int | None = None) -> set[int]:
         """Numbers of its open files; `limit` becomes its (soft) RLIMIT_NOFILE."""
@@ -135,22 +173,38 @@ class Process:
         return names
 
 
-_running: dict[int, tuple[str, Process]] = {}
+_running: dict[Process, str] = {}
 
 
 def survivors() -> list[str]:
     """Kill what is still running; the names of it."""
-    left = list(_running.values())
-    for _, process in left:
+    left = dict(_running)
+    for process in left:
         process.close()
-    return [name for name, _ in left]
+    return list(left.values())
+
+
+_ended: dict[str, str] = {}
+"""What was said by those whose context an exception left."""
+
+
+def last_words() -> dict[str, str]:
+    """What the processes of a test have said that run, or ended with its failure, each under its name: why it failed may stand there."""
+    told = _ended | {name: process.said() for process, name in _running.items()}
+    # Workers without a log of their own share their nursery's.
+    return {name: said for said, name in {said: name for name, said in told.items()}.items() if said}
+
+
+def forget_last_words() -> None:
+    """The test is over."""
+    _ended.clear()
 
 
 class Child(Process):
     """A program, started as users start it. `expect` reads its standard output with a deadline."""
 
     def __init__(self, arguments: list[str], **environment: str) -> None:
-        self._buffer = b""
+        self._said = self._buffer = b""
         self.process = subprocess.Popen(
             arguments,
             cwd=ROOT,
@@ -165,25 +219,40 @@ class Child(Process):
 
     def expect(self, text: str, seconds: float = SECONDS) -> str:
         """The first line with `text`; fails if the child ends or takes longer."""
-        assert self.process.stdout is not None
-        deadline, seen = time.monotonic() + seconds, b""
+        deadline = time.monotonic() + seconds
         while True:
             while b"\n" in self._buffer:
                 line, self._buffer = self._buffer.split(b"\n", 1)
-                seen += line + b"\n"
+                self._said += line + b"\n"
                 if text in line.decode():
                     return line.decode()
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"no {text!r} within {seconds:g} s; the child said:\n{seen.decode()}"
-            piece = os.read(self.process.stdout.fileno(), 1 << 16)
-            assert piece, f"ended without {text!r} (exit status {self.process.wait(SECONDS)}); it said:\n{seen.decode()}"
-            self._buffer += piece
+            piece = self._read(deadline - time.monotonic())
+            assert piece is not None, f"no {text!r} within {seconds:g} s; the child said:\n{self.said()}"
+            assert piece, f"ended without {text!r} (exit status {self.process.wait(SECONDS)}); it said:\n{self.said()}"
 
     def wait(self, seconds: float = SECONDS) -> tuple[int, str]:
         """Its exit status and the rest of what it said."""
+        deadline = time.monotonic() + seconds
+        while (piece := self._read(deadline - time.monotonic())) != b"":
+            assert piece is not None, f"{self.name} did not end within {seconds:g} s; it said:\n{self.said()}"
+        return self.process.wait(SECONDS), self._buffer.decode()
+
+    def said(self) -> str:
+        """The end of all it has said so far."""
+        while self._read(0.0):
+            pass
+        return (self._said + self._buffer).decode(errors="replace")[-4000:]
+
+    def _read(self, seconds: float) -> bytes | None:
+        """What it says next, kept for `expect` and `wait`, too; None if it says nothing for so long, nothing if it has hung up."""
         assert self.process.stdout is not None
-        out, _ = self.process.communicate(timeout=seconds)
-        return self.process.returncode, (self._buffer + out).decode()
+        ready = select.poll()
+        ready.register(self.process.stdout, select.POLLIN)
+        if not ready.poll(1000 * max(0.0, seconds)):
+            return None
+        piece = os.read(self.process.stdout.fileno(), 1 << 16)
+        self._buffer += piece
+        return piece
 
     def kill(self) -> None:
         super().kill()
@@ -231,7 +300,7 @@ class Nursery(Process):
             )
         super().__init__(f"the nursery of {', '.join(modules)}", process.pid)
         # Not of one test.
-        del _running[self.pid]
+        del _running[self]
         self._process = process
 
     def fork(self, setting: Mapping[str, Any], fds: Sequence[int]) -> int:
@@ -259,6 +328,11 @@ def nursery(*modules: str, **environment: str | None) -> Nursery:
     made = Nursery(modules, environment)
     atexit.register(made.close)
     return made
+
+
+def with_torch() -> Nursery:
+    """The one for engines, and for owners and readers of KV caches: torch is imported once for them all."""
+    return nursery("resident_cases")
 
 
 class Apart(NamedTuple):
@@ -350,6 +424,10 @@ class Worker(Process):
     def say(self, value: Any) -> None:
         """Give the process what it waits for (`nursery.listen`)."""
         self._pipe.send_bytes(pickle.dumps(value))
+
+    def said(self) -> str:
+        """The end of what it has said, or all that came out of the same nursery."""
+        return self.log[-4000:]
 
     @property
     def log(self) -> str:

@@ -13,7 +13,7 @@ import msgpack
 
 from vcache_backend.metadata_server import messages as m
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class Raw:

@@ -16,7 +16,7 @@ import torch
 from engine_cases import Copied, Node
 from kv_cases import CHUNK, SMALL, Cache, Sizes, layout_of
 from neighbour_cases import instance
-from processes import PATIENT, SECONDS, Worker, eventually, make_memfd, nursery
+from processes import PATIENT, SECONDS, Worker, eventually, make_memfd, with_torch
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
@@ -104,7 +104,7 @@ class Owner:
         notes, random, times = shared_numbers(published), np.random.default_rng(1), 0
         while not notes[-1]:
             block = int(random.integers(self.table.blocks))
-            after = int(self.table.counters[block]) + 2
+            after = self.table.coming
             if not late:
                 self.table.void([block])
                 self.table.filled([block])
@@ -148,7 +148,7 @@ def owner(here: Node, name: int = 1, **more: Any) -> Owner:
 
 def owner_process(here: Node, name: int = 1, device: str = "host", sizes: Sizes = SMALL) -> Worker:
     """An `Owner` in a process of its own."""
-    home, patience = nursery("resident_cases"), 120.0 if device.startswith("cuda") else 2 * SECONDS
+    home, patience = with_torch(), 120.0 if device.startswith("cuda") else 2 * SECONDS
     made = Worker(
         *(home, Owner, here.path, PATIENT, name, sizes, 1, device),
         name=f"owner {name}",

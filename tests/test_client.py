@@ -326,12 +326,12 @@ def test_a_call_under_way_ends_when_its_client_is_closed(stage_: Stage, scripted
 
 def test_close_is_idempotent_and_ends_the_background_thread(stage_: Stage) -> None:
     stage_.server()
-    before = threading.active_count()
+    before = set(threading.enumerate())
     client = Client(stage_.path, QUICK)
-    assert threading.active_count() == before + 1
+    (background,) = set(threading.enumerate()) - before
     client.close()
     client.close()
-    assert threading.active_count() == before
+    assert not background.is_alive()
     with pytest.raises(ServerUnavailable):
         client.lookup([A])
 
@@ -352,7 +352,7 @@ def test_clients_leave_no_fd_behind(stage_: Stage, memfd: int) -> None:
     for _ in range(20):
         cycle()
         Client(Path("/nowhere/vcache.sock"), QUICK, reconnect=False).close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before, "fewer where one of an earlier test's was closed meanwhile"
 
 
 def test_a_forked_child_cannot_disturb_its_parent_s_connection(stage_: Stage) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import codecs as benchmark
 from vcache_backend.offload import codecs
 from vcache_backend.offload.codecs import Codec, CodecError
 
@@ -140,11 +139,3 @@ def test_kv_that_is_no_whole_vectors_of_numbers_is_refused_in_one_line(name: str
             codec(name).payload_bytes(nbytes)
     with pytest.raises(CodecError, match="needs a head_dim, got 0"):
         codec(name, head_dim=0)
-
-
-def test_the_benchmark_has_a_row_for_each_codec_and_figure() -> None:
-    rows = {row.case: row.value for row in benchmark.run(1 << 18)}
-    parts = ("", "_encode", "_decode", "_error")
-    assert {f"codec_{name}{part}" for name in ("raw", *NAMES) for part in parts} <= rows.keys()
-    assert (rows["codec_raw"], rows["codec_raw_error"]) == (1, 0)
-    assert rows["codec_int8"] == pytest.approx(256 / 130)

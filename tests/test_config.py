@@ -133,7 +133,7 @@ def test_the_default_socket_lies_in_a_folder_of_this_user(monkeypatch: pytest.Mo
 def test_what_is_dumped_loads_as_the_same_configuration(write: Any, path: Path) -> None:
     shown = config.dump(config.load(path))
     assert config.dump(config.load(write(msgspec.yaml.encode(shown).decode()))) == shown
-    assert " " in shown["pool"]["segment_bytes"], "sizes as people write them"
+    assert " " in shown["offload"]["staging_bytes"], "sizes as people write them"
 
 
 def test_rdma_has_devices(write: Any) -> None:

@@ -99,7 +99,7 @@ def test_a_plan_for_other_blocks_is_refused(device: str, make: Callable[[], Copi
 @COPIERS
 def test_an_empty_plan_is_complete_at_once(device: str, make: Callable[[], Copier]) -> None:
     kv, _, slots = request(device)
-    empty = plan_blocks(kv, CHUNK, np.array([7, 3]), 1, 1)
+    empty = plan_blocks(kv, CHUNK, np.array([7, 3]), 2)
     assert make().gather(kv, empty, views(slots)).done()
     assert bool((slots[0] == POISON).all())
 

@@ -71,20 +71,6 @@ def test_a_byte_written_elsewhere_is_stray(block: int, token: int, said: str) ->
     assert str(fault) == f"1 stray byte in {said}"
 
 
-def test_two_swapped_blocks_are_found_in_every_layer() -> None:
-    cache, places, digests = prompt_in_cache()
-    cache.prefill(places[:2].flip(0), digests[:2])
-    assert [(fault.kind, fault.layer, fault.token) for fault in cache.faults(places, digests, 3)] == [
-        ("wrong", layer, 0) for layer in range(3)
-    ]
-
-
-def test_nothing_but_poison_is_left_after_a_request() -> None:
-    cache, places, digests = prompt_in_cache()
-    cache.forget(places)
-    assert cache.faults(places, digests, 0) == []
-
-
 # ---- the whole thing, with real processes
 
 
@@ -113,7 +99,7 @@ def test_what_one_worker_stores_the_other_retrieves_and_a_changed_byte_is_found(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "sigkill"])
 def test_a_demo_that_is_ended_leaves_no_process(how: signal.Signals, tmp_path: Path) -> None:
     # It must not be through before this test has seen that it has begun.

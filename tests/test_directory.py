@@ -9,12 +9,14 @@ import msgspec
 import pytest
 from model import FakeClock, chunk_key
 
+from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import backlog
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.directory import Directory, Limits
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.placement import MAX_SEARCH, Peer
 from vcache_backend.metadata_server.records import JournalState, ProcessId, SegmentAdded
 from vcache_backend.metadata_server.reservations import CLAIM_SECONDS, ROUNDING_BYTES
+from vcache_backend.metadata_server.segments import KEEP_SECONDS
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
@@ -24,7 +26,7 @@ OTHER = Peer(3, ProcessId(33, 5), "gpu-2", "cuda")
 
 
 def make(clock: FakeClock, **limits: float) -> Directory:
-    return Directory(Limits(**limits), clock)
+    return Directory(ServerConfig(**limits), clock)
 
 
 def lend(directory: Directory, name: str = "s0", chunks: int = 4, device: str = "gpu-0", medium: str = "cuda") -> m.SegmentId:
@@ -91,20 +93,6 @@ def test_leases_of_one_client_are_bounded(directory: Directory, monkeypatch: pyt
     assert leases[2] == 0
     directory.release(leases[0])
     assert directory.acquire(READER, [A]).lease != 0
-
-
-# ---- tensor parallelism and namespaces
-
-
-def test_a_prefix_counts_only_when_every_rank_has_it(directory: Directory) -> None:
-    ranks = [[chunk_key(n, rank) for n in range(2)] for rank in range(2)]
-    put(directory, *ranks[0])
-    assert directory.lookup(ranks[0], ranks=1) == 2
-    assert directory.lookup(ranks[0], ranks=2) == 0
-    put(directory, ranks[1][0])
-    assert directory.lookup(ranks[0], ranks=2) == 1
-    put(directory, ranks[1][1])
-    assert directory.lookup(ranks[0], ranks=2) == 2
 
 
 # ---- placement
@@ -361,6 +349,122 @@ def test_what_is_written_behind_a_segment_s_new_end_is_not_found_and_given_back_
     assert directory.lend(WRITER, 4 * KIB).nbytes == 0, "who shall lend 4 KiB has lent them"
 
 
+def kept(directory: Directory, nbytes: int = 2 * KIB) -> m.Moves:
+    """A segment is to be so short, what is behind that is to be moved, and this is first."""
+    directory.resize_segment(m.SegmentId("s0"), nbytes, keep=True)
+    return directory.move(OTHER, m.SegmentId("s0"))
+
+
+def test_a_chunk_lies_where_it_was_until_its_copy_is_complete_and_as_long_as_somebody_reads_it(directory: Directory) -> None:
+    put(directory, A, B, C, D)
+    lend(directory, "s1", 2, "gpu-1")
+    before = directory.acquire(READER, [C, D])
+    moves = kept(directory)
+    assert [old for old, _ in moves.pairs] == before.locations
+    assert places(directory.acquire(READER, [A, B, C, D]))[2:] == places(before)
+    assert directory.reserve(WRITER, [C], KIB).slots == [m.Refusal.EXISTS]
+    assert directory.commit(OTHER, moves.reservation, []) == 2
+    after = directory.acquire(READER, [C, D])
+    assert ([to for _, to in moves.pairs], places(after)) == (after.locations, [("s1", KIB), ("s1", 0)])
+    assert directory.move(OTHER, m.SegmentId("s0")) == m.Moves(0, [], 0)
+    directory.tick()
+    assert directory.segment_infos()[0].given_back == 0
+    for lease in range(1, after.lease):
+        directory.release(lease)
+    directory.tick()
+    assert (directory.segment_infos()[0].given_back, there(directory, A, B, C, D)) == (2 * KIB, [A, B, C, D])
+
+
+def test_no_chunk_is_moved_into_what_is_taken_back(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as not all of that is looked at."""
+    put(directory, A, B, C, D)
+    directory.remove([C])
+    with monkeypatch.context() as slow:
+        slow.setattr(backlog, "AT_ONCE", 1)
+        assert kept(directory, KIB) == m.Moves(0, [], 1)
+    directory.go_on(backlog.SHARE)
+    assert places(directory.acquire(READER, [B])) == [("s0", KIB)]
+    directory.remove([A])
+    moves = directory.move(OTHER, m.SegmentId("s0"))
+    assert [to.offset for _, to in moves.pairs] == [0]
+
+
+def test_of_a_full_pool_those_stay_that_were_used_last(directory: Directory) -> None:
+    put(directory, A, B, C, D)
+    directory.release(directory.acquire(READER, [C]).lease)
+    moves = kept(directory)
+    assert [(old.offset, to.offset) for old, to in moves.pairs] == [(2 * KIB, KIB)]
+    assert directory.commit(OTHER, moves.reservation, []) == 1
+    directory.resize_segment(m.SegmentId("s0"), 2 * KIB)
+    assert (there(directory, A, B, C, D), directory.segment_infos()[0].given_back) == ([A, C], 2 * KIB)
+    put(directory, E)
+    assert there(directory, A, C, E) == [C, E]
+
+
+def test_what_is_moved_takes_no_place_of_what_was_used_later_where_chunks_have_several_sizes(directory: Directory) -> None:
+    put(directory, A, B)
+    put(directory, C, nbytes=2 * KIB)
+    directory.release(directory.acquire(READER, [B]).lease)
+    assert kept(directory).pairs == []
+    assert there(directory, A, B, C) == [A, B]
+
+
+@pytest.mark.parametrize("end", ["moved", "given up", "dropped"])
+def test_the_chunks_of_a_segment_that_goes_may_be_moved_before(directory: Directory, clock: FakeClock, end: str) -> None:
+    put(directory, A, B)
+    reserved = directory.reserve(WRITER, [C], KIB)
+    lend(directory, "s1", 4, "gpu-1")
+    s0 = m.SegmentId("s0")
+    assert (directory.drop_segment(s0, keep=True), places(put(directory, D))) == (2, [("s1", 0)])
+    assert there(directory, A, B) == [A, B]
+    if end == "moved":
+        moves = directory.move(OTHER, s0)
+        assert directory.commit(OTHER, moves.reservation, []) == 2
+        assert directory.move(OTHER, s0) == m.Moves(0, [], 0)
+    elif end == "dropped":
+        directory.drop_segment(s0)
+    else:
+        clock.advance(KEEP_SECONDS + 1)
+        directory.tick()
+    moved = [A, B] if end == "moved" else []
+    assert there(directory, A, B) == moved
+    assert {name for name, _ in places(directory.acquire(READER, moved))} == ({"s1"} if moved else set())
+    assert [info.id for info in directory.segment_infos()] == ["s0", "s1"]
+    assert directory.commit(WRITER, reserved.reservation, []) == 0
+    directory.tick()
+    assert [info.id for info in directory.segment_infos()] == ["s1"]
+
+
+@pytest.mark.parametrize("what", ["removed", "stored anew", "cleared", "late", "given up", "shorter", "dropped"])
+def test_nothing_that_is_moved_comes_back_after_it_has_gone(directory: Directory, clock: FakeClock, what: str) -> None:
+    put(directory, A, B, C, D)
+    lend(directory, "s1", 4, "gpu-1")
+    moves, newer = kept(directory), []
+    match what:
+        case "removed":
+            directory.remove([C])
+        case "stored anew":
+            directory.remove([C])
+            newer = places(put(directory, C, client=READER))
+        case "cleared":
+            directory.clear(b"")
+        case "late":
+            clock.advance(directory.reservations.seconds + 1)
+        case "given up":
+            clock.advance(KEEP_SECONDS + 1)
+            directory.tick()
+        case "shorter":
+            directory.resize_segment(m.SegmentId("s0"), KIB)
+        case "dropped":
+            directory.drop_segment(m.SegmentId("s0"))
+    assert directory.commit(OTHER, moves.reservation, []) == 0
+    assert places(directory.acquire(READER, [C])) == ([("s0", 2 * KIB)] if what == "late" else newer)
+    assert directory.reservations.counts() == (0, 0)
+    directory.resize_segment(m.SegmentId("s0"), KIB) if what != "dropped" else None
+    directory.tick()
+    assert used(directory, "s1") == (KIB if newer else 0)
+
+
 def test_memory_taken_back_stays_so_after_a_restart_and_is_kept_for_readers_of_before(
     directory: Directory, clock: FakeClock
 ) -> None:
@@ -377,17 +481,3 @@ def test_memory_taken_back_stays_so_after_a_restart_and_is_kept_for_readers_of_b
     clock.advance(m.GRACE_SECONDS)
     again.tick()
     assert (again.segment_infos()[0].given_back, [one.id for one in again.shortened]) == (2 * KIB, ["s0"])
-
-
-# ---- restart
-
-
-S0 = m.SegmentInfo(m.SegmentId("s0"), "gpu-0", "cuda", 4 * KIB)
-
-
-def test_a_server_that_remembers_nothing_reserves_at_once(clock: FakeClock) -> None:
-    """It is lent fresh memory only, which no reader of before knows."""
-    directory = make(clock)
-    directory.restore(JournalState())
-    lend(directory)
-    assert len(places(put(directory, A))) == 1

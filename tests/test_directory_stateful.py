@@ -16,12 +16,14 @@ from directory_machine import ALL_KEYS, DEVICES, LIMITS, SEGMENTS, Clients, Jour
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from model import Place, pattern
+from model import Place, Written, pattern
 
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, SegmentId
 from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import ProcessId
 
+NONE = Written(None, ProcessId(0, 0), 0.0, [])
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
@@ -46,25 +48,25 @@ class DirectoryMachine(Clients):
             self.model.segments[name] = Place(*SEGMENTS[name])
             assert (self.add_segment(name), len(self.directory.segments)) == (0, len(self.model.segments))
 
-    @rule(pick=one_of)
+    @rule(pick=one_of, keep=st.booleans())
     @precondition(lambda self: self.model.segments)
-    def drop_segment(self, pick: int) -> None:
+    def drop_segment(self, pick: int, keep: bool) -> None:
         name = sorted(self.model.segments)[pick % len(self.model.segments)]
         live = [slot for slot in self.model.slots if slot.location.segment == name and slot.state == "live"]
         with self.little_at_once():
-            assert self.directory.drop_segment(SegmentId(name)) >= len(live)
+            assert self.directory.drop_segment(SegmentId(name), keep) >= len(live)
         self.model.segments[name].draining = True
         self.follow()
 
-    @rule(pick=one_of, nbytes=st.sampled_from([256, 1000, 2048, 2500, 4000]))
+    @rule(pick=one_of, nbytes=st.sampled_from([256, 1000, 2048, 2500, 4000]), keep=st.booleans())
     @precondition(lambda self: self.model.segments)
-    def resize_segment(self, pick: int, nbytes: int) -> None:
+    def resize_segment(self, pick: int, nbytes: int, keep: bool) -> None:
         name = sorted(self.model.segments)[pick % len(self.model.segments)]
         place = self.model.segments[name]
         if not place.draining and nbytes <= place.limit:
             place.limit = nbytes // 256 * 256
             with self.little_at_once():
-                self.directory.resize_segment(SegmentId(name), nbytes)
+                self.directory.resize_segment(SegmentId(name), nbytes, keep)
             self.follow()
 
     @rule(pick=one_of)
@@ -200,7 +202,10 @@ class DirectoryMachine(Clients):
         orders = [list(segment.order) for segment in self.directory.segments.values()]
         uses = {entry.use: entry.key for order in orders for entry in order if live.holds(entry)}
         assert orders == [sorted(order, key=lambda entry: entry.use) for order in orders]
-        assert [uses[use] for use in sorted(uses)] == self.model.order
+        leaving = {
+            entry.key for segment in self.directory.segments.values() for entry in segment.leaving.values() if live.holds(entry)
+        }
+        assert [uses[use] for use in sorted(uses)] == [key for key in self.model.order if key not in leaving]
 
     @invariant()
     def the_tables_are_as_large_as_they_should_be(self) -> None:
@@ -210,7 +215,8 @@ class DirectoryMachine(Clients):
         assert self.directory.reservations.processes() == {w.process for w in self.model.writes.values() if w.client is None}
         live, open_ = len(self.directory), sum(slot.state == "open" for slot in self.model.slots)
         assert open_ == self.directory.reservations.slots
-        assert live + open_ <= LIMITS.max_chunks or self.restarted
+        moved = sum(slot.state == "open" for id_ in self.sources for slot in self.model.writes.get(id_, NONE).slots)
+        assert live + open_ - moved <= LIMITS.max_chunks or self.restarted
 
 
 DirectoryMachine.TestCase.settings = settings(
@@ -223,6 +229,6 @@ DirectoryMachine.TestCase.settings = settings(
 )
 
 
-@pytest.mark.timeout(3600 if THOROUGH else 180)
+@pytest.mark.timeout(3600 if THOROUGH else 300)
 class TestDirectoryAgainstTheModel(DirectoryMachine.TestCase):
     pass

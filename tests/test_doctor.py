@@ -17,12 +17,13 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
 import pytest
 from fake_cuda import NOTHING, UUIDS, FakeCuda
 from processes import IN_A_CONTAINER, Child, Stage, containers, stage
 
 from vcache_backend import doctor
-from vcache_backend.config import Config, from_dict
+from vcache_backend.config import Config, ConnectorConfig, from_dict
 from vcache_backend.doctor import Finding, diagnose, in_place, system
 from vcache_backend.doctor import gpus as gpu_checks
 from vcache_backend.doctor.plan import plan
@@ -35,7 +36,9 @@ from vcache_backend.vram_pool.cuda_driver import Driver
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     tmp_path.chmod(0o700)
-    return from_dict({"server": {"socket": str(tmp_path / "s")}, "pool": {"segment_bytes": "1 MiB"}})
+    return from_dict(
+        {"server": {"socket": str(tmp_path / "s")}, "pool": {"segment_bytes": "1 MiB"}, "connector": {"states": True}}
+    )
 
 
 @pytest.fixture
@@ -136,14 +139,15 @@ MIXED = ["sliding_attention", "full_attention"] * 16
         (LLAMA | {"sliding_window": 4096}, 131072, "32 layers with a window of 4,096 tokens: cached"),
         (
             LLAMA | {"mamba_d_state": 128, "layer_types": ["mamba", "attention"] * 16},
-            0,
-            "16 layers with a state: nothing of it is cached",
+            65536,
+            "16 layers of full attention, 16 layers with a state: cached",
         ),
         (
             LLAMA | {"linear_num_value_heads": 32, "full_attention_interval": 4},
-            0,
-            "8 layers of full attention, 24 layers with a state",
+            32768,
+            "8 layers of full attention, 24 layers with a state: cached",
         ),
+        (LLAMA | {"mamba_d_state": 128}, 0, "nothing of it is cached: all layers keep a state"),
         (MLA | {"index_head_dim": 128}, 0, "pages of several sizes"),
     ],
 )
@@ -158,8 +162,12 @@ def test_a_models_own_file_tells_whether_it_is_cached_and_what_a_token_takes(
         return
     chunks, pool = more
     assert chunks.detail.startswith(f"{token:,} B a token, ")
+    assert ("its state, as much as 3 more" in chunks.detail) == ("full_attention_interval" in model)
     assert f"1 GiB of pool holds {(1 << 30) // (256 * token):,} chunks, " in pool.detail
     assert (first.status, chunks.status, pool.status) == ("ok", "ok", "ok")
+    off = msgspec.structs.replace(config, connector=ConnectorConfig())
+    (unasked, *_) = diagnose(off, str(tmp_path))
+    assert ("set connector.states: true" in unasked.advice) == (unasked.status == "fail") == ("with a state" in first.detail)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +372,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_the_doctor_says_that_vllm_can_share_in_place_and_which_setting_does_it(config: Config, vllm: Path) -> None:
     can = "vllm 0.32.1 can share its KV cache in place, with prefix caching on and sleep mode off"
     assert only(doctor.check_in_place(IN_PLACE)) == Finding("in place", "ok", can)
-    assert only(doctor.check_in_place(config)) == Finding("in place", "ok", can, "connector.share: in_place does it")
+    asked = f"{can}; these settings ask for a pool"
+    assert only(doctor.check_in_place(config)) == Finding("in place", "ok", asked, "connector.share: in_place does it")
 
 
 @pytest.mark.parametrize(
@@ -394,6 +403,9 @@ def test_the_first_reason_why_it_cannot_is_a_failure_only_for_who_wants_it(
     assert (asked.status, said in asked.detail) == ("fail", True), asked
     assert asked.advice == f"{advised}, or set connector.share: pool"
     assert (unasked.status, said in unasked.detail, unasked.advice) == ("ok", True, advised)
+    # What is only seen when the KV cache is there: then it is too late for a pool.
+    seen = wrong in ("version", "machine", "allocator")
+    assert only(doctor.check_in_place(from_dict({}))) == (unasked if seen else asked)
 
 
 # ---- GPUs
@@ -406,6 +418,9 @@ def test_gpus_their_links_and_the_budget_are_reported(config: Config, gpus: Fake
     assert findings["driver"].detail.endswith("CUDA 13.0")
     budget = only(doctor.check_memory(config))
     assert budget.detail == "pool.segment_bytes 1 MiB, 5 MiB of 64 MiB free; start vLLM with gpu_memory_utilization <= 0.93"
+    unset = only(doctor.check_memory(from_dict({})))
+    said = "pool.segment_bytes is not set: nothing is lent in place, and 8 GiB a worker where there is a pool"
+    assert unset == Finding("memory", "ok", said)
 
 
 def test_gpus_without_peer_access_fail_by_both_names(config: Config, gpus: FakeCuda) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_cases import Depot, free_ports, needs_mooncake, own_depot
+from mooncake_cases import Depot, needs_mooncake, own_depot
+from processes import SECONDS, free_ports
 from typer.testing import CliRunner
 
 from vcache_backend.cli import app
@@ -138,7 +139,7 @@ def test_a_master_that_is_not_there_fails_the_command_and_says_how_to_start_one(
     assert found[LIBRARY]["status"] == "ok"
     assert (found[MASTER]["status"], PROVIDER in found) == ("fail", False)
     assert "Connection refused" in found[MASTER]["detail"]
-    assert "examples/mooncake_tier.sh" in found[MASTER]["advice"]
+    assert "vcache mooncake" in found[MASTER]["advice"]
 
 
 @needs_mooncake
@@ -179,12 +180,12 @@ def test_a_library_that_does_not_load_is_told_apart_from_a_store_that_does_not_a
 
 @needs_mooncake
 def test_a_crash_or_a_hang_of_the_library_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vcache_backend.offload.client.OPEN_SECONDS", 0.5)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    for text, said in (
-        ("os.kill(os.getpid(), 11)", f"ended (-{signal.SIGSEGV:d})"),
-        ("time.sleep(60)", "no answer in 0.5 s; the offload process was killed"),
+    for text, seconds, said in (
+        ("os.kill(os.getpid(), 11)", SECONDS, f"ended (-{signal.SIGSEGV:d})"),
+        ("time.sleep(60)", 0.5, "no answer in 0.5 s; the offload process was killed"),
     ):
+        monkeypatch.setattr("vcache_backend.offload.client.OPEN_SECONDS", seconds)
         (tmp_path / "mooncake.py").write_text(f"import os, time\n{text}")
         (finding,) = store_checks.check_store(config())
         assert (finding.check, finding.status) == (LIBRARY, "fail")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,11 +11,15 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 import pytest
-from processes import ROOT, SECONDS, stage
+from mooncake_cases import BIN, MISSING
+from processes import ROOT, SECONDS, Child, stage
 from typer.testing import CliRunner
 
 from benchmarks import run_on
@@ -26,22 +31,19 @@ COMMANDS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob(
 """Pages whose commands are run here, or known to be run by another test."""
 STARTS = "vcache|make|python3?|pip|vllm|examples/|benchmarks/|.venv/bin/python"
 ELSEWHERE = {
-    "vcache serve": "everywhere",
-    "vcache demo": "test_demo",
-    "vcache bench": "by hand, `make bench`; test_mooncake_benchmark and others have its parts",
     "vcache --install-completion": "test_cli",
-    "vllm serve": "test_vllm_serving, test_deploy",
+    "vllm serve": "test_vllm_processes",
     "systemctl enable": "test_deploy verifies the unit",
     "apt-get install": "scripts/setup.sh",
-    "curl -X": "test_vllm_in_place resets so, without HTTP",
-    "mooncake_master": "test_mooncake_benchmark, test_vllm_offload and others",
-    "mooncake_client": "examples/mooncake_tier.sh, in test_examples",
-    "python -m": "test_imports names the modules; the campaigns and soak have tests",
+    "python -m pytest": "these are its tests",
+    "python -m benchmarks.run_on": "what it writes is compared below",
     "python3 -m": "venv, of Python itself",
 }
 """What is too long to be run here, or changes the machine, by how it begins; and who runs it."""
 TEXTS = ("vcache caches nothing", "vcache stepped aside", "vcache.", "vcache: ")
 """What begins like a command and is none: lines of a log, settings."""
+VLLM = find_spec("vllm")
+ROUTES = next(Path(VLLM.origin).parent.glob("entrypoints/serve/**/cache/api_router.py"), None) if VLLM and VLLM.origin else None
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -145,7 +147,27 @@ def test_every_command_of_the_pages_runs(
     kind, program = words[0], words[0].removeprefix(".venv/bin/")
     if any(" ".join([program, *words[1:]]).startswith(known) for known in ELSEWHERE):
         return
-    if kind == "vcache":
+    if words[1] == "-m":
+        has_options(words[2], words[3:], monkeypatch)
+    elif words[:2] == ["vcache", "bench"]:
+        has_options("benchmarks", words[2:], monkeypatch)
+    elif words[:2] == ["vcache", "serve"]:
+        words += [place["FILE"]] if words[-1] == "--config" else []
+        with Child(
+            [sys.executable, "-m", "vcache_backend.cli", *words[1:]], VCACHE_SOCKET=str(tmp_path / "s" / "s.sock")
+        ) as server:
+            server.expect("serving")
+    elif kind == "curl":
+        path, _, parameter = words[-1].rpartition("8000/")[2].partition("?")
+        routes = ROUTES.read_text() if ROUTES is not None else pytest.skip("needs vLLM")
+        assert f'"/{path}"' in routes
+        assert f"{parameter.partition('=')[0]}: bool" in routes
+    elif kind.startswith("mooncake_"):
+        if MISSING:
+            pytest.skip(MISSING)
+        said = subprocess.run([str(BIN / kind), "--help"], capture_output=True, text=True, timeout=SECONDS, check=False).stdout
+        assert not [word for word in words[1:] if f"-{word.lstrip('-').partition('=')[0]} (" not in said]
+    elif kind == "vcache":
         monkeypatch.chdir(tmp_path if "init" in words else ROOT)
         run_vcache([place.get(word, word) for word in words[1:]], place, monkeypatch)
     elif kind == "make":
@@ -161,6 +183,17 @@ def test_every_command_of_the_pages_runs(
         run_program(words)
 
 
+def has_options(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of ours understands these."""
+    found, said = find_spec(module), io.StringIO()
+    package = found is not None and found.submodule_search_locations
+    monkeypatch.setattr(sys, "argv", [module, *arguments, "--help"])
+    with pytest.raises(SystemExit) as ended, redirect_stdout(said):
+        import_module(f"{module}.__main__" if package else module).main()
+    assert not ended.value.code
+    assert not [word for word in arguments if word.startswith("--") and word not in said.getvalue()]
+
+
 def run_vcache(arguments: list[str], place: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VCACHE_SOCKET", place["VCACHE_SOCKET"])
     if "ID" in arguments:
@@ -170,6 +203,8 @@ def run_vcache(arguments: list[str], place: dict[str, str], monkeypatch: pytest.
         arguments.append("--help")  # named without what it is about
     if arguments[:2] == ["config", "init"]:
         arguments = arguments[:2]
+    if arguments[0] in ("demo", "mooncake"):
+        arguments.append("--help")  # test_demo and test_examples run them
     result = CliRunner().invoke(app, arguments)
     fails = {"doctor": "fail", "clear": "no offload tier"}.get(arguments[0], "?")
     assert result.exit_code == 0 or (result.exit_code == 1 and fails in result.output), (result.output, result.exception)

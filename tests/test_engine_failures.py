@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 import torch
 from engine_cases import ROOMY, Node, UnfinishedCopier, counts, get, hanging, here, put, said
 from kv_cases import CHUNK, FLASH, MLA, SMALL, Cache, layout_of, places, prompt
-from processes import QUICK, SECONDS, eventually, make_memfd, nursery
+from processes import QUICK, SECONDS, Child, eventually, make_memfd, with_torch
 
+from vcache_backend.config import ByteSize
 from vcache_backend.errors import LayoutError, SegmentError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
@@ -175,7 +177,7 @@ class FullDisk(HostCopier):
 
 
 def test_whatever_a_copier_raises_is_a_miss(here: Node, caplog: pytest.LogCaptureFixture) -> None:
-    here.serve()
+    here.serve(lease_seconds=1.0)
     mine, client = Cache(), here.client()
     other = here.engine("host:a", ROOMY, layout_of(mine))
     put(other, mine, prompt(CHUNK))
@@ -204,7 +206,7 @@ class Lender:
 
 def test_workers_of_one_device_that_start_at_once_lend_its_share_exactly_once(here: Node) -> None:
     here.serve()
-    lenders = [here.undo.enter_context(processes.Worker(nursery("engine_cases"), Lender, here.path)) for _ in range(6)]
+    lenders = [here.undo.enter_context(processes.Worker(with_torch(), Lender, here.path)) for _ in range(6)]
     for lender in lenders:
         lender.made()
     for lender in lenders:
@@ -376,6 +378,76 @@ def test_memory_is_taken_back_under_a_running_engine(here: Node) -> None:
     eventually(lambda: reader.lookup(prompt(2 * CHUNK, 3)) == 2 * CHUNK)
     assert get(reader, theirs, prompt(2 * CHUNK, 3)) == 2 * CHUNK
     eventually(lambda: [info.given_back for info in here.client().list_segments()] == [before.nbytes - 2 * mine.chunk_bytes])
+
+
+HALF_MOVED = """
+import mmap, sys, time
+from pathlib import Path
+from processes import PATIENT
+from vcache_backend.metadata_server.client import Client
+client = Client(Path(sys.argv[1]), PATIENT)
+client.resize_segment(sys.argv[2], int(sys.argv[3]), keep=True)
+moves = client.move(sys.argv[2])
+for _, new in moves.pairs:
+    info, fd = client.open_segment(new.segment)
+    mmap.mmap(fd, info.nbytes)[new.offset : new.offset + new.length] = bytes(new.length)
+print("half moved", len(moves.pairs), flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_is_taken_back_is_moved_while_it_is_read_and_who_dies_meanwhile_leaves_no_byte_wrong(here: Node) -> None:
+    """By a real `vcache segment resize`; then half by another process, which is killed, as is the server."""
+    here.serve()
+    mine, theirs = Cache(), Cache()
+    size, prompts = mine.chunk_bytes, [prompt(2 * CHUNK, family) for family in range(1, 7)]
+    writer, reader = here.engine("host:a", 12 * size, layout_of(mine)), here.engine("host:b", 0, layout_of(mine))
+    for tokens in prompts:
+        put(writer, mine, tokens)
+    (segment,) = here.client().list_segments()
+
+    def free(*which: int) -> None:
+        here.client().remove([key for number in which for key in writer.keys(prompts[number])])
+
+    def found() -> list[int]:
+        return [number for number, tokens in enumerate(prompts) if get(reader, theirs, tokens) == len(tokens)]
+
+    free(0, 1)
+    command = [
+        sys.executable,
+        "-m",
+        "vcache_backend.cli",
+        "segment",
+        "resize",
+        segment.id,
+        str(8 * size),
+        "--socket",
+        str(here.path),
+    ]
+    patient = here.path.with_name("patient.yaml")
+    patient.write_text("client: {request_seconds: 10, control_seconds: 10}")
+    with Child(command, VCACHE_CONFIG=str(patient)) as child:
+        while child.alive:
+            assert found() == [2, 3, 4, 5]
+            assert reader.flush(SECONDS)
+        assert child.wait() == (
+            0,
+            f"{segment.id}: {ByteSize(4 * size).about} given back, {ByteSize(8 * size).about} left, 4 chunks moved, 0 forgotten\n",
+        )
+    assert found() == [2, 3, 4, 5]
+
+    free(2)
+    with here.stage.script(HALF_MOVED, segment.id, str(6 * size)) as mover:
+        mover.expect("half moved 2")
+        assert found() == [3, 4, 5]
+        here.server.kill()
+        here.serve()
+        eventually(lambda: len(found()) == 2)
+        assert counts(here.client()) == (0, 1), "a slot that is being written went to somebody else"
+    eventually(lambda: counts(here.client()) == (0, 0))
+    eventually(lambda: [info.given_back for info in here.client().list_segments()] == [6 * size])
+    put(writer, mine, prompts[0])
+    assert len(found()) == 3
 
 
 def out_of_reach(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

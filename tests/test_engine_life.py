@@ -91,7 +91,8 @@ def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
             engine.close()
             engine.close()
             closed.append(engine)
-        assert _held() == before
+        # Fewer where something of an earlier test went meanwhile.
+        assert all(now <= was for now, was in zip(_held(), before, strict=True))
         assert {engine.lookup(prompt(CHUNK)) for engine in closed} == {0}
         assert keeper.lookup(prompt(2 * CHUNK)) == 2 * CHUNK
 

@@ -66,7 +66,7 @@ def test_what_changed_is_not_what_was_published(table: Generations, view: Genera
     assert view.leading(blocks, published, 1) == 2
     table.void([3, 3])
     assert view.leading(blocks, published, 2) == 0
-    assert table.counters[3:9].tolist() == [3, 2, 3, 2, 2, 2]
+    assert table.counters[3:9].tolist() == [1, 2, 1, 2, 2, 2]
 
 
 def test_a_block_that_is_handed_out_equals_nothing_until_it_is_filled(table: Generations, view: GenerationView) -> None:
@@ -160,7 +160,7 @@ def forged(kind: str) -> Iterator[int]:
     else:
         fd = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, {"short": mmap.PAGESIZE, "long": 2 * size}.get(kind, size))
-        magic, version = (b"nonsense", 1) if kind == "magic" else (generations.MAGIC, 2 if kind == "version" else 1)
+        magic, version = (b"nonsense", 2) if kind == "magic" else (generations.MAGIC, 1 if kind == "version" else 2)
         if kind == "empty":
             os.ftruncate(fd, 0)
         else:
@@ -184,8 +184,8 @@ def forged(kind: str) -> Iterator[int]:
         ("empty", "holds 0 B, but one of 64 blocks has 8,192"),
         ("short", "holds 4,096 B, but one of 64 blocks has 8,192"),
         ("long", "holds 16,384 B, but one of 64 blocks has 8,192"),
-        ("magic", r"begins with b'nonsense', version 1, not b'vcache-g', 1"),
-        ("version", r"begins with b'vcache-g', version 2, not b'vcache-g', 1"),
+        ("magic", r"begins with b'nonsense', version 2, not b'vcache-g', 2"),
+        ("version", r"begins with b'vcache-g', version 1, not b'vcache-g', 2"),
         ("count", "with 63 blocks, not of .* with 64"),
     ],
 )
@@ -194,7 +194,7 @@ def test_what_is_no_table_is_refused_with_the_figures_and_leaves_nothing(kind: s
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(SegmentError, match=f"generation table: .*({message})"):
             GenerationView.open(fd, ME, BLOCKS)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_table_of_another_instance_is_refused_so_that_nobody_answers_for_its_predecessor(table: Generations) -> None:
@@ -258,7 +258,7 @@ class Owner:
     def carry(self) -> None:
         """Each change is a carry into the upper half."""
         while True:
-            self.table.counters[:] = 0xFFFF_FFFF
+            self.table.counters[:], self.table.coming = 0xFFFF_FFFF, 0x1_0000_0000
             self.table.filled(range(self.table.blocks))
 
 

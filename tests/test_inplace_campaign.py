@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import inplace_campaign
+from benchmarks.inplace_campaign import CPU
 from benchmarks.inplace_instance import Control
 
 
 @pytest.mark.timeout(300)
 def test_no_byte_out_of_a_live_kv_cache_is_wrong_though_blocks_are_used_again_while_they_are_read() -> None:
-    result = inplace_campaign.campaign(loads=1000, seed=7, pause=0.15, stops=0.005)
+    result = inplace_campaign.campaign(loads=1000, seed=7, pause=0.15, level=CPU._replace(stops=0.005))
     seen = result.outcomes
     assert (seen.wrong, result.wrong) == (0, [])
     assert (seen.raised, result.ended) == (0, 0)
@@ -24,6 +25,6 @@ def test_no_byte_out_of_a_live_kv_cache_is_wrong_though_blocks_are_used_again_wh
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("control", inplace_campaign.CPU.controls)
 def test_it_is_seen_where_a_rule_of_the_protocol_is_broken(control: Control) -> None:
-    result = inplace_campaign.run_control(control, seed=7, loads=0, stops=0.01)
+    result = inplace_campaign.run_control(control, seed=7, level=CPU._replace(stops=0.01, control_loads=0))
     assert inplace_campaign.bad(control, result.outcomes) > 0
     assert inplace_campaign.control_row(control, result, "cpu").ok

@@ -39,7 +39,7 @@ class Fleet:
 
     def _vllm(self, name: str) -> Instance:
         waits = {"synchronous": 1 << 20, "asynchronous": 0, "tiny": 0}.get(name)
-        arguments = {"a": LONG, "tiny": TINY, "adapters": LORA}.get(name, {})
+        arguments = {"a": LONG, "tiny": TINY, "adapters": LORA, "adapters-too": LORA}.get(name, {})
         settings = {} if waits is None else {"connector": {"min_hit_tokens": CHUNK, "sync_below_tokens": waits}}
         return self.here.connect(f"vllm-{name}", settings, **arguments)
 
@@ -52,7 +52,8 @@ class Fleet:
 
     def _lmcache(self, name: str) -> Instance:
         settings = {"enable_async_loading": True} if name == "asynchronous" else {}
-        return self.here.start(f"lmcache-{name}", settings, **{"a": LONG, "tiny": TINY, "adapters": LORA}.get(name, {}))
+        kinds = {"a": LONG, "tiny": TINY, "adapters": LORA, "adapters-too": LORA}
+        return self.here.start(f"lmcache-{name}", settings, **kinds.get(name, {}))
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +251,8 @@ def test_salts_never_share_but_with_themselves(here: Node, a: Instance, reader: 
 
 
 def test_an_adapter_is_told_apart_by_what_lies_at_its_path(here: Node, fleet: Fleet, tmp_path: Path) -> None:
-    one, two, adapters = str(write_lora(tmp_path / "one", 1)), str(write_lora(tmp_path / "two", 2)), fleet("adapters")
+    """Two of one name."""
+    one, two, adapters = str(write_lora(tmp_path / "1/sql", 1)), str(write_lora(tmp_path / "2/sql", 2)), fleet("adapters")
     reader = adapters if fleet.pooled else fleet("adapters-too")
     tokens = new_tokens(4 * CHUNK + 1)
     answers = {lora: here.keep(adapters, tokens, lora=lora) for lora in (one, two, None)}
@@ -259,8 +261,22 @@ def test_an_adapter_is_told_apart_by_what_lies_at_its_path(here: Node, fleet: Fl
         own, from_pool = adapters.one(tokens, lora=lora), reader.again(tokens, lora=lora)
         assert (from_pool.cached, from_pool.said) == (4 * CHUNK, own.said)
         assert from_pool.agrees(computed)
-    write_lora(tmp_path / "one", 3)
+    write_lora(tmp_path / "1/sql", 3)
     assert reader.again(tokens, lora=one).cached == 0, "trained again into the same folder"
+
+
+def test_what_vllm_takes_for_another_adapters_kv_is_not_passed_on(here: Node, fleet: Fleet, tmp_path: Path) -> None:
+    """Its own prefix cache does not see that an adapter was trained again, nor its workers that another one has its number."""
+    one, two, adapters, reader = tmp_path / "one", tmp_path / "two", fleet("adapters"), fleet("adapters-too")
+    tokens = [*new_tokens(4 * CHUNK), 5]
+    here.keep(adapters, tokens, lora=str(write_lora(one, 1)), lora_id=1)
+    for folder, seed, number, cached in ((one, 2, 2, 4 * CHUNK), (two, 3, 1, 0)):
+        lora = str(write_lora(folder, seed))
+        wrong = adapters.one(tokens, lora=lora, lora_id=number)
+        here.keep(adapters, new_tokens(CHUNK))
+        right = reader.one(tokens, lora=lora, lora_id=seed)
+        assert (wrong.cached, right.cached) == (cached, 0)
+        assert right.differs(wrong)
 
 
 # ---- requests that end early, or are interrupted

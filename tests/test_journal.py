@@ -9,9 +9,10 @@ import pytest
 from model import FakeClock, chunk_key
 
 from benchmarks import journal_mutations
+from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server import records as r
-from vcache_backend.metadata_server.directory import Directory, Limits
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.journal import Damaged, Journal
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId, SegmentInfo
 from vcache_backend.metadata_server.placement import Peer
@@ -183,76 +184,31 @@ def test_a_clear_takes_its_namespace_out_and_goes_through_no_other_one() -> None
 CLIENT = Peer(1, WRITER, "gpu-0", "cuda")
 
 
-@pytest.mark.parametrize("when", range(0, 13, 2))
-def test_compaction_between_any_two_requests_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
-    """Every request that touches the journal happens while slices of the snapshot are being copied, whatever the slice."""
-    monkeypatch.setattr(journal, "COMPACT_BYTES", 1)
-    monkeypatch.setattr(journal, "SLICE_BYTES", 1)
-    directory = Directory(Limits(), FakeClock())
-    file = Journal(path, EPOCH, WRITER)
-    file.start(r.JournalState().records())
-
-    def flush() -> None:
-        file.append(directory.records)
-        directory.records.clear()
-
-    def put(*numbers: int) -> int:
-        reserved = directory.reserve(CLIENT, [chunk_key(n) for n in numbers], KIB)
-        return reserved.reservation
-
-    for name in ("s0", "s1"):
-        directory.add_segment(SegmentInfo(SegmentId(name), "gpu-0", "cuda", 12 * KIB))
-    directory.commit(CLIENT, put(*range(8)), [])
-    early, other = put(20, 21), put(22)
-    steps = [
-        lambda: directory.commit(CLIENT, early, []),
-        lambda: directory.abort(CLIENT, other),
-        lambda: directory.remove([chunk_key(0), chunk_key(5)]),
-        lambda: directory.touch([chunk_key(1), chunk_key(6)]),
-        lambda: directory.commit(CLIENT, put(30, 31, 5), []),
-        lambda: put(40),
-        lambda: directory.clear(b"namespac", reset=True),
-        lambda: directory.drop_segment(SegmentId("s1")),
-        lambda: [directory.commit(CLIENT, put(n), []) for n in range(50, 60)],
-    ]
-    flush()
-    inode = path.stat().st_ino
-    for _ in range(when):
-        file.compact(directory.still)
-    for step in steps:
-        step()
-        flush()
-        file.compact(directory.still)
-    for _ in range(200):
-        file.compact(directory.still)
-        if path.stat().st_ino != inode and file._next is None:
-            break
-    assert path.stat().st_ino != inode, "no compaction happened"
-    file.close()
-    told = journal.read(path)
-    assert told.chunks == {entry.key: entry.location for entry in directory.contents.live}
-    assert set(told.held) == {id_ for id_, _ in directory.reservations.items()}
-    assert set(told.segments) == set(directory.segments)
-    assert told.epochs == directory.epochs.all()
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_compaction_shrinks_a_file_of_things_long_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compaction_shrinks_a_file_of_things_long_gone_and_loses_nothing_that_happens_meanwhile(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of requests that the stateful test finds; here the files are real."""
     monkeypatch.setattr(journal, "COMPACT_BYTES", 5_000)
-    directory = Directory(Limits(), FakeClock())
-    directory.add_segment(SegmentInfo(S0, "gpu-0", "cuda", 4 * KIB))
+    monkeypatch.setattr(journal, "SLICE_BYTES", 500)
+    directory = Directory(ServerConfig(), FakeClock())
+    directory.add_segment(SegmentInfo(S0, "gpu-0", "cuda", 5 * KIB))
+    directory.clear(b"another!", reset=True)
+    written = directory.reserve(CLIENT, [chunk_key(1000)], KIB).reservation
     file = Journal(path, EPOCH, WRITER)
     file.start(r.JournalState().records())
-    largest = 0
+    largest, files = 0, set()
     for number in range(600):
         directory.commit(CLIENT, directory.reserve(CLIENT, [chunk_key(number)], KIB).reservation, [])
         file.append(directory.records)
         directory.records.clear()
         file.compact(directory.still)
         largest = max(largest, path.stat().st_size)
+        files.add(path.stat().st_ino)
+        told = journal.read(path)
+        assert told.chunks == {entry.key: entry.location for entry in directory.contents.live}
+        assert (set(told.held), set(told.segments), told.epochs) == ({written}, {S0}, directory.epochs.all())
     file.close()
-    assert largest < 20_000
-    assert set(journal.read(path).chunks) == {chunk_key(n) for n in range(596, 600)}
+    assert (largest < 20_000, len(files) > 1, path.stat().st_mode & 0o777) == (True, True, 0o600)
 
 
 def test_no_mutation_of_a_journal_is_believed() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from kv_cases import CHUNK, FLASH, MLA, Arrangement
+from kv_cases import CHUNK, MLA
 from lmcache_cases import Pair, Pool, all_of, chunks, needs_lmcache, pair, pool, said, served, shared
 
 if TYPE_CHECKING:
@@ -18,25 +18,6 @@ pytestmark = needs_lmcache
 
 
 # ---- what others ask of a storage backend
-
-
-def read_and_drop(inside: Inside, prompt: list[int]) -> list[bytes]:
-    """As a tier that wants bytes: get the chunks, read the first one's, drop them all."""
-    objs = inside.manager.batched_get(inside.keys(prompt), location="vcache")
-    read = [bytes(objs[0].byte_array), objs[0].tensor.view(torch.uint8).numpy().tobytes()]
-    for obj in objs:
-        obj.ref_count_down()
-    return read
-
-
-def test_reading_the_bytes_of_a_chunk_costs_no_other_retrieve(pair: Pair) -> None:
-    served, writer, reader = pair
-    writer.store(chunks(2))
-    writer.store(chunks(3, family=2))
-    first, second = reader.do(read_and_drop, chunks(2))
-    assert first == second == writer.do(read_and_drop, chunks(2))[0]
-    assert served.settled()
-    assert said(reader.retrieve(chunks(3, family=2))) == all_of(3 * CHUNK)
 
 
 def remove_gently(inside: Inside, prompt: list[int]) -> tuple[bool, int]:
@@ -95,9 +76,8 @@ def forget_pool(inside: Inside) -> None:
     inside.engine.clear(locations=["vcache"])
 
 
-@pytest.mark.parametrize("arrangement", [FLASH, MLA], ids=lambda arrangement: arrangement.name)
-def test_the_host_tier_gets_copies_of_its_own_and_serves_them(served: Pool, arrangement: Arrangement) -> None:
-    engine = served.engine(arrangement, **HOST_TIER)
+def test_the_host_tier_gets_copies_of_its_own_and_serves_them(served: Pool) -> None:
+    engine = served.engine(MLA, **HOST_TIER)
     engine.store(chunks(3))
     assert engine.do(slots_in_hot_cache) == (3, 0)
     engine.do(forget_pool)

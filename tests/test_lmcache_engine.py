@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from engine_cases import WrongCopier
-from kv_cases import CHUNK, FLASH, MLA, PACKED, PACKED_HND, Arrangement, Cache, places
+from kv_cases import CHUNK, FLASH, MLA, PACKED, PACKED_HND, Arrangement, places
 from lmcache_cases import NOTHING, Engine, Pair, Pool, all_of, chunks, needs_lmcache, pair, pool, said, served, shared, tokens
 from processes import eventually
 
@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["pair", "pool", "served", "shared"]
 pytestmark = needs_lmcache
-LAYOUTS = [
-    PACKED,
-    PACKED_HND,
-    Arrangement("flash-fp8", "part block token head dim", dtype=torch.float8_e4m3fn),
-    MLA,
-]
+LAYOUTS = [PACKED_HND, Arrangement("flash-fp8", "part block token head dim", dtype=torch.float8_e4m3fn), MLA]
+"""All others are in test_engine, and the plugin's usual one is in every test here."""
 
 
 # ---- store, look up, retrieve
@@ -71,9 +67,8 @@ def test_the_comparison_sees_one_wrong_byte_anywhere(served: Pool, plant: Any) -
     assert (found.tokens, found.right) == (2 * CHUNK, False)
 
 
-@pytest.mark.parametrize("arrangement", [FLASH, MLA], ids=lambda arrangement: arrangement.name)
-def test_tokens_that_vllm_has_are_never_written(served: Pool, arrangement: Arrangement) -> None:
-    writer, reader = served.engine(arrangement), served.engine(arrangement)
+def test_tokens_that_vllm_has_are_never_written(served: Pool) -> None:
+    writer, reader = served.engine(FLASH), served.engine(FLASH)
     writer.store(chunks(4))
     # On a chunk's border, on a block's, in the middle of a block, all but one token.
     for cached in (CHUNK, CHUNK + 16, 2 * CHUNK + 5, 4 * CHUNK - 1):
@@ -279,23 +274,3 @@ def test_mla_is_stored_once_and_every_rank_reads_it(served: Pool) -> None:
     for rank in (first, second):
         assert said(rank.retrieve(chunks(3))) == all_of(3 * CHUNK)
     assert served.settled()
-
-
-# ---- other KV caches, other requests
-
-
-def move_house(inside: Inside) -> None:
-    """From now on the same worker has its KV in other tensors."""
-    inside.cache = Cache(inside.setup.arrangement, inside.setup.sizes)
-
-
-def test_kv_caches_are_those_of_each_call(pair: Pair) -> None:
-    """As in LMCache's own tests, which store from one and retrieve into another."""
-    _, engine, _ = pair
-    engine.store(chunks(2))
-    engine.do(move_house)
-    assert said(engine.retrieve(chunks(2))) == all_of(2 * CHUNK)
-    engine.store(chunks(3, family=2))
-    engine.do(move_house)
-    assert engine.lookup(chunks(3, family=2), "r") == 3 * CHUNK
-    assert said(engine.retrieve(chunks(3, family=2))) == all_of(3 * CHUNK)

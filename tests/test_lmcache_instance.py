@@ -123,7 +123,7 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance
     found = under_vllm(worker_id=3)
     assert (found.model.model, found.model.block_size, found.model.gpu_memory_utilization) == ("org/model", BLOCK, 0.9)
     assert (found.pp_rank, found.rank, found.ranks, found.num_blocks, found.kv_groups) == (1, 1, 2, BLOCKS, 1)
-    assert (found.load_failure_policy, found.recomputes) == ("recompute", False)
+    assert (found.load_failure_policy, found.model.recomputes) == ("recompute", False)
     assert found.kvcaches is found.adapter.kv_caches
     assert under_vllm(worker_id=3, several=True) == found
     mla = under_vllm(worker_id=3, use_mla=True)
@@ -139,7 +139,7 @@ def test_which_vllm_recomputes_rightly(
     under_vllm: Callable[..., Instance], v2: bool, asynchronous: bool, recomputes: bool
 ) -> None:
     scheduler = SimpleNamespace(async_scheduling=asynchronous)
-    assert under_vllm(use_v2_model_runner=v2, scheduler_config=scheduler).recomputes is recomputes
+    assert under_vllm(use_v2_model_runner=v2, scheduler_config=scheduler).model.recomputes is recomputes
 
 
 def test_kv_caches_are_described_as_for_our_own_connector(under_vllm: Callable[..., Instance]) -> None:
@@ -184,11 +184,7 @@ def test_the_weights_go_by_what_they_are(under_vllm: Callable[..., Instance], tm
 
 DIFFERENT: list[dict[str, Any]] = [
     {"model_config__model": "org/other"},
-    {"model_config__hf_config": HFConfig(_commit_hash="other")},
     {"model_config__hf_text_config": HFConfig(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})},
-    {"model_config__dtype": torch.float16},
-    {"model_config__quantization": "fp8"},
-    {"cache_config__cache_dtype": "fp8"},
     {"parallel_config__tensor_parallel_size": 1},
     {"parallel_config__pipeline_parallel_size": 1, "parallel_config__tensor_parallel_size": 4},
     {"load_config__load_format": "dummy"},
@@ -328,8 +324,7 @@ def test_the_example_is_supported_without_a_remark() -> None:
         ({"extra_config": {"audit_backend_enabled": True}}, {}, "remove audit_backend_enabled"),
         ({"chunk_size": 18}, {}, "chunk_size 18 is no multiple of the KV block size 4: set chunk_size: 20"),
         ({}, {"context_parallel": 2}, "context parallel"),
-        ({}, {"dynamic_kv_scales": True}, "without --calculate-kv-scales"),
-        ({}, {"prompt_embeds": True}, "without --enable-prompt-embeds"),
+        ({}, {"new_weights": True, "named": True}, "LMCache does not hear of them"),
         ({"extra_config": {}}, {"use_mla": True}, "set save_only_first_rank: false"),
     ],
 )

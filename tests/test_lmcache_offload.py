@@ -145,13 +145,10 @@ def copy_in_pairs(inside: Inside) -> None:
     inside.worker.session.uploader.most = 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_that_vllm_has_are_never_written_nor_promoted_in_part(
-    pools: list[Pool], depot: Depot, model: str, way: str
-) -> None:
-    writer, reader = (engine(pool, depot, model, way, arrangement=FLASH) for pool, way in zip(pools, ("", way), strict=True))
+def test_tokens_that_vllm_has_are_never_written_nor_promoted_in_part(pools: list[Pool], depot: Depot, model: str) -> None:
+    writer, reader = (engine(pool, depot, model, arrangement=FLASH) for pool in pools)
     through(writer, chunks(4))
-    _, found = fetch(reader, way, chunks(4), cached=CHUNK + 16)
+    _, found = fetch(reader, "looked up", chunks(4), cached=CHUNK + 16)
     assert said(found) == (CHUNK, 3 * CHUNK, True)
     assert reader.do(flushed)
     assert pools[1].stats().chunks == 2
@@ -309,15 +306,14 @@ def damage(store: Raw, name: str) -> None:
     store.change(name, lambda data: data[:-1] + bytes([data[-1] ^ 1]))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_dead_master_costs_the_hits_below_and_nothing_else(pools: list[Pool], own_depot: Depot, model: str, way: str) -> None:
+def test_a_dead_master_costs_the_hits_below_and_nothing_else(pools: list[Pool], own_depot: Depot, model: str) -> None:
     """One chunk is in the pool, three below. Nothing raises, and no call waits longer than its deadline."""
-    writer, reader = engine(pools[0], own_depot, model), engine(pools[1], own_depot, model, way, client=QUICK)
+    writer, reader = engine(pools[0], own_depot, model), engine(pools[1], own_depot, model, client=QUICK)
     through(writer, chunks(4))
     reader.store(chunks(1))
     own_depot.master.kill()
     for request in ("1", "2", "3"):
-        promised, found = fetch(reader, way, chunks(4), request=request)
+        promised, found = fetch(reader, "looked up", chunks(4), request=request)
         assert said(found) == (0, CHUNK, True)
         assert promised >= CHUNK
     eventually(lambda: not reader.do(usable))
@@ -327,9 +323,8 @@ def test_a_dead_master_costs_the_hits_below_and_nothing_else(pools: list[Pool], 
     assert pools[1].settled()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_provider_that_hangs_is_waited_for_within_a_deadline(pools: list[Pool], own_depot: Depot, model: str, way: str) -> None:
-    offload = {"failures": 1, "get_seconds": 0.5}
+def test_a_provider_that_hangs_is_waited_for_within_a_deadline(pools: list[Pool], own_depot: Depot, model: str) -> None:
+    offload, way = {"failures": 1, "get_seconds": 0.5}, "loaded ahead"
     writer, reader = engine(pools[0], own_depot, model), engine(pools[1], own_depot, model, way, offload)
     through(writer, chunks(4))
     own_depot.providers[0].stop()

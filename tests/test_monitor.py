@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from engine_cases import Cache, layout_of, node
 from instance_cases import instance_id, join, keys, publish, show
-from processes import ROOT, Child, Stage, eventually, stage
+from processes import ROOT, Child, Stage, eventually, free_ports, stage
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -64,6 +64,18 @@ def get(address: str, path: str = "/metrics") -> tuple[int, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
+
+
+def asked_as(address: str, host: str) -> int:
+    """The status for whoever reached this address by that name."""
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"http://{address}/stats.json", headers={"Host": host}), timeout=20
+        ) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
 
 
 def answers(address: str) -> bool:
@@ -163,8 +175,7 @@ def test_a_real_prometheus_scrapes_it(alone: Stage, tmp_path: Path) -> None:
     alone.server()
     used(alone)
     address = beside(alone)
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     config = {"scrape_configs": [{"job_name": "vcache", "scrape_interval": "1s", "static_configs": [{"targets": [address]}]}]}
     (tmp_path / "prometheus.yml").write_text(json.dumps(config))
     options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
@@ -234,6 +245,24 @@ def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
         subprocess.run(["kill", number, child], check=True)
     server.expect("its process ended with status -9; another one follows")
     assert get(address_of(server), "/nothing")[0] == 404
+
+
+def test_a_page_of_somebody_else_whose_name_was_made_to_mean_this_address_reads_nothing(alone: Stage) -> None:
+    """DNS rebinding. Addresses cannot be made to mean others; names that stand in the configuration are the operator's."""
+    address = address_of(alone.server(metrics="localhost:0", metrics_hosts=["gpu-7.example."]))
+    port = address.rpartition(":")[2]
+    own = ["", "localhost", f"LocalHost.:{port}", address, "[::1]:9419", "10.0.0.7", "gpu-7.example", f"GPU-7.example:{port}"]
+    assert {host: asked_as(address, host) for host in own} == dict.fromkeys(own, 200)
+    others = [
+        "evil.example",
+        f"evil.example:{port}",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "localhost@evil.example",
+        "[",
+        "a b",
+    ]
+    assert {host: asked_as(address, host) for host in others} == dict.fromkeys(others, 421)
 
 
 def test_nobody_who_is_slow_keeps_others_away(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

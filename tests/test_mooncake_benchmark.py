@@ -15,8 +15,8 @@ TINY = Size(layers=2, heads=2, dim=16, chunks=4)
 @needs_mooncake
 def test_every_row_comes_out_beside_the_librarys() -> None:
     rows = [
-        mooncake.get_row("mooncake_get_512MiB", TINY, promote=True, runs=2),
-        mooncake.put_row("mooncake_put_512MiB", TINY, runs=2),
+        mooncake.get_row(TINY, runs=2),
+        mooncake.put_row(TINY, runs=2),
         *mooncake.lookup_rows(20, TINY),
         *mooncake.step_rows(2, TINY, side=16),
     ]

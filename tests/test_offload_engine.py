@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from engine_cases import Node, get, node, put
-from kv_cases import CHUNK, SMALL, Cache, layout_of, prompt
+from kv_cases import CHUNK, Cache, layout_of, prompt
 from mooncake_cases import Depot, Raw, depot, needs_mooncake, own_depot
 from offload_cases import LENGTH, ROOMY, TIER, engine, model, nodes, through
 from processes import QUICK, SECONDS, eventually
@@ -23,14 +20,10 @@ from vcache_backend import engine as engine_module
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Leased, Present
-from vcache_backend.offload import objects, read, tier
-from vcache_backend.offload.workers import Workers
-from vcache_backend.offload.write import FIRST_PART
+from vcache_backend.offload import objects, tier
 
 __all__ = ["depot", "model", "nodes", "own_depot"]
 pytestmark = needs_mooncake
-
-Make = Callable[..., VCacheEngine]
 
 
 @pytest.fixture(scope="module")
@@ -126,39 +119,17 @@ def test_a_hole_that_is_nowhere_ends_the_hit(pair: tuple[VCacheEngine, VCacheEng
     assert get(two, cache, tokens) == 3 * CHUNK
 
 
-def test_ranks_hit_only_what_all_of_them_have(nodes: list[Node], depot: Depot, model: str) -> None:
-    ranks = [engine(nodes[0], depot, model, rank=rank, ranks=2) for rank in range(2)]
-    reader = engine(nodes[1], depot, model, rank=0, ranks=2)
-    cache, tokens = Cache(), prompt(LENGTH)
-    through(ranks[0], cache, tokens)
-    through(ranks[1], cache, tokens[: 2 * CHUNK])
-    assert reader.lookup(tokens) == 2 * CHUNK
-
-
 # ---- objects that are not what they should be
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "another chunk's", "of another model", "empty"])
-def test_a_bad_object_is_a_miss_and_removed(
-    pair: tuple[VCacheEngine, VCacheEngine], depot: Depot, store: Raw, damage: str
-) -> None:
+def test_a_bad_object_is_a_miss_and_removed(pair: tuple[VCacheEngine, VCacheEngine], store: Raw) -> None:
+    """What is bad: test_offload_objects."""
     one, two = pair
     cache, tokens = Cache(), fresh(LENGTH)
     before = bad_objects(two)
     through(one, cache, tokens)
-    keys = two.keys(tokens)
-    names = [objects.name(key) for key in keys]
-    (other,) = store.get(names[3:4])
-    foreign = np.frombuffer(bytearray(other), np.uint8)
-    objects.Format(bytes(32), 1, cache.chunk_bytes, cache.chunk_bytes).seal(foreign, keys[2], 0)
-    damaged: dict[str, Callable[[bytearray], bytearray]] = {
-        "flipped": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
-        "cut": lambda data: data[:-1],
-        "another chunk's": lambda data: bytearray(other),
-        "of another model": lambda data: bytearray(foreign.tobytes()),
-        "empty": lambda data: bytearray(8),
-    }
-    store.change(names[2], damaged[damage])
+    names = [objects.name(key) for key in two.keys(tokens)]
+    store.change(names[2], lambda data: data[:-1] + bytes([data[-1] ^ 1]))
     assert store.there(names) == [True] * 5
     assert two.lookup(tokens) == LENGTH
     assert get(two, cache, tokens) == 2 * CHUNK
@@ -229,8 +200,8 @@ def test_a_hung_provider_costs_one_deadline(nodes: list[Node], own_depot: Depot,
     assert two.get_stats()["offload"]["late"] == 1
     provider.cont()
     eventually(lambda: two.get_stats()["offload"]["usable"])
-    eventually(lambda: two.lookup(tokens) == LENGTH)
-    assert get(two, cache, tokens) == LENGTH
+    # Half a second is not long everywhere.
+    eventually(lambda: two.lookup(tokens) == get(two, cache, tokens) == LENGTH)
     # They end with calls that hang.
     provider.stop()
     put(one, cache, prompt(LENGTH, 2))
@@ -318,7 +289,8 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Nod
         assert client.clear(keys[0][:NAMESPACE_BYTES], reset=True) == 5
     own_depot.providers[0].cont()
     assert one.flush(SECONDS, through=True)
-    assert get(other, cache, tokens) == LENGTH
+    # A slow machine reads some of it only, by the deadline, and the rest the next time.
+    eventually(lambda: get(other, cache, tokens) == LENGTH)
 
     def nothing() -> bool:
         return [made.lookup(tokens) for made in (one, two)] == [get(made, cache, tokens) for made in (one, two)] == [0, 0]
@@ -338,76 +310,6 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Nod
         client.clear()
     eventually(lambda: two.lookup(tokens) == LENGTH)
     assert get(two, cache, tokens) == LENGTH
-
-
-def test_writing_begins_with_few_chunks_and_goes_on_with_more(
-    pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, _ = pair
-    assert one._session.tier is not None
-    store = one._session.tier._store
-    sizes, go_on, write = list[int](), threading.Event(), store.put
-
-    def slow(names: Any, places: Any) -> Any:
-        sizes.append(len(names))
-        go_on.wait(SECONDS)
-        return write(names, places)
-
-    monkeypatch.setattr(store, "put", slow)
-    cache, most = Cache(), 16
-    for _ in range(7):
-        put(one, cache, fresh(LENGTH))
-    eventually(lambda: sizes)
-    assert one.flush(SECONDS)
-    go_on.set()
-    assert one.flush(SECONDS, through=True)
-    # The first when nothing was being written; how many there were to take by then is up to the committer.
-    assert sizes[0] <= most // FIRST_PART
-    assert sum(sizes) == 35
-    assert max(sizes) > most // FIRST_PART
-
-
-def test_an_object_is_checked_while_the_next_call_is_made(
-    pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The look at what the first call brought waits until the last call has begun: it would wait for ever in the thread that calls."""
-    one, two = pair
-    reads = two._session.tier
-    assert reads is not None
-    assert reads._reader is not None
-    cache, tokens = Cache(), fresh(LENGTH)
-    through(one, cache, tokens)
-    monkeypatch.setattr(reads._reader, "calls", Workers("read", 1))
-    monkeypatch.setattr(reads._reader, "batch", 2)
-    calls, last, got, look = list[int](), threading.Event(), reads._store.get, read.Fetch._is_right
-
-    def counted(names: Any, places: Any) -> Any:
-        calls.append(len(names))
-        if sum(calls) == 5:
-            last.set()
-        return got(names, places)
-
-    def late(*arguments: Any) -> bool:
-        assert last.wait(SECONDS)
-        return look(*arguments)
-
-    monkeypatch.setattr(reads._store, "get", counted)
-    monkeypatch.setattr(read.Fetch, "_is_right", late)
-    assert get(two, cache, tokens) == LENGTH
-    assert calls == [1, 2, 1, 1]
-
-
-def test_slow_links_are_not_used(nodes: list[Node], depot: Depot, model: str) -> None:
-    """Once a load has shown that the link brings less than min_bandwidth, look-ups stop at the pool, but for a try now and then."""
-    cache, tokens = Cache(sizes=SMALL._replace(layers=8, heads=8, dim=128)), prompt(LENGTH)
-    slow = {"promote": False, "min_bandwidth": 1 << 60, "retry_max_seconds": 60.0}
-    one = engine(nodes[0], depot, model, segment=64 << 20, cache=cache)
-    two = engine(nodes[1], depot, model, segment=64 << 20, cache=cache, **slow)
-    through(one, cache, tokens)
-    assert two.lookup(tokens) == LENGTH
-    assert get(two, cache, tokens) == LENGTH
-    assert two.lookup(tokens) == LENGTH  # the try
-    assert two.lookup(tokens) == 0
 
 
 # ---- what the tests above use

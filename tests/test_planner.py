@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.transfer.places import BlockPlaces
+from vcache_backend.transfer.places import BlockPlaces, SlotPlaces
 from vcache_backend.vram_pool.paged import Int64s, PagedKV, Share
-from vcache_backend.vram_pool.planner import plan_blocks, plan_chunks
+from vcache_backend.vram_pool.planner import plan_blocks, whole_blocks
 
 BLOCK = 4
 CHUNK = 16
@@ -32,27 +33,25 @@ def places(*ids: int) -> Int64s:
 
 def test_whole_chunks_are_their_blocks_in_order() -> None:
     ids = [7, 3, 30, 4, 0, 31, 9, 8]
-    by_slot, by_block = plan_chunks(KV, CHUNK, places(*ids), [0, CHUNK]), plan_blocks(KV, CHUNK, np.array(ids))
-    for copy in (by_slot, by_block):
+    by_slot = SlotPlaces(KV, CHUNK, places(*ids), [0, CHUNK])
+    for copy in (by_slot.load_plan(0, 2), by_slot.store_plan([0, 1]), plan_blocks(KV, CHUNK, np.array(ids))):
         rows = [[0, 0, 7], [0, 192, 3], [0, 384, 30], [0, 576, 4], [1, 0, 0], [1, 192, 31], [1, 384, 9], [1, 576, 8]]
         assert copy.blocks.tolist() == rows
         assert copy.nbytes == 2 * 3 * 2 * 4 * PAGE
-        assert copy.covered(2 * CHUNK).all()
         assert copy.complete(2).tolist() == [True, True]
+    assert by_slot.loaded(1).tolist() == [True] * CHUNK + [False] * CHUNK
 
 
 def test_chunks_may_stand_anywhere_in_the_mapping() -> None:
-    copy = plan_chunks(KV, CHUNK, places(*range(12)), [32, 0])
-    assert copy.blocks[:, [0, 2]].tolist() == [[0, 8], [0, 9], [0, 10], [0, 11], [1, 0], [1, 1], [1, 2], [1, 3]]
-    assert copy.covered(48).tolist() == [True] * 16 + [False] * 16 + [True] * 16
+    assert whole_blocks(KV, CHUNK, places(*range(12)), [32, 0]).tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
 
 
 def test_of_blocks_some_may_be_wanted() -> None:
-    copy = plan_blocks(KV, CHUNK, np.array([-1, 3, 30, 4, 99]), 1, 4)
+    copy = plan_blocks(KV, CHUNK, np.array([-1, 3, 30, 4]), 1)
     assert copy.blocks.tolist() == [[0, 192, 3], [0, 384, 30], [0, 576, 4]]
     assert copy.complete(1).tolist() == [False]
-    with pytest.raises(LayoutError, match="blocks 3 to 6 are wanted of 5"):
-        plan_blocks(KV, CHUNK, np.arange(5), 3, 6)
+    with pytest.raises(LayoutError, match="blocks from 6 on are wanted of 5"):
+        plan_blocks(KV, CHUNK, np.arange(5), 6)
 
 
 def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_other() -> None:
@@ -74,8 +73,10 @@ def test_of_several_block_tables_what_is_not_wanted_is_no_place_and_a_chunk_that
 
 
 def test_nothing_wanted_is_an_empty_plan() -> None:
-    for copy in (plan_chunks(KV, CHUNK, places(), []), plan_chunks(KV, CHUNK, places(1, 2, 3, 4), [0], 16)):
+    for at in (SlotPlaces(KV, CHUNK, places(), []), SlotPlaces(KV, CHUNK, places(1, 2, 3, 4), range(0, CHUNK, CHUNK), CHUNK)):
+        copy = at.load_plan(0, 1)
         assert (len(copy.blocks), copy.nbytes) == (0, 0)
+        assert not at.loaded(0).any()
 
 
 @pytest.mark.parametrize("bad", [32 * BLOCK, -2, 1 << 40])
@@ -83,31 +84,31 @@ def test_a_place_outside_of_the_cache_is_refused_with_figures(bad: int) -> None:
     mapping = places(7, 3, 30, 4)
     mapping[5] = bad
     with pytest.raises(LayoutError, match=r"names blocks .* but the KV cache has 32 blocks of 4 tokens"):
-        plan_chunks(KV, CHUNK, mapping, [0])
+        SlotPlaces(KV, CHUNK, mapping, range(0, CHUNK, CHUNK)).load_plan(0, 1)
     for ids in ([7, 3, 32, 4], [7, 3, -1, 4]):
         with pytest.raises(LayoutError, match=r"names blocks .* but the KV cache has 32 blocks of 4 tokens"):
             plan_blocks(KV, CHUNK, np.array(ids))
 
 
 def test_places_that_are_not_wanted_are_not_looked_at() -> None:
-    assert plan_chunks(KV, CHUNK, places(99, 3, 30, 4), [0], 4).blocks[:, 2].tolist() == [3, 30, 4]
+    assert SlotPlaces(KV, CHUNK, places(99, 3, 30, 4), [0], 4).load_plan(0, 1).blocks[:, 2].tolist() == [3, 30, 4]
 
 
 @pytest.mark.parametrize("starts", [[-1], [1], [0, 16], [1 << 40]])
 def test_a_chunk_outside_of_the_mapping_is_refused(starts: list[int]) -> None:
     with pytest.raises(LayoutError, match="are not in a slot mapping of 16"):
-        plan_chunks(KV, CHUNK, places(1, 2, 3, 4), starts)
+        whole_blocks(KV, CHUNK, places(1, 2, 3, 4), starts)
 
 
 @pytest.mark.parametrize("chunk_size", [0, -4, 6])
 def test_a_chunk_must_be_whole_blocks(chunk_size: int) -> None:
-    for plan in (lambda: plan_chunks(KV, chunk_size, places(1), []), lambda: plan_blocks(KV, chunk_size, places())):
+    for plan in (lambda: whole_blocks(KV, chunk_size, places(1), []), lambda: plan_blocks(KV, chunk_size, places())):
         with pytest.raises(LayoutError, match="no multiple of the KV block size 4"):
             plan()
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[Int64s, list[int], int]:
+def requests(draw: st.DrawFn) -> tuple[Int64s, Sequence[int], int]:
     """Mostly whole blocks, with holes, shuffled tokens and shifted runs; several chunks; tokens to be left alone."""
     chunks = draw(st.integers(1, 3))
     ids = draw(st.permutations(range(32)))[: chunks * CHUNK // BLOCK + 1]
@@ -116,16 +117,19 @@ def requests(draw: st.DrawFn) -> tuple[Int64s, list[int], int]:
         mapping[[at, at + 1]] = mapping[[at + 1, at]]
     for at in draw(st.lists(st.integers(0, len(mapping) - 1), max_size=3)):
         mapping[at] = -1
-    starts = draw(st.permutations(range(0, chunks * CHUNK, CHUNK)))
-    return mapping, starts, draw(st.sampled_from([0, 0, *range(len(mapping))]))
+    starts = range(draw(st.integers(0, chunks - 1)) * CHUNK, chunks * CHUNK, CHUNK)
+    return mapping, draw(st.sampled_from([starts, list(starts)])), draw(st.sampled_from([0, 0, *range(len(mapping))]))
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @given(requests())
 def test_a_block_is_moved_if_and_only_if_it_is_wanted_whole_and_lies_in_one_block(
-    request_: tuple[Int64s, list[int], int],
+    whole: bool, request_: tuple[Int64s, Sequence[int], int]
 ) -> None:
+    """`whole`: it begins with the block that the first wanted token is in, and all that is wanted must have a place."""
     mapping, starts, skip = request_
-    copy, rows, covered = plan_chunks(KV, CHUNK, mapping, starts, skip), [], np.zeros(len(mapping), dtype=np.bool_)
+    at, rows, covered = SlotPlaces(KV, CHUNK, mapping, starts, skip, whole=whole), [], np.zeros(len(mapping), dtype=np.bool_)
+    skip, lacks = skip // BLOCK * BLOCK if whole else skip, False
     for slot, start in enumerate(starts):
         for virtual in range(CHUNK // BLOCK):
             first = start + virtual * BLOCK
@@ -133,7 +137,15 @@ def test_a_block_is_moved_if_and_only_if_it_is_wanted_whole_and_lies_in_one_bloc
             if first >= skip and here[0] >= 0 and here[0] % BLOCK == 0 and here == list(range(here[0], here[0] + BLOCK)):
                 rows.append([slot, virtual * VIRTUAL_BYTES, here[0] // BLOCK])
                 covered[first : first + BLOCK] = True
+            elif first >= skip:
+                lacks = True
+    assert [at.holds(chunk) for chunk in range(len(starts))] == [bool(covered[start : start + CHUNK].all()) for start in starts]
+    if whole and lacks:
+        with pytest.raises(LayoutError, match="names blocks -1 to"):
+            at.load_plan(0, len(starts))
+        return
+    copy = at.load_plan(0, len(starts))
     assert copy.blocks.tolist() == rows
     assert copy.nbytes == len(rows) * 3 * 2 * PAGE
-    assert copy.covered(len(mapping)).tolist() == covered.tolist()
+    assert at.loaded(len(starts)).tolist() == covered.tolist()
     assert copy.complete(len(starts)).tolist() == [bool(covered[start : start + CHUNK].all()) for start in starts]

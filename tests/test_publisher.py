@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from engine_cases import Node, node
 from neighbour_cases import EACH, HOST, NAMESPACE, SharedCache, instance
 from processes import QUICK, SECONDS, eventually
 
-from vcache_backend.errors import VCacheError
+from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Found
 from vcache_backend.resident.exported import Shown, cache_shape
@@ -145,18 +147,40 @@ def test_what_was_told_before_the_scheduler_had_joined_is_told_again(owner: Owne
     eventually(lambda: owner.found(1) == [True])
 
 
-def test_the_next_server_is_told_of_what_is_still_there(here: Node, owner: Owner) -> None:
+@pytest.mark.parametrize("how", ["", "which is late once", "which dies meanwhile"])
+def test_the_next_server_is_told_of_what_is_still_there(
+    here: Node, owner: Owner, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not of what was handed out since."""
+    publish, once, over = owner.client.publish, iter([how]), threading.Event()
+
+    def tell(*told: Any) -> int:
+        now = next(once, "")
+        if now == "which is late once":
+            over.set()
+            raise ServerTimeout("it took too long")
+        taken = publish(*told)
+        if now:
+            another()
+        over.set()
+        return taken
+
+    def another() -> None:
+        before = owner.client.epoch, owner.scheduler.epoch
+        here.server.kill()
+        here.serve()
+        for client, epoch in zip((owner.client, owner.scheduler), before, strict=True):
+            eventually(lambda client=client, epoch=epoch: client.connected and client.epoch != epoch)
+
     owner.join()
     for number, sequence in ((1, 1), (2, 2), (3, 2)):
         owner.publish(number, Step(), sequence)
     assert owner.publisher.flush(SECONDS)
     assert owner.found(1, 2, 3) == [True] * 3
     owner.scheduler.on_return.append(owner.join)
-    before = owner.scheduler.epoch
-    here.server.kill()
     owner.table.void([4])
-    here.serve()
-    eventually(lambda: owner.scheduler.connected and owner.scheduler.epoch != before)
+    monkeypatch.setattr(owner.client, "publish", tell)
+    another()
+    assert over.wait(SECONDS)
     eventually(lambda: owner.found(1, 3) == [True, True])
     assert owner.found(2) == [False]

@@ -13,16 +13,17 @@ from processes import Child, Stage, stage
 from test_cli import STATS, text_of, vcache
 
 from vcache_backend import doctor, status
-from vcache_backend.config import from_dict
+from vcache_backend.config import ServerConfig, from_dict
 from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.directory import Directory, Limits
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.layouts import MAX_NAMESPACES, MAX_REPORTS, Layouts, Reports
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import JournalState, ProcessId
-from vcache_backend.metadata_server.service import Service, fitting
+from vcache_backend.metadata_server.server_stats import fitting
+from vcache_backend.metadata_server.service import Service
 from vcache_backend.metadata_server.succession import Predecessor
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
@@ -99,7 +100,7 @@ def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_it
 
 
 def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_and_the_list_readable(memfd: int) -> None:
-    directory = Directory(Limits(), lambda: 0.0)
+    directory = Directory(ServerConfig(), lambda: 0.0)
     service = Service(directory, 1, Predecessor(directory, JournalState(), 1), max_segments=4096)
     for number in range(MAX_REPORTS):
         service.answer(peer(), m.Report("info", f"{number} " + "\N{SNOWMAN}" * 1000 + "\N{GRINNING FACE}" * 20), [])
@@ -119,6 +120,17 @@ def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_an
     assert len(stats.segments) == len(segments.segments) > 400
     assert stats.reports[-1].text.startswith(f"{MAX_REPORTS - 1} ")
     assert next(reversed(stats.hits)).startswith("199")
+    service.close()
+
+
+def test_tokens_are_counted_once_however_many_ranks_have_a_part_of_them() -> None:
+    directory = Directory(ServerConfig(), lambda: 0.0)
+    service = Service(directory, 1, Predecessor(directory, JournalState(), 1), max_segments=1)
+    service.layouts.add(peer(), {"model": "m", "chunk_size": "16", "namespace": "here"})
+    keys = [m.ChunkKey(bytes([number]) * (m.KEY_BYTES - m.RANK_BYTES) + bytes(m.RANK_BYTES)) for number in range(3)]
+    for request in (m.Lookup(keys, 2), m.Acquire(m.of_ranks(keys, 2)), m.Acquire(keys), m.Acquire([])):
+        service.answer(peer(), request, [])
+    assert service.layouts.hits["here"] == [3 * 3 * 16, 0]
     service.close()
 
 

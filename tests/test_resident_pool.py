@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from vcache_backend.integration.vllm.duplicates import Duplicates
 from vcache_backend.integration.vllm.lookups import Tracked
 from vcache_backend.integration.vllm.metadata import LoadSpec
 from vcache_backend.integration.vllm.request_params import DEFAULT
-from vcache_backend.integration.vllm.resident_pool import ResidentPool
+from vcache_backend.integration.vllm.resident_pool import GENERATIONS, NUMBERS, ResidentPool
 from vcache_backend.resident import pins
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.pins import Pins
@@ -63,13 +64,12 @@ class Watched:
         self.resets += 1
 
     def take(self, count: int) -> tuple[Any, list[int]]:
-        """Blocks of vLLM's, and which generations changed meanwhile, to what nobody may read. Then they are filled."""
-        before = self.view.counters.copy()
-        blocks, changed = self.pool.get_new_blocks(count), self.changed(before)
+        """Blocks of vLLM's, void as they are handed out, and filled then; and which generations changed meanwhile."""
+        before, blocks = self.view.counters.copy(), self.pool.get_new_blocks(count)
         ids = np.array([block.block_id for block in blocks], dtype=np.intp)
         assert (self.view.counters[ids] & np.uint64(1)).all()
         self.generations.filled(ids)
-        return blocks, changed
+        return blocks, self.changed(before)
 
     def known(self, blocks: list[Any]) -> None:
         """vLLM finds them, each under a name of its own, until they are handed out."""
@@ -81,8 +81,10 @@ class Watched:
         """A request has loaded these chunks of the owner's, two blocks each, into blocks of its own."""
         blocks, _ = self.take(len(chunks) * EACH)
         ids = np.array([block.block_id for block in blocks], dtype=np.intp)
-        tracked = Tracked(SimpleNamespace(num_tokens=4 * len(ids)), DEFAULT, loads=True, consumes=False, rows=[ids.tolist()])
-        tracked.captured = [(ids, self.view.counters[ids].copy())]
+        tracked = Tracked(
+            SimpleNamespace(num_tokens=4 * len(ids)), DEFAULT, loads=True, consumes=False, rows=[array(NUMBERS, ids)]
+        )
+        tracked.generations = [array(GENERATIONS, self.view.counters[ids])]
         at = np.array([[EACH * chunk, EACH * chunk + 1] for chunk in chunks], dtype="<u4")
         lies = {number: (OWNER, row.tobytes(), self.owner.counters[row].tobytes()) for number, row in enumerate(at)}
         load = LoadSpec(request_id="r", keys=[], blocks=ids.tolist(), skip=0, stop=len(ids), residents=lies)
@@ -159,9 +161,9 @@ def test_vllms_pool_stays_whole_whatever_it_is_asked_and_others_write_among_the_
         elif act == "g":
             taken = pool.get_new_blocks(dice.randint(0, pool.get_num_free_blocks()))
             ids = [block.block_id for block in taken]
-            assert watched.changed(before) == sorted(ids)
             assert (watched.view.counters[ids] & np.uint64(1)).all()
             watched.generations.filled(ids)
+            assert watched.changed(before) == sorted(ids)
             for block in taken:
                 pool._insert_block_hash(make_block_hash_with_group_id(bytes([turn % 7]), 0), block, num_tokens=4)
             used += taken
@@ -187,7 +189,7 @@ def test_vllms_pool_stays_whole_whatever_it_is_asked_and_others_write_among_the_
         assert sorted([*free, *set(ids)]) == list(range(1, BLOCKS)), "each once"
         assert all(block.ref_cnt == ids.count(block.block_id) for block in pool.blocks[1:])
         assert all(pool.cached_block_hash_to_block.contain(b.block_hash, b.block_id) for b in pool.blocks if b.block_hash)
-        assert not (watched.view.counters >> np.uint64(63)).any(), "in doubt"
+        assert watched.view._clock[0] or watched.pins._rests, "pins are taken again"
     assert not watched.watch.broken
     assert "what others have" not in caplog.text
     board.last[:] = 0
@@ -218,7 +220,10 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(watched: Watched
             hit = dice.choice(sorted(held))
             pool.touch([pool.blocks[hit]])
             watched.duplicates.finished(
-                Tracked(SimpleNamespace(num_tokens=4), DEFAULT, loads=True, consumes=False, rows=[[hit]], local=4), 4
+                Tracked(
+                    SimpleNamespace(num_tokens=4), DEFAULT, loads=True, consumes=False, rows=[array(NUMBERS, [hit])], local=4
+                ),
+                4,
             )
             pool.free_blocks([pool.blocks[hit]])
             copies, going = [one for one in copies if hit not in one[0]], going - {hit}
@@ -320,10 +325,10 @@ def test_blocks_that_a_failed_load_spoiled_change_before_vllm_evicts_them(watche
 
 @pytest.mark.parametrize("used", [0, 2], ids=["nothing runs", "blocks are in use, so vLLM refuses"])
 def test_a_reset_changes_all_blocks_before_vllm_decides(watched: Watched, used: int) -> None:
-    watched.take(used)
+    filled, _ = watched.take(used)
     before = watched.view.counters.copy()
     assert watched.pool.reset_prefix_cache() == (not used)
-    assert watched.changed(before) == list(range(BLOCKS))
+    assert watched.changed(before) == sorted(block.block_id for block in filled)
     assert list(watched.pool.asked["reset"]) == list(watched.view.counters)
     assert (watched.view.counters & np.uint64(1)).all(), "nobody may read a block before it is handed out and filled again"
     assert watched.resets == 1

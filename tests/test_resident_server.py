@@ -28,11 +28,14 @@ from instance_cases import (
     show,
 )
 from processes import HASTY, QUICK, Child, Raw, Stage, eventually, info, make_memfd, running, stage
+from test_directory import work_of
 
 from vcache_backend.errors import Refused, VCacheError
-from vcache_backend.metadata_server import instances, reads, recency, residents
+from vcache_backend.metadata_server import instances, reads, residence, residents
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.seals import FUTURE_WRITE, RESIZING
 
 A, B = instance_id(1), instance_id(2)
@@ -151,6 +154,12 @@ def test_what_clients_say_they_have_read_is_seen_as_long_as_they_are_connected(a
         for _ in range(6):
             crowd.enter_context(alone.client()).show_reads(many)
         assert len(reader.stats().reads) == reads.MAX_LISTED
+    told = reads.ReadsTold()
+    for number in range(1024):
+        some = [m.Reads(instance_id(n), 64 * number + n, 0) for n in range(m.MAX_OWNERS)]
+        told.note(Peer(number, ProcessId(number, 1), "host", "host"), some)
+    assert work_of(told.stats) < 15 * 1024
+    assert [row.nbytes for row in told.stats()] == list(range(64 * 1024 - 1, 64 * 1024 - 1 - reads.MAX_LISTED, -1))
     with pytest.raises(Refused):
         two.show_reads([*many, *many])
 
@@ -176,34 +185,6 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(a
     show(second, A, 1, regions=2)
     assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (2, "")
     assert found(reader, 2, 1) == 0
-
-
-def test_a_chunk_of_several_ranks_is_found_when_all_have_published_the_same(alone: Stage, reader: Client) -> None:
-    workers = [alone.client() for _ in range(2)]
-    join(workers[0], A, ranks=2)
-    for rank, worker in enumerate(workers):
-        show(worker, A, rank)
-    assert publish(workers[0], A, keys(2), sequence=1) == 2
-    assert publish(workers[1], A, keys(2, rank=1), sequence=2) == 2  # of a later step: 0's is void
-    assert found(reader, 2, 2) == 0
-    assert publish(workers[0], A, keys(2), sequence=2) == 2
-    assert found(reader, 2, 2) == 2
-    assert publish(workers[1], A, keys(1, rank=1), generation=4, sequence=3) == 1
-    assert found(reader, 2, 2) == 0
-
-
-def test_pooled_means_pooled_for_all_ranks_also_beside_resident_chunks(alone: Stage, reader: Client, memfd: int) -> None:
-    owner = alone.client()
-    join(owner, A, ranks=2)
-    for rank in (0, 1):
-        show(owner, A, rank)
-        publish(owner, A, keys(2, rank))
-    owner.add_segment(info("s0", 4096), memfd)
-    for stored in (keys(1), keys(1, 1), keys(1, 0, start=1)):
-        owner.commit(owner.reserve(stored, 1024).reservation)
-    there = reader.find(keys(3), 2)
-    assert (there.pooled, [len(here) for here in there.residents]) == (b"\1\0", [1, 1])
-    assert owner.find(keys(3), 2, A) == m.Found(b"\1", [], [[]])
 
 
 def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(alone: Stage, reader: Client) -> None:
@@ -397,7 +378,7 @@ def test_an_owner_hears_what_others_read_each_once_and_a_prefix_s_first_chunk_la
     reader.hint(A, keys(3))
     reader.hint(A, [*keys(2), *keys(1, start=5)])
     assert heard() == [chunk_blocks(4 * at) for at in (2, 5, 1, 0)]
-    monkeypatch.setattr(recency, "MAX_HINTS", 2)
+    monkeypatch.setattr(residence, "MAX_HINTS", 2)
     alone.servers[0].close()
     with running(alone.path):
         owner = alone.client()
@@ -412,79 +393,67 @@ def test_an_owner_hears_what_others_read_each_once_and_a_prefix_s_first_chunk_la
 # ---- what cannot be
 
 
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({"blocks": chunk_blocks(0)[:-1]}, "are due"),
-        ({"blocks": b""}, "are due"),
-        ({"generations": chunk_generations(2)[:-8]}, "are due"),
-        ({"generations": chunk_generations(2, 2)}, "are due"),
-        ({"blocks": chunk_blocks(0, 2), "generations": chunk_generations(2, 2)}, "are due"),
-        ({"blocks": numbers(0, 1, 2, 64)}, "block 64 of an instance that has 64"),
-        ({"blocks": numbers(0, 1, 2, (1 << 32) - 1)}, "block 4,294,967,295 of"),
-        ({"keys": [b"elsewher" + bytes(18)]}, "keys of other namespaces or ranks"),
-        ({"sequence": -1}, ">= 0"),
-        ({"sequence": 1 << 63}, ""),
-        ({"keys": [b"short"]}, ">= 26"),
-        ({"keys": keys(m.MAX_PUBLISHED + 1)}, "<= 512"),
-        ({"instance": b"short"}, ">= 16"),
-    ],
-)
-def test_a_publication_that_does_not_fit_together_is_refused_and_the_connection_stays(
-    alone: Stage, reader: Client, changed: dict[str, Any], why: str
-) -> None:
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"blocks": chunk_blocks(0)[:-1]}, "are due"),
+    ({"blocks": b""}, "are due"),
+    ({"generations": chunk_generations(2)[:-8]}, "are due"),
+    ({"generations": chunk_generations(2, 2)}, "are due"),
+    ({"blocks": chunk_blocks(0, 2), "generations": chunk_generations(2, 2)}, "are due"),
+    ({"blocks": numbers(0, 1, 2, 64)}, "block 64 of an instance that has 64"),
+    ({"blocks": numbers(0, 1, 2, (1 << 32) - 1)}, "block 4,294,967,295 of"),
+    ({"keys": [b"elsewher" + bytes(18)]}, "keys of other namespaces or ranks"),
+    ({"sequence": -1}, ">= 0"),
+    ({"sequence": 1 << 63}, ""),
+    ({"keys": [b"short"]}, ">= 26"),
+    ({"keys": keys(m.MAX_PUBLISHED + 1)}, "<= 512"),
+    ({"instance": b"short"}, ">= 16"),
+]
+
+
+def test_a_publication_that_does_not_fit_together_is_refused_and_the_connection_stays(alone: Stage, reader: Client) -> None:
     raw, table, memory = alone.raw(), make_table(64), make_memfd(4 * 64 * 64)
     assert raw.ask("join", A, NAMESPACE, 64, 1, EACH, fds=(table,)) == ["count", 1]
     assert raw.ask("show_cache", A, 0, packed(shape())) == ["count", 1]
     assert raw.ask("show_region", A, 0, 0, fds=(memory,)) == ["count", 0]
-    good: dict[str, Any] = {
-        "instance": A,
-        "sequence": 1,
-        "keys": keys(1),
-        "blocks": chunk_blocks(0),
-        "generations": chunk_generations(2),
-    }
-    refused = raw.ask("publish", *(good | changed).values())
-    assert refused is not None
-    assert (refused[0], refused[2]) == ("error", False)
-    assert why in refused[1]
-    assert found(reader) == 0
-    mixed = raw.ask("publish", A, 1, [*keys(1), *keys(1, rank=1)], chunk_blocks(0, 2), chunk_generations(2, 2))
-    assert mixed is not None
-    assert "other namespaces or ranks" in mixed[1]
+    good = {"instance": A, "sequence": 1, "keys": keys(1), "blocks": chunk_blocks(0), "generations": chunk_generations(2)}
+    mixed = {"keys": [*keys(1), *keys(1, rank=1)], "blocks": chunk_blocks(0, 2), "generations": chunk_generations(2, 2)}
+    for changed, why in [*MISFITS, (mixed, "other namespaces or ranks")]:
+        refused = raw.ask("publish", *(good | changed).values())
+        assert (refused[0], refused[2]) == ("error", False)
+        assert why in refused[1]
+        assert found(reader) == 0
     assert raw.ask("publish", *good.values()) == ["count", 1]
     assert found(reader) == 1
     for fd in (table, memory):
         os.close(fd)
 
 
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({"planes": [(0, 0)] * 3}, "3 planes of 2 layers with 2 parts"),
-        ({"planes": [(1, 0)] * 4}, "plane 0 lies in region 1 of 1"),
-        (
-            {"planes": [(0, 0), (0, 0), (0, 0), (0, 4 * 64 * 64 - 64)]},
-            "bytes 16,320 to 20,416 of region 0, which has 16,384 B",
-        ),
-        ({"planes": [(0, 0)] * 3 + [(0, 1 << 50)]}, "<= 281474976710656"),
-        ({"planes": [(0, 0)] * (m.MAX_PLANES + 1)}, "<= 1024"),
-        ({"stride": 32}, "pages of 64 B every 32 B"),
-        ({"num_blocks": 1 << 40}, "plane 0 lies at bytes 0 to"),
-        ({"regions": []}, ">= 1"),
-        ({"regions": [1 << 10] * (m.MAX_REGIONS + 1)}, "<= 256"),
-        ({"layers": 0}, ">= 1"),
-        ({"medium": "disk"}, "Invalid enum value"),
-        ({"device": "\x1b]0;owned\x07"}, "regex"),
-    ],
-)
-def test_a_cache_that_cannot_be_is_refused(alone: Stage, server: Child, changed: dict[str, Any], why: str) -> None:
+NO_CACHES: list[tuple[dict[str, Any], str]] = [
+    ({"planes": [(0, 0)] * 3}, "3 planes of 2 layers with 2 parts"),
+    ({"planes": [(1, 0)] * 4}, "plane 0 lies in region 1 of 1"),
+    (
+        {"planes": [(0, 0), (0, 0), (0, 0), (0, 4 * 64 * 64 - 64)]},
+        "bytes 16,320 to 20,416 of region 0, which has 16,384 B",
+    ),
+    ({"planes": [(0, 0)] * 3 + [(0, 1 << 50)]}, "<= 281474976710656"),
+    ({"planes": [(0, 0)] * (m.MAX_PLANES + 1)}, "<= 1024"),
+    ({"stride": 32}, "pages of 64 B every 32 B"),
+    ({"num_blocks": 1 << 40}, "plane 0 lies at bytes 0 to"),
+    ({"regions": []}, ">= 1"),
+    ({"regions": [1 << 10] * (m.MAX_REGIONS + 1)}, "<= 256"),
+    ({"layers": 0}, ">= 1"),
+    ({"medium": "disk"}, "Invalid enum value"),
+    ({"device": "\x1b]0;owned\x07"}, "regex"),
+]
+
+
+def test_a_cache_that_cannot_be_is_refused(alone: Stage, server: Child) -> None:
     raw = alone.raw()
-    fields = {name: getattr(shape(), name) for name in shape().__struct_fields__} | changed
-    refused = raw.ask("show_cache", A, 0, list(fields.values()))
-    assert refused is not None
-    assert (refused[0], refused[2]) == ("error", False)
-    assert why in refused[1]
+    for changed, why in NO_CACHES:
+        fields = {name: getattr(shape(), name) for name in shape().__struct_fields__} | changed
+        refused = raw.ask("show_cache", A, 0, list(fields.values()))
+        assert (refused[0], refused[2]) == ("error", False)
+        assert why in refused[1]
     assert raw.ask("show_cache", A, 0, packed(shape())) == ["count", 1]
 
 
@@ -517,7 +486,6 @@ def test_memory_that_readers_could_not_trust_is_refused_and_closed(
     for message in (["join", B, NAMESPACE, 64, 1, EACH], ["show_cache", B, 0, packed(shape())]):
         raw.ask(*message)
     refused = raw.ask("show_region", B, 0, 0)
-    assert refused is not None
     assert "0 fds came along" in refused[1]
     eventually(lambda: memories(server) == 2)
     for fd in (file, writable, small, good, small_memory, loose, sealed, read_only):

@@ -17,10 +17,12 @@ import pytest
 from model import chunk_key
 from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memfd, stage
 
+from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import backlog, connection, processes, wire
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.directory import Directory, Limits
+from vcache_backend.metadata_server.directory import Directory
+from vcache_backend.metadata_server.layouts import MAX_COMPARED
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import JournalState, ProcessId
 from vcache_backend.metadata_server.service import Service
@@ -207,7 +209,7 @@ def test_no_page_is_freed_before_the_journal_has_that_its_chunks_are_gone(monkey
     monkeypatch.setattr(backlog, "AT_ONCE", 1)
     monkeypatch.setattr(backlog, "SHARE", 1)
     monkeypatch.setattr(connection, "FREEING_STEPS", 3)
-    directory, client = Directory(Limits(), lambda: 0.0), Peer(1, ProcessId(11, 5), "host", "host")
+    directory, client = Directory(ServerConfig(), lambda: 0.0), Peer(1, ProcessId(11, 5), "host", "host")
     service = Service(directory, 1, Predecessor(directory, JournalState(), 1))
     page, chunks, freed = mmap.PAGESIZE, 60, 0
     fd = make_memfd(chunks * page)
@@ -291,9 +293,13 @@ def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> No
     ):
         assert "hello of protocol" in hello(stage_, layout)[1]
     assert stage_.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "\x1b]0;owned\x07", "host", {})[0] == "error"
-    for number in range(40):
-        long = dict.fromkeys("abcdef", f"{number}" * 300)
-        hello(stage_, {**victim, "namespace": str(number), **long})
+    with stage_.client() as looking:
+        before = looking.stats().rss_bytes
+        for number in range(100):
+            assert hello(stage_, {**victim, "namespace": str(number), "long": "x" * 190_000 + str(number)})[0] == "welcome"
+        assert looking.stats().rss_bytes < before + (8 << 20), "all of what 100 clients said is kept"
+        (mismatch,) = looking.stats().mismatches
+        assert (mismatch.field, len(mismatch.values)) == ("long", MAX_COMPARED), "long values with other ends are other values"
     said = hello(stage_, victim)
     assert said[0] == "welcome"
     assert len(said[5]) == 8
@@ -334,7 +340,10 @@ def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: C
 
     worker.ask("contains", [A])
     before, greedy = answered(), stage_.raw()
-    sent = unread(greedy, "contains", [A] * 500)
+    sent = 0
+    while more := unread(greedy, "contains", [A] * 500):
+        # It takes no more, and not because it has had no turn.
+        sent, _ = sent + more, answered()
     made = eventually(lambda: (first := answered()) == answered() and first) - before
     assert 0 < made < sent, "what waits for its reader costs no turn"
     assert [greedy.receive()[0] for _ in range(sent)] == ["present"] * sent

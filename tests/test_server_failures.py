@@ -162,6 +162,3 @@ def test_without_descriptors_new_clients_wait_and_cost_nothing(stage_: Stage) ->
     _, said = server.wait()
     assert said.count("no new client can connect") == 1
     assert said.count("\n") < 10
-
-
-# ---- readers die

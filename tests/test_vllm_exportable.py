@@ -1,32 +1,27 @@
-"""vLLM's KV cache in memory that other processes read: real instances on the CPU, every page compared.
+"""What of vLLM decides whether its KV cache can be memory that other processes read: real instances on the CPU, and its sources.
 
-The memory: test_exportable.py; a GPU's: test_gpu_exportable.py.
+The memory: test_exportable.py; a GPU's: test_gpu_exportable.py. What is read there: test_vllm_sharing.py.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
-import mmap
-import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from vllm_cases import BLOCK, START_SECONDS, Instance, Node, Prompt, beside_vllm, missing, new_tokens
+from vllm_cases import BLOCK, START_SECONDS, Instance, Node, beside_vllm, missing
 from vllm_models import TOKEN_BYTES
 from vllm_sources import FILES, differences
 
 from vcache_backend.doctor import in_place, packages
 from vcache_backend.integration.vllm import exportable
-from vcache_backend.metadata_server.messages import CacheShape
-from vcache_backend.vram_pool.exportable import Region
 
 pytestmark = [
     pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
@@ -34,52 +29,15 @@ pytestmark = [
 ]
 
 
-class Exported(NamedTuple):
-    """refused: why it may not be shared. asked: how often vLLM asked for `get_mem_pool_context`."""
-
-    regions: list[Region]
-    shape: CacheShape
-    refused: str | None
-    asked: int
-
-
-class Page(NamedTuple):
-    plane: int
-    block: int
-    digest: str
-    zero: bool
-
-
 # ---- in the instance's process
 
 
-def exported(serving: Any) -> Exported:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    connector = get_kv_transfer_group()
-    return Exported(connector.regions, connector.shape, connector.refused, connector.asked)
-
-
-def pages(serving: Any) -> list[Page]:
-    """Every page, read through the tensors that vLLM's attention layers have."""
-    from vcache_backend.vram_pool.paged import PagedKV
-
-    config = serving.llm.llm_engine.vllm_config
-    layers = {name: layer.kv_cache for name, layer in config.compilation_config.static_forward_context.items()}
-    kv = PagedKV.describe(layers, config.cache_config.block_size)
-    found = []
-    for number, plane in enumerate(kv.pages):
-        for block in range(kv.num_blocks):
-            data = plane[block].numpy().tobytes()
-            found.append(Page(number, block, hashlib.sha256(data).hexdigest(), not any(data)))
-    return found
-
-
-def refusals(serving: Any) -> dict[str, str | None]:
-    """Why this instance, changed in one thing, may not share its KV cache."""
+def refusals(serving: Any) -> dict[str, tuple[str | None, str]]:
+    """Why this instance, changed in one thing, may not share its KV cache, and how it shares if nothing is said."""
     import vllm
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
 
+    from vcache_backend.config import Config
     from vcache_backend.integration.vllm import exportable, model_spec
 
     vllm_config = serving.llm.llm_engine.vllm_config
@@ -89,13 +47,16 @@ def refusals(serving: Any) -> dict[str, str | None]:
     mamba = MambaSpec(block_size=BLOCK, shapes=((1, 2),), dtypes=(torch.float32,))
     mixed = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": group.kv_cache_spec, "b": mamba})
 
-    def of(target: Any = None, groups: Any = None, model: Any = model, **changes: Any) -> str | None:
+    windowed = type("SlidingWindowSpec", (), {})()
+
+    def of(target: Any = None, groups: Any = None, model: Any = model, **changes: Any) -> tuple[str | None, str]:
         config = SimpleNamespace(kv_cache_groups=groups) if groups else kv_config
         before = {name: getattr(target, name) for name in changes}
         try:
             for name, value in changes.items():
                 setattr(target, name, value)
-            return exportable.refusal(vllm_config, config, model)
+            said = exportable.decide(Config(), vllm_config, config, model)
+            return exportable.refusal(vllm_config, config, model), said.connector.share
         finally:
             for name, value in before.items():
                 setattr(target, name, value)
@@ -105,11 +66,12 @@ def refusals(serving: Any) -> dict[str, str | None]:
 
     return {
         "as it is": of(),
+        "two workers": of(model=msgspec.structs.replace(model, tp_size=2)),
         "uncached": of(vllm_config.cache_config, enable_prefix_caching=False),
         "mamba": of(groups=[grouped(mamba)]),
         "mamba among others": of(groups=[grouped(mixed)]),
-        "groups": of(groups=[group, group]),
-        "windows": of(groups=[grouped(type("SlidingWindowSpec", (), {})())]),
+        "groups": of(groups=[group, grouped(windowed)]),
+        "windows": of(groups=[grouped(windowed)]),
         "sleep": of(model=msgspec.structs.replace(model, sleep_mode=True)),
         "cumem": of(vllm_config.model_config, enable_cumem_allocator=True),
         "unknown": of(vllm, __version__="0.34.0"),
@@ -141,24 +103,6 @@ def start_and_fail(serving: Any, arguments: dict[str, Any]) -> tuple[str, list[i
 # ---- in the test's
 
 
-class Reader:
-    """The KV cache of an instance as another process finds it: by its shape, in regions that are mapped here, read-only."""
-
-    def __init__(self, pid: int, found: Exported) -> None:
-        self._shape, self._memory = found.shape, []
-        for one, nbytes in zip(found.regions, found.shape.regions, strict=True):
-            fd = os.open(f"/proc/{pid}/fd/{one.fd}", os.O_RDONLY)
-            try:
-                self._memory.append(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
-            finally:
-                os.close(fd)
-
-    def digest(self, page: Page) -> str:
-        region, offset = self._shape.planes[page.plane]
-        at = offset + page.block * self._shape.stride
-        return hashlib.sha256(self._memory[region][at : at + self._shape.page_bytes]).hexdigest()
-
-
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     made = Node(tmp_path_factory.mktemp("vllm"))
@@ -171,50 +115,14 @@ def alone(here: Node) -> Instance:
     return here.alone("alone", environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
-def start(here: Node, name: str, **settings: Any) -> Instance:
-    transfer = {
-        "kv_connector": "ExportingConnector",
-        "kv_connector_module_path": "exporting_connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": settings,
-    }
-    return here.alone(name, kv_transfer_config=transfer)
-
-
-EARLY = {"version": "0.28.0"}
-"""As releases before 0.31 make their KV cache: nobody asks for a context."""
-
-
-@pytest.mark.parametrize(("how", "settings", "asked"), [("asked", {}, 1), ("early", EARLY, 1)])
-def test_every_page_that_vllm_writes_is_read_by_another_process(
-    here: Node, alone: Instance, how: str, settings: dict[str, Any], asked: int
-) -> None:
-    with start(here, how, **settings) as instance:
-        prompts = [Prompt(new_tokens(8 * BLOCK + 5), max_tokens=2 * BLOCK) for _ in range(4)]
-        found: Exported = instance.ask(exported)
-        assert (len(found.regions), found.refused, found.asked) == (1, None, asked)
-        reader = Reader(instance.pid, found)
-        before = written(instance, reader)
-        answers = instance.run(*prompts, together=True)
-        assert written(instance, reader) >= before + 4 * 4 * 8
-        # The mapping shows what is written after it was made, and the instance computes as ever: also on what it has cached.
-        again = instance.run(*prompts, together=True)
-        expected = alone.run(*prompts, together=True)
-        for one, two, three in zip(answers, again, expected, strict=True):
-            assert one.agrees(three)
-            assert two.agrees(three)
-        assert [answer.cached for answer in again] == [8 * BLOCK] * 4
-        written(instance, reader)
-
-
 def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(alone: Instance) -> None:
-    found: dict[str, str | None] = alone.ask(refusals)
-    assert found.pop("as it is") is None
+    found: dict[str, tuple[str | None, str]] = alone.ask(refusals)
+    assert found.pop("as it is") == (None, "in_place")
+    assert [found.pop(which) for which in ("groups", "two workers")] == [(None, "pool")] * 2
     expected = {
         "uncached": "without prefix caching vLLM's KV cache keeps nothing to share: take out --no-enable-prefix-caching",
         "mamba": "the KV cache is MambaSpec, and Mamba's blocks are rewritten without being allocated anew",
         "mamba among others": "the KV cache is FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs, and Mamba's blocks",
-        "groups": "2 groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-manager",
         "windows": "all layers look at a window only, and what it has passed is soon others'",
         "sleep": "sleep mode takes a KV cache's memory away beneath its readers: start vLLM without --enable-sleep-mode",
         "cumem": "sleep mode takes a KV cache's memory away beneath its readers: start vLLM without --enable-sleep-mode",
@@ -223,8 +131,9 @@ def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(alone:
         "machine": "it relies on the order in which x86-64 makes writes visible, and this machine is aarch64",
     }
     assert found.keys() == expected.keys()
-    for name, line in found.items():
+    for name, (line, share) in found.items():
         assert line is not None
+        assert share == "pool"
         assert line.startswith(expected[name])
         assert line.endswith("; or set connector.share: pool")
         assert "\n" not in line
@@ -301,10 +210,3 @@ def test_a_vllm_that_moves_a_hook_is_seen(tmp_path: Path, file: str, before: str
     found = differences(tmp_path, asks=True)
     assert found
     assert all(said in line for line in found)
-
-
-def written(instance: Instance, reader: Reader) -> int:
-    """How many pages hold something; all of them are the same in the reader's eyes."""
-    found: list[Page] = instance.ask(pages)
-    assert [reader.digest(page) for page in found] == [page.digest for page in found]
-    return sum(not page.zero for page in found)

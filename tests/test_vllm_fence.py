@@ -50,12 +50,14 @@ class Copier(UnfinishedCopier):
 class Worker:
     """A worker's stores, on a real session. Blocks 3 and 4 are being read for one chunk, 7 and 8 for another."""
 
-    def __init__(self, here: Node) -> None:
+    def __init__(self, here: Node, at_once: bool = False) -> None:
+        with here.client() as client:
+            client.clear()
         self.copier, cache = Copier(), Cache()
         session = Session(here.config("host", 1 << 20), layout_of(cache), copier=self.copier)
         here.undo.callback(session.close)
         here.undo.callback(self.copier.close)
-        self.stores = Stores(Meter())
+        self.stores = Stores(Meter(), at_once)
         self.stores.open(session, session.bind(cache.tensors), cache.sizes.block_size)
         for number, blocks in enumerate((FIRST, SECOND)):
             assert self.store(blocks, number) == set()
@@ -82,8 +84,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture
 def worker(here: Node) -> Worker:
-    with here.client() as client:
-        client.clear()
     return Worker(here)
 
 
@@ -103,6 +103,11 @@ def test_a_store_is_waited_for_in_later_steps_too_until_it_is_over(worker: Worke
     assert worker.step([3]) == [0]
     worker.copier.ends[0].set()
     assert worker.step([3]) == []
+
+
+def test_a_model_with_states_waits_for_each_store_before_its_next_step(here: Node) -> None:
+    """Which clears blocks, and copies states, before it says which are whose."""
+    assert Worker(here, at_once=True).copier.fenced == [0, 1]
 
 
 def test_a_step_of_which_nobody_knows_whom_it_gives_blocks_waits_for_all_stores(worker: Worker) -> None:

@@ -3,6 +3,7 @@ KV cache manager, and real vLLM on the CPU, where a hit fills exactly what it ne
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -10,10 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from processes import eventually
-from vllm_cases import BLOCK, CHUNK, SCATTER, VIEWS, Node, Prompt, meddled, missing, new_tokens, node
-from vllm_models import write_model
+from vllm_cases import BLOCK, CHUNK, SCATTER, VIEWS, Answer, Node, Prompt, meddled, missing, new_tokens, node, stopped_at
+from vllm_models import TOKEN_BYTES, write_model, write_states
 from vllm_objects import vllm_config
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
@@ -28,7 +31,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from vcache_backend.config import EngineConfig
+from vcache_backend.config import EngineConfig, from_dict
 from vcache_backend.doctor import model
 from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.integration.vllm import compat, groups, model_spec
@@ -42,6 +45,11 @@ pytestmark = pytest.mark.timeout(300)
 def spec(window: int = 0, block_size: int = 16) -> Any:
     sizes = {"block_size": block_size, "num_kv_heads": 1, "head_size": 8 * 16 // block_size, "dtype": torch.float32}
     return SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
+
+
+def state(**changes: Any) -> Any:
+    """As vLLM has it where its prefix cache is on."""
+    return MambaSpec(**{"block_size": 16, "shapes": ((1, 2),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"} | changes)
 
 
 def caches(*specs: Any) -> KVCacheConfig:
@@ -140,13 +148,110 @@ def test_of_what_vllm_has_itself_nothing_is_wanted_and_what_chunks_lack_is_not_t
     assert [found.alive_from([[*range(1, 7), block, 8], rows[1]], 0, 0, 2) for block in (7, 0)] == [0, 2]
 
 
+def looked_at(found: groups.Groups, chunks: int) -> npt.NDArray[np.bool_]:
+    """Of each chunk's blocks those that hold a token which is looked at behind so many chunks."""
+    needed, stop = np.zeros((chunks, found.blocks), dtype=np.bool_), 0
+    for group, share in zip(found.groups, found.shares, strict=True):
+        each, end = found.size // group.block_size, chunks * found.size
+        stop += share.of(found.size)
+        skipped = max(0, end - group.window + 1) if group.window else 0
+        for position in range(skipped // group.block_size, end // group.block_size):
+            needed[position // each, stop - each + position % each] = True
+    return needed
+
+
+def test_a_hit_ends_where_all_is_there_that_vllm_looks_at_behind_it() -> None:
+    """By vLLM's own rule for the tokens that a window skips."""
+    choice, longest, cut = random.Random(7), 0, 0
+    for _ in range(CASES):
+        size, windows = choice.choice([32, 64]), [choice.randrange(2, 200) for _ in range(choice.randrange(1, 3))]
+        sizes = [choice.choice([16, 32]) for _ in windows]
+        found = groups.read(caches(spec(), *map(spec, windows, sizes)), size)
+        chunks = choice.randrange(0, 8)
+        right = np.random.default_rng(choice.randrange(1 << 30)).random((chunks, found.blocks)) < choice.choice([0.8, 0.95, 1.0])
+        ends = [end for end in range(chunks + 1) if right[:end][looked_at(found, end)].all()]
+        leading = next((chunk for chunk in range(chunks) if not right[chunk, : found.lead].all()), chunks)
+        assert found.reach(right) == (ends[-1], leading)
+        assert (found.needed(chunks) == looked_at(found, chunks)).all()
+        longest, cut = longest + (ends[-1] == chunks > 0), cut + (0 < ends[-1] < leading)
+    assert min(longest, cut) > CASES // 50
+
+
+class Running:
+    """A request in vLLM's own manager, and what vLLM's worker has in the blocks of its states."""
+
+    def __init__(self, name: str, length: int, choice: random.Random) -> None:
+        tokens = [choice.randrange(1000) for _ in range(length)]
+        hasher = get_request_block_hasher(16, sha256_cbor)
+        self.request = Request(name, tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        self.length, self.rows = length, [list[int](), list[int]()]
+
+
+def test_a_state_is_taken_when_the_step_is_over_that_ends_there() -> None:
+    """Not before, when its block holds something else, and not some steps later, when somebody else may have it: blocks are few."""
+    init_none_hash(sha256_cbor)
+    choice, config, earlier, later, seen, preempted = random.Random(9), caches(state(), spec()), 0, 0, 0, 0
+    config.num_blocks = 30
+    lengths = {"max_model_len": 1024, "max_in_flight_tokens": 1024}
+    manager = KVCacheManager(config, **lengths, enable_caching=True, scheduler_block_size=16, hash_block_size=16)
+    found, living, taken = groups.read(config, 16), list[Running](), list[tuple[int, Any]]()
+    holds: dict[int, Any] = {}
+    for number in range(4 * CASES):
+        if len(living) < 3:
+            living.append(Running(f"{number}", choice.randrange(20, 250), choice))
+        one = choice.choice(living)
+        before = one.request.num_computed_tokens
+        step = min(choice.choice([1, 16, 48]), one.length - before)
+        # As its scheduler cuts steps: one that begins within a block ends with it, at most.
+        reached = before + step if step == 1 or before + step == one.length else (before + step) // 16 * 16
+        reached = min(reached, -(-before // 16) * 16) if before % 16 else reached
+        manager.new_step_starts()
+        if reached <= before:
+            continue
+        if (added := manager.allocate_slots(one.request, reached - before)) is None:
+            # As if preempted: it begins anew.
+            manager.free(one.request)
+            one.request.num_computed_tokens, one.rows, preempted = 0, [[], []], preempted + 1
+            continue
+        one.rows = [row + new for row, new in zip(one.rows, added.get_block_ids(), strict=True)]
+        ended = found.ended(one.rows, reached, manager.take_boundary_state_offloads().get(one.request.request_id, ()))
+        assert (reached in ended) == (not reached % 16)
+        named = [(block, (one.request.request_id, tokens)) for tokens, blocks in ended.items() for block in blocks]
+        earlier += sum(holds.get(block) != what for block, what in named)
+        # As `preprocess_mamba` and the model's run leave it.
+        holds[one.rows[0][(reached - 1) // 16]] = (one.request.request_id, reached)
+        later += sum(holds[block] != what for block, what in taken[-10:])
+        assert all(holds[block] == what for block, what in named)
+        taken, seen = taken + named, seen + len(named)
+        one.request.num_computed_tokens = reached
+        if reached == one.length:
+            living.remove(one)
+            manager.free(one.request)
+    assert min(seen, earlier, later, preempted) > 100
+
+
+def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hit_ends() -> None:
+    found = groups.read(caches(state(), spec(), state(), state()), 32)
+    assert (found.blocks, found.parts, found.text.split()[0]) == (2, 2, "full/16")
+    rows = [[0, 0, 0, 5], [11, 12, 13, 14], [0, 0, 0, 6], [0, 0, 0, 7]]
+    assert found.wanted(rows, 0, 64) == [11, 12, 13, 14, 5, 6, 7, -1]
+    assert found.wanted(rows, 32, 64) == [13, 14, 5, 6, 7, -1]
+    for wrong in ([0, 0, 4, 5], [0, 0, 0, 0], [0, 0, 0]):
+        with pytest.raises(ValueError, match="other states than the one at token 64"):
+            found.wanted([wrong, *rows[1:]], 0, 64)
+    assert found.ended(rows, 64, []) == {64: [5, 6, 7]}
+    assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32), (3, 8, 32), (0, 9, 48)]) == {32: [3, 4, 8]}
+    assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32)]) == {}
+    other = groups.read(caches(spec(), state(dtypes=(torch.bfloat16,))), 32).text
+    assert other != groups.read(caches(spec(), state()), 32).text
+
+
 # ---- what is refused
 
 
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        ("MambaSpec", "keep a state"),
         ("ChunkedLocalAttentionSpec", "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"),
         ("UniformTypeKVCacheSpecs", "pages of several sizes"),
         ("CrossAttentionSpec", "an encoder's output"),
@@ -176,21 +281,50 @@ def test_a_pipeline_stage_without_layers_of_a_kind_has_blocks_split_as_all_are(l
         model_spec.describe_groups(found, {layer: torch.zeros(20, 2, 16, 1, 8)}, 7, 64, EngineConfig())
 
 
+def test_states_that_nobody_can_tell_the_tokens_of_are_refused_and_so_is_vllm_before_0_30(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for change, advice in (
+        ({"mamba_cache_mode": "none"}, "without --no-enable-prefix-caching"),
+        ({"num_speculative_blocks": 2}, "without --speculative-config"),
+    ):
+        with pytest.raises(LayoutError, match=advice):
+            groups.read(caches(state(**change), spec()), 64)
+    with pytest.raises(LayoutError, match="none keeps tokens"):
+        groups.read(caches(state()), 64)
+    config = vllm_config(use_v2_model_runner=False)
+    model = compat.read_model(config, caches(spec()), "named")
+    monkeypatch.setattr(compat, "hash_seed", lambda config: "0")
+    for results, asked, refused in (
+        (object, True, None),
+        (None, True, "take vLLM 0.30"),
+        (object, False, "set connector.states: true"),
+    ):
+        monkeypatch.setattr(compat, "_results", results)
+        settings = from_dict({"engine": {"chunk_size": 64}, "connector": {"states": asked}})
+        reason = compat.refusal(config, caches(state(), spec()), model, settings)
+        assert reason is refused is None or refused in str(reason)
+
+
+def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
+    found, room = groups.read(caches(state(), spec()), 64), torch.zeros(10, 2, 16, 1, 8)
+    flat = room.view(10, -1)
+    for there, fits in ((flat[:, :40], True), (flat[:, 8:40], False), (flat[:9], False), (torch.zeros(10, 256), False)):
+        held = {"layer 0": (there[:, :8], there[:, 8:]), "layer 1": room}
+        if fits:
+            assert model_spec.describe_groups(found, held, 10, 64, EngineConfig()).layers == 1
+        else:
+            with pytest.raises(LayoutError, match="the state of layer 0 does not lie in pages of 1024 B"):
+                model_spec.describe_groups(found, held, 10, 64, EngineConfig())
+
+
 def test_a_model_that_keeps_nothing_is_refused_and_served() -> None:
     assert not groups.several(caches())
     with pytest.raises(LayoutError, match="keeps nothing of its tokens"):
         groups.read(caches(), 64)
 
 
-def test_groups_that_are_not_vllms_prefix_cache_and_drafts_beside_others_are_refused() -> None:
-    config = caches(spec(33), spec())
-    config.kv_cache_groups[1].is_eagle_group = True
-    with pytest.raises(LayoutError, match="start vLLM without --speculative-config"):
-        groups.read(config, 64)
-    alone = caches(spec())
-    alone.kv_cache_groups[0].is_eagle_group = True
-    assert not groups.several(alone)
-    assert groups.read(alone, 64).text == "full/16"
+def test_groups_that_are_not_vllms_prefix_cache_are_refused() -> None:
     for flag, value in (("host_resident", True), ("enable_kv_transfer", False)):
         config = caches(spec(33), spec())
         setattr(config.kv_cache_groups[0], flag, value)
@@ -219,20 +353,19 @@ def test_a_chunk_that_is_not_made_of_whole_blocks_of_every_group_is_refused_with
 
 
 def test_states_beside_any_connector_end_vllm_0_26_which_would_give_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = MambaSpec(block_size=16, shapes=((1, 2),), dtypes=(torch.float32,))
     config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
-    compat.check_states(config, caches(state, spec()))
+    compat.check_states(config, caches(state(), spec()))
     monkeypatch.setattr(vllm, "__version__", "0.26.0+cpu")
-    for wrong in (caches(state, spec()), caches(state, state)):
+    for wrong in (caches(state(), spec()), caches(state(), state())):
         with pytest.raises(ConfigError, match="--no-enable-prefix-caching, or take vLLM 0.27"):
             compat.check_states(config, wrong)
-    for fine in (caches(spec(33), spec()), caches(state)):
+    for fine in (caches(spec(33), spec()), caches(state())):
         compat.check_states(config, fine)
     config.cache_config.enable_prefix_caching = False
-    compat.check_states(config, caches(state, spec()))
+    compat.check_states(config, caches(state(), spec()))
     monkeypatch.setattr(vllm, "__version__", "0.27.1")
     config.cache_config.enable_prefix_caching = True
-    compat.check_states(config, caches(state, spec()))
+    compat.check_states(config, caches(state(), spec()))
 
 
 # ---- real vLLM
@@ -245,36 +378,60 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 class Pair:
-    """Two instances of one model: `a` loads in the step where it can, `b` between steps."""
+    """Two instances of one model: `a` loads in the step where it can, `b` between steps. In place `a` has few blocks."""
 
-    def __init__(self, here: Node, layers: str, window: int) -> None:
-        self.model = model = str(write_model(here.folder / f"{layers}{window}", layers, window))
-        self.a = here.connect(f"{layers}-a", model=model)
-        self.b = here.connect(f"{layers}-b", {"connector": {"sync_below_tokens": 0}}, model=model)
+    def __init__(self, here: Node, layers: str, window: int, in_place: bool) -> None:
+        folder, states = here.folder / f"{layers}{window}", layers == STATES
+        if not folder.exists():
+            _ = write_states(folder) if states else write_model(folder, layers, window)
+        self.model = model = str(folder)
+        share: dict[str, Any] = {"share": "in_place", "min_hit_tokens": CHUNK} if in_place else {}
+        few: dict[str, Any] = {"kv_cache_memory_bytes": 45 * BLOCK * TOKEN_BYTES} if in_place else {}
+        if states:
+            # Hits end with vLLM's blocks, and states are where steps end.
+            few, share = {"block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK}, {"states": True}
+        name = f"{layers}{window}{'-in-place' * in_place}"
+        # What vLLM's own cache keeps of each step, to compare with.
+        kept = {"prefix_cache_retention_interval": CHUNK} if states else {}
+        self.a = here.connect(f"{name}-a", {"connector": share}, model=model, **few, **kept)
+        self.b = here.connect(f"{name}-b", {"connector": share | {"sync_below_tokens": 0}}, model=model, **few if states else {})
         full = layers.count("f")
         self.tables = len(layers) // (min(full, len(layers) - full) or len(layers))
         self.full, self.window = self.tables * full // len(layers), window
+        self.block, self.states = CHUNK if states else BLOCK, 2 if states else 0
+        if in_place:
+            # What is told before the server knows an instance it is told again a second later.
+            tokens = new_tokens(CHUNK + 5)
+            self.a.one(tokens)
+            eventually(lambda: self.b.again(tokens).cached == CHUNK)
 
     def needed(self) -> int:
         """Blocks that a hit of `HIT` tokens fills: of full attention all, of the others those of their windows."""
-        window = HIT // BLOCK - (HIT - self.window + 1) // BLOCK
-        return self.full * (HIT // BLOCK) + (self.tables - self.full) * window
+        window = 1 if self.states else HIT // BLOCK - (HIT - self.window + 1) // BLOCK
+        return self.full * (HIT // self.block) + (self.tables - self.full) * window
+
+    def kept(self, here: Node, before: int) -> None:
+        """Wait until a prompt of `HIT` tokens or some more is in the pool, with the states that its two steps have left."""
+        here.stored(before + HIT // CHUNK + self.states)
 
 
 @pytest.fixture(scope="module")
-def pairs(here: Node) -> Callable[[str, int], Pair]:
-    made: dict[str, Pair] = {}
-    return lambda layers, window: made.setdefault(layers, Pair(here, layers, window)) if layers not in made else made[layers]
+def pairs(here: Node) -> Callable[..., Pair]:
+    return functools.cache(lambda layers, window, in_place=False: Pair(here, layers, window, in_place))
+
+
+STATES = "cfcf"
+"""Layers of the model with states."""
 
 
 @HERE
-@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), ("sssf", BLOCK + 1), ("ssss", 100)])
+@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), ("sssf", BLOCK + 1), ("ssss", 100), (STATES, 0)])
 def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
-    here: Node, pairs: Callable[[str, int], Pair], layers: str, window: int
+    here: Node, pairs: Callable[..., Pair], layers: str, window: int
 ) -> None:
     pair, tokens = pairs(layers, window), new_tokens(1000)
     before, cold = here.stats().chunks, pair.a.one(tokens)
-    here.stored(before + HIT // CHUNK)
+    pair.kept(here, before)
     own = pair.a.one(tokens[: HIT + 5])
     assert (cold.cached, own.cached) == (0, HIT)
     doctor = model.chunk_bytes(model.read(here.folder / f"{layers}{window}"), CHUNK)
@@ -293,9 +450,7 @@ def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
 
 
 @HERE
-def test_bytes_just_inside_of_a_window_matter_and_those_just_outside_are_not_read(
-    here: Node, pairs: Callable[[str, int], Pair]
-) -> None:
+def test_bytes_just_inside_of_a_window_matter_and_those_just_outside_are_not_read(here: Node, pairs: Callable[..., Pair]) -> None:
     a, tokens = pairs("sfsf", 64).a, new_tokens(HIT + 5)
     before, _ = here.stats().chunks, a.one(tokens)
     here.stored(before + HIT // CHUNK)
@@ -313,10 +468,43 @@ def test_bytes_just_inside_of_a_window_matter_and_those_just_outside_are_not_rea
 
 
 @HERE
-def test_a_request_whose_load_fails_is_computed_from_its_start(here: Node, pairs: Callable[[str, int], Pair]) -> None:
-    pair, tokens = pairs("sfsf", 64), new_tokens(HIT + 5)
+def test_a_state_matters_and_a_hit_ends_where_one_is(here: Node, pairs: Callable[..., Pair]) -> None:
+    pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     before, cold = here.stats().chunks, pair.a.one(tokens)
-    here.stored(before + HIT // CHUNK)
+    pair.kept(here, before)
+    own = pair.a.one(tokens)
+    # Twice is as if never. The state comes behind the chunks.
+    for equal in (False, True):
+        with meddled(pair.b, VIEWS, "negate", (HIT // CHUNK, 0), times=1):
+            answer = pair.b.again(tokens)
+        assert (answer.cached, answer.said == own.said) == (HIT, equal)
+    # No longer, or vLLM's own step would end where it has seen two prompts part.
+    other = tokens[: 8 * CHUNK + 5] + new_tokens(280)
+    found, own = pair.b.again(other, params={"vcache": {"store": False}}), pair.a.one(other)
+    assert (found.cached, own.cached) == (8 * CHUNK, 8 * CHUNK), "where the first of the two steps ended"
+    assert found.said == own.said
+    assert cold.differs(own)
+
+
+@HERE
+def test_a_second_turn_finds_the_state_in_the_middle_of_the_answer_before(here: Node, pairs: Callable[..., Pair]) -> None:
+    pair, tokens, before = pairs(STATES, 0), new_tokens(3 * CHUNK + 8), here.stats().chunks
+    said = pair.a.one(tokens, max_tokens=CHUNK + 8).tokens
+    here.stored(before + 4 + 2)
+    turn = tokens + said + new_tokens(30)
+    found, own = pair.b.again(turn), pair.a.one(turn)
+    assert (found.cached, own.cached) == (4 * CHUNK, 4 * CHUNK)
+    assert found.said == own.said
+
+
+@HERE
+@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), (STATES, 0)])
+def test_a_request_whose_load_fails_is_computed_from_its_start(
+    here: Node, pairs: Callable[..., Pair], layers: str, window: int
+) -> None:
+    pair, tokens = pairs(layers, window), new_tokens(HIT + 5)
+    before, cold = here.stats().chunks, pair.a.one(tokens)
+    pair.kept(here, before)
     with meddled(pair.b, SCATTER, "raise", times=1):
         failed = pair.b.again(tokens)
     assert failed.cached == 0
@@ -325,24 +513,24 @@ def test_a_request_whose_load_fails_is_computed_from_its_start(here: Node, pairs
 
 
 @HERE
+@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), (STATES, 0)])
 def test_chunks_that_are_announced_are_waited_for_and_what_is_for_one_reader_goes_with_it(
-    here: Node, pairs: Callable[[str, int], Pair]
+    here: Node, pairs: Callable[..., Pair], layers: str, window: int
 ) -> None:
-    pair, tokens, before = pairs("sfsf", 64), new_tokens(HIT + 5), here.stats().chunks
+    pair, tokens, before = pairs(layers, window), new_tokens(HIT + 5), here.stats().chunks
     asked = {"vcache": {"announced": True, "wait_seconds": 60, "consume_once": True, "store": False}}
     pair.b.tell("run", [Prompt(tokens, params=asked)], False)
     cold = pair.a.one(tokens)
     (answer,) = pair.b.answer()
     assert (cold.cached, answer.cached) == (0, HIT)
     assert answer.agrees(cold)
-    eventually(lambda: here.stats().chunks == before)
+    # The state that nobody needed stays.
+    eventually(lambda: here.stats().chunks == before + bool(pair.states))
     assert pair.b.again(tokens).cached == 0
 
 
 @HERE
-def test_chunks_that_do_not_fit_their_checksums_are_computed_with_all_before_them(
-    here: Node, pairs: Callable[[str, int], Pair]
-) -> None:
+def test_chunks_that_do_not_fit_their_checksums_are_computed_with_all_before_them(here: Node, pairs: Callable[..., Pair]) -> None:
     model = pairs("sfsf", 64).model
     sums, tokens = here.connect("sums", {"engine": {"checksum": True}}, model=model), new_tokens(HIT + 5)
     before, cold = here.stats().chunks, sums.one(tokens)
@@ -356,3 +544,106 @@ def test_chunks_that_do_not_fit_their_checksums_are_computed_with_all_before_the
     assert (cold.cached, own.cached, hit.cached, wrong.cached) == (0, HIT, HIT, 0)
     assert hit.said == own.said
     assert wrong.agrees(cold)
+
+
+# ---- in place
+
+
+VERDICT = "vcache_backend.transfer.resident:_ResidentPiece.settle"
+WIDE = "sfsf", 100
+"""Its window is wider than a chunk, and ends within a block."""
+
+
+@HERE
+@pytest.mark.parametrize("length", [HIT + 5, 1000], ids=["vLLM keeps the window", "vLLM would give it away first"])
+def test_a_hit_in_place_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
+    pairs: Callable[..., Pair], length: int
+) -> None:
+    pair, tokens = pairs(*WIDE, in_place=True), new_tokens(length)
+    cold = pair.a.one(tokens)
+    # The head of the queue, in which what vLLM would give away lay.
+    pair.a.one(new_tokens(5 * BLOCK))
+    assert pair.a.ask("told")
+    assert cold.cached == 0
+    pair.b.ask("poison")
+    hit = pair.b.one(tokens[: HIT + 5])
+    assert pair.b.ask("written") == pair.needed() + pair.tables
+    again = pair.b.one(tokens[: HIT + 5])
+    assert (hit.cached, again.cached) == (HIT, HIT)
+    assert hit.said == again.said
+    assert pair.b.again(tokens).agrees(cold)
+
+
+@HERE
+def test_bytes_in_place_just_inside_of_a_window_matter_and_those_just_outside_are_not_read(pairs: Callable[..., Pair]) -> None:
+    pair, tokens = pairs(*WIDE, in_place=True), new_tokens(HIT + 5)
+    assert pair.a.one(tokens).cached == 0
+    assert pair.a.ask("told")
+    own = pair.b.again(tokens)
+    assert own.cached == HIT
+    windowed, first = 1, HIT // BLOCK - pair.needed() + HIT // BLOCK
+    for block, equal in ((first, False), (first - 1, True), (HIT // BLOCK - 1, False)):
+        chunk, at = divmod(block, CHUNK // BLOCK)
+        # Twice is as if never.
+        for signs in (equal, True):
+            assert pair.a.ask("negate", chunk - HIT // CHUNK, windowed, at), "it still holds what was published"
+            answer = pair.b.again(tokens)
+            assert (answer.cached, answer.said == own.said) == (HIT, signs), block
+
+
+def passed(pair: Pair) -> tuple[list[int], Answer]:
+    """A prompt of `a`, whose answer was so long that the window at the prompt's end leaves before all else; and its answer."""
+    tokens = new_tokens(14 * CHUNK + 5)
+    pair.b.forget()
+    cold = pair.b.one(tokens, fresh=True)
+    pair.a.forget()
+    pair.a.one(tokens, max_tokens=120, fresh=True)
+    assert pair.a.ask("told")
+    return tokens, cold
+
+
+def use_again(pair: Pair) -> None:
+    pair.a.one(new_tokens(28 * BLOCK - 10))
+
+
+@HERE
+def test_a_window_in_place_that_its_owner_has_used_again_is_not_loaded(pairs: Callable[..., Pair]) -> None:
+    """What looks at all tokens is still there."""
+    pair = pairs(*WIDE, in_place=True)
+    tokens, cold = passed(pair)
+    before = pair.b.again(tokens)
+    use_again(pair)
+    after = pair.b.again(tokens)
+    assert (before.cached, after.cached) == (14 * CHUNK, 0)
+    assert before.agrees(cold)
+    assert after.agrees(cold)
+
+
+@HERE
+def test_a_window_that_its_owner_uses_again_while_it_is_read_is_computed_with_all_before_it(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(*WIDE, in_place=True)
+    tokens, cold = passed(pair)
+    pair.b.forget()
+    changed = pair.b.counter("vllm:vcache_failures", cause="changed")
+    with stopped_at(pair.b, VERDICT) as place:
+        (answer,) = place.while_there(lambda: use_again(pair), Prompt(tokens))
+    assert pair.b.counter("vllm:vcache_failures", cause="changed") == changed + 1
+    assert answer.cached == 0
+    assert answer.agrees(cold)
+
+
+@HERE
+def test_what_many_prompts_begin_with_is_found_in_place_once_two_have_computed_it(pairs: Callable[..., Pair]) -> None:
+    """Its first owner has given the window there away, as vLLM does in the middle of a prompt."""
+    pair, head = pairs(*WIDE, in_place=True), new_tokens(6 * CHUNK)
+    first, second, third = (head + new_tokens(5 * CHUNK) for _ in range(3))
+    assert pair.a.one(first).cached == 0
+    pair.a.one(new_tokens(28 * BLOCK))
+    assert pair.a.ask("told")
+    assert pair.b.again(second).cached == 0
+    # The head of the queue, in which what vLLM would give away lay.
+    pair.b.one(new_tokens(28 * BLOCK))
+    assert pair.b.ask("told")
+    hit = pair.a.again(third)
+    assert hit.cached == 6 * CHUNK
+    assert hit.agrees(pair.b.one(third, fresh=True))

@@ -97,7 +97,7 @@ def test_a_hit_is_loaded_in_the_step_where_the_worker_has_mapped_its_owner_and_n
 
     request = reader.add(tokens)
     assert reader.half.matched(request, 0) == (CHUNK, True), "the worker would have to map it"
-    reader.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(mapped=frozenset({told.instance}))))
+    reader.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(mapped={0: frozenset({told.instance})})))
     assert reader.half.matched(request, 0) == (CHUNK, False)
     assert pinned() == EACH
     reader.half.begin(SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0))
@@ -106,7 +106,7 @@ def test_a_hit_is_loaded_in_the_step_where_the_worker_has_mapped_its_owner_and_n
     assert [load.pinned for load in meta.loads] == [True]
     assert reader.numbers(request, meta) == [0]
     assert pinned() == EACH
-    reader.step(kv_connector_worker_meta=WorkerReport(read={request.request_id}))
+    reader.step(kv_connector_worker_meta=WorkerReport(read={load.number for load in meta.loads}))
     assert pinned() == 0
     reader.finish(request)
 
@@ -159,6 +159,29 @@ def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_o
     assert (local(own) == 2 * CHUNK, local(both) == 4 * CHUNK) == (keeps_own, keeps_copy)
 
 
+@pytest.mark.parametrize("windows", [(), (BLOCK + 8,)], ids=["one table", "with windows"])
+def test_what_two_requests_have_loaded_is_found_as_long_as_one_of_them_has_it(
+    shared: Callable[..., Engine], windows: tuple[int, ...]
+) -> None:
+    """The server knows one place of each chunk in an instance, the one told last; vLLM's own cache finds the other one."""
+    owner, reader = (shared(windows=windows, blocks=BLOCKS * (1 + len(windows))) for _ in range(2))
+    tokens = new_tokens(3 * CHUNK + 5)
+    computed(owner, tokens)
+    both = [reader.add(tokens) for _ in range(2)]
+    assert [len(load.keys) for load in reader.step().loads] == [3, 3]
+    reader.step(finished_recving={one.request_id for one in both})
+    meta = reader.step()
+    assert [reader.numbers(one, meta) for one in both] == [[0, 1, 2]] * 2
+    gone = [block for one in reader.published(both[1], meta) for block in one.blocks]
+    for request in both:
+        reader.finish(request)
+    reader.half.prefix_cache.evict_blocks(set(gone))
+    last = reader.add(tokens)
+    reader.step()
+    assert reader.hit(last) == 3 * CHUNK
+    assert reader.numbers(last) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("right", [0, 1], ids=["nothing held", "the first chunk held"])
 def test_of_a_load_that_failed_nothing_is_published_before_it_is_computed(shared: Callable[[], Engine], right: int) -> None:
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
@@ -176,6 +199,21 @@ def test_of_a_load_that_failed_nothing_is_published_before_it_is_computed(shared
     assert request.num_computed_tokens >= 3 * CHUNK
     assert reader.numbers(request) == [0, 1, 2]
     assert reader.right(reader.published(request))
+
+
+def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(shared: Callable[[], Engine]) -> None:
+    """Another has computed it here meanwhile."""
+    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    computed(owner, tokens)
+    request = reader.add(tokens)
+    (load,) = reader.step().loads
+    other = reader.add(tokens, load=False)
+    published = reader.published(other, reader.step())
+    failed = WorkerReport(failed={request.request_id})
+    reader.step(finished_recving={request.request_id}, invalid_block_ids=set(load.wanted), kv_connector_worker_meta=failed)
+    reader.finish(request)
+    assert reader.right(published)
+    assert [one.number for one in published] == [0, 1, 2]
 
 
 def test_what_was_loaded_before_a_reset_is_not_published_after_it(shared: Callable[[], Engine]) -> None:

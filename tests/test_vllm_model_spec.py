@@ -117,10 +117,12 @@ CHANGED: dict[str, Any] = {
     "extra": {"weights": "dummy"},
 }
 UNCHANGED: dict[str, Any] = {
-    "lora_enabled": True,
     "prompt_embeds": True,
     "dynamic_kv_scales": True,
     "sleep_mode": True,
+    "unnamed_inputs": True,
+    "new_weights": True,
+    "named": True,
     "gpu_memory_utilization": 0.5,
     "recomputes": True,
 }
@@ -194,7 +196,16 @@ class Quantization:
         {"model_config__quantization_config": Quantization(ignore={"lm_head"})},
         {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
         {"load_config__load_format": "dummy"},
+        {"load_config": SimpleNamespace(load_format="tensorizer", model_loader_extra_config={"tensorizer_uri": "s3://tuned"})},
+        {"model_config__multimodal_config": SimpleNamespace(mm_processor_cache_gb=4, mm_processor_kwargs={"max_pixels": 784})},
+        {
+            "model_config__multimodal_config": SimpleNamespace(
+                mm_processor_cache_gb=4, media_io_kwargs={"image": {"image_mode": "L"}}
+            )
+        },
         {"speculative_config": SimpleNamespace(method="eagle", draft_model_config=None)},
+        {"lora_config": SimpleNamespace(target_modules=["o_proj"])},
+        {"lora_config": SimpleNamespace(enable_tower_connector_lora=True)},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -202,6 +213,18 @@ def test_what_has_no_field_of_its_own_is_read_too(changes: dict[str, Any]) -> No
     found = model_spec.read_model(vllm_config(**changes)).extra
     assert found != MODEL.extra
     assert found != model_spec.read_model(vllm_config(model_config__quantization_config=Quantization(ignore=set()))).extra
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"rope_parameters": {"rope_type": "longrope"}}, {"model_type": "llama4"}, {}],
+    ids=["LongRoPE", "Llama 4", "any other"],
+)
+def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_for_it(model: dict[str, Any]) -> None:
+    """On real vLLM a hit on an instance with another `max_model_len` was wrong tokens with LongRoPE."""
+    sections = {name: HFConfig(**model) for name in ("model_config__hf_config", "model_config__hf_text_config")}
+    short, long = (model_spec.read_model(vllm_config(**sections, model_config__max_model_len=most)) for most in (4096, 65_536))
+    assert (namespace(short, [SHARD]) == namespace(long, [SHARD])) == (not model)
 
 
 # ---- reasons not to cache
@@ -217,6 +240,9 @@ def test_a_usual_instance_is_not_refused() -> None:
         ({"sleep_mode": True}, "start vLLM without --enable-sleep-mode"),
         ({"context_parallel": 2}, "set both context parallel sizes to 1"),
         ({"dynamic_kv_scales": True}, "start vLLM without --calculate-kv-scales"),
+        ({"unnamed_inputs": True}, "start vLLM without --mm-processor-cache-gb 0"),
+        ({"new_weights": True}, "set connector.model to one name"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "set --kv-cache-dtype fp8 or auto"),
         ({"prompt_embeds": True}, "start vLLM without --enable-prompt-embeds"),
         ({"block_size": 6}, "chunk_size 16 is no multiple of the KV block size 6: set engine.chunk_size: 18"),
         ({"block_size": 32}, "set engine.chunk_size: 32"),
@@ -263,7 +289,7 @@ def real(served: object, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 def test_real_vllm_is_read_alike_in_two_processes_with_other_hash_seeds(tmp_path: Path) -> None:
     """One of them is forked from one with vLLM and seed 0."""

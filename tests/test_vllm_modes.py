@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from processes import eventually
-from vllm_cases import CHUNK, TOKEN_BYTES, Instance, Node, missing, new_tokens, node
+from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Instance, Node, missing, new_tokens, node
+from vllm_models import IMAGE, write_eagle, write_model, write_states, write_vision_model
 
 from vcache_backend.config import from_dict
 from vcache_backend.doctor import diagnose
@@ -82,9 +83,10 @@ def test_who_shares_with_whom(here: Node, a: Instance, start: Start) -> None:
     assert [mismatch.field for mismatch in here.stats().mismatches] == ["extra.hash_root"]
 
 
-def test_another_model_is_another_world(here: Node, a: Instance, start: Start) -> None:
+@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"kv_cache_dtype": "fp8"}], ids=["dtype", "fp8"])
+def test_another_model_is_another_world(here: Node, a: Instance, start: Start, change: dict[str, str]) -> None:
     """Which fields make one, test_vllm_model_spec says."""
-    tokens, b = new_tokens(LENGTH + 1), start(dtype="float32")
+    tokens, b = new_tokens(LENGTH + 1), start(**change)
     here.keep(a, tokens)
     computed = here.keep(b, tokens)
     assert b.again(tokens).said == b.one(tokens).said
@@ -126,7 +128,7 @@ def test_a_consumer_loads_and_stores_nothing(here: Node, a: Instance, start: Sta
 def test_a_reset_before_the_first_request_is_over_soon(start: Start) -> None:
     """The first step runs no model, and older releases do not ask it to save anything."""
     b = start(transfer={"kv_connector_module_path": "vllm_variants", "kv_connector": "Sparing"})
-    b.ask("reset")
+    assert b.ask("reset")
     tokens = new_tokens(LENGTH + 1)
     assert b.one(tokens).cached == 0
     assert eventually(lambda: b.again(tokens).cached == LENGTH)
@@ -151,6 +153,59 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(here: Node, 
     assert guessed > b.counter("vllm:spec_decode_num_accepted_tokens") > 0
 
 
+@pytest.mark.parametrize(
+    ("method", "kinds", "layers", "share"),
+    [
+        ("draft_model", "", 8, "pool"),
+        ("draft_model", "", 8, "in_place"),
+        ("eagle", "", 5, "pool"),
+        ("eagle", "sfsf", 6, "in_place"),
+    ],
+)
+def test_the_kv_of_a_draft_comes_with_its_targets(
+    here: Node, start: Start, method: str, kinds: str, layers: int, share: str
+) -> None:
+    """Otherwise its guesses after a hit would be worthless: the draft is the model itself, and nearly always right; or a head, which never
+    is. Where some layers look at a window, it lies in the others' table, and theirs is padded to its length."""
+    folder = here.folder / f"{method}{kinds}{share}"
+    model = write_model(folder / "target", kinds, window=64)
+    draft = model if method == "draft_model" else write_eagle(folder / "head")
+    guesses = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
+    b = start({"connector": {"share": share}}, model=str(model), speculative_config=guesses)
+    reader = b if share == "pool" else start({"connector": {"share": share}}, model=str(model), speculative_config=guesses)
+    tokens = new_tokens(LENGTH + 1)
+    computed = here.keep(b, tokens, max_tokens=24)
+    said = [line for line in b.log.splitlines() if "B a chunk" in line][-1]
+    assert f" {layers * TOKEN_BYTES // 4 * CHUNK:,} B a chunk" in said
+    reader.forget()
+    reader.ask("poison")
+    before = [reader.counter(f"vllm:spec_decode_num_{what}_tokens") for what in ("draft", "accepted")]
+    hit = reader.one(tokens, max_tokens=24)
+    assert hit.cached == LENGTH
+    assert hit.agrees(computed)
+    assert kinds or reader.ask("written", True) == reader.ask("written") > LENGTH // BLOCK
+    after = [reader.counter(f"vllm:spec_decode_num_{what}_tokens") for what in ("draft", "accepted")]
+    guessed, right = (now - then for now, then in zip(after, before, strict=True))
+    assert (right > 0.6 * guessed > 0) == (method == "draft_model")
+
+
+def test_an_image_is_a_part_of_the_prefix_by_what_it_shows(here: Node, start: Start) -> None:
+    eyes = {"model": str(write_vision_model(here.folder / "eyes")), "skip_tokenizer_init": False}
+    tokens = [*new_tokens(3), IMAGE, *new_tokens(LENGTH - 9)]
+    b, reader = start(**eyes), start(**eyes)
+    chunks = here.stats().chunks
+    one, two = b.one(tokens, image=1), b.one(tokens, image=2)
+    here.stored(chunks + 2 * LENGTH // CHUNK)
+    assert one.said != two.said
+    for image in (1, 2):
+        found, own = reader.one(tokens, image=image), b.one(tokens, image=image)
+        assert (found.cached, own.cached) == (LENGTH, LENGTH)
+        assert found.said == own.said
+    assert reader.one(tokens, image=3).cached == 0
+    # Each process would count them from one, so that another's first image would be found.
+    caches_nothing(here, start(**eyes, enable_prefix_caching=False, mm_processor_cache_gb=0), "each instance counts images")
+
+
 def test_the_doctor_knows_beforehand_what_a_worker_says_of_a_chunk(here: Node, a: Instance) -> None:
     found = diagnose(from_dict({"engine": {"chunk_size": CHUNK}}), str(here.model))
     assert a.untouched
@@ -162,9 +217,45 @@ def test_the_doctor_knows_beforehand_what_a_worker_says_of_a_chunk(here: Node, a
 # ---- refused
 
 
+def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(here: Node, a: Instance, start: Start) -> None:
+    """vLLM's pause for new ones forgets what was computed with the old ones; it may come before the first request."""
+    change = {"backend": "ipc"}
+    caches_nothing(here, start(weight_transfer_config=change), "set connector.model to one name")
+    b, tokens = start({"connector": {"model": "policy"}}, weight_transfer_config=change), new_tokens(LENGTH + 1)
+    b.ask("pause")
+    here.keep(b, tokens)
+    assert b.again(tokens).cached == LENGTH
+    b.ask("pause")
+    assert b.one(tokens).cached == 0
+
+
+def test_a_model_with_states_is_served_in_place_as_without_us_and_the_doctor_knows(here: Node, start: Start) -> None:
+    model, tokens, in_place = (
+        write_states(here.folder / "states"),
+        new_tokens(LENGTH + 1),
+        {"connector": {"share": "in_place", "states": True}},
+    )
+    b = start(in_place, model=str(model))
+    caches_nothing(here, b, "Mamba's blocks are rewritten without being allocated anew")
+    assert [b.one(tokens).cached, b.one(tokens).cached] == [0, LENGTH], "vLLM's own prefix cache"
+    (found,) = diagnose(from_dict(in_place), str(model))
+    assert found.status == "fail"
+    assert "copies states from block to block without allocating them" in found.detail
+
+
 def test_a_hash_that_differs_between_processes_is_refused(here: Node, start: Start) -> None:
     b = start(prefix_caching_hash_algo="xxhash")
     caches_nothing(here, b, "PYTHONHASHSEED is not set, so that each process may hash the same tokens differently")
+
+
+def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_why_it_caches_nothing(
+    here: Node, start: Start
+) -> None:
+    """It lends no memory to a pool that vLLM was not told to leave: memory files may be no larger than half of its KV cache."""
+    extra = here.transfer()["kv_connector_extra_config"]
+    del extra["pool"]
+    b = start(transfer={"kv_connector_extra_config": extra}, file_bytes=2048 * TOKEN_BYTES)
+    caches_nothing(here, b, "File too large); or set connector.share: pool. vLLM serves all the same")
 
 
 def test_settings_that_do_not_exist_end_vllm(here: Node, start: Start) -> None:

@@ -11,8 +11,8 @@ from contextlib import closing
 from importlib import import_module
 
 import pytest
-from mooncake_cases import MIB, Depot, Raw, free_ports, needs_mooncake, own_depot
-from processes import PATIENT, eventually
+from mooncake_cases import MIB, Depot, Raw, needs_mooncake, own_depot
+from processes import PATIENT, eventually, free_ports
 from vllm_cases import (
     BLOCK,
     CHUNK,

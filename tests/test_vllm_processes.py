@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,19 +13,36 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from mooncake_cases import free_ports
-from processes import PATIENT, ROOT, containers, eventually
+from processes import PATIENT, ROOT, containers, eventually, free_ports
+from test_documents import COMMANDS, commands
 from test_start_server import end_servers
-from vllm_cases import ANSWER_SECONDS, BLOCK, CHUNK, START_SECONDS, TOKEN_BYTES, Instance, Node, missing, new_tokens, node, serve
+from vllm_cases import (
+    ANSWER_SECONDS,
+    BLOCK,
+    CHUNK,
+    FOREVER,
+    SCATTER,
+    START_SECONDS,
+    TOKEN_BYTES,
+    Answer,
+    Instance,
+    Node,
+    beside_vllm,
+    missing,
+    new_tokens,
+    node,
+    serve,
+)
 
 from vcache_backend.metadata_server.client import Client
 
 WHY_NOT = missing(())
 NO_SERVER = missing(("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards"))
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "vLLM is here"), pytest.mark.timeout(300)]
-APART: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-"""The engine in a process of its own."""
+APART: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""The engine in a process of its own; its workers run what a test gives them."""
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "worker_cls": "vllm_variants.Stage"}
 LENGTH = 4 * CHUNK
 PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm.md"]
 
@@ -38,16 +56,46 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 # ---- tensor parallel ranks
 
 
+SYNCHRONOUS = "vcache_backend.transfer.load:Load.hold"
+"""A place where only loads come by that are part of a step."""
+
+
+@contextmanager
+def at_rank(instance: Instance, rank: int, place: str, action: str = "count", times: int = FOREVER) -> Iterator[list[int]]:
+    """As `meddled`, in the process of one rank; then how often each rank came by."""
+    instance.ask("meddle_at", rank, place, action, times)
+    calls: list[int] = []
+    yield calls
+    calls += instance.ask("leave_ranks_alone")
+
+
+def lost_by_one(reader: Instance, tokens: list[int]) -> tuple[Answer, Answer]:
+    """What is answered where only one rank's copy fails, and what is right."""
+    right = reader.one(tokens, fresh=True, params={"vcache": {"load": False, "store": False}})
+    reader.forget()
+    with at_rank(reader, 1, f"{SCATTER},pull", "raise", times=1) as copies:
+        lost = reader.one(tokens)
+    assert copies == [1, 1], "each rank launched one copy, and one of them failed"
+    eventually(lambda: reader.counter("vllm:vcache_failures", cause="copy") == 1)
+    return lost, right
+
+
 @pytest.mark.parametrize(
-    "integration", ["vllm", pytest.param("lmcache", marks=pytest.mark.skipif(bool(missing()), reason="no LMCache"))]
+    "which", ["ranks", "stages", pytest.param("lmcache", marks=pytest.mark.skipif(bool(missing()), reason="no LMCache"))]
 )
-def test_each_rank_stores_and_loads_its_part(here: Node, integration: str) -> None:
-    """And one look-up answers for all."""
-    with (here.connect if integration == "vllm" else here.start)(f"{integration}-ranks", environment=APART, **RANKS) as ranks:
+def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
+    """And one look-up answers for all; of tensor parallel ranks one lease, under which both read in the step that runs the request."""
+    with (here.start if which == "lmcache" else here.connect)(
+        which, environment=APART, **(STAGES if which == "stages" else RANKS)
+    ) as ranks:
         tokens, known = new_tokens(LENGTH + 17), set(here.chunk_keys())
         computed = ranks.one(tokens)
         here.stored(len(known) + 2 * 4)
-        own, from_pool = ranks.one(tokens), ranks.again(tokens)
+        own, leases = ranks.one(tokens), here.asked("Acquire")
+        with at_rank(ranks, 0, SYNCHRONOUS) as synchronous:
+            from_pool = ranks.again(tokens)
+        how = {"ranks": ([1, 1], 1), "stages": ([0, 0], 2)}
+        assert which not in how or (synchronous, here.asked("Acquire") - leases) == how[which]
         assert (computed.cached, own.cached, from_pool.cached) == (0, LENGTH, LENGTH)
         assert own.said == from_pool.said
         assert own.agrees(computed)
@@ -61,6 +109,19 @@ def test_each_rank_stores_and_loads_its_part(here: Node, integration: str) -> No
         assert without.agrees(computed)
         # Which of the four it was, the journal does not say.
         assert without.cached in (0, CHUNK, 2 * CHUNK, 3 * CHUNK)
+        if which == "ranks":
+            longer, before = tokens + new_tokens(3 * CHUNK), ranks.one(new_tokens(BLOCK)) and here.stats().chunks
+            lost, right = lost_by_one(ranks, longer)
+            assert lost.agrees(right)
+            # Also what was lacking before.
+            here.stored(before + 2 * 3 + 1)
+            after = ranks.again(longer)
+            assert after.cached == LENGTH + 3 * CHUNK
+            assert after.agrees(right), "what a rank computed from what the other one lacked is in the pool"
+            # As a prefill server is asked: there is no later step to store it.
+            before = here.stats().chunks
+            assert ranks.again(longer + new_tokens(2 * CHUNK), max_tokens=1).cached == LENGTH + 3 * CHUNK
+            here.stored(before + 2 * 2)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +137,8 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(tmp_path: Path, 
     """In place: a chunk is found once both ranks have published the same of it. From its container the server sees nobody's pid."""
     settings = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}, "pool": {"segment_bytes": 0}}
     with node(tmp_path, isolated=isolated) as here:
-        owner, reader = (here.connect(name, settings, environment=APART, **RANKS) for name in ("owner", "reader"))
+        owner = here.connect("owner", settings, environment=APART, **RANKS)
+        reader = here.connect("reader", settings, environment=APART, otlp_traces_endpoint="http://127.0.0.1:4317", **RANKS)
         tokens = new_tokens(LENGTH + 17)
         computed = owner.one(tokens)
         eventually(lambda: [one.resident for one in here.stats().instances] == [4])
@@ -85,6 +147,29 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(tmp_path: Path, 
         assert (hit.cached, own.cached) == (LENGTH, LENGTH)
         assert hit.said == own.said
         assert hit.agrees(computed)
+        # By now both have mapped it, and read in the step.
+        with at_rank(reader, 0, SYNCHRONOUS) as synchronous:
+            again = reader.again(tokens)
+        assert (synchronous, again.cached) == ([1, 1], LENGTH)
+        assert again.said == own.said
+        spans = eventually(lambda: len(ended := reader.ask("spans")) == 8 and ended)
+        for beside, (found, *workers, load) in ((True, spans[:4]), (False, spans[4:])):
+            assert [found[0], load[0], *(name for name, *_ in workers)] == [
+                "vcache.lookup",
+                "vcache.load",
+                *["vcache.load.worker"] * 2,
+            ]
+            assert (load[3]["vcache.tokens"], load[3]["vcache.synchronous"]) == (LENGTH, not beside)
+            assert load[1] < min(begin for _, begin, *_ in workers) <= max(end for _, _, end, _ in workers) == load[2]
+            assert sorted(said["vcache.worker"] for *_, said in workers) == [0, 1]
+            assert {said["vcache.bytes"] == said["vcache.bytes.resident"] > 0 for *_, said in workers} == {True}
+        longer = tokens + new_tokens(3 * CHUNK)
+        lost, right = lost_by_one(reader, longer)
+        assert lost.agrees(right)
+        eventually(lambda: sorted(one.resident for one in here.stats().instances) == [4, 7])
+        after = owner.again(longer)
+        assert after.cached == LENGTH + 3 * CHUNK
+        assert after.agrees(right)
 
 
 # ---- another connector
@@ -106,6 +191,25 @@ def test_whichever_comes_first_both_connectors_work(here: Node) -> None:
     assert warning not in second.log
     first.close()
     second.close()
+
+
+def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(here: Node) -> None:
+    """vLLM computes it again, behind a step that has computed with it."""
+    name, runner = {"ours_first": False, "kv_load_failure_policy": "recompute"}, APART | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    given = both(here, "failing", "FailingConnector", **name)
+    failing = here.alone("failing", runner, kv_transfer_config=given, async_scheduling=False, **WITHOUT_HYBRID)
+    reader, tokens = here.connect("reader", environment=runner), new_tokens(LENGTH + 17)
+    computed = here.keep(failing, tokens)
+    failing.forget()
+    with Client(here.socket, PATIENT, reconnect=False) as client:
+        client.clear()
+    assert failing.one(tokens).said == computed.said
+    here.stored(4)
+    hit = reader.one(tokens)
+    assert hit.cached == LENGTH
+    assert hit.agrees(computed)
+    for one in (failing, reader):
+        one.close()
 
 
 def test_vllms_own_offloading_connector_brings_what_it_has_and_ours_what_others_have(here: Node) -> None:
@@ -139,9 +243,9 @@ OFFLOADING = {
 WITHOUT_HYBRID = {"disable_hybrid_kv_cache_manager": True}
 
 
-def both(here: Node, storage: str, *, ours_first: bool, **more: Any) -> dict[str, Any]:
+def both(here: Node, storage: str, kind: str = "BesideConnector", *, ours_first: bool, **more: Any) -> dict[str, Any]:
     """storage: a name; the other connector has nothing under a new one."""
-    other = {"kv_connector": "BesideConnector", "kv_connector_module_path": "vllm_variants", "kv_role": "kv_both"}
+    other = {"kv_connector": kind, "kv_connector_module_path": "vllm_variants", "kv_role": "kv_both"}
     return beside(
         here, other | {"kv_connector_extra_config": {"shared_storage_path": str(here.folder / storage)}}, ours_first, **more
     )
@@ -227,7 +331,7 @@ def test_wishes_come_with_the_body_and_metrics_say_what_was_loaded(here: Node) -
         assert complete(address, tokens, load=False) == (computed, 0)
         urlopen(reset, timeout=ANSWER_SECONDS).close()
         assert complete(address, tokens, consume_once=True) == (computed, LENGTH)
-        assert here.stats().chunks == 0
+        eventually(lambda: here.stats().chunks == 0)
         eventually(lambda: counted(address, 'vllm:vcache_loaded_tokens_total{tier="host"') == LENGTH)
         assert counted(address, 'vllm:vcache_loaded_bytes_total{tier="host"') == LENGTH * TOKEN_BYTES
         assert counted(address, "vllm:vcache_lookup_hit_tokens_total") == LENGTH
@@ -235,15 +339,34 @@ def test_wishes_come_with_the_body_and_metrics_say_what_was_loaded(here: Node) -
         assert counted(address, "vllm:vcache_failures_total") == 0
 
 
+def _models(_: object, commands: list[list[str]]) -> list[str]:
+    """What vLLM's own parser finds to be served by these arguments."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    return [parser.parse_args(arguments).model_tag for arguments in commands]
+
+
+def test_vllm_understands_its_commands_as_the_pages_have_them() -> None:
+    found = {command.partition("vllm serve ")[2] for page in COMMANDS for command in commands(page)}
+    written = re.findall(r"export VCACHE='(.*)'", PAGES[1].read_text())[0]
+    asked = [[written if word == "$VCACHE" else word for word in shlex.split(one) if word != "…"] for one in found if one]
+    with beside_vllm() as worker:
+        assert worker.ask(_models, asked) == ["MODEL"] * len(asked)
+    assert len(asked) > 4
+
+
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
-@pytest.mark.parametrize("share", ["pool", "in_place"])
+@pytest.mark.parametrize("share", ["pool", "auto"])
 def test_the_documents_one_command_shares_what_its_data_parallel_ranks_compute(tmp_path: Path, share: str) -> None:
     """Each is an instance of its own. Nobody has started a server."""
     (written,) = {shown for page in PAGES for shown in re.findall(r"export VCACHE='(.*)'", page.read_text())}
     here, config = Node(tmp_path), tmp_path / "vcache.yaml"
-    sections = here.transfer({"connector": {"share": share}})["kv_connector_extra_config"]
-    config.write_text(json.dumps(sections))
-    tokens, in_place = new_tokens(LENGTH + 1), share == "in_place"
+    in_place, tokens = share == "auto", new_tokens(LENGTH + 1)
+    # As nothing is lent, `auto` is in place.
+    sections = here.transfer({"connector": {"share": "in_place"}} if in_place else {})["kv_connector_extra_config"]
+    config.write_text(json.dumps(sections | ({"connector": sections["connector"] | {"share": share}} if in_place else {})))
     try:
         with serving(here, json.loads(written), more=("--data-parallel-size", "2"), VCACHE_CONFIG=str(config)) as (address,):
             assert complete(address, tokens)[1] == 0

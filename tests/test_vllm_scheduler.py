@@ -3,7 +3,9 @@ which chunks a step stores, and what a worker's report changes."""
 
 from __future__ import annotations
 
+import pickle
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,11 +37,12 @@ from vllm.v1.request import Request
 from vcache_backend.config import ConnectorConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.integration.vllm import groups, lookups, scheduler
-from vcache_backend.integration.vllm.metadata import Shard, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.metadata import NOTHING, LoadSpan, Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model_spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import SchedulerSide
 from vcache_backend.integration.vllm.stats import Meter
 from vcache_backend.integration.vllm.worker import WorkerSide
+from vcache_backend.metadata_server.messages import of_rank
 
 CHUNK, CHUNKS = 16, 5
 PROMPT = CHUNKS * CHUNK + 3
@@ -62,17 +65,17 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 class Side:
-    """A scheduler's half whose one worker has said what it holds."""
+    """A scheduler's half whose workers have said what they hold."""
 
-    def __init__(self, here: Node, undo: ExitStack, window: int = 0, **connector: Any) -> None:
-        """window: of a second block table, vLLM's first."""
+    def __init__(self, here: Node, undo: ExitStack, window: int = 0, ranks: int = 1, **connector: Any) -> None:
+        """window: of a second block table, vLLM's first. ranks: tensor parallel ones."""
         self.meter, self.client = Meter(), undo.enter_context(here.client())
         config = here.config("host", chunk_size=CHUNK)
-        settings = ConnectorConfig(**{"min_hit_tokens": CHUNK} | connector)
+        settings = ConnectorConfig(**{"share": "pool", "min_hit_tokens": CHUNK} | connector)
         config = type(config)(
             server=config.server, client=config.client, pool=config.pool, engine=config.engine, connector=settings
         )
-        one = {"parallel_config__tensor_parallel_size": 1, "parallel_config__pipeline_parallel_size": 1}
+        one = {"parallel_config__tensor_parallel_size": ranks, "parallel_config__pipeline_parallel_size": 1}
         vllm = vllm_config(**one, kv_events_config=None, use_v2_model_runner=True)
         vllm.cache_config.prefix_caching_hash_algo, vllm.cache_config.prefix_match_unit = "sha256", None
         vllm.cache_config.enable_prefix_caching = True
@@ -87,9 +90,10 @@ class Side:
         undo.callback(self.half.close)
         self.client.clear()
         eventually(lambda: self.leases() == 0)
-        shard = Shard(ShardSpec(pp_rank=0, tp_rank=0, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK))
-        segments = frozenset(segment.id for segment in self.client.list_segments())
-        self.report(shards={(0, 0): shard}, segments=segments)
+        sizes = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": BLOCK}
+        shards = {(0, rank): Shard(ShardSpec(pp_rank=0, tp_rank=rank, **sizes)) for rank in range(ranks)}
+        self.segments = frozenset(segment.id for segment in self.client.list_segments())
+        self.report(shards=shards, segments=dict.fromkeys(range(ranks), self.segments))
         assert self.half.instance.open()
 
     def report(self, **said: Any) -> None:
@@ -100,9 +104,9 @@ class Side:
         assert self.half.lookups.name(tracked, count)
         return tracked.keys[:count]
 
-    def put(self, request: Request, count: int = CHUNKS) -> None:
+    def put(self, request: Request, count: int = CHUNKS, rank: int = 0) -> None:
         """The request's first chunks are in the pool."""
-        reserved = self.client.reserve(self.keys(request, count), NBYTES)
+        reserved = self.client.reserve(of_rank(self.keys(request, count), rank), NBYTES)
         assert self.client.commit(reserved.reservation) == count
 
     def matched(self, request: Request, local: int = 0) -> tuple[int | None, bool]:
@@ -307,6 +311,62 @@ def test_what_vllms_own_cache_has_is_not_asked_for(asynchronous: Side) -> None:
     eventually(lambda: asynchronous.asked() == before + 1)
 
 
+# ---- several ranks
+
+
+def test_one_lease_speaks_for_all_ranks_until_all_have_read_and_nothing_is_stored_before(
+    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that one rank lacks ends the hit; a segment that one of them cannot read, or more than a lease is for, makes the load
+    asynchronous."""
+    side, request = make(ranks=2), new_request()
+    side.put(request)
+    side.put(request, 3, rank=1)
+    side.report(segments={1: frozenset()})
+    assert side.matched(request) == (3 * CHUNK, True)
+    eventually(lambda: side.leases() == 0)
+    side.report(segments={1: side.segments})
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "MAX_KEYS", 2 * CHUNKS - 1)
+        assert side.matched(request) == (3 * CHUNK, True)
+    # What is new of it would come too late, and in disaggregated prefill somebody waits for it.
+    request.max_tokens = scheduler.LATE
+    assert side.matched(request) == (3 * CHUNK, True)
+    request.max_tokens += 1
+    assert side.matched(request) == (3 * CHUNK, False)
+    side.half.allocated(request, blocks_of(3 * CHUNK // BLOCK), 3 * CHUNK)
+    (own,) = blocks_of(-(-PROMPT // BLOCK)).get_block_ids()
+    first = side.begun(request, 3 * CHUNK, PROMPT - 3 * CHUNK, (own,))
+    (load,) = first.loads
+    assert load.lease is not None
+    for rank in range(2):
+        assert load.lease.locations[rank :: load.lease.ranks][:3] == side.client.acquire(of_rank(load.keys, rank)).locations
+    # The other rank may yet say that its load failed, of a step that both have computed with.
+    assert first.stores == side.step(cached=(request, PROMPT, 1, None)).stores == []
+    # Of others nothing was computed with it, but of those that have its blocks.
+    beside, same = new_request(), new_request()
+    assert side.keys(beside, CHUNKS) != side.keys(same, CHUNKS)
+    assert [len(store.keys) for store in side.step((beside, PROMPT)).stores] == [CHUNKS]
+    assert side.matched(same, 3 * CHUNK) == (0, False)
+    assert side.begun(same, 3 * CHUNK, PROMPT - 3 * CHUNK, (own,)).stores == []
+    assert side.leases() == 3
+    side.report(read={load.number})
+    assert [len(store.keys) for store in side.step(cached=(request, PROMPT + 1, 1, None)).stores] == [CHUNKS - 3]
+    eventually(lambda: side.leases() == 2)
+
+
+def test_what_was_computed_with_another_connectors_load_is_stored_when_that_has_held(side: Side) -> None:
+    """Under MultiConnector: it may be part of the step, and fail."""
+    request = new_request()
+    assert side.matched(request) == (0, False)
+    (own,) = blocks_of(-(-PROMPT // BLOCK)).get_block_ids()
+    first = side.begun(request, 3 * CHUNK, PROMPT - 3 * CHUNK, (own,))
+    assert first.stores == side.step(cached=(request, PROMPT, 1, None)).stores == []
+    side.report(read={first.echo})
+    # It failed: vLLM goes back.
+    assert [len(store.keys) for store in side.step(cached=(request, 0, PROMPT, None)).stores] == [CHUNKS]
+
+
 # ---- what a step stores
 
 
@@ -370,9 +430,16 @@ def test_where_vllm_traces_a_look_up_and_a_load_are_spans_of_their_request(
     assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, not sync)
     side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
     side.step((request, PROMPT))
-    assert [span.name for span in exporter.get_finished_spans()] == ["vcache.lookup"]
-    side.half.update(KVConnectorOutput(finished_recving=set() if sync else {request.request_id}))
-    lookup, load = exporter.get_finished_spans()
+    side.half.finished(request)
+    assert [span.name for span in exporter.get_finished_spans()] == ["vcache.lookup"], "it may end with the step that loads"
+    other = LoadSpan("another", 0, 1, 2, {}, 0.0, 0.0, "")
+    now = time.time_ns()
+    mine = other._replace(request_id=request.request_id, began=now + 5, ended=now + 9, nbytes={"peer": 7, "own": 1})
+    side.report(spans=[other, mine])
+    lookup, worker, load = exporter.get_finished_spans()
+    assert (worker.name, worker.start_time, worker.end_time, load.end_time) == ("vcache.load.worker", now + 5, now + 9, now + 9)
+    assert (worker.attributes["vcache.bytes"], worker.attributes["vcache.bytes.peer"]) == (8, 7)
+    assert (worker.parent.span_id, worker.context.trace_id) == (load.context.span_id, load.context.trace_id)
     assert (lookup.attributes["vcache.local_tokens"], lookup.attributes["vcache.found_tokens"]) == (0, CHUNKS * CHUNK)
     assert (load.name, load.attributes["vcache.tokens"]) == ("vcache.load", CHUNKS * CHUNK)
     assert load.attributes["vcache.synchronous"] == bool(sync)
@@ -381,8 +448,6 @@ def test_where_vllm_traces_a_look_up_and_a_load_are_spans_of_their_request(
         assert f"{span.context.trace_id:x}" == "ab" * 16
         assert f"{span.parent.span_id:x}" == "cd" * 8
         assert span.attributes["gen_ai.request.id"] == request.request_id
-    side.half.finished(request)
-    assert len(exporter.get_finished_spans()) == 2
 
 
 def test_a_request_that_ends_while_it_loads_is_cancelled(asynchronous: Side) -> None:
@@ -477,6 +542,7 @@ def test_pages_of_several_sizes_which_vllm_shows_workers_alone_are_refused_by_th
     assert not worker.needless
     assert said is not None
     assert "pages of several sizes" in said.shards[0, 0].spec.problem
+    assert pickle.loads(pickle.dumps(NOTHING)) is NOTHING
 
 
 @pytest.mark.parametrize("sync", [0, 2048])

@@ -140,6 +140,9 @@ def test_ceilings_count_whole_blocks_that_came_before_in_one_cache_and_in_one_a_
     assert found.shared == pytest.approx((32 + 32) / 176)
     assert found.single == pytest.approx(32 / 176)
     assert found.unique == 16 * (2 + 1 + 1 + 2)
+    # The last token is never known, and a block after another prefix is another block.
+    assert ceilings([request(0, range(32)), request(0, range(32))], 16).shared == pytest.approx(16 / 64)
+    assert ceilings([request(0, range(32)), request(0, range(16, 32), range(16))], 16).shared == 0
 
 
 def test_a_simulation_of_caches_that_all_read_keeps_what_was_used_last() -> None:
@@ -200,7 +203,6 @@ def answers(reply: bytes, jobs: int = 1, concurrency: int = 1, seconds: float = 
         async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
             run = Run([Job(server.sockets[0].getsockname()[1], b"{}", at)] * jobs)
             await run.go(concurrency, seconds)
-            assert run.errors == sum(bool(answer.error) for answer in run.answers) or seconds < 1
             return run.answers
 
     return asyncio.run(both())
@@ -269,15 +271,13 @@ def rows_of(what: dict[str, str], workload: str = "prefix") -> dict[str, Row]:
 def test_ahead_is_above_one_in_throughput_and_in_time_to_first_token() -> None:
     found = {row.case: row for row in compared(rows_of(dict.fromkeys(("alone", "mp", "vcache"), "w")), "prefix")}
     assert set(found) == {
-        f"vllm_{figure}_vs_{other}{suffix}"
-        for figure in ("throughput", "ttft_p50")
-        for other in ("alone", "mp")
-        for suffix in ("", "_prefix")
+        f"vllm_{figure}_vs_{other}_prefix" for figure in ("throughput", "ttft_p50") for other in ("alone", "mp")
     }
-    assert found["vllm_throughput_vs_alone"].ratio == pytest.approx(4)
-    assert found["vllm_ttft_p50_vs_mp"].ratio == pytest.approx(2)
+    ours = found["vllm_throughput_vs_alone_prefix"]
+    assert ours.ratio == pytest.approx(4)
+    assert found["vllm_ttft_p50_vs_mp_prefix"].ratio == pytest.approx(2)
     assert all(row.ok for row in found.values())
-    assert (found["vllm_throughput_vs_alone"].value, found["vllm_throughput_vs_alone"].reference) == (4.0, 1.0)
+    assert (ours.value, ours.reference) == (4.0, 1.0)
     trace = compared(rows_of(dict.fromkeys(("alone", "vcache"), "w"), "trace"), "trace")
     assert {row.case for row in trace} == {"vllm_throughput_vs_alone_trace", "vllm_ttft_p50_vs_alone_trace"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,19 +41,27 @@ def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "given", "lends"),
+    ("text", "given", "share", "lends"),
     [
-        ("connector: {share: in_place}", {}, 0),
-        ("", {"connector": {"share": "in_place"}, "pool": {"device": "host"}}, 0),
-        ("connector: {share: in_place}\npool: {segment_bytes: 8 GiB}", {}, 8 << 30),
-        ("", {"connector": {"share": "in_place"}, "pool": {"segment_bytes": "1 MiB"}}, 1 << 20),
-        ("connector: {share: in_place}", {"connector": {"share": "pool"}}, 8 << 30),
+        ("connector: {share: in_place}", {}, "in_place", 0),
+        ("", {"connector": {"share": "in_place"}, "pool": {"device": "host"}}, "in_place", 0),
+        ("connector: {share: in_place}\npool: {segment_bytes: 8 GiB}", {}, "in_place", 8 << 30),
+        ("", {"connector": {"share": "in_place"}, "pool": {"segment_bytes": "1 MiB"}}, "in_place", 1 << 20),
+        ("connector: {share: in_place}", {"connector": {"share": "pool"}}, "pool", 8 << 30),
+        ("", {}, "auto", 8 << 30),
+        ("pool: {segment_bytes: 0}", {}, "auto", 0),
+        ("pool: {segment_bytes: 8 GiB}", {}, "pool", 8 << 30),
+        ("", {"pool": {"device": "host"}}, "pool", 8 << 30),
+        ("offload: {policy: write_through}", {}, "pool", 8 << 30),
+        ("engine: {checksum: true}", {}, "pool", 8 << 30),
+        ("connector: {consume_once: true}", {"pool": {"segment_bytes": 0}}, "pool", 0),
     ],
 )
-def test_who_shares_in_place_lends_nothing_unless_it_is_told_to(
-    tmp_path: Path, text: str, given: dict[str, Any], lends: int
+def test_what_asks_for_a_pool_has_one_and_in_place_nothing_is_lent_unless_it_is_set(
+    tmp_path: Path, text: str, given: dict[str, Any], share: str, lends: int
 ) -> None:
-    assert settings.read({"config": yaml(tmp_path, text), **given}).pool.segment_bytes == lends
+    found = settings.read({"config": yaml(tmp_path, text), **given})
+    assert (found.connector.share, found.pool.lent) == (share, lends)
 
 
 def test_without_a_file_of_its_own_the_environments_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +205,9 @@ def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
     assert kept[1] == keys("/one", "a")
 
 
-def poet(folder: Path, id_: int = 1) -> Any:
+def poet(folder: Path, id_: int = 1, name: str = "poet", inplace: bool = False) -> Any:
     """What a request brings along of an adapter."""
-    return SimpleNamespace(lora_name="poet", lora_path=str(folder), lora_int_id=id_)
+    return SimpleNamespace(lora_name=name, lora_path=str(folder), lora_int_id=id_, load_inplace=inplace)
 
 
 def test_an_adapter_trained_again_into_its_folder_is_another_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -211,7 +220,33 @@ def test_an_adapter_trained_again_into_its_folder_is_another_one(tmp_path: Path,
     assert new not in ("", old)
     assert [serving.content(poet(tmp_path)) for _ in range(2)] == ["", ""], "it may compute with either"
     assert len(caplog.records) == 1
-    assert serving.content(poet(tmp_path, 2)) == new, "loaded anew"
+    assert serving.content(poet(tmp_path, 2)) == "", "vLLM's own prefix cache does not tell them apart"
+
+
+def test_an_adapter_is_cached_as_long_as_vllm_takes_no_other_one_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM makes of each, test_integrations shows; loaded in place it takes the place of one that may still run."""
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    for folder in (one, two, three):
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_text(folder.name)
+    by_path = SimpleNamespace(
+        _gen_lora_extra_hash_keys=lambda one: [("lora", one.lora_request.lora_name, one.lora_request.lora_path)]
+    )
+    by_name = SimpleNamespace(_gen_lora_extra_hash_keys=lambda one: [one.lora_request.lora_name])
+    for vllm, alike in ((by_path, False), (by_name, True), (None, True)):
+        monkeypatch.setitem(sys.modules, "vllm.v1.core.kv_cache_utils", vllm)
+        serving = adapters.Adapters()
+        assert serving.content(poet(one))
+        assert (serving.content(poet(two, 2)) == "") == alike
+        assert (serving.content(poet(one)) == "") == alike
+        assert serving.content(poet(three, 3, "singer"))
+        assert serving.content(poet(three, 4, "singer"))
+        assert [serving.content(poet(three, 4, "writer")), serving.content(poet(three, 4, "singer"))] == ["", ""]
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.kv_cache_utils", by_path)
+    serving = adapters.Adapters()
+    assert serving.content(poet(one, inplace=True))
+    assert serving.content(poet(two, inplace=True)) == serving.content(poet(two, inplace=True)) != ""
+    assert serving.content(poet(one)) == ""
 
 
 def test_an_adapter_whose_files_cannot_be_seen_has_no_content() -> None:

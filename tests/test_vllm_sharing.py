@@ -54,7 +54,8 @@ def c(here: Node, a: Instance) -> Instance:
 
 @pytest.fixture(scope="module")
 def tiny(here: Node, a: Instance) -> Instance:
-    return here.connect("tiny", IN_PLACE, **SMALL)
+    early = {"kv_connector": "Early", "kv_connector_module_path": "vllm_variants"}
+    return here.alone("tiny", kv_transfer_config=here.transfer(IN_PLACE) | early, **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +247,7 @@ def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_f
         b.add("load", tokens, max_tokens=1)
         b.add("beside", new_tokens(40), max_tokens=14)
         assert b.finish("beside").keys() == {"beside"}
-        assert place.reached
+        eventually(lambda: place.reached)
     assert b.finish("load")["load"].cached == 3 * CHUNK
     left, kept, more, coming = (new_tokens(count * CHUNK + 1) for count in (3, 2, 3, 5))
     own = saved(owner, left)

@@ -5,13 +5,13 @@ What vLLM and LMCache say goes to an instance's log. Every wait has a deadline a
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pickle
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -57,24 +57,29 @@ def missing(beside: Sequence[str] = ("lmcache",)) -> str:
 
 
 class Prompt(NamedTuple):
-    """A request. params: its `kv_transfer_params`. lora: the folder of an adapter. rate: the prompt's own log probabilities too.
-    fresh: nothing may come from a cache."""
+    """A request. params: its `kv_transfer_params`. lora: the folder of an adapter; lora_id: its number, if not the folder's own. image: the
+    seed of one. rate: the prompt's own log probabilities too. fresh: nothing may come from a cache."""
 
     tokens: list[int]
     max_tokens: int = 6
     salt: str | None = None
     params: dict[str, Any] | None = None
     lora: str | None = None
+    lora_id: int = 0
+    image: int | None = None
     rate: bool = False
     fresh: bool = False
 
 
-_seeds = itertools.count(1)
+_asked = Counter[str]()
 
 
 def new_tokens(count: int) -> list[int]:
-    """A prompt nobody has seen."""
-    choice = random.Random(next(_seeds))
+    """A prompt nobody has seen: the examples, which take numbers as seeds, have not either. A test's are the same in every run, whatever
+    ran before it: an answer that happens to be like another one's happens always, or never."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    _asked[test] += 1
+    choice = random.Random(f"{test} {_asked[test]}")
     return [choice.randrange(3, VOCABULARY) for _ in range(count)]
 
 
@@ -166,17 +171,18 @@ def _inspect(_: object) -> None:
     ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
 
 
-def forking(module: str, arguments: Sequence[str], log: Path, environment: dict[str, str | None]) -> Worker:
-    """`main` of a benchmark, whose instances of vLLM are forked too (`forked_programs`); its answer is what `main` returns."""
-    worker = Worker(_home(), object, name=module, environment=_environment(environment), log=log)
-    worker.tell(_run, module, arguments)
+def forking(program: str, arguments: Sequence[str], log: Path, environment: dict[str, str | None]) -> Worker:
+    """A benchmark (a module) or an example (a file), whose instances of vLLM are forked too (`forked_programs`); its answer is what `main`
+    returns, or the exit status."""
+    worker = Worker(_home(), object, name=program, environment=_environment(environment), log=log)
+    worker.tell(_run, program, arguments)
     return worker
 
 
-def _run(_: object, module: str, arguments: Sequence[str]) -> Any:
+def _run(_: object, program: str, arguments: Sequence[str]) -> Any:
     from forked_programs import run
 
-    return run(module, arguments)
+    return run(program, arguments)
 
 
 def _environment(changes: dict[str, str | None]) -> dict[str, str]:
@@ -259,7 +265,7 @@ def stopped_at(instance: Instance, place: str) -> Iterator[Place]:
 
 @contextmanager
 def meddled(instance: Instance, place: str, action: str, value: Any = None, times: int = FOREVER) -> Iterator[None]:
-    """Every call of `place`, at most `times`: `raise`, `count`, or `slow` (what it returns is done `value` seconds later).
+    """Every call of `place`, at most `times`: `raise`, `count`, or `slow` (what it returns is done `value` seconds later, or at the end).
 
     Fails if no call came by, except of `count`. After a test that fails the instance is not `untouched`.
     """

@@ -7,9 +7,13 @@ happens there is real: a test holds the process at the place and meanwhile kills
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
+import os
 import pickle
+import resource
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +36,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Answer, Prompt
+from vllm_models import picture
 
 registry._run_in_subprocess = lambda look: look()
 """What it finds out about a model it would find out in a process that has to import vLLM first, for ten seconds."""
@@ -46,7 +51,7 @@ with suppress(ImportError):
 PATIENCE_SECONDS = 60.0
 POISON = 0x40
 """Twice it is 3.0 in bfloat16: a number that tells, and whose weight of zero is zero."""
-HELD_SECONDS = 30.0
+HELD_SECONDS = 100.0
 """How long an instance stays at a place for a test that never lets it go."""
 
 
@@ -56,9 +61,11 @@ class Serving:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vcache_backend.integration import amx
         from vcache_backend.integration.vllm import lookups
+        from vcache_backend.resident import pins
 
         # Tests count questions, and a slow machine must not ask again what it has asked.
         lookups.AHEAD_SECONDS = lookups.FRESH_SECONDS = PATIENCE_SECONDS
+        pins._LATE = pins._HOLD
         transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
         settings = {
             "skip_tokenizer_init": True,
@@ -76,9 +83,42 @@ class Serving:
             amx.permit()
         if "kv_events_config" in settings:
             settings["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, **settings["kv_events_config"])
+        if "otlp_traces_endpoint" in settings:
+            self._trace()
+        if nbytes := settings.pop("file_bytes", 0):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
         self.llm = vllm.LLM(**settings)
+        if "otlp_traces_endpoint" in settings:
+            self.llm.llm_engine.output_processor.tracing_enabled = False
+        self.touch_nothing()
+
+    def _trace(self) -> None:
+        """As if there were an exporter, without which vLLM does not begin, and makes no spans of its own; ours go to `spans`."""
+        import vllm.config.observability
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
+
+        def line(one: Any) -> str:
+            return json.dumps([one.name, one.start_time, one.end_time, dict(one.attributes)]) + "\n"
+
+        # Also of the processes that are forked from this one.
+        provider, self._spans = TracerProvider(), tempfile.TemporaryFile("a+")  # noqa: SIM115 - till the process ends
+        provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=self._spans, formatter=line)))
+        trace.set_tracer_provider(provider)
+        vllm.config.observability.is_otel_available = lambda: True
+        vllm.v1.engine.llm_engine.init_tracer = lambda *_: None
+
+    def spans(self) -> list[list[Any]]:
+        """Those of ours that have ended, by when they did: name, start, end and attributes."""
+        ended = map(json.loads, os.pread(self._spans.fileno(), 1 << 20, 0).splitlines())
+        return [one for one in ended if one[0].startswith("vcache.")]
+
+    def touch_nothing(self) -> None:
+        """Nothing is meddled with."""
         self._undo: list[tuple[type, str, Any]] = []
         self._calls: dict[str, int] = {}
+        self._slow: list[Slow] = []
 
     def run(self, prompts: list[Prompt], together: bool) -> list[Answer]:
         answers = []
@@ -99,6 +139,12 @@ class Serving:
         """Empty vLLM's own prefix cache and what the connector has."""
         return bool(self.llm.reset_prefix_cache(reset_connector=True))
 
+    def pause(self) -> None:
+        """As a trainer has it done before it sends new weights."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        core.pause_scheduler()
+        core.resume_scheduler()
+
     def run_and_reset(self, prompt: Prompt) -> bool:
         """Both at once: what the request stores is still on its way to the pool."""
         self.run([prompt], together=False)
@@ -109,10 +155,24 @@ class Serving:
         for page in get_kv_transfer_group()._worker._worker.kv.pages:
             page[1:] = POISON
 
-    def written(self) -> int:
-        """How many blocks were written since they were poisoned."""
-        clean = [(page[1:] != POISON).any(dim=1) for page in get_kv_transfer_group()._worker._worker.kv.pages]
-        return int(sum(clean[1:], start=clean[0]).bool().sum())
+    def negate(self, chunk: int, group: int, at: int) -> bool:
+        """Where this instance shares in place: a block of a prompt's `chunk`, counted from the last one that it has published, that this
+        group has of it, gets the other signs. Whether it still holds what was published."""
+        worker, scheduler = (
+            get_kv_transfer_group()._worker,
+            self.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler,
+        )
+        kv, told = worker._worker.kv, list(worker.in_place.publisher._kept.values())[chunk]
+        blocks, generations = np.frombuffer(told.blocks, dtype="<u4"), np.frombuffer(told.generations, dtype="<u8")
+        number = int(np.cumsum([0, *(share.of(CHUNK) for share in kv.shares)])[group]) + at
+        for page in kv.pages:
+            page[int(blocks[number]), 1::2] ^= 0x80
+        return bool(scheduler.publications.generations.counters[blocks[number]] == generations[number])
+
+    def written(self, everywhere: bool = False) -> int:
+        """How many blocks were written since they were poisoned, in some layer or everywhere."""
+        written = [(page[1:] != POISON).any(dim=1) for page in get_kv_transfer_group()._worker._worker.kv.pages]
+        return int((sum(written) >= (len(written) if everywhere else 1)).sum())
 
     def told(self) -> bool:
         """Wait until what the steps so far have written, or saved, is known to the server, where the KV cache is shared in place."""
@@ -185,7 +245,10 @@ class Serving:
             answer = original(*args, **kwargs)
             if action == "negate":
                 _negate(answer, *value)
-            return Slow(answer, value) if action == "slow" else answer
+            if action == "slow":
+                answer = Slow(answer, value)
+                self._slow.append(answer)
+            return answer
 
         self._undo.append((owner, name, original))
         setattr(owner, name, method)
@@ -195,17 +258,28 @@ class Serving:
         return dict(self._calls)
 
     def leave_alone(self) -> dict[str, int]:
-        """Put everything back; the calls."""
+        """Put everything back, and what is slow is over; the calls."""
+        while self._slow:
+            self._slow.pop().until = 0.0
         while self._undo:
             owner, name, original = self._undo.pop()
             setattr(owner, name, original)
         calls, self._calls = self._calls, {}
         return calls
 
+    def meddle_at(self, rank: int, place: str, action: str, times: int) -> None:
+        """`meddle` in the process of one tensor parallel rank; all others count."""
+        self.llm.collective_rpc(_meddle, args=(rank, place, action, times))
+
+    def leave_ranks_alone(self) -> list[int]:
+        """Put everything back in the ranks' processes; how often each came by."""
+        return [sum(calls.values()) for calls in self.llm.collective_rpc(_leave_alone)]
+
     # ---- requests
 
     def _prompt(self, request: Prompt) -> Any:
-        return {"prompt_token_ids": request.tokens} | ({"cache_salt": request.salt} if request.salt is not None else {})
+        given = {"prompt_token_ids": request.tokens} | ({"cache_salt": request.salt} if request.salt is not None else {})
+        return given if request.image is None else given | {"multi_modal_data": {"image": picture(request.image)}}
 
     def _sampling(self, request: Prompt) -> Any:
         return vllm.SamplingParams(
@@ -222,8 +296,17 @@ class Serving:
     def _lora(self, request: Prompt) -> Any:
         if request.lora is None:
             return None
-        name = Path(request.lora).name
-        return LoRARequest(name, 1 + sum(name.encode()), request.lora)
+        return LoRARequest(Path(request.lora).name, request.lora_id or 1 + sum(request.lora.encode()), request.lora)
+
+
+def _meddle(worker: Any, rank: int, place: str, action: str, times: int) -> None:
+    worker.meddling = meddling = Serving.__new__(Serving)
+    meddling.touch_nothing()
+    meddling.meddle(place, action if worker.rank == rank else "count", None, times)
+
+
+def _leave_alone(worker: Any) -> dict[str, int]:
+    return worker.meddling.leave_alone()
 
 
 def serve(arguments: list[str]) -> None:
@@ -238,14 +321,14 @@ class Slow:
     """A completion that says later than it could that it is over."""
 
     def __init__(self, copy: Any, seconds: float) -> None:
-        self._copy, self._until = copy, time.monotonic() + seconds
+        self._copy, self.until = copy, time.monotonic() + seconds
         self.seconds: float | None = seconds
 
     def done(self) -> bool:
-        return time.monotonic() >= self._until and bool(self._copy.done())
+        return time.monotonic() >= self.until and bool(self._copy.done())
 
     def wait(self, timeout_s: float) -> bool:
-        time.sleep(min(timeout_s, max(self._until - time.monotonic(), 0.0)))
+        time.sleep(min(timeout_s, max(self.until - time.monotonic(), 0.0)))
         return self.done()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 1024
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 256, 4, 4, 2, 64, 512
@@ -91,3 +93,122 @@ def write_lora(folder: Path, seed: int) -> Path:
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["k_proj", "v_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_eagle(folder: Path) -> Path:
+    """An EAGLE head of that model, of one layer; it guesses nothing right."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((write_model(folder) / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    head = {
+        name.removeprefix("model."): one
+        for name, one in weights.items()
+        if ".layers.0." in name and "input_layernorm" not in name
+    }
+    head["fc.weight"] = torch.ones((_HIDDEN, 2 * _HIDDEN), dtype=torch.bfloat16)
+    save_file(head, str(folder / "model.safetensors"))
+    config |= {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_states(folder: Path) -> Path:
+    """A model of its sizes, an LFM 2, half of whose layers keep a state: of two tokens, which matter as much as all others."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config, random_ = json.loads((write_model(folder) / "config.json").read_text()), torch.Generator().manual_seed(3)
+    kinds = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "conv_dim": _HIDDEN, "block_dim": _HIDDEN}
+    feed_forward = {"block_ff_dim": _MLP, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-5, "tie_word_embeddings": True}
+    config |= {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", **kinds, **feed_forward}
+    (folder / "config.json").write_text(json.dumps(config))
+    named = {
+        "gate_proj": "w1",
+        "up_proj": "w3",
+        "down_proj": "w2",
+        "mlp": "feed_forward",
+        "self_attn.o_proj": "self_attn.out_proj",
+    }
+    named |= {"input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm", "model.norm": "model.embedding_norm"}
+    weights = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        for old, new in named.items():
+            name = name.replace(old, new)
+        if name != "lm_head.weight" and ("self_attn" not in name or int(name.split(".")[2]) % 2):
+            weights[name] = weight
+    for layer in range(_LAYERS):
+        prefix = f"model.layers.{layer}."
+        if layer % 2:
+            weights |= {f"{prefix}self_attn.{one}_layernorm.weight": torch.ones(_HEAD) for one in "qk"}
+            continue
+        for name, shape in (("conv", (_HIDDEN, 1, 3)), ("in_proj", (3 * _HIDDEN, _HIDDEN)), ("out_proj", (_HIDDEN, _HIDDEN))):
+            gain = 1.4 / math.sqrt(shape[-1])
+            weights[f"{prefix}conv.{name}.weight"] = (torch.randn(shape, generator=random_) * gain).to(torch.bfloat16)
+    save_file({name: weight.to(torch.bfloat16) for name, weight in weights.items()}, str(folder / "model.safetensors"))
+    return folder
+
+
+IMAGE = VOCABULARY - 1
+"""The token of a prompt in whose place vLLM puts an image."""
+_PIXELS, _PATCH, _SEEN = 56, 14, 64
+
+
+def write_vision_model(folder: Path) -> Path:
+    """That model with eyes, an Idefics 3: one that needs neither torchvision nor anything from the hub."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    text = json.loads((write_model(folder) / "config.json").read_text())
+    weights = {
+        name.replace("model.", "model.text_model.", 1): one for name, one in load_file(folder / "model.safetensors").items()
+    }
+    random_, patches = torch.Generator().manual_seed(2), (_PIXELS // _PATCH) ** 2
+    layer = {f"self_attn.{name}": (_SEEN, _SEEN) for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
+    layer |= {"mlp.fc1": (_SEEN, _SEEN), "mlp.fc2": (_SEEN, _SEEN), "layer_norm1": (_SEEN,), "layer_norm2": (_SEEN,)}
+    shapes = {f"encoder.layers.0.{name}": shape for name, shape in layer.items()} | {"post_layernorm": (_SEEN,)}
+    shapes |= {"embeddings.patch_embedding": (_SEEN, 3, _PATCH, _PATCH), "embeddings.position_embedding": (patches, _SEEN)}
+    for name, shape in shapes.items():
+        gain = 1.0 / math.sqrt(math.prod(shape[1:]))
+        weight = torch.randn(shape, generator=random_) * gain if len(shape) > 1 else torch.ones(shape)
+        weights[f"model.vision_model.{name}.weight"] = weight.to(torch.bfloat16)
+        weights[f"model.vision_model.{name}.bias"] = torch.zeros(shape[0], dtype=torch.bfloat16)
+    del weights["model.vision_model.embeddings.position_embedding.bias"]
+    seen = torch.randn(_HIDDEN, 4 * _SEEN, generator=random_)
+    weights["model.connector.modality_projection.proj.weight"] = seen.to(torch.bfloat16)
+    save_file(weights, str(folder / "model.safetensors"))
+    vision = {"hidden_size": _SEEN, "intermediate_size": _SEEN, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": _PIXELS, "patch_size": _PATCH}
+    config = {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3", "torch_dtype": "bfloat16"}
+    config |= {"text_config": text, "vision_config": vision, "image_token_id": IMAGE, "scale_factor": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    special = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>"]
+    words = [f"w{number}" for number in range(VOCABULARY - len(special))] + special
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "w0",
+        "bos_token": "w1",
+        "eos_token": "w2",
+        "pad_token": "w2",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    edge = {"longest_edge": _PIXELS}
+    sight = {"image_processor_type": "Idefics3ImageProcessor", "do_image_splitting": False, "size": edge, "max_image_size": edge}
+    (folder / "preprocessor_config.json").write_text(json.dumps(sight))
+    (folder / "processor_config.json").write_text(
+        json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": patches // 4})
+    )
+    return folder
+
+
+def picture(seed: int) -> Any:
+    """An image for it."""
+    from PIL import Image
+
+    return Image.frombytes("RGB", (_PIXELS, _PIXELS), random.Random(seed).randbytes(3 * _PIXELS**2))

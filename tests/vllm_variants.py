@@ -10,7 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vcache_backend.integration.vllm import exportable
 from vcache_backend.integration.vllm_connector import VCacheConnector
 
 
@@ -20,6 +22,14 @@ class Sparing(VCacheConnector):
     def wait_for_save(self) -> None:
         if not self._get_connector_metadata().idle:
             super().wait_for_save()
+
+
+class Early(VCacheConnector):
+    """As before vLLM 0.31, which asks for no context to make its KV cache in."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        exportable.KNOWN = dict.fromkeys(exportable.KNOWN, False)
+        super().__init__(vllm_config, role, kv_cache_config)
 
 
 @dataclass
@@ -39,6 +49,28 @@ class BesideConnector(ExampleConnector):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         assert metadata, "no worker has said where it listens"
         assert all(isinstance(address, Address) for address in metadata.values()), metadata
+
+
+class FailingConnector(BesideConnector):
+    """One whose loads, in the step that needs them, all fail; it says so behind that."""
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        loads = [request for request in self._get_connector_metadata().requests if not request.is_store]
+        self.lost = {slot // self._block_size for request in loads for slot in request.slot_mapping.tolist()}
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.__dict__.pop("lost", set())
+
+
+class Stage(CPUWorker):  # type: ignore[misc]
+    """Of a pipeline. vLLM's own has room for what comes from the stage before only once it has warmed up, which it leaves out where nothing
+    is compiled."""
+
+    def compile_or_warm_up_model(self) -> Any:
+        runner = self.model_runner
+        given = runner.max_num_tokens, runner.model_config.dtype, runner.device
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(*given)
+        return super().compile_or_warm_up_model()
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]

@@ -6,6 +6,7 @@ loads torch. An error of ours is one line on stderr and exit code 1; wrong usage
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -13,67 +14,25 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from typer.core import TyperGroup
 
-from vcache_backend import __version__, config, terminal
-from vcache_backend.errors import ConfigError, SegmentError, ServerUnavailable, VCacheError
+from vcache_backend import __version__, command, config, segment_commands, terminal
+from vcache_backend.command import ConfigFile, Json, Socket
+from vcache_backend.errors import ConfigError, ServerUnavailable, VCacheError
 
 if TYPE_CHECKING:
     from vcache_backend.doctor.finding import Finding
-    from vcache_backend.metadata_server.client import Client
-    from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
+    from vcache_backend.metadata_server.messages import ServerStats
 
+STORE_BYTES = config.ByteSize(4 << 30)
 
-EXIT_CODES = "Exit codes: 0 done; 1 it failed, and one line on stderr, or a finding, says why; 2 wrong usage."
-ENGINE = ("torch", "numpy", "triton")
-"""What the base install does not bring."""
-
-
-class _Group(TyperGroup):
-    """Turns our errors into one line, and what the base install lacks."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except VCacheError as error:
-            trouble: Exception = error
-            line = str(error)
-        except ModuleNotFoundError as error:
-            if error.name not in ENGINE:
-                raise
-            trouble, line = error, f"this needs {error.name}, of the extra `engine`: pip install '/path/to/vcache[engine]'"
-        typer.secho(f"vcache: {line}", fg="red", err=True)
-        raise typer.Exit(1) from trouble
-
-
-def _app(text: str, root: bool = False) -> typer.Typer:
-    return typer.Typer(
-        cls=_Group,
-        help=text,
-        no_args_is_help=True,
-        add_completion=root,
-        epilog=EXIT_CODES if root else None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-
-
-app = _app("A node-wide pool of GPU memory for transformer KV caches.", root=True)
-segment_app = _app("Lend memory to the pool, look at what it has, take it back.")
-config_app = _app("Check a configuration file, or show the one in force.")
-app.add_typer(segment_app, name="segment")
+app = command.group("A node-wide pool of GPU memory for transformer KV caches.", root=True)
+config_app = command.group("Check a configuration file, or show the one in force.")
+app.add_typer(segment_commands.app, name="segment")
 app.add_typer(config_app, name="config")
-
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", metavar="PATH", help="YAML file; without it VCACHE_CONFIG, without that the defaults."),
-]
-Socket = Annotated[Path | None, typer.Option("--socket", metavar="PATH", help="The server's socket, whatever the file says.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -97,23 +56,6 @@ def main() -> None:
         app(prog_name="vcache")
 
 
-def _load(path: Path | None, socket: Path | None) -> config.Config:
-    loaded = config.load(path)
-    return loaded if socket is None else config.with_socket(loaded, str(socket), "--socket")
-
-
-def _client(path: Path | None, socket: Path | None, reconnect: bool = False) -> Client:
-    """A connection for one command. Raises ServerUnavailable, with the reason, if there is none."""
-    from vcache_backend.metadata_server.client import Client
-
-    loaded = _load(path, socket)
-    client = Client(loaded.server.path, loaded.client, reconnect=reconnect)
-    if not client.connected:
-        client.close()
-        raise ServerUnavailable(client.trouble)
-    return client
-
-
 # ---- the server
 
 
@@ -133,7 +75,7 @@ def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
     from vcache_backend import log_format
     from vcache_backend.metadata_server.server import serve as run
 
-    settings = _load(config_file, socket).server
+    settings = command.load(config_file, socket).server
     log_format.begin(settings.log_format)
     try:
         run(settings)
@@ -163,7 +105,7 @@ def status(
     from vcache_backend.status import SHOWN_REPORTS, lately, render, summary
 
     before: ServerStats | None = None
-    with _client(config_file, socket, reconnect=watch) as client, suppress(KeyboardInterrupt):
+    with command.client(config_file, socket, reconnect=watch) as client, suppress(KeyboardInterrupt):
         while True:
             try:
                 stats = client.stats() if since is None else lately(client.stats(), time.time() - since)
@@ -205,7 +147,7 @@ def clear(
     offload = config.load(config_file).offload
     if offloaded and offload.policy == "off":
         raise ConfigError("no offload tier: offload.policy is off; name the file that sets it with --config")
-    with _client(config_file, socket) as client:
+    with command.client(config_file, socket) as client:
         count = client.clear(prefix, reset=offloaded)
     typer.echo(f"{count:,} chunks forgotten")
     if offloaded:
@@ -216,135 +158,6 @@ def clear(
         typer.echo(f"{removed:,} objects removed from the offload tier")
     elif offload.policy != "off":
         typer.echo("what the offload tier has of them is found again; --offload removes that, too")
-
-
-# ---- segments
-
-
-def _bytes(text: str) -> config.ByteSize:
-    try:
-        nbytes = config.ByteSize.parse(int(text) if text.isdecimal() else text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    if nbytes <= 0:
-        raise typer.BadParameter("Expected more than 0 bytes")
-    return nbytes
-
-
-@segment_app.command("add")
-def segment_add(
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="`cuda:N`, a GPU's UUID, `host` or `host:NAME`.")],
-    nbytes: Annotated[config.ByteSize, typer.Option("--bytes", metavar="SIZE", parser=_bytes, help="For example `64GiB`.")],
-    config_file: ConfigFile = None,
-    socket: Socket = None,
-    as_json: Json = False,
-) -> None:
-    """Lend memory of a device, an idle GPU's for example. The server keeps it; this command ends at once."""
-    from vcache_backend.status import plain
-    from vcache_backend.vram_pool import devices, segment
-
-    try:
-        place = devices.resolve(device)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("pool.device:", "--device", 1)) from error
-    # Pages are taken when they are first written: too many would be missing late, to whoever writes them.
-    if place.medium == "host" and nbytes > (available := config.ByteSize(devices.host_available())):
-        raise SegmentError(f"--bytes {nbytes}: {available.about} of host memory are available; lend less")
-    with _client(config_file, socket) as client, segment.create(place, int(nbytes)) as owned:
-        client.add_segment(owned.info, owned.fd)
-        info = owned.info
-    if as_json:
-        return terminal.print_json(plain(info))
-    typer.echo(f"{info.id}: {config.ByteSize(info.nbytes).about} of {info.device} lent")
-
-
-@segment_app.command("list")
-def segment_list(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
-    """The segments of the pool."""
-    from vcache_backend.status import plain, segments_table
-
-    with _client(config_file, socket) as client:
-        segments = client.list_segments()
-    return terminal.print_json(plain(segments)) if as_json else terminal.show(segments_table(segments))
-
-
-@segment_app.command("drop")
-def segment_drop(
-    segment: Annotated[str, typer.Argument(metavar="ID", help="The segment's id, as `vcache segment list` names it.")],
-    wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Wait so long for its last readers and writers.")] = 0.0,
-    config_file: ConfigFile = None,
-    socket: Socket = None,
-) -> None:
-    """Take a segment back: its chunks are forgotten, its memory is free once nobody reads or writes there."""
-    from vcache_backend.metadata_server.messages import SegmentId
-
-    with _client(config_file, socket) as client:
-        dropped = client.drop_segment(SegmentId(segment))
-        typer.echo(f"{segment}: {dropped.chunks:,} chunks forgotten")
-        gone = dropped.gone
-        deadline = time.monotonic() + wait
-        while not gone and time.monotonic() < deadline:
-            time.sleep(0.05)
-            gone = all(info.id != segment for info in client.list_segments())
-    if not gone and wait:
-        raise SegmentError(f"{segment} is still being read or written after {wait:g} s; it goes when that ends")
-    typer.echo(f"{segment}: gone" if gone else f"{segment}: goes when its last readers and writers end")
-
-
-@segment_app.command("resize")
-def segment_resize(
-    segment: Annotated[str, typer.Argument(metavar="ID", help="The segment's id, as `vcache segment list` names it.")],
-    nbytes: Annotated[config.ByteSize, typer.Argument(metavar="SIZE", parser=_bytes, help="What it keeps, as `8GiB`.")],
-    wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Wait so long for its last readers and writers.")] = 60.0,
-    config_file: ConfigFile = None,
-    socket: Socket = None,
-) -> None:
-    """Take memory back from a segment while requests are served. Chunks that lie behind SIZE are forgotten; the offload tier keeps its
-    own. A segment on a GPU is one allocation: it goes with all its chunks, and a smaller one is lent in its place."""
-    from vcache_backend.metadata_server.messages import SegmentId
-
-    with _client(config_file, socket) as client:
-        info = _segment(client, segment)
-        before, deadline = info, time.monotonic() + wait
-        if info is not None and info.medium == "cuda":
-            return _replace(client, info, int(nbytes), deadline)
-        info = client.resize_segment(SegmentId(segment), int(nbytes))
-        while info is not None and (left := info.nbytes - info.given_back - int(nbytes)) > 0 and time.monotonic() < deadline:
-            time.sleep(0.05)
-            info = _segment(client, segment)
-    if info is None or before is None:
-        raise SegmentError(f"{segment} was dropped meanwhile")
-    chunks = f"{max(before.chunks - info.chunks, 0):,} chunks forgotten"
-    if left > 0:
-        typer.echo(f"{segment}: {chunks}")
-        raise SegmentError(
-            f"{segment}: {config.ByteSize(left).about} are still being read or written; they are freed when that ends"
-        )
-    has = config.ByteSize(info.nbytes - info.given_back).about
-    typer.echo(f"{segment}: {config.ByteSize(info.given_back).about} given back, {has} left, {chunks}")
-
-
-def _segment(client: Client, id_: str) -> SegmentInfo | None:
-    return next((info for info in client.list_segments() if info.id == id_), None)
-
-
-def _replace(client: Client, info: SegmentInfo, nbytes: int, deadline: float) -> None:
-    """A smaller segment on the same GPU. Nothing of the old one is given back before all processes have unmapped it."""
-    from vcache_backend.vram_pool import devices, segment
-
-    if nbytes > info.nbytes:
-        raise SegmentError(f"{info.id} has {info.nbytes:,} B; to lend more, use `vcache segment add`")
-    place = devices.resolve(info.device)
-    chunks = client.drop_segment(info.id).chunks
-    while _segment(client, info.id) is not None:
-        if time.monotonic() > deadline:
-            raise SegmentError(f"{info.id} goes when its last readers and writers end; then lend less with `vcache segment add`")
-        time.sleep(0.05)
-    with segment.create(place, nbytes) as owned:
-        client.add_segment(owned.info, owned.fd)
-    typer.echo(
-        f"{info.id}: gone, {chunks:,} chunks forgotten; {owned.info.id} of {config.ByteSize(owned.nbytes).about} in its place"
-    )
 
 
 # ---- configuration
@@ -389,7 +202,7 @@ def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -
 @config_app.command("show")
 def config_show(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
     """The configuration in force, every default written out."""
-    values = config.dump(_load(config_file, socket))
+    values = config.dump(command.load(config_file, socket))
     terminal.print_json(values) if as_json else typer.echo(msgspec.yaml.encode(values).decode().rstrip())
 
 
@@ -408,7 +221,7 @@ def doctor(
     """Check GPUs, peer access, driver, packages and the socket: what is wrong, and what to do. Exit code 1 on a failure."""
     from vcache_backend.doctor import diagnose
 
-    _show_findings(diagnose(_load(config_file, socket), model), as_json)
+    _show_findings(diagnose(command.load(config_file, socket), model), as_json)
 
 
 @app.command()
@@ -418,7 +231,7 @@ def plan(
     tokens: Annotated[int, typer.Option(min=0, max=1 << 50, metavar="TOKENS", help="What the pool shall hold of prompts.")] = 0,
     gpu_memory: Annotated[
         config.ByteSize | None,
-        typer.Option(metavar="SIZE", parser=_bytes, help="Of one GPU, such as 80GiB: what is left for vLLM?"),
+        typer.Option(metavar="SIZE", parser=command.nbytes_of, help="Of one GPU, such as 80GiB: what is left for vLLM?"),
     ] = None,
     config_file: ConfigFile = None,
     as_json: Json = False,
@@ -440,7 +253,7 @@ def _show_findings(findings: Sequence[Finding], as_json: bool) -> None:
         rows = [(level(one.status), one.check, "\n→ ".join(filter(None, (one.detail, one.advice)))) for one in worst]
         terminal.show(table(None, ("", "check", "~finding → what to do"), rows))
         failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
-        typer.echo(f"{len(findings)} findings: {failed} to put right (fail), {warned} to know of (warn)")
+        typer.echo(f"{failed} to put right (fail), {warned} to know of (warn), of {len(findings)} looked at")
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
 
@@ -464,6 +277,25 @@ def demo(
     from vcache_backend.demo import run
 
     raise typer.Exit(run(config.load(config_file), as_json))
+
+
+@app.command()
+def mooncake(
+    nbytes: Annotated[
+        config.ByteSize,
+        typer.Option("--segment", metavar="SIZE", parser=command.nbytes_of, help="Host memory that the provider lends."),
+    ] = STORE_BYTES,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Of this node, as other nodes reach it.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="The master's; 0: 50051, or the next one that is free.")
+    ] = 0,
+    master: Annotated[str, typer.Option(metavar="HOST:PORT", help="Start no master, join that one.")] = "",
+    logs: Annotated[str, typer.Option(metavar="FOLDER", help="Keep both logs there.")] = "",
+) -> None:
+    """Run a Mooncake store for the offload tier, a master and a provider of host memory, until Ctrl-C. Mooncake asks nobody for a password
+    and encrypts nothing: whoever reaches the ports reads and writes."""
+    script, programs = Path(__file__).parent / "offload" / "mooncake.sh", Path(sys.executable).parent
+    os.execvp("bash", ["bash", str(script), str(programs), str(int(nbytes)), host, str(port or ""), master, logs])
 
 
 @app.command()

@@ -83,6 +83,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     allow_uids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     allow_gids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     metrics: str = ""
+    metrics_hosts: list[Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z._-]+\Z")]] = []
     log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
@@ -110,11 +111,16 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
 
 
 class PoolConfig(_Section, frozen=True, kw_only=True):
-    """This worker's part of the pool. segment_bytes: where KV caches are shared in place nothing, unless it is set."""
+    """This worker's part of the pool."""
 
     device: str = "auto"
-    segment_bytes: ByteSize = ByteSize(8 << 30)
+    segment_bytes: ByteSize | None = None
     max_ctas: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
+
+    @property
+    def lent(self) -> ByteSize:
+        """`segment_bytes`, or where it is not set what a worker lends to a pool."""
+        return ByteSize(8 << 30) if self.segment_bytes is None else self.segment_bytes
 
 
 class EngineConfig(_Section, frozen=True, kw_only=True):
@@ -127,12 +133,14 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
 
 
 class ConnectorConfig(_Section, frozen=True, kw_only=True):
-    """Our connector in vLLM. Token counts are of what vLLM's own prefix cache does not have."""
+    """Our connector in vLLM. Token counts are of what vLLM's own prefix cache does not have. share: `auto`, which `from_dict` leaves where
+    nothing is asked of a pool, is decided by the connector, which knows vLLM and the model."""
 
-    share: Literal["pool", "in_place"] = "pool"
+    share: Literal["auto", "in_place", "pool"] = "auto"
     min_hit_tokens: PositiveInt = 256
     sync_below_tokens: Annotated[int, msgspec.Meta(ge=0)] = 2048
     store: Literal["all", "prompt"] = "all"
+    states: bool = False
     wait_seconds: Positive = 10.0
     consume_once: bool = False
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
@@ -252,6 +260,8 @@ def mooncake_environment(section: MooncakeConfig) -> dict[str, str]:
     }
     if section.hostname:
         wanted["MC_TCP_BIND_ADDRESS"] = section.hostname
+    if section.master.startswith("[") or ":" in section.hostname:
+        wanted["MC_USE_IPV6"] = "1"
     return {name: os.environ.setdefault(name, value) for name, value in wanted.items()}
 
 
@@ -277,10 +287,27 @@ def from_dict(values: dict[str, Any], source: str = "configuration", lines: dict
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {config_file.explained(str(error), Config, lines or {})}") from error
-    if config.connector.share == "in_place" and "segment_bytes" not in values.get("pool", {}):
-        config = msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, segment_bytes=ByteSize(0)))
+    share = config.connector.share
+    if share == "auto" and _asks_for_pool(config):
+        share = "pool"
+    if share != "auto":
+        config = sharing(config, share)
     socket = os.environ.get("VCACHE_SOCKET")
     return with_socket(config, socket, "VCACHE_SOCKET") if socket else config
+
+
+def _asks_for_pool(config: Config) -> bool:
+    """Whether something is set that only a pool does."""
+    lends, offloads = config.pool.segment_bytes or config.pool.device != "auto", config.offload.policy != "off"
+    return bool(lends) or offloads or config.engine.checksum or config.connector.consume_once
+
+
+def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:
+    """`config` with `connector.share` so; in place nothing is lent, unless it is set."""
+    config = msgspec.structs.replace(config, connector=msgspec.structs.replace(config.connector, share=share))
+    if share == "in_place" and config.pool.segment_bytes is None:
+        config = msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, segment_bytes=ByteSize(0)))
+    return config
 
 
 def with_socket(config: Config, socket: str, source: str) -> Config:

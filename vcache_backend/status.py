@@ -127,7 +127,8 @@ def render(
         table("Namespaces", ("namespace", "~what it is"), sorted(stats.namespaces.items())),
     ]
     first, then = ([shown for shown in some if shown.row_count] for some in (wrong, tables))
-    return Group(_headline(stats), *first, segments_table(stats.segments), *then)
+    pool = [] if stats.instances and not stats.segments else [segments_table(stats.segments)]
+    return Group(_headline(stats), *first, *pool, *then)
 
 
 def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:

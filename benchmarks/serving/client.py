@@ -33,13 +33,11 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Run:
-    """The answers of a list of jobs, by their order, as they come in. Used by one event loop, looked at by other threads."""
+    """The answers of a list of jobs, by their order, as they come in. Used by one event loop."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
         self.answers: list[Answer] = [Answer(error="not sent") for _ in jobs]
-        self.done = 0
-        self.errors = 0
         self.started = 0.0
 
     async def go(self, concurrency: int, seconds: float) -> None:
@@ -69,8 +67,6 @@ class Run:
             answer.error = "" if answer.tokens else answer.error or "no tokens"
         except (OSError, ValueError, EOFError, KeyError) as error:
             answer.error = f"{type(error).__name__}: {error}"
-        self.done += 1
-        self.errors += bool(answer.error)
 
 
 async def complete(port: int, body: bytes, answer: Answer, rank: int = 0) -> None:

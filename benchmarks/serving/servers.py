@@ -75,7 +75,7 @@ class Servers:
     def wait(self, seconds: float = START_SECONDS) -> float:
         """Until all are healthy; the seconds since their start. Raises ChildFailed for a process that ended or is late."""
         for program, port in zip(self._programs[-len(self.ports) :], self.ports, strict=True):
-            program.until(lambda port=port: _healthy(port), seconds - (time.monotonic() - self._started))  # type: ignore[misc]
+            program.until(lambda port=port: healthy(port), seconds - (time.monotonic() - self._started))  # type: ignore[misc]
         if ended := [program for program in self._programs if not program.alive]:
             raise ChildFailed(f"{ended[0].name} ended; {ended[0].tail()}")
         self._wait_for_memory(seconds - (time.monotonic() - self._started))
@@ -162,7 +162,7 @@ def counter(text: str, name: str) -> float:
     return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
 
 
-def _healthy(port: int) -> bool:
+def healthy(port: int) -> bool:
     try:
         _get(port, "/health")
     except OSError:

@@ -15,8 +15,6 @@ from .workloads import Ceilings
 MS = 1e3
 OURS = {"vcache": "vllm", "inplace": "inplace", "inplace_host": "inplace_host"}
 """Our systems, and how rows begin that compare them with others."""
-HEADLINE = "vcache", "prefix"
-"""The system and workload whose comparisons also stand without the workload's name."""
 FOUR = "prefix_x4"
 """The workload of four servers."""
 AHEAD = {("inplace", "mp", "prefix"): 1.1, ("inplace", "alone", FOUR): 1.5}
@@ -140,11 +138,11 @@ def compared(rows: Mapping[str, Row], workload: str) -> list[Row]:
             about, least = f"{_workload(ours[rate])}; reference:", AHEAD.get((our, other, workload), 1.0)
             their = "pool" if other == "vcache" else other
             name = f"{prefix}_x4" if workload == FOUR else prefix
-            for suffix in ("", f"_{workload}") if (our, workload) == HEADLINE else ("" if workload == FOUR else f"_{workload}",):
-                case_, what = f"{name}_throughput_vs_{their}{suffix}", f"requests a second; {about} {other}"
-                found.append(_ahead(case_, ours[rate], theirs[rate], what, least))
-                case_, what = f"{name}_ttft_p50_vs_{their}{suffix}", f"median TTFT of {other}; {about} {our}"
-                found.append(_ahead(case_, theirs[first], ours[first], what, 1.0))
+            of = "" if workload == FOUR else f"_{workload}"
+            case_, what = f"{name}_throughput_vs_{their}{of}", f"requests a second; {about} {other}"
+            found.append(_ahead(case_, ours[rate], theirs[rate], what, least))
+            case_, what = f"{name}_ttft_p50_vs_{their}{of}", f"median TTFT of {other}; {about} {our}"
+            found.append(_ahead(case_, theirs[first], ours[first], what, 1.0))
     return found
 
 

@@ -24,7 +24,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,7 +44,6 @@ CONTROL_MISHAPS = {False: ("worker stopped",), True: ("objects damaged",)}
 """Without a store and with one."""
 CONTROL_SECONDS = 120.0
 SHOWN = 10
-COLUMNS = 80
 DISK_BYTES = 32 << 20
 
 
@@ -68,6 +66,10 @@ class Result(msgspec.Struct):
         """Nothing wrong, nobody dead of it, and a wrong byte would have been seen."""
         control = self.control is None or self.control.wrong > 0
         return not (self.outcomes.wrong or self.outcomes.raised or self.workers_died or self.servers_ended) and control
+
+    def counted(self) -> dict[str, int]:
+        """Retrieves by what came of them, and mishaps."""
+        return {**msgspec.to_builtins(self.outcomes), **self.counts, "stops": self.stops}
 
 
 def run(
@@ -93,10 +95,10 @@ def run(
     return result
 
 
-def run_control(seed: int, workers: int = WORKERS, store: bool = False, seconds: float = CONTROL_SECONDS) -> Outcomes:
+def run_control(seed: int, workers: int = WORKERS, store: bool = False) -> Outcomes:
     """Workers that trust what they must not, until a byte is wrong, or for so long."""
     with Soak(seed, workers, None, CONTROL_MISHAPS[store], trusting=True, store=store) as soak:
-        soak.run(lambda outcomes, passed: outcomes.wrong > 0 or passed > seconds, PAUSE / 4 if store else PAUSE)
+        soak.run(lambda outcomes, passed: outcomes.wrong > 0 or passed > CONTROL_SECONDS, PAUSE / 4 if store else PAUSE)
         return soak.outcomes
 
 
@@ -124,8 +126,7 @@ def _own_mounts() -> bool:
 def rows(result: Result, asked: int, name: str = "soak") -> list[Row]:
     """asked: how many verified retrieves there were to be; 0: as many as came."""
     outcomes, control = result.outcomes, result.control
-    more = {"stops": result.stops, "seed": result.seed, "disk": result.disk}
-    what = json.dumps(msgspec.to_builtins(outcomes) | result.counts | more)
+    what = json.dumps(result.counted() | {"seed": result.seed, "disk": result.disk})
     what = f"{what} in {result.seconds:.0f} s; {load()}"
     asked = asked or outcomes.verified
     made = [
@@ -140,30 +141,14 @@ def rows(result: Result, asked: int, name: str = "soak") -> list[Row]:
     return made
 
 
-def table(result: Result) -> str:
-    """80 columns."""
-    outcomes = result.outcomes
-    lines = [
-        ("verified retrieves", outcomes.verified, f"of {outcomes.retrieves:,}, in {result.seconds:.0f} s"),
-        ("tokens compared", outcomes.tokens, ""),
-        ("bytes compared", outcomes.nbytes, ""),
-        ("chunks stored", outcomes.stored, ""),
-        ("chunks out of the store", outcomes.below, ""),
-        ("objects that were refused", outcomes.bad_objects, ""),
-        ("verdicts that refused", outcomes.refused, ""),
-        ("workers stopped", result.stops, f"{outcomes.stopped:,} by themselves, in a copy"),
-        *((name, count, "") for name, count in result.counts.items() if name != "worker stopped"),
-        ("servers that ended", result.servers_ended, "by themselves"),
-        ("workers that ended", result.workers_died, "by themselves"),
-        ("calls that raised", outcomes.raised, ""),
-        ("WRONG", outcomes.wrong, f"retrieves; {outcomes.wrong_bytes:,} bytes"),
-    ]
+def told(result: Result) -> str:
+    """All that was counted, and what is known of the first wrong bytes."""
+    counts = result.counted() | {"workers that ended": result.workers_died, "servers that ended": result.servers_ended}
     if result.control is not None:
-        lines.append(("control: wrong", result.control.wrong, f"of {result.control.verified:,}, where all is trusted"))
-    said = [f"{name:<31}{count:>15,}  {what}".rstrip() for name, count, what in lines]
-    said += [f"wrong at {each.at:g} s, after {', '.join(each.before)}: {each.wrong}" for each in result.found[:SHOWN]]
-    said.append(f"seed {result.seed}; the disk was {result.disk}")
-    return "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="    ") for line in said)
+        counts |= {"control: verified": result.control.verified, "control: wrong": result.control.wrong}
+    lines = [f"{name:<31}{count:>15,}" for name, count in counts.items()]
+    lines += [f"wrong at {each.at:g} s, after {', '.join(each.before)}: {each.wrong}" for each in result.found[:SHOWN]]
+    return "\n".join([*lines, f"{result.seconds:.0f} s; seed {result.seed}; the disk was {result.disk}"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "soak_store" if options.store else "soak"
     if options.out:
         Report(options.out).add(rows(result, 0 if options.minutes else options.retrieves, name))
-    print(table(result))
+    print(told(result))
     return int(not result.ok)
 
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
 import signal
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,7 @@ import msgspec
 
 from vcache_backend.metadata_server.endpoint import beside
 
-from ..processes import die_with_parent
+from ..processes import ChildFailed, Program
 
 START_SECONDS = 20.0
 _LAUNCHER = """
@@ -43,7 +39,7 @@ class Node:
         self.lock, self.journal = beside(self.path, ".lock"), beside(self.path, ".journal")
         self._log, self._config = log, log.with_suffix(".yaml")
         self._config.write_bytes(msgspec.yaml.encode({"server": TIMES}))
-        self._process: subprocess.Popen[bytes] | None = None
+        self._server: Program | None = None
         self.clock = 0
         """ns that the wall clock of the next server is ahead."""
         self.ended = 0
@@ -51,82 +47,73 @@ class Node:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        assert self._server is not None
+        return self._server.pid
 
     @property
     def running(self) -> bool:
-        return self._process is not None
+        return self._server is not None
 
     def start(self, descriptors: int = 0) -> bool:
         """A new server; False if it ended, or did not answer within START_SECONDS. descriptors: how many it may have at most; 0: as
         many as this process."""
+        try:
+            self._start(descriptors)
+        except ChildFailed:
+            return False
+        return True
 
-        def limited() -> None:
-            die_with_parent()
-            if descriptors:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
-
+    def _start(self, descriptors: int = 0) -> None:
         command = [sys.executable, "-c", _LAUNCHER, str(self.clock), "--socket", str(self.path), "--config", str(self._config)]
-        with self._log.open("ab") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=limited)
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and process.poll() is None:
-            if _answers(self.path, process.pid):
-                self._process = process
-                return True
-            time.sleep(0.02)
-        _end(process)
-        return False
+        if descriptors:
+            command = ["bash", "-c", 'ulimit -n "$0"; exec "$@"', str(descriptors), *command]
+        server = Program("metadata server", command, self._log)
+        server.until(lambda: _answers(self.path, server.pid), START_SECONDS)
+        self._server = server
 
     def restart(self) -> None:
-        """The same, after this one's end. Raises RuntimeError if no server can be started."""
+        """The same, after this one's end. Raises ChildFailed if no server can be started."""
         self.kill()
-        if not self.start():
-            raise RuntimeError(f"no metadata server starts; {self.tail()}")
+        self._start()
 
     def kill(self) -> None:
         """SIGKILL, reaped. Idempotent."""
-        if self._process is not None:
-            _end(self._process)
-            self._process = None
+        if self._server is not None:
+            self._server.kill()
+            self._server = None
 
     def terminate(self) -> None:
         """SIGTERM, and SIGKILL to a server that does not follow it."""
-        if self._process is not None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(START_SECONDS)
+        if (server := self._server) is not None:
+            server.signal(signal.SIGTERM)
+            with contextlib.suppress(ChildFailed):
+                server.until(lambda: not server.alive, START_SECONDS)
         self.kill()
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        assert self._server is not None
+        self._server.signal(number)
 
     def look(self) -> None:
         """Start another one if the server has ended by itself, and count that."""
-        if self._process is not None and self._process.poll() is not None:
+        if self._server is not None and not self._server.alive:
             self.ended += 1
-            print(f"the metadata server ended with status {self._process.returncode}; {self.tail()}", file=sys.stderr, flush=True)
+            print(f"the metadata server ended; {self._server.tail()}", file=sys.stderr, flush=True)
             self.restart()
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[bool]:
         """Start a second server beside this one: does it serve the path now? If so, the first one is killed at the end of the block,
         unless it ended by itself, as it should; else the second one has ended."""
-        first, self._process = self._process, None
+        first = self._server
         if not self.start():
-            self._process = first
             yield False
             return
         try:
             yield True
         finally:
             assert first is not None
-            _end(first)
-
-    def tail(self, size: int = 1500) -> str:
-        """The end of the server's log."""
-        return f"{self._log} ends with:\n{self._log.read_bytes()[-size:].decode(errors='replace')}"
+            first.kill()
 
 
 def _answers(path: Path, pid: int) -> bool:
@@ -137,9 +124,3 @@ def _answers(path: Path, pid: int) -> bool:
         credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         return int.from_bytes(credentials[:4], sys.byteorder) == pid
     return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGKILL)
-    process.wait(START_SECONDS)

@@ -14,7 +14,6 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,7 +27,7 @@ from vcache_backend.demo.content import Shape, block_digests, content, poison
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Leased
 from vcache_backend.offload import objects
-from vcache_backend.transfer.layout import Namespace
+from vcache_backend.transfer.layout import Layout, Namespace
 from vcache_backend.transfer.leases import Lease
 from vcache_backend.vram_pool import reference
 from vcache_backend.vram_pool.copier import Finished, HostCopier
@@ -36,8 +35,7 @@ from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
-from ..kv import layout
-from ..processes import die_with_parent
+from ..forked import Counts, begin
 
 SHAPE = Shape(layers=2, kv_heads=2, head_dim=16)
 CHUNK_TOKENS = 64
@@ -52,6 +50,7 @@ REMOVED = 0.01
 WRITERS_STOP = 4
 """So much more often does a worker stop in a store, of which there are fewer."""
 OFFLINE_SECONDS = 0.02
+TELL_SECONDS = 0.5
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -68,7 +67,7 @@ class Settings(msgspec.Struct, frozen=True):
     trusting: bool = False
 
 
-class Outcomes(msgspec.Struct):
+class Outcomes(Counts):
     """Counts. retrieves: calls of `retrieve`; verified: those that brought something, all of which was compared; refused: those whose
     lease did not hold; stopped: copies in which a worker stopped itself, when it was awake again; below: chunks that came out of the
     store; bad_objects: what the store had and a worker refused."""
@@ -86,13 +85,9 @@ class Outcomes(msgspec.Struct):
     wrong: int = 0
     wrong_bytes: int = 0
 
-    def add(self, more: Outcomes) -> None:
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(more, name))
-
 
 class Served(msgspec.Struct):
-    """What a worker answers. wrong: of each retrieve with a wrong byte, what is known of the first."""
+    """What a worker tells. wrong: of each retrieve with a wrong byte, what is known of the first."""
 
     outcomes: Outcomes
     wrong: list[str]
@@ -120,12 +115,11 @@ class Worker:
     """The commands. One thread."""
 
     def __init__(self, settings: Settings) -> None:
-        torch.set_num_threads(1)
         self._dice = random.Random(settings.seed)
         self._cache = PagedCache(SHAPE, BLOCKS, torch.device("cpu"), settings.number % POISONS)
         self._families = settings.families
         self._copier = StoppingCopier(self._dice, settings.stops)
-        self._engine = VCacheEngine(settings.config, layout("soak", self._cache.kvcaches, CHUNK_TOKENS), copier=self._copier)
+        self._engine = VCacheEngine(settings.config, layout(self._cache), copier=self._copier)
         self._engine.register(self._cache.kvcaches)
         self._leases: list[Lease] = []
         self._refused = 0
@@ -223,9 +217,13 @@ class Worker:
         return "; ".join([*told, f"{int((words == 0).sum())} zero"])
 
 
+def layout(cache: PagedCache) -> Layout:
+    return Layout.of(cache.kvcaches, SHAPE.block_size, model="soak", chunk_size=CHUNK_TOKENS)
+
+
 def namespace() -> Namespace:
     """Of every worker's keys."""
-    return layout("soak", PagedCache(SHAPE, 1, torch.device("cpu"), 0).kvcaches, CHUNK_TOKENS).namespace()
+    return layout(PagedCache(SHAPE, 1, torch.device("cpu"), 0)).namespace()
 
 
 def prompt(family: int, chunks: int) -> np.ndarray:
@@ -244,12 +242,8 @@ def _digests(family: int) -> torch.Tensor:
 
 
 def run(settings: Settings, pipe: Connection) -> None:
-    """The life of a worker process: for each number of seconds that comes, what happened in rounds for so long."""
-    die_with_parent()
-    log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for output in (1, 2):
-        os.dup2(log, output)
+    """The life of a worker process: it tells what happened, every TELL_SECONDS, until it is killed."""
+    begin(settings.log)
     worker = Worker(settings)
-    with suppress(EOFError):
-        while True:
-            pipe.send(worker.serve(pipe.recv()))
+    while True:
+        pipe.send(worker.serve(TELL_SECONDS))

@@ -11,14 +11,14 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import msgspec
 
 from ..processes import Program, free_ports, module
 from ..results import Clock, Row, fraction, row
 from ..serving.client import Answer, complete
-from ..serving.servers import CPU_ENVIRONMENT, START_SECONDS
+from ..serving.servers import CPU_ENVIRONMENT, START_SECONDS, healthy
 from ..serving.systems import MODEL, SIZES, serve_arguments
 from .fleet import ENVIRONMENT, Fleet, visible
 from .latency import TAIL
@@ -72,14 +72,8 @@ def _serving(fleet: Fleet) -> Iterator[int]:
     environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(fleet.cache)}
     environment |= CPU_ENVIRONMENT if scale.cpu else {"CUDA_VISIBLE_DEVICES": visible(0)}
     with Program("dp", command, fleet.folder / "dp.log", environment) as program:
-        program.until(lambda: _healthy(port), START_SECONDS)
+        program.until(lambda: healthy(port), START_SECONDS)
         yield port
-
-
-def _healthy(port: int) -> bool:
-    with suppress(OSError, ValueError, EOFError):
-        return bool(_ask(port, [7] * 8, 0).tokens)
-    return False
 
 
 def _ask(port: int, prompt: list[int], rank: int) -> Answer:

@@ -195,9 +195,9 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
     else:
         flips.ask("fill", value=POISON)
         pair.store(hit)
-        where = flips.ask("written", value=POISON)[0]
+        segment, first = flips.ask("written", value=POISON)
         # Slots begin on pages.
-        byte = {"id_": where["segment"], "offset": where["first"] // 4096 * 4096 + byte["offset"]}
+        byte = {"id_": segment, "offset": first // 4096 * 4096 + byte["offset"]}
     expected, got = pair.both(hit)
 
     def verdict(answer: dict[str, Any]) -> str:
@@ -223,21 +223,22 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
     return [fraction(f"{fleet.rows}_flipped_byte_caught", [(before, caught, after) == ("equal", "different", "equal")], what)]
 
 
-def restart(fleet: Fleet, prompts: Prompts) -> list[Row]:
+def restart(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
     """B is killed and started again; the first request hits what A stored, the second what B itself had stored."""
-    pair, scale = Pair(fleet), fleet.scale
+    suffix, prefix = (f"_{kind}", f"{kind}_") if kind else ("", "")
+    pair, scale = Pair(fleet, prefix), fleet.scale
     fleet.pool.clear()
     theirs, own = prompts.whole(scale.few[1]), prompts.whole(scale.few[2])
     expected = []
-    for hit, writer in ((theirs, pair.a), (own, pair.b)):
-        due = fleet.chunks() + len(hit.first) // scale.chunk
-        for child in (writer, pair.alone):
+    for hit, writer in ((theirs, "a"), (own, "b")):
+        due = fleet.chunks(prefix + writer) + len(hit.first) // scale.chunk
+        for child in (fleet.instance(prefix + writer), pair.alone):
             child.ask("generate", SECONDS, tokens=hit.first, count=1)
-        fleet.stored(due)
+        fleet.stored(due, writer=prefix + writer)
         expected.append(reference(pair.alone, fleet, hit))
-    fleet.kill("b")
+    fleet.kill(f"{prefix}b")
     started = time.monotonic()
-    again = fleet.instance("b")
+    again = fleet.instance(f"{prefix}b")
     seconds = time.monotonic() - started
     good, cached = [], []
     for hit, one in zip((theirs, own), expected, strict=True):
@@ -248,7 +249,7 @@ def restart(fleet: Fleet, prompts: Prompts) -> list[Row]:
         f"vLLM killed with SIGKILL, ready again after {seconds:.0f} s, pool kept: the first request hits what the other instance stored, "
         f"the second what it stored itself; cached {cached} of {[theirs.cached, own.cached]} tokens, equal to the own prefix cache"
     )
-    return [fraction(f"{fleet.rows}_restart_hits", good, what)]
+    return [fraction(f"{fleet.rows}_restart_hits{suffix}", good, what)]
 
 
 def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
@@ -258,14 +259,14 @@ def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
     Whole hits alone: the reference is the instance that computed them, and stores what it computes of a longer prompt.
     """
     child, scale = fleet.instance("tp2"), fleet.scale
-    reader = fleet.instance("tp2_b") if fleet.in_place else child
+    reader = fleet.instance("tp2_turned") if fleet.in_place else child
     hits = [prompts.whole(length) for length in scale.few * 2]
     fleet.pool.clear()
-    expected, each = [], 1 if fleet.in_place else 2
+    expected = []
     for hit in hits:
         child.ask("generate", SECONDS, tokens=hit.first, count=1)
         expected.append(reference(child, fleet, hit))
-    fleet.stored(each * sum(len(hit.first) // scale.chunk for hit in hits), writer="tp2")
+    fleet.stored(sum(len(hit.first) // scale.chunk for hit in hits), writer="tp2")
     reader.ask("reset")
     soil(reader, fleet, prompts)
     reader.ask("reset")

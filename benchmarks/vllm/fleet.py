@@ -72,7 +72,7 @@ class Fleet:
 
     folder: logs and settings. cache: vLLM's compiled code and the models, kept for the next run. more: settings of vcache, by
     `vcache.SECTION.KEY`. integration: `lmcache`, vcache as a plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin
-    with it. isolated: an instance sees the GPU it computes on and no other, those with tensor parallelism excepted. in_place: nobody
+    with it. isolated: an instance sees the GPU it computes on and no other, those on two GPUs their own two. in_place: nobody
     lends the pool anything, others read vLLM's own KV cache; rows begin with `inplace`.
     """
 
@@ -100,7 +100,7 @@ class Fleet:
         self._children: dict[str, Child] = {}
         self._failed: dict[str, str] = {}
         self._waiting: dict[str, float] = {}
-        self._compiled: set[tuple[str, int, bool]] = set()
+        self._compiled: set[tuple[str, bool]] = set()
         self._ports = iter(range(free_ports(1)[0], 60_000, 200))
         self._server: MetadataServer | None = None
         self._depot: Depot | None = None
@@ -122,10 +122,10 @@ class Fleet:
         with self._alone():
             for name in new:
                 self.model(INSTANCES[name].kind)
-        first: dict[tuple[str, int, bool], str] = {}
+        first: dict[tuple[str, bool], str] = {}
         for name in new if not self.scale.cpu else ():
             spec = INSTANCES[name]
-            key = spec.kind, spec.tensor_parallel, spec.variant == "alone"
+            key = spec.kind, spec.variant == "alone"
             if key not in self._compiled and KINDS[spec.kind].shares_code:
                 first.setdefault(key, name)
         if first:
@@ -237,10 +237,10 @@ class Fleet:
         return self._client
 
     def chunks(self, writer: str = "a") -> int:
-        """Committed chunks in the pool, in place those resident in instance `writer`."""
+        """Committed chunks in the pool, all GPUs' parts of one as `writer` stores it, in place those resident in instance `writer`."""
         stats = self.pool.stats()
         if not self.in_place:
-            return stats.chunks
+            return stats.chunks // KINDS[INSTANCES[writer].kind].gpus
         child = self.instance(writer).pid
         return sum(one.resident for one in stats.instances if not one.missing and descends(one.pid, child))
 
@@ -333,11 +333,12 @@ class Fleet:
             file = self.folder / f"{name}.yaml"
             file.write_text(json.dumps(lmcache_file(self.scale, spec, self._settings), indent=1))
             given["LMCACHE_CONFIG_FILE"] = str(file)
+        kind = KINDS[spec.kind]
         if self.scale.cpu:
-            return given | CPU_ENVIRONMENT
-        alone = (self._isolated or KINDS[spec.kind].isolated) and spec.tensor_parallel == 1
+            return given | CPU_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(kind.gpus > 1))}
+        alone = (self._isolated or kind.isolated) and kind.gpus == 1
         given["CUDA_VISIBLE_DEVICES"] = visible(spec.gpu).split(",")[0] if alone else visible(spec.gpu)
-        return given | KINDS[spec.kind].environment
+        return given | kind.environment
 
 
 @cache
@@ -367,10 +368,10 @@ def descends(pid: int, ancestor: int) -> bool:
 
 
 def visible(gpu: int) -> str:
-    """CUDA_VISIBLE_DEVICES for an instance on the first or second GPU of this run: both, its own first.
+    """CUDA_VISIBLE_DEVICES for an instance on a GPU of this run, the first being 0: that one, then the other of its pair.
 
-    The run's are the two in its own CUDA_VISIBLE_DEVICES, so that a host of four may do two runs at a time; a single one does for what
+    The run's are those in its own CUDA_VISIBLE_DEVICES, so that a host of four may do two runs at a time; a single one does for what
     is not timed.
     """
-    pair = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    return ",".join((pair[gpu], pair[1 - gpu])) if len(pair) > 1 else pair[0]
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    return ",".join((own[gpu], own[gpu ^ 1])) if len(own) > 1 else own[0]

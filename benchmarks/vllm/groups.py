@@ -6,20 +6,19 @@ needs no scheduler of ours, which could not cut a window's blocks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from ..results import Clock, Row, row
+from ..processes import ChildFailed
+from ..results import Clock, Row
 from . import equality, latency
 from .fleet import Fleet
 from .instances import KINDS
 from .prompts import Hit, Prompts
-from .scale import Scale
 
 LENGTHS = {"1k": 12, "4k": 12, "16k": 8}
 """How many hits of each."""
 LONG = "16k"
+MEETINGS = 5
 
 
 class Ended(Prompts):
@@ -31,49 +30,33 @@ class Ended(Prompts):
         return Hit(f"{length}", prompt, prompt, len(prompt) - latency.TAIL)
 
 
-def read_bytes(scale: Scale, tokens: int) -> int:
-    """What a hit of so many tokens has to bring: all of full attention, of the others the blocks of their windows."""
-    kinds = scale.model["layer_types"]
-    full, window = kinds.count("full_attention"), -(-(scale.model["sliding_window"] - 1) // scale.block) * scale.block
-    a_layer = scale.token_bytes // len(kinds)
-    return int(a_layer * (full * tokens + (len(kinds) - full) * min(window, tokens)))
-
-
 def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int) -> list[Row]:
-    """`groups_equal_KIND` with its controls, and `groups_ttft_16k_KIND`."""
+    """`groups_equal_KIND` with its controls, and `groups_ttft_16k_KIND`; in place each behind `inplace_`."""
     scale = KINDS[kind].of(fleet.scale)
-    prompts = Ended(scale, seed=source.seed)
+    prompts, prefix = Ended(scale, seed=source.seed), "inplace_" if fleet.in_place else ""
+    if fleet.in_place:
+        _meet(fleet, prompts, kind)
     rows = equality.agreeing(fleet, prompts, kind) + equality.sensitive(fleet, prompts, kind, 1)
     counts = {scale.lengths[name]: 1 if scale.cpu else count for name, count in LENGTHS.items()}
     found = equality.equal(fleet, clock, prompts.hits(counts, 0), prompts, kind)
-    rows += [msgspec.structs.replace(one, case=f"groups_equal_{kind}") for one in found]
-    return [*rows, *_first_token(fleet, clock, prompts, kind, rounds)]
+    rows += [msgspec.structs.replace(one, case=f"{prefix}groups_equal_{kind}") for one in found]
+    return [*rows, *_first_token(fleet, clock, prompts, kind, rounds, prefix)]
 
 
-def _first_token(fleet: Fleet, clock: Clock, prompts: Ended, kind: str, rounds: int) -> list[Row]:
-    fleet.settle()
-    scale, pair, speed = KINDS[kind].of(fleet.scale), equality.Pair(fleet, f"{kind}_"), latency.copy_engine(fleet)
-    ours: list[float] = []
-    own: list[float] = []
-    for turn in range(rounds + 1):
-        clock.check(10)
-        hit = prompts.whole(scale.lengths[LONG])
+def _meet(fleet: Fleet, prompts: Ended, kind: str) -> None:
+    """Have the reader map its owner's KV cache, which releases before 0.30 do beside a request that is computed."""
+    pair = equality.Pair(fleet, f"{kind}_")
+    for _ in range(MEETINGS):
+        hit = prompts.whole(fleet.scale.chunk)
         pair.store(hit)
-        answers: list[dict[str, Any]] = [
-            child.ask("generate", latency.SECONDS, tokens=hit.then, count=1) for child in (pair.b, pair.alone)
-        ]
-        if turn and all(answer["cached"] == hit.cached for answer in answers):
-            for samples, answer in zip((ours, own), answers, strict=True):
-                samples.append(answer["ttft"] * latency.MS)
-    length = scale.lengths[LONG]
-    return [_judged(kind, ours, own, read_bytes(scale, length), speed, f"{length} tokens, {len(ours)} of {rounds} full hits")]
+        if pair.b.ask("generate", latency.SECONDS, tokens=hit.then, count=1)["cached"]:
+            return
+    raise ChildFailed(f"{kind}_b finds nothing in the KV cache of {kind}_a")
 
 
-def _judged(kind: str, ours: list[float], own: list[float], nbytes: int, speed: float, hits: str) -> Row:
-    floor = sorted(own)[len(own) // 2]
-    allowed = floor + nbytes / speed / 1e9 * latency.ALLOWED_COPY * latency.MS + latency.ALLOWED_MS
-    what = (
-        f"TTFT of a hit on the peer GPU, {kind}, {hits}; reference: own prefix-cache hit {floor:.2f} ms + {nbytes >> 20} MiB / "
-        f"{speed:.0f} GB/s x {latency.ALLOWED_COPY} + {latency.ALLOWED_MS:g} ms"
-    )
-    return row(f"groups_ttft_16k_{kind}", "ms", ours, allowed, what=what, at_most=1.0)
+def _first_token(fleet: Fleet, clock: Clock, prompts: Ended, kind: str, rounds: int, prefix: str) -> list[Row]:
+    found = latency.first_token(fleet, clock, prompts, rounds, kind=kind, only=LONG)
+    judged = f"_ttft_{LONG}"
+    return [
+        msgspec.structs.replace(one, case=f"{prefix}groups{judged}_{kind}") if one.case.endswith(judged) else one for one in found
+    ]

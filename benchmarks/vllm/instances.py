@@ -91,7 +91,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What differs from the plain instance. model: its config, or with `over` what to change of the plain one. tiny: what to change of it
     on the CPU. block: tokens a
     KV block, 0: the scale's. value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. environment: for its processes.
-    isolated: as in a container of its own, where it sees one GPU.
+    isolated: as in a container of its own, where it sees one GPU. tensor_parallel, pipeline_parallel: over how many GPUs.
     """
 
     model: dict[str, Any] = {}
@@ -102,6 +102,12 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     arguments: dict[str, Any] = {}
     environment: dict[str, str] = {}
     isolated: bool = False
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def shares_code(self) -> bool:
@@ -121,6 +127,8 @@ KINDS = {
     "": Kind(),
     "eager": Kind(arguments={"enforce_eager": True}),
     "isolated": Kind(arguments={"enforce_eager": True}, isolated=True),
+    "tp2": Kind(tensor_parallel=2),
+    "pp2": Kind(pipeline_parallel=2, arguments={"enforce_eager": True}),
     "fp8": Kind(value_bytes=1, arguments={"kv_cache_dtype": "fp8"}),
     # 64 tokens a block is what the MLA kernels of Hopper take.
     "mla": Kind(model=DEEPSEEK, block=64),
@@ -156,7 +164,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     gpu: int
     kind: str = ""
     role: str = ""
-    tensor_parallel: int = 1
     scheduler: str = ""
     below: bool = False
     refused: bool = False
@@ -167,7 +174,7 @@ def _trio(prefix: str, kind: str, reader: str = "", below: bool = False, alone: 
     return {
         f"{prefix}alone": Spec(variant="alone", gpu=0, kind=kind, scheduler=alone),
         f"{prefix}a": Spec(variant="vcache", gpu=0, kind=kind, below=below),
-        f"{prefix}b": Spec(variant="vcache", gpu=1, kind=kind, scheduler=reader, below=below),
+        f"{prefix}b": Spec(variant="vcache", gpu=KINDS[kind].gpus, kind=kind, scheduler=reader, below=below),
     }
 
 
@@ -177,9 +184,11 @@ INSTANCES = {
     "lm_b": Spec(variant="lmcache", gpu=1),
     "timed": Spec(variant="vcache", gpu=1, scheduler="probed"),
     "refused": Spec(variant="vcache", gpu=1, scheduler="probed", refused=True),
-    "tp2": Spec(variant="vcache", gpu=0, tensor_parallel=2, scheduler="in_chunks"),
+    "tp2": Spec(variant="vcache", gpu=0, kind="tp2", scheduler="in_chunks"),
     # The same GPUs the other way round: rank 0 reads from the other GPU, as do all.
-    "tp2_b": Spec(variant="vcache", gpu=1, tensor_parallel=2, scheduler="in_chunks"),
+    "tp2_turned": Spec(variant="vcache", gpu=1, kind="tp2", scheduler="in_chunks"),
+    **_trio("tp2_", "tp2"),
+    **_trio("pp2_", "pp2"),
     "producer": Spec(variant="vcache", gpu=0, role="producer"),
     "consumer": Spec(variant="vcache", gpu=1, role="consumer"),
     **_trio("eager_", "eager"),

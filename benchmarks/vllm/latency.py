@@ -21,6 +21,7 @@ import msgspec
 from ..processes import ChildFailed
 from ..results import Clock, Row, percentile, row
 from .fleet import Fleet
+from .instances import KINDS
 from .prompts import Prompts
 
 SECONDS = 60.0
@@ -54,26 +55,43 @@ def copy_engine(fleet: Fleet) -> float:
     return statistics.median(speeds)
 
 
-def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, variants: Sequence[str]) -> list[Row]:
+def allowed(
+    floor: float, nbytes: int, speed: float, base: str = "own prefix-cache hit", more: float = ALLOWED_MS
+) -> tuple[float, str]:
+    """What a hit may take, ms, and as a sum in words: a `floor`, `nbytes` at the copy engine's `speed`, and some `more`."""
+    said = f"{base} {floor:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {more:g} ms"
+    return floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + more, said
+
+
+def first_token(
+    fleet: Fleet,
+    clock: Clock,
+    prompts: Prompts,
+    rounds: int,
+    variants: Sequence[str] = ("vcache",),
+    kind: str = "",
+    only: str = "",
+) -> list[Row]:
     """TTFT by length of: recomputing, vLLM's own prefix cache, and `variants` (of `SIDES`). One warm-up round is left out.
 
-    A variant whose instances do not start is left out; when time runs short, what there is by then is taken.
+    A variant whose instances do not start is left out; when time runs short, what there is by then is taken. kind: of the instances,
+    by their names' prefix. only: this length.
     """
     fleet.settle()
     speed = copy_engine(fleet)
     samples: Samples = defaultdict(list)
     short: list[str] = []
-    able = [variant for variant in variants if _starts(fleet, variant)]
+    able = [variant for variant in variants if _starts(fleet, variant, kind)]
     for turn in range(rounds + 1):
         if turn > 2 and clock.left < 25:
             break
         clock.check(15)
         order = able if turn % 2 else able[::-1]
         for name, length in _lengths(fleet).items():
-            for _ in range(REPEATS.get(name, 1)):
-                _round(fleet, prompts.new(length), name, samples if turn else defaultdict(list), order, short)
+            for _ in range(REPEATS.get(name, 1) if only in ("", name) else 0):
+                _round(fleet, prompts.new(length), name, samples if turn else defaultdict(list), order, short, kind)
         print(f"  round {turn} of {rounds}: {clock.spent:.0f} s into the run", flush=True)
-    return _rows(fleet, samples, speed, short)
+    return _rows(fleet, samples, speed, short, kind)
 
 
 def _lengths(fleet: Fleet) -> dict[str, int]:
@@ -82,9 +100,15 @@ def _lengths(fleet: Fleet) -> dict[str, int]:
     return {name: length + TAIL for name, length in lengths.items()} | {f"{WHOLE}_whole": lengths[WHOLE]}
 
 
-def _starts(fleet: Fleet, variant: str) -> bool:
+def _names(variant: str, kind: str) -> tuple[str, str]:
+    """Who stores and who hits."""
+    writer, reader = SIDES[variant]
+    return (f"{kind}_{writer}", f"{kind}_{reader}") if kind else (writer, reader)
+
+
+def _starts(fleet: Fleet, variant: str, kind: str) -> bool:
     try:
-        for name in SIDES[variant]:
+        for name in _names(variant, kind):
             fleet.instance(name)
     except ChildFailed as error:
         print(f"  {variant} is left out: {error}", flush=True)
@@ -92,12 +116,14 @@ def _starts(fleet: Fleet, variant: str) -> bool:
     return True
 
 
-def _round(fleet: Fleet, prompt: list[int], name: str, samples: Samples, variants: Sequence[str], short: list[str]) -> None:
+def _round(
+    fleet: Fleet, prompt: list[int], name: str, samples: Samples, variants: Sequence[str], short: list[str], kind: str
+) -> None:
     """One prompt through all variants. Every hit comes after its instance had nothing to do for as long as others took to compute it."""
-    due = fleet.scale.hit(len(prompt))
-    samples["recompute", name].append(_ttft(fleet.instance("alone"), prompt)[0])
+    due, alone = fleet.scale.hit(len(prompt)), fleet.instance(f"{kind}_alone" if kind else "alone")
+    samples["recompute", name].append(_ttft(alone, prompt)[0])
     for variant in variants:
-        writer, reader = SIDES[variant]
+        writer, reader = _names(variant, kind)
         fleet.make_room(len(prompt))
         chunks = fleet.chunks(writer) + len(prompt) // fleet.scale.chunk
         _ttft(fleet.instance(writer), prompt)
@@ -107,7 +133,7 @@ def _round(fleet: Fleet, prompt: list[int], name: str, samples: Samples, variant
             samples[variant, name].append(seconds)
         else:
             short.append(f"{variant} {name}: {cached} of {due}")
-    samples["prefix", name].append(_ttft(fleet.instance("alone"), prompt)[0])
+    samples["prefix", name].append(_ttft(alone, prompt)[0])
 
 
 def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
@@ -115,11 +141,11 @@ def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
     return answer["ttft"], answer["cached"]
 
 
-def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str]) -> list[Row]:
-    rows = []
+def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str], kind: str = "") -> list[Row]:
+    rows, begin = [], f"{fleet.rows}_{kind}" if kind else fleet.rows
     if not fleet.scale.cpu:
         what = "the copy engine between the two GPUs in this run"
-        rows.append(row(f"{fleet.rows}_copy_engine", "GB/s", speed, speed, what=what))
+        rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(short)}" if short else ""
     for name, length in _lengths(fleet).items():
         held = {
@@ -131,26 +157,27 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str]) ->
         for variant, values in held.items():
             if values:
                 what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
-                rows.append(row(f"{fleet.rows}_{variant}_ms_{name}", "ms", values, floor, what=what))
+                rows.append(row(f"{begin}_{variant}_ms_{name}", "ms", values, floor, what=what))
         if name in VS_RECOMPUTE and held["vcache"]:
-            rows += _judged(fleet, name, held, floor, speed, missed)
+            rows += _judged(fleet, name, held, floor, speed, missed, kind)
     return rows
 
 
-def _judged(fleet: Fleet, name: str, held: dict[str, list[float]], floor: float, speed: float, missed: str) -> list[Row]:
-    """The rows with limits."""
-    nbytes = fleet.scale.lengths[name] * fleet.scale.token_bytes
-    allowed = floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + ALLOWED_MS
+def _judged(
+    fleet: Fleet, name: str, held: dict[str, list[float]], floor: float, speed: float, missed: str, kind: str
+) -> list[Row]:
+    """The rows with limits. Each GPU of an instance copies its own part, all at the same time."""
+    begin, gpus = f"{fleet.rows}_{kind}" if kind else fleet.rows, KINDS[kind].gpus
+    most, sum_ = allowed(floor, KINDS[kind].of(fleet.scale).read_bytes(fleet.scale.lengths[name]) // gpus, speed)
     ours = held["vcache"]
-    sum_ = f"own prefix-cache hit {floor:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms"
-    what = f"TTFT of a hit on the peer GPU; reference: {sum_}"
-    rows = [row(f"{fleet.rows}_ttft_{name}", "ms", ours, allowed, what=what + missed, at_most=1.0)]
+    what = f"TTFT of a hit on {f'{gpus} peer GPUs' if gpus > 1 else 'the peer GPU'}; reference: {sum_}"
+    rows = [row(f"{begin}_ttft_{name}", "ms", ours, most, what=what + missed, at_most=1.0)]
     against = f"reference: a hit on the peer GPU {'in place' if fleet.in_place else 'through the pool'}"
-    what, least = f"TTFT recomputing; {against}", VS_RECOMPUTE[name]
-    rows.append(row(f"{fleet.rows}_vs_recompute_{name}", "ms", held["recompute"], ours, what=what, at_least=least))
+    what, least = f"TTFT recomputing; {against}", None if kind else VS_RECOMPUTE[name]
+    rows.append(row(f"{begin}_vs_recompute_{name}", "ms", held["recompute"], ours, what=what, at_least=least))
     if held["lmcache"]:
         what = f"TTFT of a hit on the peer GPU by our connector; reference: by LMCache and the plugin, same pool{missed}"
-        rows.append(row(f"{fleet.rows}_ttft_vs_lmcache_{name}", "ms", ours, held["lmcache"], what=what, at_most=1.0))
+        rows.append(row(f"{begin}_ttft_vs_lmcache_{name}", "ms", ours, held["lmcache"], what=what, at_most=1.0))
     return rows
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,8 +29,8 @@ class Memory:
         self._socket = socket
         self._mapped: dict[str, MappedSegment] = {}
 
-    def fill(self, value: int) -> int:
-        """Every byte of every segment becomes `value`: only while the pool is empty. Maps what is new; how many segments."""
+    def fill(self, value: int) -> None:
+        """Every byte of every segment becomes `value`: only while the pool is empty."""
         with Client(self._socket, PATIENT, reconnect=False) as client:
             client.require()
             for info in client.list_segments():
@@ -42,28 +41,20 @@ class Memory:
         for mapped in self._mapped.values():
             mapped.tensor(0, mapped.nbytes).fill_(value)
         _synchronize()
-        return len(self._mapped)
 
-    def written(self, value: int) -> list[dict[str, Any]]:
-        """Where, since `fill(value)`, something else was written: for each segment the first and last such byte, and its device."""
-        found = []
+    def written(self, value: int) -> tuple[str, int]:
+        """Where, since `fill(value)`, something else was written: the first segment, and the first such byte in it."""
         for id_, mapped in self._mapped.items():
-            touched = [
-                (start + int(where[0]), start + int(where[-1]))
-                for start in range(0, mapped.nbytes, STEP)
-                if len(where := torch.nonzero(mapped.tensor(start, min(STEP, mapped.nbytes - start)) != value).flatten())
-            ]
-            if touched:
-                found.append({"segment": id_, "device": mapped.device, "first": touched[0][0], "last": touched[-1][1]})
-        return found
+            for start in range(0, mapped.nbytes, STEP):
+                where = torch.nonzero(mapped.tensor(start, min(STEP, mapped.nbytes - start)) != value)
+                if len(where):
+                    return id_, start + int(where[0])
+        raise RuntimeError("nothing was written into the pool")
 
-    def flip(self, id_: str, offset: int, mask: int) -> int:
-        """One byte, exclusive or `mask`; what it was."""
-        byte = self._mapped[id_].tensor(offset, 1)
-        before = int(byte.item())
-        byte.fill_(before ^ mask)
+    def flip(self, id_: str, offset: int, mask: int) -> None:
+        """One byte, exclusive or `mask`."""
+        self._mapped[id_].tensor(offset, 1).bitwise_xor_(mask)
         _synchronize()
-        return before
 
     def free(self, ordinal: int) -> int:
         """Bytes of a GPU that nobody has."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ..processes import Child
 from ..results import Clock, Row, fraction, row
 from .fleet import Fleet
-from .latency import ALLOWED_COPY, TAIL, copy_engine
+from .latency import TAIL, allowed, copy_engine
 from .prompts import Prompts
 
 LENGTH = "16k"
@@ -129,8 +129,7 @@ def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str =
     """length: tokens that go through the pool, `nbytes` of KV. speed: the copy engine's, in GB/s. prefix: of the rows' names."""
     ms = {name: [1e3 * value for value in values] for name, values in samples.seconds.items()}
     computed = statistics.median(ms["prefill"])
-    allowed = computed + nbytes / speed / 1e6 * ALLOWED_COPY + ALLOWED_MS
-    sum_ = f"prefill {computed:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms"
+    most, sum_ = allowed(computed, nbytes, speed, "prefill", ALLOWED_MS)
     prompt = f"a prompt of {length} + {TAIL} tokens"
     against = "reference: the producer's prefill with the pool off"
     answers = f"answers of {NEW_TOKENS} tokens by the consumer"
@@ -145,7 +144,7 @@ def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str =
     found = [
         row(f"{name}_copy_engine", "GB/s", speed, speed, what="the copy engine between the two GPUs in this run"),
         *(row(f"{name}_{way}_ms_16k", "ms", ms[way], computed, what=what) for way, what in whats.items()),
-        row(f"{name}_ttft_16k", "ms", ms["together"], allowed, what=said, at_most=1.0),
+        row(f"{name}_ttft_16k", "ms", ms["together"], most, what=said, at_most=1.0),
         fraction(f"{name}_full_hits", samples.full, f"{answers} for which every whole chunk came from the producer"),
         fraction(f"{name}_equal", samples.equal, f"{answers} whose tokens are the producer's from vLLM's own prefix cache"),
     ]

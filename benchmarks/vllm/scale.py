@@ -25,7 +25,6 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     lengths: dict[str, int]
     equal: dict[int, int]
     partial: int
-    stock: dict[int, int]
     few: list[int]
     kv_bytes: int
     pool_bytes: int
@@ -48,6 +47,12 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
         else:
             row = 2 * self.model["head_dim"] * self.model["num_key_value_heads"]
         return int(2 * row * self.model["num_hidden_layers"])
+
+    def read_bytes(self, tokens: int) -> int:
+        """What a hit of so many tokens has to bring: all of full attention, of the others the blocks of their windows."""
+        kinds = self.model.get("layer_types", ["full_attention"])
+        full, window = kinds.count("full_attention"), -(-(self.model.get("sliding_window", 1) - 1) // self.block) * self.block
+        return int(self.token_bytes * (full * tokens + (len(kinds) - full) * min(window, tokens)) // len(kinds))
 
     @property
     def vocabulary(self) -> int:
@@ -107,7 +112,6 @@ FULL = Scale(
     lengths={"1k": 1024, "4k": 4096, "16k": 16384, "32k": 32768},
     equal={1023: 38, 1024: 38, 1025: 38, 4096: 24, 16384: 12, 32768: 6},
     partial=44,
-    stock={1023: 4, 1025: 4, 4096: 4},
     few=[1023, 1024, 1025, 4096],
     kv_bytes=10 * GIB,
     pool_bytes=16 * GIB,
@@ -117,14 +121,6 @@ FULL = Scale(
     decode_prompt=256,
     decode_seconds=4.0,
 )
-QUICK = msgspec.structs.replace(
-    FULL,
-    name="quick",
-    equal={1023: 3, 1024: 3, 1025: 3, 4096: 2, 16384: 1, 32768: 1},
-    partial=3,
-    stock={1025: 2},
-    decode_seconds=2.0,
-)
 TINY = Scale(
     name="tiny",
     model=TINY_LLAMA,
@@ -133,7 +129,6 @@ TINY = Scale(
     lengths={"1k": 64, "4k": 128, "16k": 512, "32k": 1024},
     equal={127: 1, 128: 1, 129: 1, 512: 1},
     partial=2,
-    stock={129: 1},
     few=[127, 128, 129],
     kv_bytes=5 * MIB,
     pool_bytes=16 * MIB,
@@ -147,4 +142,4 @@ TINY = Scale(
     beside=2,
     cpu=True,
 )
-SCALES = {scale.name: scale for scale in (FULL, QUICK, TINY)}
+SCALES = {scale.name: scale for scale in (FULL, TINY)}

@@ -37,6 +37,7 @@ class Integration(msgspec.Struct, frozen=True, kw_only=True):
 
 def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -> dict[str, Any]:
     """Of vLLM's `LLM`. scale: as the instance's kind has it."""
+    kind = KINDS[spec.kind]
     given: dict[str, Any] = {
         "model": str(model),
         "skip_tokenizer_init": True,
@@ -44,11 +45,12 @@ def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -
         "max_model_len": scale.max_model_len,
         "max_num_seqs": 32,
         "max_num_batched_tokens": scale.batched_tokens,
-        "kv_cache_memory_bytes": scale.kv_bytes // spec.tensor_parallel,
+        "kv_cache_memory_bytes": scale.kv_bytes // kind.gpus,
         "block_size": scale.block,
         "enable_prefix_caching": True,
         "enforce_eager": scale.cpu,
-        "tensor_parallel_size": spec.tensor_parallel,
+        "tensor_parallel_size": kind.tensor_parallel,
+        "pipeline_parallel_size": kind.pipeline_parallel,
     }
     if not scale.cpu:
         given |= {"gpu_memory_utilization": 0.15, "compilation_config": COMPILED_BY_RULE}
@@ -58,7 +60,7 @@ def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -
         given["scheduler_cls"] = f"{__package__}.scheduler.{spec.scheduler}"
     if spec.variant != "alone":
         given["kv_transfer_config"] = _transfer(scale, spec, integration)
-    return {**given, **KINDS[spec.kind].arguments}
+    return {**given, **kind.arguments}
 
 
 def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, Any]:

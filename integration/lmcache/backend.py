@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj, TensorMemoryObj
+from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface, StoragePluginInterface
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.transfer.arguments import as_slots
 
 from .. import logs
+from ..guard import answers
 from .memory import NoAllocator, StoredObj, described
 from .patches import StepAside
 from .startup import Starter
@@ -23,25 +23,6 @@ from .verbs import Verbs
 from .worker import PoolWorker
 
 log = logging.getLogger(__name__)
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def answers(default: object) -> Callable[[F], F]:
-    """LMCache dies of an exception in most of these calls. Whatever went wrong is a miss, logged once."""
-
-    def decorate(method: F) -> F:
-        @functools.wraps(method)
-        def guarded(self: VCacheBackend, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 LMCache would die of it
-                self.note_failure(method.__name__, error)
-                return default() if callable(default) else default
-
-        return guarded  # type: ignore[return-value]
-
-    return decorate
 
 
 class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type: ignore[misc]
@@ -135,20 +116,12 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def touch_cache(self) -> None:
         """The server touches what it leases."""
 
-    @answers(None)
-    def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
-        return self.batched_get_blocking([key])[0]
+    def get_blocking(self, key: CacheEngineKey) -> None:
+        """Nothing: hits go into the paged KV cache by our `retrieve` of LMCache's engine, and no memory object is made of them."""
 
-    def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
-        """Copies of the leading chunks that are in the pool; None for the rest."""
-        found = self._get(keys)
-        return [*found, *[None] * (len(keys) - len(found))]
-
-    @answers(list)
-    def _get(self, keys: list[CacheEngineKey]) -> list[MemoryObj]:
-        shapes, dtypes = self.metadata.get_shapes(self.config.chunk_size), self.metadata.get_dtypes()
-        copies = self.worker.read(keys) if self.worker is not None else []
-        return [TensorMemoryObj(copy, described(shapes, dtypes, None), None) for copy in copies]
+    def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[None]:
+        """Likewise, of each."""
+        return [None] * len(keys)
 
     # ---- stores
 

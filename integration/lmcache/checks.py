@@ -58,6 +58,11 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
 def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None]:
     yield model_spec.chunk_misfit(lm_config.chunk_size, instance.model.block_size, "chunk_size")
     yield from model_spec.misfits(instance.model)
+    if instance.model.new_weights:
+        yield (
+            "--weight-transfer-config brings new weights, and LMCache does not hear of them: start vLLM without it, or with "
+            '"kv_connector":"VCacheConnector"'
+        )
     if instance.kv_groups > 1:
         yield f"{instance.kv_groups} groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-manager"
     if instance.windowed:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lmcache.v1.memory_management import MemoryObj
 
-from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.held import HeldChunk
+from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.planner import plan_chunks
 from vcache_backend.vram_pool.slots import SlotView
 
 from .memory import HostMemory, NotedSlots
@@ -69,15 +68,6 @@ class Host:
         flat = (raw if raw is not None else obj.tensor).contiguous().view(-1).view(torch.uint8)
         return HeldChunk(flat[:need], obj.ref_count_down) if flat.numel() >= need else None
 
-    def read(self, names: list[ChunkKey]) -> list[torch.Tensor]:
-        """Copies on the host of the leading chunks that are in the pool, complete and right."""
-        lease = self._session.leases.acquire(names) if names else None
-        if lease is None:
-            return []
-        nbytes, views = self._session.chunk_bytes, self._session.views(lease.locations)
-        copies = [view.tensor[:nbytes].to("cpu", copy=True) for view in views]
-        return copies if self._session.leases.verdict(lease) else []
-
     def share(self, kvcaches: Any) -> None:
         """Other tiers will want bytes: make the memory they are handed out in. There may be none left later, and LMCache dies of an
         exception then."""
@@ -96,7 +86,7 @@ class Host:
             if written is not None:
                 torch.cuda.current_stream().wait_event(written)
             view = SlotView.over(self._scratch, local=True)
-            self._session.copier.gather(kv, plan_chunks(kv, size, source.slots, [source.start]), [view])
+            self._session.copier.gather(kv, SlotPlaces(kv, size, source.slots, [source.start]).store_plan([0]), [view])
             return self._scratch
 
         return copy_out

@@ -31,9 +31,7 @@ class Instance:
     model: without vLLM as one worker has it. rank, ranks: which shard of a chunk this worker holds, of how many, within its
     pipeline stage; 0 of 1 with MLA, where all hold the same. kv_groups: groups of layers with block tables of their own.
     windowed: whether a request's blocks are given back while it runs. num_blocks: as vLLM counts them, 0 if unknown.
-    recomputes: whether tokens are computed rightly whose load failed in the step that had counted on it; vLLM's second model
-    runner does not, nor does asynchronous scheduling (vLLM issue #49250). kvcaches: by layer, None while vLLM has not
-    registered them. adapter: LMCache's in vLLM; None without vLLM, as is vllm_config.
+    kvcaches: by layer, None while vLLM has not registered them. adapter: LMCache's in vLLM; None without vLLM, as is vllm_config.
     """
 
     model: ModelSpec
@@ -44,7 +42,6 @@ class Instance:
     windowed: bool = False
     num_blocks: int = 0
     load_failure_policy: str = ""
-    recomputes: bool = True
     kvcaches: dict[str, Any] | None = field(default=None, compare=False, repr=False)
     adapter: Any = field(default=None, compare=False, repr=False)
     vllm_config: Any = field(default=None, compare=False, repr=False)
@@ -140,7 +137,6 @@ def _under_vllm(metadata: Any, settings: Settings, group: Any, adapter: Any) -> 
         windowed=bool(tables) and groups.several(kv_config),
         num_blocks=getattr(kv_config, "num_blocks", 0),
         load_failure_policy=str(getattr(vllm.kv_transfer_config, "kv_load_failure_policy", "")),
-        recomputes=model.recomputes,
         kvcaches=getattr(adapter, "kv_caches", None) or None,
         adapter=adapter,
         vllm_config=vllm,

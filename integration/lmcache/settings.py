@@ -57,15 +57,21 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
         own = msgspec.convert(given, _Own, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{SOURCE}: {error}") from error
-    base = configuration.load(own.config or None)
+    base = _checked(*configuration.read(own.config or None))
     values = configuration.dump(base)
     # `dump` writes the default socket out, which is no setting of anybody's.
     values["server"]["socket"] = base.server.socket
     for key in given.keys() - set(_Own.__struct_encode_fields__):
         _put(values, key, given[key])
     _agree(values["engine"], chunk_size, PREFIX + "engine.chunk_size" in given, own.config)
-    config = configuration.from_dict(values, SOURCE)
+    config = _checked(values, SOURCE)
     return Settings(config=config, block_size=own.block_size, model=own.model, start_server=own.start_server)
+
+
+def _checked(values: dict[str, Any], *source: Any) -> Config:
+    """Without the section of our connector in vLLM, which nobody reads here: `share: in_place` would have nothing lent."""
+    configuration.from_dict(values, *source)
+    return configuration.from_dict({**values, "connector": {}}, *source)
 
 
 def _put(values: dict[str, Any], key: str, value: object) -> None:

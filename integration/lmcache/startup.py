@@ -91,7 +91,7 @@ class Starter:
         under_vllm = instance.adapter is not None
         worker = PoolWorker(session, kvcaches, instance.ranks, under_vllm, config.offload)
         worker.settles = under_vllm
-        worker.counts_offloaded = bool(getattr(self._config, "enable_async_loading", False)) or instance.recomputes
+        worker.counts_offloaded = bool(getattr(self._config, "enable_async_loading", False)) or instance.model.recomputes
         if session.tier is not None:
             log.warning("vcache: offload tier: %s", config.offload)
             if not worker.counts_offloaded:

@@ -69,7 +69,7 @@ class PoolWorker:
     settles: loads are only launched, and the caller will ask `settle`, in the same step, which of them held. What is queued on the
     current stream comes after the copy in any case; the host prepares it meanwhile.
     counts_offloaded: whether a look-up may promise what only the offload tier has. What is promised and does not come has to be
-    recomputed, and not every vLLM does so rightly (see `Instance.recomputes`).
+    recomputed, and not every vLLM does so rightly (see `ModelSpec.recomputes`).
     """
 
     def __init__(self, session: Session, kvcaches: KVCaches, ranks: int, needs_scope: bool, offload: OffloadConfig) -> None:
@@ -241,10 +241,6 @@ class PoolWorker:
                 self.session.bind(kvcaches), self.session.chunk_size, slots, [source.start for _, (_, source) in part]
             )
             store(self.session, places, [name for name, _ in part], range(len(part)))
-
-    def read(self, keys: Sequence[CacheEngineKey]) -> list[torch.Tensor]:
-        """The leading chunks that are in the pool, copied into host memory. Any thread."""
-        return self.host.read(self._named(keys))
 
     def remove(self, keys: Sequence[CacheEngineKey], force: bool) -> int:
         """Forget chunks of this rank; how many were in the pool.

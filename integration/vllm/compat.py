@@ -61,11 +61,16 @@ def spec_kind(kv_cache_config: Any) -> str | None:
     return str(find(found[0]).value) if find and found else None
 
 
-def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, chunk_size: int) -> str | None:
+def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, settings: config.Config) -> str | None:
     """Why nothing of this instance may be cached, None if it may. All of its processes find the same."""
-    reason = model_spec.refusal(model, chunk_size, hash_seed(vllm_config))
+    size = settings.engine.chunk_size
+    reason = model_spec.refusal(model, size, hash_seed(vllm_config))
     try:
-        groups.read(kv_cache_config, chunk_size)
+        if groups.read(kv_cache_config, size).states:
+            if not fails_by_request():
+                reason = reason or "layers that keep a state need asynchronous loads that may fail: take vLLM 0.30 or a later one"
+            if not settings.connector.states:
+                reason = reason or "layers that keep a state are cached on trial only: set connector.states: true"
     except LayoutError as error:
         return reason or str(error)
     return reason
@@ -74,11 +79,10 @@ def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec,
 def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
     """ConfigError where vLLM gives wrong tokens with any connector: 0.26 takes what its cache has of one group for what it has of all,
     and computes nothing before that, where others keep states (its scheduler.py, `max(per_group_hits)`)."""
-    kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
     old = tuple(int(number) for number in vllm.__version__.split(".")[:2] if number.isdigit()) == (0, 26)
     if (
         old
-        and groups.STATES in kinds
+        and groups.keep_states(kv_cache_config)
         and len(kv_cache_config.kv_cache_groups) > 1
         and vllm_config.cache_config.enable_prefix_caching
     ):
@@ -95,10 +99,12 @@ def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.
     if not groups.several(kv_cache_config):
         return model
     try:
-        kinds = groups.read(kv_cache_config, 0).text
+        found = groups.read(kv_cache_config, 0)
     except LayoutError:
         return model
-    return msgspec.structs.replace(model, recomputes=False, extra=model.extra | {"groups": kinds})
+    # Ranks that have the same latents have states of their own.
+    mla = model.use_mla and not found.states
+    return msgspec.structs.replace(model, recomputes=False, use_mla=mla, extra=model.extra | {"groups": found.text})
 
 
 def fails_by_request() -> bool:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from math import inf
 from typing import Any
 
 import msgspec
 
 from vcache_backend.config import Config
+from vcache_backend.transfer.keys import state_keys
 
 from .events import block_stored
 from .groups import Groups
 from .introduction import Introduction
 from .lookups import Lookups, Tracked
 from .metadata import StepMetadata, StoreSpec
+from .publications import NEVER
+from .resident_pool import NUMBERS
 
 
 class Completions:
@@ -34,14 +39,25 @@ class Completions:
         """stores: what the instance's role allows. groups: None where all layers look at all tokens by one block table. block, hash_block:
         tokens. spec_kind: of the KV cache, for events."""
         self._size, self._block, self._hash_block, self._spec_kind = config.engine.chunk_size, block, hash_block, spec_kind
+        self.place = block if groups is None else groups.place
+        """Tokens that what a request has filled is counted in. Not a block of every table: a window may have passed a part of that one
+        before it is full, and somebody else has that part then."""
         self._per_chunk, self._hashes = self._size // block, self._size // hash_block
         self._prompts_only, self._event_medium = config.connector.store == "prompt", config.connector.event_medium
         self._stores_allowed, self._groups = stores, groups
         self._instance, self._lookups, self._publications = instance, lookups, instance.shared
+        self._unsure: AbstractSet[int] = frozenset()
+        self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
+        """Of this step: states of requests in vLLM's prefix cache, by group, block and how many tokens they stand for."""
 
-    def plan(self, output: Any, requests: Mapping[str, Tracked], meta: StepMetadata) -> None:
-        """What the step that `output` describes stores, and which blocks get a new owner in it."""
+    def plan(
+        self, output: Any, requests: Mapping[str, Tracked], meta: StepMetadata, unsure: AbstractSet[int] = frozenset()
+    ) -> None:
+        """What the step that `output` describes stores, and which blocks get a new owner in it. unsure: blocks which nobody knows yet
+        to be filled; a later step stores what was computed from them."""
+        self._unsure = unsure
         scheduled, fresh = output.num_scheduled_tokens, meta.fresh
+        self._offered = getattr(getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", {})
         cached = output.scheduled_cached_reqs
         # These first: new requests may hit what they write in this step.
         for request_id, computed, added in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
@@ -52,6 +68,7 @@ class Completions:
                 continue
             if request_id in cached.resumed_req_ids:
                 self.own(tracked, added if added is not None else [[] for _ in tracked.rows], anew=True)
+                self._begin(tracked, computed)
             elif added is not None:
                 self.own(tracked, added, anew=False)
             self._computes(tracked, computed, computed + scheduled[request_id], meta)
@@ -61,23 +78,22 @@ class Completions:
             if tracked is not None:
                 self.own(tracked, new.block_ids, anew=True)
                 computed = new.num_computed_tokens
+                self._begin(tracked, computed)
                 self._computes(tracked, computed, computed + scheduled[new.req_id], meta)
 
     def stop(self, requests: Iterable[Tracked]) -> None:
         """Nobody knows the blocks of these: store nothing more of them."""
         for tracked in requests:
             tracked.params = msgspec.structs.replace(tracked.params, store=False)
-            tracked.complete_at = inf
+            tracked.complete_at, tracked.filled = inf, NEVER
 
     def own(self, tracked: Tracked, rows: Sequence[Sequence[int]], anew: bool) -> None:
         """vLLM has given these to the request in this step. anew: they are all that it has."""
         if anew:
-            tracked.rows = [list(row) for row in rows]
+            tracked.rows = [array(NUMBERS, row) for row in rows]
         else:
             for own, row in zip(tracked.rows, rows, strict=True):
-                own += row
-        if self._publications is not None:
-            self._publications.capture(tracked, rows[0], anew)
+                own.extend(row)
 
     def stored(self, tracked: Tracked, chunks: int) -> None:
         """So many chunks from the start are in the pool or on their way."""
@@ -99,15 +115,44 @@ class Completions:
 
     # ---- inside
 
+    def _begin(self, tracked: Tracked, computed: int) -> None:
+        if self._publications is not None:
+            self._publications.begin(tracked, computed // self.place)
+            self.stored(tracked, 0)
+
     def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
         """The step computes tokens from number `computed` up to `reached` of the request."""
-        if self._publications is not None:
+        if self._publications is not None and reached >= (tracked.filled + 1) * self.place:
             # As vLLM makes them known: what is guessed ahead is not.
-            filled = min(min(reached, tracked.request.num_tokens) // self._block, len(tracked.rows[0]))
+            places = len(tracked.rows[0]) if self._groups is None else self._groups.length(tracked.rows) // self.place
+            filled = min(min(reached, tracked.request.num_tokens) // self.place, places)
             if filled > tracked.filled:
                 self._publications.fill(tracked, filled)
-        if reached >= tracked.complete_at:
+        if reached >= tracked.complete_at and (not self._unsure or self._unsure.isdisjoint(tracked.rows[0])):
             self._complete(tracked, computed, reached, meta)
+        if self._groups is not None and self._groups.states:
+            self._keep_states(tracked, self._groups, reached, meta)
+
+    def _keep_states(self, tracked: Tracked, groups: Groups, reached: int, meta: StepMetadata) -> None:
+        """Store the states that the request's layers have at chunks' ends when the step is over, but for the one that it was given."""
+        request = tracked.request
+        ends = groups.ended(tracked.rows, reached, self._offered.get(request.request_id, ()))
+        known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
+        stores = self._stores_allowed and tracked.params.store and not self._instance.refused
+        for tokens, blocks in ends.items():
+            chunks = tokens // self._size
+            if not stores or not tracked.supplied < tokens <= known:
+                continue
+            if (
+                chunks <= len(request.block_hashes) // self._hashes
+                and self._instance.open()
+                and self._lookups.name(tracked, chunks)
+            ):
+                # A chunk is stored whole: what a state leaves of it, its last block fills.
+                blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
+                before = [block for row in tracked.rows for block in row] if meta.loads else []
+                keys = state_keys(tracked.keys[chunks - 1 : chunks], groups.parts)
+                meta.stores.append(StoreSpec(request.request_id, keys, blocks, tracked.keys[:chunks], before))
 
     def _complete(self, tracked: Tracked, before: int, computed: int, meta: StepMetadata) -> None:
         """Store the chunks that are complete once the step, which begins with token `before`, has computed the first `computed` tokens.
@@ -123,19 +168,19 @@ class Completions:
         ready = min(min(computed, known, length) // size, len(request.block_hashes) // self._hashes)
         if ready <= first or not self._instance.open() or not self._lookups.name(tracked, ready):
             return
-        if several is not None:
+        if several is not None and self._publications is None:
             # Of what windows have passed nothing can be stored any more.
             first = several.alive_from(rows, before, first, ready)
         self.expect(tracked, first, ready)
         if self._publications is not None:
-            meta.publications += self._publications.complete(tracked, ready, bool(meta.loads))
+            meta.publications += self._publications.complete(tracked, first, ready, bool(meta.loads))
             self.stored(tracked, ready)
             return
         keys, earlier = tracked.keys[first:ready], list[int]()
         each = self._per_chunk
-        blocks = rows[0][first * each : ready * each] if several is None else several.chunks(rows, first, ready)
+        blocks = rows[0][first * each : ready * each].tolist() if several is None else several.chunks(rows, first, ready)
         if meta.loads:
-            earlier = rows[0][: first * each] if several is None else [block for row in rows for block in row]
+            earlier = rows[0][: first * each].tolist() if several is None else [block for row in rows for block in row]
         if keys:
             meta.stores.append(StoreSpec(request.request_id, keys, blocks, tracked.keys[:first], earlier))
         self.stored(tracked, ready)

@@ -6,51 +6,28 @@ Bad settings do raise, ConfigError, while vLLM starts. After that what fails is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole, KVConnectorWorkerMetadata
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 
 from .. import logs
+from ..guard import answers
 from . import compat, settings, stats
-from .metadata import StepMetadata
+from .metadata import REFUSED, StepMetadata
 from .scheduler import SchedulerSide
+from .silent import SilentConnector
 from .worker import WorkerSide
 
 log = logging.getLogger("vllm.vcache")
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _guarded(otherwise: Any) -> Callable[[Method], Method]:
-    """Answer `otherwise` where the method fails, and say each kind of failure once."""
-
-    def decorate(method: Method) -> Method:
-        @wraps(method)
-        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
-                self._failed(method.__name__, error)
-                return otherwise
-
-        return cast(Method, guarded)
-
-    return decorate
-
-
-class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class VCacheConnector(SilentConnector):
     """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler.py and worker.py."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -62,9 +39,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config = settings.read(transfer.kv_connector_extra_config)
         if config.connector.start_server:
             start.try_ensure(config)
-        self.failures: set[str] = set()
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self.failures = set()
         if role == KVConnectorRole.SCHEDULER:
             self._meter = stats.Meter()
             # vLLM's scheduler reads it after this.
@@ -72,6 +47,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config, loads, stores, self._meter)
             self._cache_hit_source = self._scheduler.hit_source
+            self._silent_if(bool(self._scheduler.instance.refused))
         else:
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -88,37 +64,27 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings.read(extra_config)
         return False
 
-    def _failed(self, name: str, error: Exception) -> None:
-        """Each kind of failure is said once."""
-        kind = f"{name}: {type(error).__name__}"
-        if kind not in self.failures:
-            self.failures.add(kind)
-            log.error("vcache: %s failed, which counts as a miss", name, exc_info=error)
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """Whether somebody waits for what this instance computes. Otherwise a chunk that is not stored is a miss later, nothing worse."""
-        return bool(self._kv_transfer_config.kv_role == "kv_producer")
+    def _silent_if(self, refused: bool) -> None:
+        """Where an instance is refused, that is so for good."""
+        if refused:
+            self.__class__ = SilentConnector
 
     # ---- in the scheduler
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Nothing: MultiConnector hands on what one connector has, and not ours; our workers say what they hold in their first step."""
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
             self._watch(self._scheduler, gpu_block_pool)
 
-    @_guarded(None)
+    @answers(None)
     def _watch(self, scheduler: SchedulerSide, pool: Any) -> None:
         scheduler.watch(pool)
 
-    @_guarded(None)
+    @answers(None)
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.arrived(request)
 
-    @_guarded((0, False))
+    @answers((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         side = self._scheduler
         return side.matched(request, num_computed_tokens) if side is not None and not side.instance.refused else (0, False)
@@ -128,7 +94,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if side is not None and num_external_tokens > 0 and not self._allocated(side, request, blocks, num_external_tokens):
             side.lost(request, blocks, num_external_tokens)
 
-    @_guarded(False)
+    @answers(False)
     def _allocated(self, scheduler: SchedulerSide, request: Any, blocks: Any, external: int) -> bool:
         scheduler.allocated(request, blocks, external)
         return True
@@ -136,21 +102,21 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._scheduler
         if side is None or side.instance.refused:
-            # Whatever the step is: an instance that caches nothing takes vLLM no time for each of its requests.
-            return StepMetadata()
+            self._silent_if(side is not None)
+            return REFUSED
         meta = side.begin(scheduler_output)
         try:
             side.add_stores(scheduler_output, meta)
         except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
             side.stop_stores(meta)
-            self._failed("build_connector_meta", error)
+            self.note_failure("build_connector_meta", error)
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.finished_recving or getattr(connector_output, "kv_connector_worker_meta", None) is not None:
             self._update(connector_output)
 
-    @_guarded(None)
+    @answers(None)
     def _update(self, connector_output: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.update(connector_output)
@@ -158,20 +124,20 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @_guarded((False, None))
+    @answers((False, None))
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         # Blocks need not wait for stores: who gets one next waits, on the device.
         if self._scheduler is not None:
             self._scheduler.finished(request)
         return False, None
 
-    @_guarded(False)
+    @answers(False)
     def reset_cache(self) -> bool:
         return self._scheduler.reset() if self._scheduler is not None else True
 
     # ---- in a worker
 
-    @_guarded(None)
+    @answers(None)
     def get_mem_pool_context(self) -> Any:
         """From 0.31 on: what vLLM makes its KV cache in, so that others can read it."""
         in_place = self._worker.in_place if self._worker is not None else None
@@ -188,11 +154,9 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except Exception as error:
             log.exception("vcache caches nothing here")
             self._worker.refuse(f"{type(error).__name__}: {error}")
-        if self._worker.needless:
-            self.shutdown()
-            self._worker = None
+        self._silent_if(self._worker.needless)
 
-    @_guarded(None)
+    @answers(None)
     def _say_policy(self) -> None:
         """Another connector's `kv_load_failure_policy`, if that has made this one, is out of reach."""
         outermost, wanted = get_kv_transfer_group(), self._policy
@@ -206,30 +170,26 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+        if connector_metadata is REFUSED:
+            self._silent_if(True)
+        elif self._worker is not None and isinstance(connector_metadata, StepMetadata):
             self._begin(self._worker, connector_metadata)
 
-    @_guarded(None)
+    @answers(None)
     def _begin(self, worker: WorkerSide, meta: StepMetadata) -> None:
         worker.begin(meta)
 
-    @_guarded(None)
+    @answers(None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.load_synchronously()
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: what a model run needs is there before it starts."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: all layers go in one launch, after the model run."""
-
-    @_guarded(None)
+    @answers(None)
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.store()
 
-    @_guarded((None, None))
+    @answers((None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, (self._worker.finished() if self._worker is not None else None) or None
 
@@ -247,13 +207,13 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise RuntimeError(f"vcache: {self._worker.unsafe}, and this vLLM cannot recompute such a step")
         return invalid
 
-    @_guarded(None)
+    @answers(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.report.take() if self._worker is not None else None
 
     # ---- in both
 
-    @_guarded(None)
+    @answers(None)
     def get_kv_connector_stats(self) -> Any:
         if self._worker is not None:
             self._worker.measured()
@@ -269,13 +229,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> Any:
         return stats.VCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    @_guarded(())
+    @answers(())
     def take_events(self) -> Iterable[Any]:
         announcer = self._scheduler.instance.announcer if self._scheduler is not None else None
         return announcer.take() if announcer is not None else ()
-
-    @_guarded(None)
-    def shutdown(self) -> None:
-        for half in (self._scheduler, self._worker):
-            if half is not None:
-                half.close()

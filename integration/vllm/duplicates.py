@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from vcache_backend.resident.generations import Generations, GenerationView, UInt32s, UInt64s
+from vcache_backend.resident.generations import Generations, GenerationView, UInt64s
 from vcache_backend.transfer.resident import ResidentChunk
 
 from .metadata import LoadSpec
+from .replicas import Replica
+from .resident_pool import GENERATIONS, NUMBERS
 
 if TYPE_CHECKING:
     from .lookups import Tracked
@@ -30,13 +32,11 @@ MOST_LOOKED = 128
 
 
 class Copy(NamedTuple):
-    """Consecutive chunks of one request that lie here and with `owner`: blocks, and the generations they are right in, here and there."""
+    """A chunk that lies here and with another instance: blocks, and the generations they are right in, here and there."""
 
-    blocks: npt.NDArray[np.intp]
-    generations: UInt64s
-    owner: bytes
-    theirs: UInt32s
-    their_generations: UInt64s
+    blocks: array[int]
+    generations: array[int]
+    theirs: Replica
 
 
 class Duplicates:
@@ -54,29 +54,36 @@ class Duplicates:
 
     def note(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
         """The request, which has been given its blocks, loads its chunks from number `first` on."""
-        (blocks, generations), each = tracked.captured[0], self._each
-        tracked.copies = []
-        for number, replica in load.residents.items():
-            start = (first + number) * each
-            if load.skip <= number * each and (number + 1) * each <= load.stop:
-                owner, theirs, their_generations = ResidentChunk.unpacked(*replica)
-                mine = slice(start, start + each)
-                tracked.copies.append(Copy(blocks[mine], generations[mine], owner, theirs, their_generations))
+        each = self._each
+        tracked.copies = [
+            ((first + number) * each, replica)
+            for number, replica in load.residents.items()
+            if load.skip <= number * each and (number + 1) * each <= load.stop
+        ]
 
     def finished(self, tracked: Tracked, block_size: int) -> None:
         """The request has ended: its blocks may be given away."""
-        used = tracked.rows[0][: tracked.local // block_size] if tracked.rows else []
-        self._marked[used] = self._next[used] = 0
-        copied = len(tracked.copies) * self._each * block_size
+        each, row, (right,) = self._each, tracked.rows[0], tracked.generations or [array(GENERATIONS)]
+        if used := row[: tracked.local // block_size]:
+            self._marked[used] = self._next[used] = 0
+        copies = [
+            Copy(row[start : start + each], right[start : start + each], replica)
+            for start, replica in tracked.copies
+            if start + each <= len(right)
+        ]
+        copied = len(copies) * each * block_size
         if not copied or (tracked.request.num_tokens - tracked.local - copied) * SHORT > copied:
             return
         # Where nothing is given away, after resets too, they would become more and more.
         while self._copies and not self._intact(self._copies[0]):
             self._copies.popleft()
+        blocks, generations = array(NUMBERS), array(GENERATIONS)
+        for one in copies:
+            blocks += one.blocks
+            generations += one.generations
+        self._marked[blocks] = generations
         # Of a prefix the end goes first.
-        for one in reversed(tracked.copies):
-            self._marked[one.blocks] = one.generations
-            self._copies.append(one)
+        self._copies.extend(reversed(copies))
 
     def give_way(self, count: int) -> None:
         """Before vLLM gives `count` blocks away: if some of the first ones hold something, have it give away duplicates instead. Never
@@ -110,18 +117,18 @@ class Duplicates:
 
     def _intact(self, one: Copy) -> bool:
         """Whether its blocks hold what they held, and nobody has used them since."""
-        return bool(
-            (one.generations == self._marked[one.blocks]).all()
-            and (one.generations == self._generations.counters[one.blocks]).all()
-        )
+        marked, now = self._marked[one.blocks], self._generations.counters[one.blocks]
+        return bool((marked == one.generations).all() and (marked == now).all())
 
     def _taken(self, one: Copy) -> list[Any]:
         """Its blocks, the last one first; none if somebody uses them or has since, or its owner has lost its own."""
         if not self._intact(one):
             return []
-        blocks, view = [self._pool.blocks[number] for number in one.blocks.tolist()], self._view(one.owner)
+        blocks, (owner, *lies) = [self._pool.blocks[number] for number in one.blocks], one.theirs
+        view = self._view(owner)
         if any(block.ref_cnt for block in blocks) or view is None:
             return []
-        if not view.leading(one.theirs, one.their_generations, self._each):
+        theirs = ResidentChunk.unpacked(owner, *lies)
+        if not view.leading(theirs.blocks, theirs.generations, self._each):
             return []
         return blocks[::-1]

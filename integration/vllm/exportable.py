@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from vcache_backend import config
+from vcache_backend.config import Config
 from vcache_backend.errors import LayoutError, SegmentError, VCacheError
 from vcache_backend.resident.generations import MACHINE
 from vcache_backend.vram_pool.cuda_exportable import CudaExportable
 from vcache_backend.vram_pool.exportable import Exportable, Region
 from vcache_backend.vram_pool.host_exportable import HostExportable
 
-from .groups import several
+from .groups import is_full, several
 from .model_spec import ModelSpec
 
 log = logging.getLogger("vllm.vcache")
@@ -33,6 +34,7 @@ log = logging.getLogger("vllm.vcache")
 KNOWN = {(0, minor): minor >= 31 for minor in range(26, 34)}
 """Releases of vLLM, and whether they ask for a context (`get_mem_pool_context`). Where they do not, everything that the worker allocates
 between its connector's constructor and `register_kv_caches` is exportable."""
+_POOL = "connector.share: pool"
 
 
 class Exporter:
@@ -60,7 +62,7 @@ class Exporter:
         """
         self.close()
         if self._memory is None or self._problems:
-            raise SegmentError(f"vLLM's KV cache cannot be shared in place: {'; '.join(self._problems)}")
+            raise SegmentError(f"vLLM's KV cache cannot be shared in place: {'; '.join(self._problems)}; or set {_POOL}")
         found = sorted(self._memory.allocations(), key=lambda one: one.address)
         used = {self._holder(self._memory, found, name, tensor) for name, tensor in kv_caches.items()}
         return [found[at] for at in sorted(used)]
@@ -79,7 +81,7 @@ class Exporter:
         why = memory.problem or "another connector or allocator has made it"
         raise LayoutError(
             f"vLLM's KV cache cannot be shared in place: {name}, {storage.nbytes():,} B on {tensor.device}, "
-            f"lies in none of the {len(found)} exportable allocations ({why})"
+            f"lies in none of the {len(found)} exportable allocations ({why}); or set {_POOL}"
         )
 
 
@@ -128,7 +130,20 @@ def refusal(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> str | N
     All of its processes find the same. What `compat.refusal` says comes first, and is not asked again.
     """
     reason = next(_refusals(vllm_config, kv_cache_config, model), None)
-    return f"{reason}; or set connector.share: pool" if reason else None
+    return f"{reason}; or set {_POOL}" if reason else None
+
+
+def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Config:
+    """`settings` with what `connector.share: auto` comes to: `in_place` where that can be and was run on GPUs, with one worker and one
+    block table; else `pool`. All processes of an instance find the same."""
+    if settings.connector.share != "auto":
+        return settings
+    why = next(_refusals(vllm_config, kv_cache_config, model), None)
+    if model.tp_size * model.pp_size > 1 or several(kv_cache_config):
+        why = "in place only where asked for, with several workers or block tables: GPUs have not shown it yet"
+    if why:
+        log.info("vcache: KV goes through a pool (connector.share: auto): %s", why)
+    return config.sharing(settings, "pool" if why else "in_place")
 
 
 def _refusals(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Iterator[str]:
@@ -145,9 +160,7 @@ def _refusals(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Itera
         yield "without prefix caching vLLM's KV cache keeps nothing to share: take out --no-enable-prefix-caching"
     if any("Mamba" in kind for kind in kinds):
         yield f"the KV cache is {', '.join(kinds)}, and Mamba's blocks are rewritten without being allocated anew"
-    if len(groups) != 1:
-        yield f"{len(groups)} groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-manager"
-    elif several(kv_cache_config):
+    if not any(is_full(kind) for kind in kinds) and several(kv_cache_config):
         yield "all layers look at a window only, and what it has passed is soon others'"
     if model.sleep_mode or getattr(vllm_config.model_config, "enable_cumem_allocator", False):
         yield "sleep mode takes a KV cache's memory away beneath its readers: start vLLM without --enable-sleep-mode"

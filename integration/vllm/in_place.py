@@ -31,9 +31,10 @@ class InPlace:
     """In the worker's main thread. neighbours: the KV caches of others, once this worker's own is known. publisher: once that one is
     shown."""
 
-    def __init__(self, exporter: Exporter, each: int, shows: bool) -> None:
-        """each: blocks of a chunk. shows: whether others read this worker's KV cache, not another's that holds the same."""
-        self.exporter, self._each, self._shows = exporter, each, shows
+    def __init__(self, exporter: Exporter, each: int, lead: int, shows: bool) -> None:
+        """each, lead: blocks of a chunk, and those that every reader needs. shows: whether others read this worker's KV cache, not
+        another's that holds the same."""
+        self.exporter, self._each, self._lead, self._shows = exporter, each, lead, shows
         self._regions: list[Region] = []
         self._measured = 0
         self.neighbours: Neighbours | None = None
@@ -64,7 +65,7 @@ class InPlace:
         if session is None or self._shown is not None or not self._shows:
             return
         self._shown = Shown(session.client, instance, session.rank, self._shape, self._regions)
-        self.publisher = Publisher(session.client, session.stats, instance, self._each)
+        self.publisher = Publisher(session.client, session.stats, instance, self._each, self._lead)
 
     def publish(self, specs: Sequence[PublicationSpec], unfilled: AbstractSet[int]) -> set[str]:
         """Tell of what the step's model run, all of it queued, computes, once it has; but of nothing that was computed from an `unfilled`

@@ -33,8 +33,8 @@ INTRODUCTION_SECONDS = 10.0
 class Introduction:
     """In the scheduler's thread. Nothing waits longer than a call of the client may.
 
-    refused: why nothing is cached, empty if something is. ranks: shards of a chunk. readable: the segments that the worker can
-    read, of an instance that has one, and mapped: the instances whose KV caches it can. keys, client, courier: once it is open, of the
+    refused: why nothing is cached, empty if something is. ranks: shards of a chunk. readable: the segments that all workers can
+    read, and mapped: the instances whose KV caches they can. keys, client, courier: once it is open, of the
     instance's namespace. announcer: what it has published, where somebody wants KV events. shared: what this instance shares in place,
     tables: the generations of others, and pinning: what keeps their blocks, where KV caches are shared so.
     """
@@ -62,6 +62,9 @@ class Introduction:
         self.mapped: frozenset[bytes] = frozenset()
         self.pinning: Pinning | None = None
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
+        self.workers = model.pp_size * model.tp_size
+        self._segments: dict[int, frozenset[SegmentId]] = {}
+        self._mapped: dict[int, frozenset[bytes]] = {}
         self.offload: OffloadLookup | None = None
         self.refused = ""
         if refused:
@@ -76,7 +79,7 @@ class Introduction:
     @property
     def over(self) -> bool:
         """Whether it is known what every worker holds, or that nothing is cached."""
-        return bool(self.refused) or len(self._shards) == self._model.pp_size * self._model.tp_size
+        return bool(self.refused) or len(self._shards) == self.workers
 
     def waits(self) -> bool:
         """Whether a request is to wait until all workers have said what they hold, for `INTRODUCTION_SECONDS` at most."""
@@ -99,6 +102,15 @@ class Introduction:
                 self.offload = None
         if links and self.offload is not None:
             self.offload.note(links)
+
+    def reads(self, segments: Mapping[int, frozenset[SegmentId]], mapped: Mapping[int, frozenset[bytes]]) -> None:
+        """What workers can read, by their numbers, where that changed."""
+        self._segments |= segments
+        self._mapped |= mapped
+        if len(self._segments) == self.workers:
+            self.readable = frozenset.intersection(*self._segments.values())
+        if len(self._mapped) == self.workers:
+            self.mapped = frozenset.intersection(*self._mapped.values())
 
     def open(self) -> bool:
         """Connect, once everything that names depend on is known: the engine runs, and every worker has said what it holds. Whether
@@ -138,7 +150,7 @@ class Introduction:
         if here is None or client is None or not client.connected:
             return
         try:
-            client.join(here.instance, self._prefix, here.blocks, self.ranks, here.each, here.generations.fd)
+            client.join(here.instance, self._prefix, here.blocks, self.ranks, here.each, here.generations.fd, here.lead)
             if here.pins is not None:
                 client.show_pins(here.instance, here.pins.fd)
         except VCacheError as error:

@@ -7,31 +7,28 @@ asks. An answer counts for `FRESH_SECONDS`, one under a lease for half of the le
 from __future__ import annotations
 
 import logging
+from array import array
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from math import inf
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.channel import Sent
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, Count, Found, Leased
-from vcache_backend.transfer.keys import adapter_digest
-from vcache_backend.transfer.resident import ResidentChunk
+from vcache_backend.metadata_server.messages import ChunkKey, Count, Found, Leased, of_ranks
+from vcache_backend.transfer.keys import adapter_digest, state_keys
 
 from .adapters import Adapters
 from .introduction import Introduction
-from .metadata import HeldLease
-from .replicas import Replica, choose
+from .metadata import HeldLease, LoadSpec
+from .publications import NEVER
+from .replicas import Replica
 from .request_params import NOTHING, RequestParams
 from .stats import Meter
-
-if TYPE_CHECKING:
-    from .duplicates import Copy
 
 log = logging.getLogger("vllm.vcache")
 
@@ -76,7 +73,7 @@ class Answer(msgspec.Struct):
         lease = self.lease
         if lease is None or first == self.first:
             return lease
-        return msgspec.structs.replace(lease, locations=lease.locations[first - self.first :])
+        return msgspec.structs.replace(lease, locations=lease.locations[(first - self.first) * lease.ranks :])
 
     def residents_of(self, first: int, stop: int) -> dict[int, Replica]:
         """Those of the chunks [first, stop), numbered from the first one of them."""
@@ -97,34 +94,45 @@ class _Question(msgspec.Struct):
 
 class Tracked(msgspec.Struct):
     """One request. loads: whether it may take anything from the pool. consumes: remove what it has loaded. local: its tokens in vLLM's own
-    cache when it was matched. stored: chunks from its start that are in the pool or on their way; `complete_at`: with how many tokens
-    computed one more is complete, never if it stores none. loading: an asynchronous load is under way. captured, filled, preempted: see
-    `Publications`; copies: see `Duplicates`. pinned: what it loads stays where it is, so that the load may be synchronous."""
+    cache when it was matched; `supplied`: with those that we load. stored: chunks from its start that are in the pool or on their way;
+    `complete_at`: with how many tokens computed one more is complete, never if it stores none. loading: an asynchronous load is under way.
+    pinned: what it loads stays where it is, so that the load may be synchronous. junction: so many chunks others have begun with, too,
+    whose windows there are gone.
+
+    generations: of its leading blocks, in each block table, those in which they hold what the request has computed, or found. filled: how
+    many places (`Completions.place`) its steps have filled, or `NEVER`: what it computes now is not to be published. loaded: the first
+    place that a load fills, until a step runs. resets, evicted: see `ResidentPool`, when `generations` were right. copies: by their first
+    block, the chunks that it reads in others' KV caches."""
 
     request: Any
     params: RequestParams
     loads: bool
     consumes: bool
     keys: list[ChunkKey] = []
-    rows: list[list[int]] = []
-    captured: list[tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64]]] = []
-    copies: list[Copy] = []
+    rows: list[array[int]] = []
+    generations: list[array[int]] = []
     filled: int = 0
-    preempted: int = 0
+    loaded: int = NEVER
+    resets: int = 0
+    evicted: int = 0
+    copies: list[tuple[int, Replica]] = []
     local: int = 0
+    supplied: int = 0
     stored: int = 0
     complete_at: float = inf
     question: _Question | None = None
     answer: Answer | None = None
     loading: bool = False
     pinned: bool = False
+    junction: int = 0
 
 
 class Lookups:
     """Nothing waits longer than a call of the client and one of the offload tier's may."""
 
-    def __init__(self, instance: Introduction, chunk_size: int, meter: Meter) -> None:
-        self._instance, self._size, self._meter = instance, chunk_size, meter
+    def __init__(self, instance: Introduction, chunk_size: int, meter: Meter, parts: int = 0) -> None:
+        """parts: chunks that a state takes; 0: the model keeps none."""
+        self._instance, self._size, self._meter, self._parts = instance, chunk_size, meter, parts
         self._adapters = Adapters()
 
     def name(self, tracked: Tracked, whole: int) -> bool:
@@ -147,7 +155,7 @@ class Lookups:
             return
         at, keys = monotonic(), tracked.keys[:stop]
         try:
-            sent = client.send_acquire(keys) if lease else self._send(client, keys)
+            sent = client.send_acquire(keys, self._instance.ranks) if lease else self._send(client, keys)
         except VCacheError as error:
             log.debug("look-up: %s", error)
             return
@@ -184,16 +192,25 @@ class Lookups:
     def pin(self, tracked: Tracked, answer: Answer, first: int) -> bool:
         """Whether the chunks from `first` on, all in KV caches that the worker has mapped, stay as they are until a synchronous load has
         them."""
-        pinning, mapped = self._instance.pinning, self._instance.mapped
+        pinning, mapped, shared = self._instance.pinning, self._instance.mapped, self._instance.shared
         residents = answer.residents_of(first, answer.hits)
-        if pinning is None or len(residents) < answer.hits - first or not all(one[0] in mapped for one in residents.values()):
+        if pinning is None or shared is None or len(residents) < answer.hits - first:
             return False
-        return pinning.pin(tracked.request.request_id, (ResidentChunk.unpacked(*replica) for replica in residents.values()))
+        if not all(one[0] in mapped for one in residents.values()):
+            return False
+        return pinning.pin(tracked.request.request_id, shared.read(residents, answer.hits - first))
 
     def unpin(self, names: AbstractSet[str]) -> None:
         """The synchronous loads of these requests are over, or do not come."""
         if names and self._instance.pinning is not None:
             self._instance.pinning.release(names)
+
+    def over(self, loads: Sequence[LoadSpec]) -> None:
+        """All workers are done with these synchronous loads: what was kept for them may go."""
+        self.unpin({load.request_id for load in loads if load.pinned})
+        for load in loads:
+            if load.lease is not None and self._instance.courier is not None:
+                self._instance.courier.release(load.lease.id)
 
     def drop(self, tracked: Tracked) -> None:
         """End a lease that nobody reads under, in the background."""
@@ -223,7 +240,7 @@ class Lookups:
             return NO_ANSWER
         keys = tracked.keys[first:whole]
         try:
-            reply = client.acquire(keys) if lease else self._look_up(client, keys)
+            reply = client.acquire(keys, self._instance.ranks) if lease else self._look_up(client, keys)
         except VCacheError as error:
             return self._failed(error)
         return self._answered(tracked, first, whole, reply, at, started)
@@ -265,25 +282,38 @@ class Lookups:
         """The server's answer for the chunks [first, stop), with what the offload tier has of them."""
         instance, residents = self._instance, dict[int, Replica]()
         if isinstance(reply, Found):
-            found, residents = self._chosen(reply, first)
+            found, residents = self._chosen(tracked, reply, first)
         else:
-            found = reply if isinstance(reply, int) else len(reply.locations)
+            found = reply if isinstance(reply, int) else len(reply.locations) // instance.ranks
+        if self._parts and found:
+            found = self._with_state(tracked.keys[first : first + found])
         pooled = hits = first + found
-        if instance.offload is not None and instance.client is not None and pooled < stop:
+        if not self._parts and instance.offload is not None and instance.client is not None and pooled < stop:
             hits = first + instance.offload.extend(instance.client, tracked.keys[first:stop], found)
         answer = tracked.answer = Answer(first, hits, pooled, at, perf_counter() - started, residents=residents)
         if isinstance(reply, Leased) and reply.lease:
-            answer.lease = HeldLease(reply.lease, reply.locations, at + reply.seconds, reply.seconds)
+            answer.lease = HeldLease(reply.lease, reply.locations, at + reply.seconds, reply.seconds, instance.ranks)
             if answer.offloaded or not {location.segment for location in reply.locations} <= instance.readable:
                 self.drop(tracked)
         return answer
 
-    def _chosen(self, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
+    def _with_state(self, keys: list[ChunkKey]) -> int:
+        """How many of these chunks a hit may have, which ends where the state is there too, on all ranks."""
+        instance, names = self._instance, state_keys(keys, self._parts)
+        try:
+            there = instance.client.contains(of_ranks(names, instance.ranks)) if instance.client is not None else []
+        except VCacheError as error:
+            self._failed(error)
+            return 0
+        each = self._parts * instance.ranks
+        return next((end // each for end in range(len(there), 0, -each) if all(there[end - each : end])), 0)
+
+    def _chosen(self, tracked: Tracked, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
         """How many leading chunks there are, and those that are read in place. first: the number of the first one asked for."""
         shared, tables = self._instance.shared, self._instance.tables
         if shared is None or tables is None:
             return 0, {}
         # It grows with each reset, and an answer may be read late.
         shared.heard = max(shared.heard, reply.epoch)
-        found, chosen = choose(reply, tables, shared.each)
+        found, chosen = shared.choose(tracked, reply, tables, first)
         return found, {first + chunk: replica for chunk, replica in chosen.items()}

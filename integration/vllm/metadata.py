@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -14,13 +14,14 @@ from .model_spec import ShardSpec
 
 
 class HeldLease(msgspec.Struct, frozen=True):
-    """A lease of the scheduler's for the one worker there is. deadline: of time.monotonic, the same clock in all processes of a
-    node; `seconds` after it was asked for."""
+    """A lease of the scheduler's for all workers, which it ends. locations: of all `ranks` parts of a chunk, chunk by chunk; parts of
+    one more may follow. deadline: of time.monotonic, the same clock in all processes of a node; `seconds` after it was asked for."""
 
     id: int
     locations: list[Location]
     deadline: float
     seconds: float
+    ranks: int = 1
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -50,7 +51,8 @@ class LoadSpec(_Spec, frozen=True, kw_only=True):
     the scheduler holds this one. pinned: a synchronous one, too, whose blocks their owners keep. offload: what the pool has not may lie in
     the offload tier. promote: what comes from there is to be stored in the pool again. prefix: the keys of all chunks before them,
     where there is an offload tier. residents: by number, the chunks that lie in another instance's KV cache: whose, and its blocks with
-    their generations, as they were published. lost: the scheduler could not say more; nothing is to be loaded.
+    their generations, as they were published. lost: the scheduler could not say more; nothing is to be loaded. number: of a synchronous
+    load, which workers say when it is over.
     """
 
     request_id: str
@@ -67,6 +69,7 @@ class LoadSpec(_Spec, frozen=True, kw_only=True):
     prefix: list[ChunkKey] = []
     residents: dict[int, tuple[bytes, bytes, bytes]] = {}
     lost: bool = False
+    number: int = 0
 
     @property
     def synchronous(self) -> bool:
@@ -116,7 +119,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     flush: say when the stores of earlier steps have begun. idle: no model runs in this step. opaque: nobody knows which blocks get
     a new owner. introduce: say what you hold. instance: under which name to show the KV cache to others, in a step that introduces;
     empty if it is not to be shown. found: more of `LoadSpec.residents`, by request, for loads that wait for chunks;
-    none: no more will come.
+    none: no more will come. meet: instances whose KV caches are to be mapped for later loads. echo: a number to be told as that of a load
+    which is over with this step.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -131,6 +135,18 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     publications: list[PublicationSpec] = field(default_factory=list)
     found: dict[str, dict[int, tuple[bytes, bytes, bytes]]] = field(default_factory=dict)
     victims: PublicationSpec | None = None
+    meet: set[bytes] = field(default_factory=set)
+    echo: int = 0
+
+
+class _Refused(StepMetadata):
+    """Of an instance that caches nothing, now and later. There is one, also behind a process border."""
+
+    def __reduce__(self) -> str:
+        return "REFUSED"
+
+
+REFUSED = _Refused()
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -140,28 +156,43 @@ class Shard(msgspec.Struct, frozen=True):
     offload: bool = False
 
 
+class LoadSpan(NamedTuple):
+    """One worker's part of a request's load, for traces. began, ended: nanoseconds of the wall clock. nbytes: by where they lay, see
+    `LoadStats`; metadata_seconds, data_seconds: likewise. failure: its cause, if it did not hold."""
+
+    request_id: str
+    worker: int
+    began: int
+    ended: int
+    nbytes: dict[str, int]
+    metadata_seconds: float
+    data_seconds: float
+    failure: str
+
+
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler, after a step. failed: requests whose loads did not hold, or that built on blocks of one whose did not.
-    flushed: every store of the steps so far has its reservation, so that a reset ends it. segments: those this worker can read, where
-    that changed, or nobody knew. mapped: the instances whose KV caches it can read, likewise. read: requests whose
-    synchronous loads in place are over. links: how workers reach the offload tier,
-    by their numbers, where that changed. shards: what they hold, by (pipeline rank, tensor rank), where the step
-    asked. stored: keys, of rank 0, of what each rank has stored, where somebody wants KV events.
+    flushed: every store of the steps so far has its reservation, so that a reset ends it. segments: those that workers can read, by their
+    numbers, where that changed, or nobody knew. mapped: the instances whose KV caches they can read, likewise. read: the numbers of the
+    synchronous loads that are over, all workers' in the same step. links: how workers reach the offload tier, where that changed.
+    shards: what they hold, by (pipeline rank, tensor rank), where the step asked. stored: keys, of rank 0, of what each rank has stored,
+    where somebody wants KV events. spans: of every load that is over, where vLLM traces.
 
     Of vLLM's ways up this is the one that connectors beside ours share."""
 
     failed: set[str] = field(default_factory=set)
     flushed: bool = False
-    segments: frozenset[SegmentId] | None = None
+    segments: dict[int, frozenset[SegmentId]] = field(default_factory=dict)
     links: dict[int, Link] = field(default_factory=dict)
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
     stored: dict[int, list[ChunkKey]] = field(default_factory=dict)
-    mapped: frozenset[bytes] | None = None
-    read: set[str] = field(default_factory=set)
+    mapped: dict[int, frozenset[bytes]] = field(default_factory=dict)
+    read: set[int] = field(default_factory=set)
+    spans: list[LoadSpan] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Of several workers: a load that one of them lost is lost. What one can read is of interest only where there is one."""
+        """Of several workers: a load that one of them lost is lost."""
         if not isinstance(other, WorkerReport):
             return self
         stored = {
@@ -170,8 +201,11 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return WorkerReport(
             self.failed | other.failed,
             self.flushed or other.flushed,
-            None,
+            self.segments | other.segments,
             self.links | other.links,
             self.shards | other.shards,
             stored,
+            self.mapped | other.mapped,
+            self.read | other.read,
+            self.spans + other.spans,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -25,9 +26,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One serving instance as a whole, as any of its processes reads it from vLLM's configuration.
 
     dtype, kv_cache_dtype: of the computation, and of what is cached (`auto` resolved). layers, kv_heads, head_dim: of the whole
-    model, draft layers not included. rope: canonical text. context_parallel: both sizes multiplied. gpu_memory_utilization: None
-    where it does not apply. block_size: tokens a block that vLLM hands out. hash_algorithm: of vLLM's block hashes. extra: what
-    else the bytes depend on, by name.
+    model, draft layers not included. rope: canonical text. context_parallel: both sizes multiplied. unnamed_inputs: whether images and
+    the like are told apart within one process only. new_weights: whether others may come while it runs. named: by the user.
+    gpu_memory_utilization: None where it does not apply. block_size: tokens a block that vLLM hands out. hash_algorithm: of vLLM's
+    block hashes. extra: what else the bytes depend on, by name.
     """
 
     model: str
@@ -43,11 +45,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
     rope: str = ""
     pp_size: int = 1
-    lora_enabled: bool = False
     prompt_embeds: bool = False
     dynamic_kv_scales: bool = False
     context_parallel: int = 1
     sleep_mode: bool = False
+    unnamed_inputs: bool = False
+    new_weights: bool = False
+    named: bool = False
     gpu_memory_utilization: float | None = None
     device_type: str = ""
     hash_algorithm: str = ""
@@ -99,12 +103,14 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         use_mla=bool(getattr(model, "use_mla", False)),
-        lora_enabled=getattr(vllm_config, "lora_config", None) is not None,
         prompt_embeds=bool(getattr(model, "enable_prompt_embeds", False)),
         dynamic_kv_scales=bool(getattr(cache, "calculate_kv_scales", False)),
         context_parallel=getattr(parallel, "decode_context_parallel_size", 1)
         * getattr(parallel, "prefill_context_parallel_size", 1),
         sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
+        unnamed_inputs=_unnamed_inputs(model, cache),
+        new_weights=getattr(vllm_config, "weight_transfer_config", None) is not None,
+        named=bool(name),
         gpu_memory_utilization=_utilization(cache, device_type),
         device_type=device_type,
         block_size=cache.block_size,
@@ -140,7 +146,7 @@ def describe(
 
 
 def describe_groups(
-    groups: Groups, kv_caches: Mapping[str, Tensor], num_blocks: int, chunk_size: int, engine_config: EngineConfig
+    groups: Groups, kv_caches: Mapping[str, Any], num_blocks: int, chunk_size: int, engine_config: EngineConfig
 ) -> PagedKV:
     """`describe` where it takes `groups` to say whose blocks are whose."""
     held = [
@@ -151,12 +157,20 @@ def describe_groups(
     split = max(size // tensor_block_size(size, layers, num_blocks) for size, layers in zip(sizes, held, strict=True))
     shares = [share._replace(block_size=share.block_size // split) for share in groups.shares]
     found = list(zip(held, shares, strict=True))
-    kv = PagedKV.describe_groups(found, axes=engine_config.kv_axes or axes(kv_caches, found[0][1].block_size))
+    kv = PagedKV.describe_groups(
+        found, axes=engine_config.kv_axes or axes(dict(chain(*map(dict.items, held))), shares[0].block_size)
+    )
     if num_blocks and kv.num_blocks != num_blocks * split:
         raise LayoutError(
             f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens where vLLM hands out {num_blocks} of "
             f"{groups.groups[0].block_size}; set engine.kv_axes to what each axis of the tensors is"
         )
+    # Releases before 0.32 show what is in a state, later ones its pages.
+    states = [
+        {name: [one] if isinstance(one := kv_caches[name], Tensor) else list(one) for name in group.layers if name in kv_caches}
+        for group in groups.states
+    ]
+    kv = kv.with_states(states, split)
     kv.chunk_bytes(chunk_size)
     return kv
 
@@ -236,6 +250,11 @@ def refusal(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> str | N
 
 def _reasons(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> Iterator[str | None]:
     yield from misfits(model)
+    if model.new_weights and not model.named:
+        yield (
+            "--weight-transfer-config brings new weights, and KV of others must not be found: set connector.model to one name for the "
+            "instances that get them together, and pause them all (with clear_cache) before they do"
+        )
     if model.sleep_mode:
         yield "a sleeping vLLM gives the KV cache's memory away under a copy: start vLLM without --enable-sleep-mode"
     yield seed(hash_seed)
@@ -250,6 +269,13 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
         yield "calculate_kv_scales gives each instance FP8 scales of its own: start vLLM without --calculate-kv-scales"
     if instance.prompt_embeds:
         yield "prompts given as embeddings have no tokens to tell them apart: start vLLM without --enable-prompt-embeds"
+    if instance.kv_cache_dtype.endswith("per_token_head"):
+        yield (
+            f"vLLM clears the scales of {instance.kv_cache_dtype} when it first runs a layer, those of loaded chunks with them: "
+            "set --kv-cache-dtype fp8 or auto"
+        )
+    if instance.unnamed_inputs:
+        yield "each instance counts images instead of naming them by content: start vLLM without --mm-processor-cache-gb 0"
 
 
 def chunk_misfit(chunk_size: int, block_size: int, setting: str) -> str | None:
@@ -330,6 +356,12 @@ def _cache_dtype(name: object, model_dtype: object) -> str:
     """vLLM's `cache_dtype`: `auto` is the model's own, and `fp8` another word for `fp8_e4m3`."""
     named = str(name)
     return {"auto": plain(model_dtype), "fp8": "fp8_e4m3"}.get(named, named)
+
+
+def _unnamed_inputs(model: Any, cache: Any) -> bool:
+    """Whether vLLM gives images numbers that begin anew in every process: where neither cache of its own needs to tell them apart."""
+    multimodal = getattr(model, "multimodal_config", None)
+    return multimodal is not None and not (multimodal.mm_processor_cache_gb or cache.enable_prefix_caching)
 
 
 def _utilization(cache: Any, device_type: str) -> float | None:

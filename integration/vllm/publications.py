@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import INSTANCE_BYTES, MAX_PUBLISHED, Heard, InstanceId
+from vcache_backend.metadata_server.messages import INSTANCE_BYTES, MAX_PUBLISHED, ChunkKey, Found, Heard, InstanceId
 from vcache_backend.resident import pins
 from vcache_backend.resident.generations import Generations, GenerationView
+from vcache_backend.resident.tables import Tables
+from vcache_backend.transfer.resident import ResidentChunk
 
 from .duplicates import Duplicates
 from .hints import Hints
 from .metadata import PublicationSpec
-from .resident_pool import ResidentPool
+from .replicas import Replica, choose
+from .resident_pool import GENERATIONS, NUMBERS, ResidentPool
 
 if TYPE_CHECKING:
     from .lookups import Tracked
@@ -26,14 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.vcache")
 NEVER = 1 << 62
 """Blocks that no request has."""
-
-
-def begin(kv_cache_config: Any, each: int) -> tuple[Publications | None, str | None]:
-    """The publications of a new instance, or why there can be none. each: vLLM's blocks of a chunk."""
-    try:
-        return Publications(kv_cache_config.num_blocks, each), None
-    except VCacheError as error:
-        return None, str(error)
+Lies = tuple[Sequence[int], Sequence[int]]
+"""A chunk's blocks, and their generations."""
 
 
 class Publications:
@@ -47,14 +43,20 @@ class Publications:
         """blocks: of vLLM's pool. SegmentError if there is no memory for the table."""
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         self.blocks, self.each, self.sequence = blocks, each, 1
+        self.lead = each
+        """Of a chunk's blocks the first ones, which every reader needs."""
+        self._places = [1]
+        """Of each block table: how many of the places that requests are counted in are one of its blocks."""
         self.epoch = self.heard = 0
         self.generations = Generations(self.instance, blocks)
         self.pins = pins.Pins(self.generations) if pins.possible() else None
         """What readers ask this instance not to hand out."""
         self.retract: Callable[[int], None] = lambda sequence: None
         """Told after a reset: publications of a lower sequence are void."""
-        self._published: npt.NDArray[np.uint64] = np.zeros(blocks, dtype=np.uint64)
-        """The generation in which each block was published; 0: never."""
+        self._told: dict[ChunkKey, Lies] = {}
+        """Where the chunks were published last, which is where others look: all of their blocks, and in which generations."""
+        self._filling = array(NUMBERS)
+        """Blocks that the step that is being planned fills, as far as they are not so in the table yet."""
         self._pool: ResidentPool | None = None
         self.hints: Hints | None = None
         self.duplicates: Duplicates | None = None
@@ -98,72 +100,88 @@ class Publications:
         self.epoch = heard
         return True
 
-    def capture(self, tracked: Tracked, blocks: Sequence[int], anew: bool) -> None:
-        """The request has got these blocks, or hit them, since the last step. anew: they are all that it has.
+    def choose(self, tracked: Tracked, found: Found, tables: Tables, first: int) -> tuple[int, dict[int, Replica]]:
+        """What others have of the request's chunks from number `first` on: see `replicas.choose`."""
+        return choose(found, tables, self.each)
 
-        Of a block that it got, the generation is the one that is to come, once it is filled. What it hit may have been handed out, and
-        filled, in the same step: for a request that is planned before it.
+    def read(self, residents: Mapping[int, Replica], chunks: int) -> list[ResidentChunk]:
+        """What a load of so many chunks reads of these, which are numbered from its first one on, in as few pieces as one likes."""
+        lies: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
+        for owner, blocks, generations in residents.values():
+            of_owner = lies.setdefault(owner, ([], []))
+            of_owner[0].append(blocks)
+            of_owner[1].append(generations)
+        return [ResidentChunk.unpacked(owner, *map(b"".join, both)) for owner, both in lies.items()]
+
+    def loads(self, tracked: Tracked, first: int) -> None:
+        """The request has got all its blocks, and fills the places from number `first` on by a load."""
+        if self._pool is not None:
+            tracked.loaded, tracked.resets = first, self._pool.resets
+
+    def begin(self, tracked: Tracked, computed: int) -> None:
+        """The step, which is planned, is the first with these blocks of the request, as many places of which as `computed` hold its tokens:
+        those that it has hit in vLLM's cache, and those that it has loaded.
+
+        vLLM's cache knows blocks even if no step writes them: what no step's plan filled stays void, and nothing behind it is published.
         """
         if self._pool is None:
             return
-        numbers = np.fromiter(blocks, dtype=np.intp, count=len(blocks))
-        now = self.generations.counters[numbers]
-        own = self._pool.taken(numbers) & (now & np.uint64(1) == 1)
-        if anew:
-            own |= _still(tracked, numbers, now)
-            tracked.captured, tracked.filled, tracked.preempted = [], 0, tracked.request.num_preemptions
-        tracked.captured.append((numbers, now + own))
-
-    def fill(self, tracked: Tracked, blocks: int) -> None:
-        """The step, which is planned, writes the last of the request's leading `blocks`: from then on these hold what they stand for.
-
-        vLLM's cache knows them even if no step writes them, so what is not in a step's plan stays unreadable; and so does all that is
-        computed behind such a block, or behind one of before a reset.
-        """
-        if self._pool is None:
-            return
-        start, tracked.filled = tracked.filled, blocks
-        numbers, captured = _captured(tracked)
-        first, numbers, captured = (numbers[0], captured[0]), numbers[start:blocks], captured[start:blocks]
-        counters = self.generations.counters
-        now, even = counters[numbers], captured & np.uint64(1) == 0
-        mine = even & (now + np.uint64(1) == captured)
-        if not (even & (mine | (now == captured))).all() or (start and counters[first[0]] != first[1]):
+        loaded, tracked.loaded = tracked.loaded, NEVER
+        late = loaded < NEVER and tracked.resets != self._pool.resets
+        tracked.resets, tracked.evicted, tracked.filled = self._pool.resets, self._pool.evicted, min(loaded, computed)
+        self._fill()
+        tracked.generations = [array(GENERATIONS) for _ in tracked.rows]
+        if tracked.filled:
+            for generations, row, each in zip(tracked.generations, tracked.rows, self._places, strict=True):
+                generations.frombytes(self.generations.counters[row[: tracked.filled // each]].tobytes())
+        if late or (tracked.filled and not self._right(tracked)):
             tracked.filled = NEVER
-        else:
-            self.generations.filled(numbers[mine])
+
+    def fill(self, tracked: Tracked, places: int) -> None:
+        """The step, which is planned, writes the last of the request's leading `places`: from then on these hold what they stand for."""
+        if self._pool is None or not self._counts(tracked):
+            return
+        coming = array(GENERATIONS, [self.generations.coming])
+        for row, generations, each in zip(tracked.rows, tracked.generations, self._places, strict=True):
+            filled = row[tracked.filled // each : places // each]
+            generations += coming * len(filled)
+            self._filling += filled
+        tracked.filled = places
 
     def planned(self) -> None:
         """The step has all blocks that it gets."""
         if self._pool is not None and self.hints is not None:
+            self._fill()
             self._pool.planned()
             self.hints.planned()
 
-    def complete(self, tracked: Tracked, ready: int, loads: bool) -> list[PublicationSpec]:
-        """Publish the request's leading `ready` chunks once the step is over, which has all of their tokens computed; but none that was
+    def complete(self, tracked: Tracked, first: int, ready: int, loads: bool) -> list[PublicationSpec]:
+        """Publish the request's chunks [first, ready) once the step is over, which has all of their tokens computed; but none that was
         published already, and none behind a block that has got another owner or another meaning since the request got it.
 
         loads: the step loads, too.
         """
         if self._pool is None or self._pool.broken:
             return []
-        end = ready * self.each
-        blocks, captured = (of_all[:end] for of_all in _captured(tracked))
-        lost = (self.generations.counters[blocks] != captured) | (captured & np.uint64(1) == 1)
-        right = int(lost.argmax()) // self.each if lost.any() else ready
-        fresh = (self._published[blocks] != captured).reshape(-1, self.each).any(axis=1)
-        chosen = np.flatnonzero(fresh[:right])
-        self._published[blocks[: right * self.each]] = captured[: right * self.each]
-        before = blocks.tolist() if loads else []
-        return [
-            self._spec(tracked, chosen[at : at + MAX_PUBLISHED], blocks, captured, before)
-            for at in range(0, len(chosen), MAX_PUBLISHED)
-        ]
+        self._counts(tracked)
+        (row,), (generations,), each, made = tracked.rows, tracked.generations, self.each, list[PublicationSpec]()
+        stop = min(ready, len(generations) // each)
+        lies = [(row[at : at + each], generations[at : at + each]) for at in range(first * each, stop * each, each)]
+        fresh = self._fresh(tracked, enumerate(lies, first))
+        before = row[: stop * each].tolist() if loads else []
+        for some in (fresh[at : at + MAX_PUBLISHED] for at in range(0, len(fresh), MAX_PUBLISHED)):
+            blocks, stand = (b"".join(part) for part in zip(*(one for _, one in some), strict=True))
+            made.append(self._spec(tracked, [tracked.keys[chunk] for chunk, _ in some], blocks, stand, before))
+        return made
 
-    def forget(self, tracked: Tracked) -> None:
-        """Nobody knows what was published of the request: publish it again when it is computed."""
-        for blocks, _ in tracked.captured:
-            self._published[blocks] = 0
+    def forget(self, tracked: Tracked, first: int) -> None:
+        """Nobody knows what was published of the request: publish it again when it is computed, again from place `first` on."""
+        for key in tracked.keys:
+            self._told.pop(key, None)
+        if first < tracked.filled < NEVER:
+            for generations, each in zip(tracked.generations, self._places, strict=True):
+                del generations[first // each :]
+            tracked.filled = first
 
     def close(self) -> None:
         """Idempotent."""
@@ -174,18 +192,49 @@ class Publications:
 
     # ---- inside
 
+    def _fresh(self, tracked: Tracked, lies: Iterable[tuple[int, Lies]]) -> list[tuple[int, Lies]]:
+        """Those of the request's chunks, by number, that were not published, or elsewhere later; they are from now on."""
+        fresh = [(chunk, one) for chunk, one in lies if self._told.get(tracked.keys[chunk]) != one]
+        if len(self._told) > self.blocks:
+            # Most of it is gone. What is not is published again when it is hit.
+            self._told.clear()
+        self._told.update((tracked.keys[chunk], one) for chunk, one in fresh)
+        return fresh
+
+    def _fill(self) -> None:
+        if self._filling:
+            self.generations.filled(self._filling)
+            self._filling = array(NUMBERS)
+
+    def _counts(self, tracked: Tracked) -> bool:
+        """Whether what the request computes now can be published; not behind a block that somebody has evicted, nor after a reset."""
+        assert self._pool is not None
+        if tracked.resets != self._pool.resets:
+            tracked.generations, tracked.filled = [array(GENERATIONS) for _ in tracked.rows], NEVER
+        elif tracked.evicted != self._pool.evicted:
+            self._fill()
+            tracked.evicted = self._pool.evicted
+            if not self._right(tracked):
+                tracked.filled = NEVER
+        return tracked.filled < NEVER
+
+    def _right(self, tracked: Tracked) -> bool:
+        """Whether the request's blocks, as far as they are known, hold what it builds on; what is behind the first that does not is not
+        known any more."""
+        (row,), (generations,) = tracked.rows, tracked.generations
+        there = np.array(generations)
+        lost = (self.generations.counters[row[: len(there)]] != there) | (there & np.uint64(1) == 1)
+        if lost.any():
+            del generations[int(lost.argmax()) :]
+            return False
+        return True
+
     def _spec(
-        self, tracked: Tracked, chunks: npt.NDArray[np.intp], blocks: Any, captured: Any, before: list[int]
+        self, tracked: Tracked, keys: list[ChunkKey], blocks: bytes, generations: bytes, before: list[int]
     ) -> PublicationSpec:
         self.sequence += 1
         return PublicationSpec(
-            request_id=tracked.request.request_id,
-            keys=[tracked.keys[chunk] for chunk in chunks.tolist()],
-            blocks=blocks.reshape(-1, self.each)[chunks].astype("<u4").tobytes(),
-            generations=captured.reshape(-1, self.each)[chunks].astype("<u8").tobytes(),
-            sequence=self.sequence - 1,
-            before=before,
-            epoch=self.epoch,
+            tracked.request.request_id, keys, blocks, generations, sequence=self.sequence - 1, before=before, epoch=self.epoch
         )
 
     def _void_all(self) -> None:
@@ -193,22 +242,3 @@ class Publications:
 
     def _reset(self) -> None:
         self.retract(self.sequence)
-
-
-def _captured(tracked: Tracked) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64]]:
-    """The request's blocks, and the generations in which they are its own."""
-    if len(tracked.captured) != 1:
-        numbers, generations = zip(*tracked.captured, strict=True)
-        tracked.captured = [(np.concatenate(numbers), np.concatenate(generations))]
-    return tracked.captured[0]
-
-
-def _still(tracked: Tracked, numbers: npt.NDArray[np.intp], now: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-    """Which of these the request got before, and has not filled: a load has, or it goes on with more tokens. After a preemption it finds
-    its own in vLLM's cache, as anybody does."""
-    still = np.zeros(len(numbers), dtype=np.bool_)
-    if tracked.captured and tracked.preempted == tracked.request.num_preemptions:
-        before, captured = _captured(tracked)
-        known = min(len(numbers), len(before))
-        still[:known] = (numbers[:known] == before[:known]) & (now[:known] + np.uint64(1) == captured[:known])
-    return still

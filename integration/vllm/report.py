@@ -8,7 +8,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, SegmentId, of_rank
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.session import Session
 
-from .metadata import Link, Shard, WorkerReport
+from .metadata import Link, LoadSpan, Shard, WorkerReport
 from .model_spec import ShardSpec
 
 NOTICEABLE = 0.1
@@ -17,16 +17,15 @@ MOST_STORED = 4096
 
 
 class Reporter:
-    """In the worker's main thread. failed, read, flushed: see `WorkerReport`; all are sent once. introduce: the scheduler asks what this
-    worker holds."""
+    """In the worker's main thread. failed, read, spans, flushed: see `WorkerReport`; all are sent once. introduce: the scheduler asks what
+    this worker holds. number: of all workers."""
 
     def __init__(self, place: tuple[int, int], number: int, rank: int, events: bool) -> None:
-        """place: pipeline and tensor rank. number: of all workers. rank: of this one's part of a chunk. events: whether somebody wants
-        to know what is stored."""
-        self._place, self._number, self._rank, self._events = place, number, rank, events
+        """place: pipeline and tensor rank. rank: of this one's part of a chunk. events: whether somebody wants to know what is stored."""
+        self._place, self.number, self._rank, self._events = place, number, rank, events
         self._session: Session | None = None
         self.refuse("it was given no KV caches")
-        self.failed, self.read = set[str](), set[str]()
+        self.failed, self.read, self.spans = set[str](), set[int](), list[LoadSpan]()
         self.flushed = self.introduce = False
         self._segments: frozenset[SegmentId] = frozenset()
         self._link = Link()
@@ -50,20 +49,21 @@ class Reporter:
         segments, link, introduce = self._readable(), self._reached(), self.introduce
         mapped = self._neighbours.mapped if self._neighbours is not None else self._mapped
         new_segments, new_link, new_mapped = introduce or segments != self._segments, link != self._link, mapped != self._mapped
-        if not (self.failed or self.read or self.flushed or self._stored or new_segments or new_link or new_mapped):
+        if not (self.failed or self.read or self.spans or self.flushed or self._stored or new_segments or new_link or new_mapped):
             return None
         stored = [self._stored.popleft() for _ in range(len(self._stored))]
         report = WorkerReport(
             self.failed,
             self.flushed,
-            segments if new_segments else None,
-            {self._number: link} if new_link else {},
+            {self.number: segments} if new_segments else {},
+            {self.number: link} if new_link else {},
             {self._place: self._shard} if introduce else {},
             {self._rank: stored} if stored else {},
-            mapped if new_mapped else None,
+            {self.number: mapped} if new_mapped else {},
             self.read,
+            self.spans,
         )
-        self.read = set()
+        self.read, self.spans = set(), []
         self.failed, self.flushed, self._segments, self._link, self._mapped = set(), False, segments, link, mapped
         return report
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import logging
+from array import array
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from itertools import dropwhile
 from typing import Any
 
-from vcache_backend.config import Config
+import msgspec
 
-from . import compat, exportable, groups, hints, publications, request_params, traces
+from vcache_backend.config import Config
+from vcache_backend.metadata_server.messages import MAX_KEYS
+from vcache_backend.transfer.keys import state_keys
+
+from . import compat, exportable, group_publications, groups, hints, request_params, traces
 from .awaited import Awaited
 from .completions import Completions
 from .events import Announcer
@@ -15,17 +23,27 @@ from .introduction import Introduction
 from .lookups import Lookups, Tracked
 from .metadata import LoadSpec, StepMetadata, WorkerReport
 from .model_spec import ModelSpec
-from .publications import Publications
+from .publications import NEVER, Publications
+from .resident_pool import NUMBERS
 from .stats import Meter
+from .unconfirmed import Unconfirmed
 from .victims import Victims
 
 log = logging.getLogger("vllm.vcache")
 
 MOST_SYNCHRONOUS = 65_536
 """Tokens that the synchronous loads of one step may bring: 8 GiB of an 8B model, 25 ms from another GPU, a tenth of `GRACE_SECONDS`."""
+LATE = 2
+"""Steps after which all workers have said that a load held, so that what was computed with it is stored: a request must last longer. In
+disaggregated prefill it does not, and its tokens are waited for elsewhere."""
 _LOADS_NOTHING = (
     "vcache: chunks are stored, and none is loaded: several block tables need vLLM 0.30, or loads in the step, which tensor and pipeline "
     "parallelism, engine.checksum and connector.sync_below_tokens: 0 rule out"
+)
+
+_KEEPS_NOTHING = (
+    "vcache: of a model with several block tables the pool beside the KV caches keeps nothing: set pool.segment_bytes: 0, or "
+    "connector.share: pool"
 )
 
 
@@ -34,21 +52,25 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, loads: bool, stores: bool, meter: Meter) -> None:
         """loads, stores: what the instance's role allows."""
+        model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
+        config = exportable.decide(config, vllm_config, kv_cache_config, model)
         self._settings, self._size = config.connector, config.engine.chunk_size
         self._loads_allowed, self._stores_allowed, self._least = loads, stores, config.connector.min_hit_tokens
-        model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
         self._block = model.block_size
         self._per_chunk = self._size // self._block
         in_host = config.pool.device.startswith("host") or (config.pool.device == "auto" and model.device_type == "cpu")
         in_place = config.connector.share == "in_place"
         self.hit_source = compat.hit_source(in_host and not in_place)
-        self._recomputes, self._sync_below = model.recomputes, _sync_below(vllm_config, config, model)
+        self._recomputes = model.recomputes
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._hashes = self._size // self._hash_block
-        refused = compat.refusal(vllm_config, kv_cache_config, model, self._size)
+        refused = compat.refusal(vllm_config, kv_cache_config, model, config)
         several = not refused and groups.several(kv_cache_config)
         self._groups = groups.read(kv_cache_config, self._size) if several else None
         """None where all layers look at all tokens by one block table."""
+        self._parts = self._groups.parts if self._groups is not None else 0
+        # vLLM copies a state on before it asks us to load what the step needs.
+        self._sync_below = 0 if self._parts else _sync_below(vllm_config, config, model, several)
         self._asynchronous = self._groups is None or compat.fails_by_request()
         if not self._asynchronous and not self._sync_below and not refused:
             log.warning(_LOADS_NOTHING)
@@ -57,16 +79,14 @@ class SchedulerSide:
             self._block = self._groups.block
         self.publications: Publications | None = None
         """What is shared in place; None where the pool is what is shared."""
-        if in_place and not refused:
-            refused = exportable.refusal(vllm_config, kv_cache_config, model)
-            self.publications, refused = (None, refused) if refused else publications.begin(kv_cache_config, self._per_chunk)
         self.victims: Victims | None = None
         """What is about to leave the KV cache, and is to be saved in the pool before; None where there is none beside it."""
-        if self.publications is not None and config.pool.segment_bytes:
-            step = vllm_config.scheduler_config.max_num_batched_tokens // self._block
-            self.victims = Victims(self.publications, step)
+        if in_place and not refused:
+            refused = exportable.refusal(vllm_config, kv_cache_config, model)
+            if not refused:
+                refused = self._share_in_place(config, kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens)
         self.instance = Introduction(config, model, self._hash_block, refused, self.publications)
-        self.lookups = Lookups(self.instance, self._size, meter)
+        self.lookups = Lookups(self.instance, self._size, meter, self._parts)
         self._awaited = Awaited(self.lookups)
         # What others find in place, vLLM announces as what its own KV cache holds.
         if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
@@ -75,14 +95,17 @@ class SchedulerSide:
         self._completions = Completions(
             config, stores, self._groups, self._block, self._hash_block, kind, self.instance, self.lookups
         )
-        self._spans = traces.begin(vllm_config)
+        self._spans = traces.begin(vllm_config, self.instance.workers)
         self.prefix_cache: Any = None
         """vLLM's `BlockPool`, once it is known."""
         self._requests: dict[str, Tracked] = {}
         self._scheduled: dict[str, int] = {}
         self._promised = self._leased_ahead = 0
+        self._unconfirmed = Unconfirmed(self.lookups)
         self._pinned: set[str] = set()
         """Requests of the step that is being planned."""
+        self._unmet: set[bytes] = set()
+        """Instances that the worker is to map."""
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
         self._clearing = self._flush = False
@@ -103,6 +126,8 @@ class SchedulerSide:
             return
         tracked, whole = self._track(request), len(request.block_hashes) // self._hashes
         tokens = min(whole * self._size, self._most(request))
+        if self._groups is not None:
+            whole = tokens // self._size
         lacking = tokens - self._least
         if lacking < 0 or not tracked.loads or self._clearing or tracked.params.announced or self._has(request, lacking):
             return
@@ -116,11 +141,11 @@ class SchedulerSide:
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """How many tokens after the first `local`, which vLLM has itself, the pool has; and whether they come between steps. None: ask
         again in the next step."""
-        if self.instance.waits():
+        if self.instance.waits() or (self._recomputes and self._builds_on_load(request, local)):
             return None, False
         self._learn()
         tracked = self._track(request)
-        tracked.local = local
+        tracked.local, tracked.supplied, tracked.loaded = local, local, NEVER
         tokens, synchronous = self._matched(tracked, local)
         if tokens is None:
             return None, False
@@ -139,7 +164,7 @@ class SchedulerSide:
         """vLLM has reserved `blocks` for the request: load `external` tokens into them."""
         tracked = self._requests[request.request_id]
         size, first, asked, answer = self._size, tracked.local // self._size, tracked.params, tracked.answer
-        end = tracked.local + external
+        end = tracked.supplied = tracked.local + external
         stop, blocks_end = -(-end // size), end // self._block
         rows, several = blocks.get_block_ids(), self._groups
         if several is None:
@@ -149,11 +174,11 @@ class SchedulerSide:
         lease = answer.lease_from(first) if answer is not None else None
         # Also where the pool had it all: it may lose some before it is read.
         offload = lease is None and not asked.announced and self.instance.offload is not None and self.instance.offload.usable
-        offload = offload and not tracked.pinned
+        offload = offload and not tracked.pinned and not self._parts
         promote = offload and self._stores_allowed and asked.store and not tracked.consumes and self.publications is None
         load = LoadSpec(
             request_id=request.request_id,
-            keys=tracked.keys[first:stop],
+            keys=tracked.keys[first:stop] + state_keys(tracked.keys[stop - 1 : stop], self._parts),
             blocks=chosen,
             skip=skip,
             stop=len(chosen),
@@ -165,6 +190,7 @@ class SchedulerSide:
             promote=promote,
             prefix=tracked.keys[:first] if offload else [],
             residents=answer.residents_of(first, stop) if answer is not None else {},
+            number=self._unconfirmed.number(),
         )
         hints.tell(self.instance.courier, tracked.keys, first, load.residents)
         # What comes from the pool is there already, unless it was meant for one reader. Of what comes from the offload tier only whole
@@ -175,6 +201,7 @@ class SchedulerSide:
         else:
             # What it has loaded is published as if computed here, once it is there.
             self._completions.own(tracked, rows, anew=True)
+            self.publications.loads(tracked, tracked.local // self._completions.place)
             if self.publications.duplicates is not None:
                 self.publications.duplicates.note(tracked, load, first)
             if asked.announced:
@@ -208,12 +235,14 @@ class SchedulerSide:
                 lease=lease,
                 pinned=tracked is not None and tracked.pinned,
                 lost=True,
+                number=self._unconfirmed.number(),
             )
         )
 
     def begin(self, output: Any) -> StepMetadata:
         """What the workers load in the step that `output` describes."""
         loads, self._loads = self._loads, []
+        self._unconfirmed.begin(loads, self._requests)
         cancelled, self._cancelled = self._cancelled, set()
         flush, self._flush = self._flush, False
         self._scheduled, self._promised, self._leased_ahead = output.num_scheduled_tokens, 0, 0
@@ -222,13 +251,16 @@ class SchedulerSide:
         fresh, idle = [load.blocks for load in loads], not output.total_num_scheduled_tokens
         introduce = self.instance.keys is None and not self.instance.over
         name = self.publications.instance if introduce and self.publications is not None else b""
-        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name)
+        unmet, self._unmet = self._unmet, set()
+        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name, meet=unmet)
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
         """What they store in it, which blocks get a new owner, and what else was found for loads that wait."""
         self._learn()
         meta.found = {} if self._clearing else self._awaited.found(meta.idle)
-        self._completions.plan(output, self._requests, meta)
+        meta.echo = self._unconfirmed.others(output, self._requests)
+        unsure = self._unconfirmed.blocks(self._groups is not None, self.instance.workers)
+        self._completions.plan(output, self._requests, meta, unsure)
         if self.publications is not None:
             self.publications.planned()
         if self.victims is not None:
@@ -245,9 +277,9 @@ class SchedulerSide:
         """What the workers report after a step."""
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):
-            self._note(report)
-        if self._spans is not None:
-            self._spans.stepped(output.finished_recving)
+            self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
+            if self._spans is not None:
+                self._spans.loaded(report.spans)
         for request_id in output.finished_recving or ():
             if request_id in self._requests:
                 self._requests[request_id].loading = False
@@ -266,7 +298,9 @@ class SchedulerSide:
             self.lookups.drop(tracked)
 
     def reset(self) -> bool:
-        """Forget every chunk of the namespace, those on their way included; False if the server did not answer."""
+        """Forget every chunk of the namespace, those on their way included; False if the server did not answer. Before the first step
+        nobody knows which namespace that is: then it is done before anything is looked up (where vLLM is paused for new weights, it ends
+        on a False)."""
         # Until the steps under way are over, and what they store is cleared too, nothing is looked up.
         self._flush = self._clearing = True
         self._drop_answers()
@@ -276,7 +310,7 @@ class SchedulerSide:
         if self.publications is not None and cleared:
             # What steps under way publish, or save in the pool, is of an epoch that is over.
             self._flush = self._clearing = False
-        return cleared
+        return cleared or not self.instance.over
 
     def close(self) -> None:
         """Idempotent."""
@@ -285,6 +319,15 @@ class SchedulerSide:
         self.instance.close()
 
     # ---- inside
+
+    def _share_in_place(self, config: Config, kv_cache_config: Any, step_tokens: int) -> str | None:
+        """What it takes, with a pool beside it or without; or why it cannot be. step_tokens: of a step, at most."""
+        self.publications, refused = group_publications.begin(kv_cache_config, self._per_chunk, self._groups)
+        if self.publications is not None and config.pool.lent and self._groups is not None:
+            log.warning(_KEEPS_NOTHING)
+        elif self.publications is not None and config.pool.lent:
+            self.victims = Victims(self.publications, step_tokens // self._block)
+        return refused
 
     def _learn(self) -> None:
         """Others may have read here, or reset the namespace."""
@@ -310,9 +353,12 @@ class SchedulerSide:
         # vLLM gives no log probabilities for prompt tokens it did not compute, but lets a connector hit.
         rated = getattr(request.sampling_params, "prompt_logprobs", None) is not None
         computes = rated or getattr(request, "skip_reading_prefix_cache", False)
+        if asked.announced and self._groups is not None and self.publications is not None:
+            # What a window has passed by the time it is read is gone: nothing is waited for.
+            asked = msgspec.structs.replace(asked, announced=False)
         consumes = self._settings.consume_once if asked.consume_once is None else asked.consume_once
         tracked = Tracked(request, asked, self._loads_allowed and asked.load and not computes, consumes)
-        tracked.rows = [[] for _ in range(self._tables)]
+        tracked.rows = [array(NUMBERS) for _ in range(self._tables)]
         self._requests[request.request_id] = tracked
         self._completions.stored(tracked, 0)
         return tracked
@@ -330,6 +376,9 @@ class SchedulerSide:
             return 0, False
         request, size, least = tracked.request, self._size, self._least
         most, whole = self._most(request), len(request.block_hashes) // self._hashes
+        if self._groups is not None:
+            # What a hit needs depends on where it ends.
+            whole = min(whole, most // size)
         tokens = min(whole * size, most) - local
         if tokens < least or not self.lookups.name(tracked, whole):
             return 0, False
@@ -341,7 +390,11 @@ class SchedulerSide:
         if external < least:
             return 0, False
         synchronous = self.lookups.pin(tracked, answer, local // size) if fits and in_place else answer.lease is not None
-        return (external if synchronous or self._asynchronous else 0), synchronous
+        if not synchronous and not self._asynchronous:
+            # For the next one.
+            self._unmet.update(replica[0] for replica in answer.residents.values())
+            return 0, False
+        return external, synchronous
 
     def _wait_seconds(self, tracked: Tracked) -> float:
         """How long what was announced to the request is waited for."""
@@ -362,6 +415,11 @@ class SchedulerSide:
         """
         if not self._sync_below or tracked.params.announced or tracked.consumes:
             return False
+        if self.instance.workers > 1 and tracked.request.max_tokens <= LATE:
+            return False
+        if self.publications is None and tokens > MAX_KEYS // self.instance.ranks * self._size:
+            # No lease is on so many chunks, and their hit would be shorter.
+            return False
         if self._recomputes and tokens < self._sync_below:
             return True
         if self._promised + tokens > MOST_SYNCHRONOUS:
@@ -369,21 +427,23 @@ class SchedulerSide:
         own, living = tracked.request.request_id, self._requests
         return all(name == own or name not in living for name in self._scheduled)
 
-    def _note(self, report: WorkerReport) -> None:
-        for request_id in report.failed & self._requests.keys():
-            tracked = self._requests[request_id]
+    def _note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
+        # Also those that have ended as their step ran: what they were to fill vLLM's own cache has all the same.
+        known, lost = self._unconfirmed.over(report.read, invalid)
+        known |= self._requests
+        for tracked in (known[request_id] for request_id in report.failed & known.keys()):
+            if not tracked.loading and self._groups is None:
+                lost.update(tracked.rows[0][tracked.local // self._block :])
             tracked.loads = False
             if self.publications is None:
                 # Several groups are computed from the start.
                 self._completions.stored(tracked, tracked.local // self._size if self._groups is None else 0)
             else:
                 self._completions.stored(tracked, 0)
-                self.publications.forget(tracked)
-        if report.segments is not None:
-            self.instance.readable = report.segments
-        self.lookups.unpin(report.read)
-        if report.mapped is not None:
-            self.instance.mapped = report.mapped
+                self.publications.forget(tracked, tracked.local // self._completions.place)
+        if lost and self.prefix_cache is not None:
+            self._evict(lost, known.values())
+        self.instance.reads(report.segments, report.mapped)
         self.instance.note(report.shards, report.links)
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)
@@ -391,12 +451,31 @@ class SchedulerSide:
             # Steps of before the reset may have stored since; what they have not committed yet never comes.
             self._clearing = self._flush = not self.instance.clear()
 
+    def _builds_on_load(self, request: Any, local: int) -> bool:
+        """Whether vLLM's own cache would have the request begin with what another one's load brings in this step. If that fails vLLM has
+        the first one alone compute it, and the second go on behind it, even where the first has ended, or not come that far, by then."""
+        first = [
+            self._requests[load.request_id] for load in self._loads if load.synchronous and load.request_id in self._requests
+        ]
+        return any(
+            local > one.local and request.block_hashes[at := one.local // self._block] == one.request.block_hashes[at]
+            for one in first
+        )
 
-def _sync_below(vllm_config: Any, config: Config, model: ModelSpec) -> int:
-    """Tokens of the loads that a busy step may wait for; 0: no load is synchronous."""
+    def _evict(self, lost: set[int], requests: Iterable[Tracked]) -> None:
+        """A load in the step did not fill these: vLLM's own cache is not to have them, nor what was computed behind them. vLLM computes
+        them again, but not if their request is preempted before, or ends."""
+        behind = [dropwhile(lambda block: block not in lost, one.rows[0]) for one in requests]
+        self.prefix_cache.evict_blocks(lost.union(*behind))
+
+
+def _sync_below(vllm_config: Any, config: Config, model: ModelSpec, several: bool) -> int:
+    """Tokens of the loads that a busy step may wait for; 0: no load is synchronous. several: block tables."""
     sure = model.recomputes or not config.engine.checksum
     if config.connector.share == "in_place":
         # What lies in place is not checked by its checksum. Ranks with one model of experts, which alone know of each other, run their
         # steps together: one that waits would hold up all.
         sure = vllm_config.parallel_config.data_parallel_size == 1
-    return config.connector.sync_below_tokens if model.pp_size * model.tp_size == 1 and sure else 0
+    # A pipeline's later stages would begin their copies when the earlier ones have computed. What is stored late, windows have passed.
+    together = model.pp_size == 1 and (model.tp_size == 1 or not several)
+    return config.connector.sync_below_tokens if together and sure else 0

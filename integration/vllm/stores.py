@@ -37,8 +37,10 @@ class _Gather(NamedTuple):
 class Stores:
     """In the worker's main thread. Nothing here raises, but `fence`."""
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, meter: Meter, at_once: bool = False) -> None:
+        """at_once: what the model's stream does next comes after a store. A step of a model with states clears and copies blocks before we
+        are told of it."""
+        self._meter, self._at_once = meter, at_once
         self._session: Session | None = None
         self._kv: PagedKV | None = None
         self._block_size = 0
@@ -134,6 +136,8 @@ class Stores:
             return
         if pending is not None:
             seconds = perf_counter() - started
+            if self._at_once:
+                session.copier.fence(pending.completion)
             self._under_way.append(_Gather(pending.completion, frozenset(blocks), pending.tokens, pending.nbytes, seconds))
 
     def _over(self, gather: _Gather) -> bool:

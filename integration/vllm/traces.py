@@ -1,34 +1,46 @@
-"""OpenTelemetry spans of look-ups and loads in the scheduler, where vLLM's own tracing is on: children of its requests'."""
+"""OpenTelemetry spans of look-ups and loads, where vLLM's own tracing is on: children of its requests'. The scheduler's half makes all of
+them, the workers' by the times that they report: no process needs an exporter but that of vLLM's engine."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 from .lookups import Tracked
+from .metadata import LoadSpan
+
+MOST_LOADS = 1024
+"""Of which workers have not said that they are over; the oldest one's span ends then."""
 
 
-def begin(vllm_config: Any) -> Spans | None:
+def wanted(vllm_config: Any) -> bool:
+    """Whether vLLM traces."""
+    return bool(getattr(getattr(vllm_config, "observability_config", None), "otlp_traces_endpoint", None))
+
+
+def begin(vllm_config: Any, workers: int) -> Spans | None:
     """None where vLLM traces nothing."""
-    endpoint = getattr(getattr(vllm_config, "observability_config", None), "otlp_traces_endpoint", None)
     with suppress(ImportError):
-        return Spans() if endpoint else None
+        return Spans(workers) if wanted(vllm_config) else None
     return None
 
 
 class Spans:
-    """One span `vcache.lookup` a request, and one `vcache.load` a load, by the scheduler's clock: a synchronous one ends with its step.
-    Nothing is raised: a load must not fail of its trace."""
+    """One span `vcache.lookup` a request, and one `vcache.load` a load, from when vLLM has reserved its blocks until the last worker has
+    them; within it one `vcache.load.worker` for each. Nothing is raised: a load must not fail of its trace."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int) -> None:
         """ImportError where there is no OpenTelemetry."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._tracer, self._context = trace.get_tracer("vcache"), TraceContextTextMapPropagator().extract
+        self._within, self._workers = trace.set_span_in_context, workers
         self._known: set[str] = set()
-        self._loads: dict[str, tuple[Any, bool]] = {}
+        self._loads: dict[str, tuple[Any, list[int]]] = {}
+        """By request: the span, and when workers were over."""
 
     def looked_up(self, tracked: Tracked, local: int, found: int) -> None:
         """The pool has so many tokens after the first `local`. The first time that a request is matched."""
@@ -43,27 +55,45 @@ class Spans:
 
     def loading(self, tracked: Tracked, tokens: int, synchronous: bool) -> None:
         """The load of so many tokens begins."""
+        name = tracked.request.request_id
+        self._end(name)
+        if len(self._loads) == MOST_LOADS:
+            self._end(next(iter(self._loads)))
         with suppress(Exception):
             said = {"vcache.tokens": tokens, "vcache.synchronous": synchronous}
-            self._loads[tracked.request.request_id] = self._span("vcache.load", tracked, said), synchronous
+            self._loads[name] = self._span("vcache.load", tracked, said), []
 
-    def stepped(self, loaded: Any) -> None:
-        """A step is over, and with it its synchronous loads; and these requests' asynchronous ones."""
-        for name in [name for name, (_, synchronous) in self._loads.items() if synchronous or name in (loaded or ())]:
-            self._end(name)
+    def loaded(self, spans: Iterable[LoadSpan]) -> None:
+        """Workers are over with these; also of requests that have ended."""
+        for one in spans:
+            span, ended = self._loads.get(one.request_id, (None, []))
+            if span is not None:
+                ended.append(one.ended)
+                with suppress(Exception):
+                    self._tracer.start_span(
+                        "vcache.load.worker", self._within(span), attributes=_said(one), start_time=one.began
+                    ).end(one.ended)
+                if len(ended) == self._workers:
+                    self._end(one.request_id)
 
     def finished(self, name: str) -> None:
         """The request has ended."""
         self._known.discard(name)
-        self._end(name)
 
     def _end(self, name: str) -> None:
-        span, _ = self._loads.pop(name, (None, False))
+        span, ended = self._loads.pop(name, (None, []))
         if span is not None:
             with suppress(Exception):
-                span.end()
+                span.end(max(ended) if ended else None)
 
     def _span(self, what: str, tracked: Tracked, said: dict[str, Any], seconds: float = 0.0) -> Any:
         context = self._context(tracked.request.trace_headers or {})
         said = {"gen_ai.request.id": tracked.request.request_id} | said
         return self._tracer.start_span(what, context, attributes=said, start_time=time.time_ns() - int(seconds * 1e9))
+
+
+def _said(one: LoadSpan) -> dict[str, Any]:
+    said = {"gen_ai.request.id": one.request_id, "vcache.worker": one.worker, "vcache.bytes": sum(one.nbytes.values())}
+    said |= {f"vcache.bytes.{where}": nbytes for where, nbytes in one.nbytes.items()}
+    said |= {"vcache.metadata_seconds": one.metadata_seconds, "vcache.data_seconds": one.data_seconds}
+    return said | ({"vcache.failure": one.failure} if one.failure else {})

@@ -62,16 +62,43 @@ def extra(vllm_config: Any) -> dict[str, str]:
         "engine": f"vllm {'.'.join(str(getattr(sys.modules.get('vllm'), '__version__', '')).split('.')[:2])}",
         "model_config": digest(_model_config(model)),
         "quantization_config": digest(_plain(getattr(model, "quantization_config", None))),
-        "weights": "dummy" if _load_format(vllm_config) == "dummy" else "",
+        "weights": _loaded(getattr(vllm_config, "load_config", None)),
         "kv_skip_layers": ",".join(map(str, getattr(cache, "kv_cache_dtype_skip_layers", ()) or ())),
         "sliding_window": "off" if getattr(model, "disable_sliding_window", False) else "",
+        "multimodal": digest(_seen_as(getattr(model, "multimodal_config", None))),
         "draft": _draft(getattr(vllm_config, "speculative_config", None)),
+        "longest": _longest(model),
+        "adapted": digest(_adapted(getattr(vllm_config, "lora_config", None))),
     }
     return {name: value for name, value in found.items() if value}
 
 
-def _load_format(vllm_config: Any) -> str:
-    return text(getattr(getattr(vllm_config, "load_config", None), "load_format", ""))
+def _seen_as(multimodal: Any) -> dict[str, Any]:
+    """What an instance makes of an image, beside its content and the request's own wishes, which vLLM has in the image's name."""
+    names = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate")
+    found = {name: getattr(multimodal, name, None) for name in names}
+    found["video_pruning_method"] = found["video_pruning_rate"] and getattr(multimodal, "video_pruning_method", None)
+    return {name: _plain(value) for name, value in found.items() if value}
+
+
+def _longest(model: Any) -> str:
+    """`max_model_len`, where it decides how vLLM turns all positions (LongRoPE) or scales queries (Llama 4)."""
+    matters = "longrope" in rope(model) or str(getattr(model.hf_config, "model_type", "")).startswith("llama4")
+    return str(model.max_model_len) if matters else ""
+
+
+def _adapted(lora: Any) -> dict[str, Any]:
+    """What an instance takes of adapters, if not all of it as it is."""
+    found = {name: getattr(lora, name, None) for name in ("target_modules", "enable_tower_connector_lora")}
+    return {name: sorted(value) if isinstance(value, list) else value for name, value in found.items() if value}
+
+
+def _loaded(load: Any) -> str:
+    """What is loaded that is not the model's own weights: none, or a tensorizer's file."""
+    kind = text(getattr(load, "load_format", ""))
+    if kind == "tensorizer":
+        return digest(_plain(getattr(load, "model_loader_extra_config", None)))
+    return kind if kind == "dummy" else ""
 
 
 def _draft(speculative: Any) -> str:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 import vllm
 
@@ -32,9 +33,9 @@ from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .. import amx, memory_budget, round_trip
-from . import compat, exportable, groups, model_spec
+from . import compat, exportable, groups, model_spec, traces
 from .in_place import InPlace
-from .metadata import LoadSpec, Shard, StepMetadata
+from .metadata import LoadSpan, LoadSpec, Shard, StepMetadata
 from .replicas import Replica
 from .report import Reporter
 from .stats import Meter
@@ -65,7 +66,13 @@ class Loading(transfer.Load):
         session, held, lease = worker.session, spec.lease, None
         keys = of_rank(spec.keys, session.rank)
         if held is not None:
-            lease = Lease(held.id, keys, held.locations, held.deadline, held.seconds, FOREIGN)
+            own = held.locations[session.rank :: held.ranks][: len(keys)]
+            lease = Lease(held.id, keys, own, held.deadline, held.seconds, FOREIGN)
+        residents = _unpacked(spec.residents)
+        if residents and worker.kv.shares:
+            # What of a chunk is not read may hold anything by now.
+            rows = np.array(spec.blocks).reshape(len(keys), -1) >= 0
+            residents = {number: one.only(rows[number]) for number, one in residents.items()}
         super().__init__(
             session,
             BlockPlaces(worker.kv, session.chunk_size, spec.blocks, block_size, spec.skip, spec.stop),
@@ -76,9 +83,10 @@ class Loading(transfer.Load):
             consume=spec.consume,
             offload=spec.offload,
             name=spec.request_id,
-            residents=_unpacked(spec.residents),
+            residents=residents,
             neighbours=worker.neighbours,
         )
+        self.began = time.time_ns()
         self.spec, self._per_chunk = spec, worker.kv.blocks_in(session.chunk_size) * worker.kv.block_size // block_size
         self.in_place = worker.neighbours is not None
 
@@ -101,21 +109,26 @@ class WorkerSide:
     """One worker's shard of every chunk. All methods in the worker's main thread, in the order of vLLM's steps; none raises."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, pp_rank: int, tp_rank: int, meter: Meter) -> None:
-        self._vllm, self._kv_config, self._config, self._meter = vllm_config, kv_cache_config, config, meter
+        self._vllm, self._kv_config, self._meter = vllm_config, kv_cache_config, meter
         self._pp_rank, self._tp_rank = pp_rank, tp_rank
         self._model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
+        self._config = config = exportable.decide(config, vllm_config, kv_cache_config, self._model)
         if self._model.device_type == "cpu":
             amx.permit()
         shards = 1 if self._model.use_mla else self._model.tp_size
         self._rank = pp_rank * shards + tp_rank % shards
-        self._refused = compat.refusal(vllm_config, kv_cache_config, self._model, config.engine.chunk_size)
+        self._refused = compat.refusal(vllm_config, kv_cache_config, self._model, config)
         self.in_place: InPlace | None = None
         """What it takes to share in place, if that is how."""
         if config.connector.share == "in_place" and not self._refused:
             self._refused = exportable.refusal(vllm_config, kv_cache_config, self._model)
             each, shows = config.engine.chunk_size // self._model.block_size, shards > 1 or not tp_rank
             if not self._refused:
-                self.in_place = InPlace(exportable.begin(self._model.device_type, vllm.__version__), each, shows)
+                lead = each
+                if groups.several(kv_cache_config):
+                    of_chunk = groups.read(kv_cache_config, config.engine.chunk_size)
+                    each, lead = of_chunk.blocks, of_chunk.lead
+                self.in_place = InPlace(exportable.begin(self._model.device_type, vllm.__version__), each, lead, shows)
         self._worker: _Worker | None = None
         self._meta = StepMetadata()
         self._asynchronous: list[Loading] = []
@@ -126,15 +139,16 @@ class WorkerSide:
         self.several = groups.several(kv_cache_config)
         """Whether a load that fails is told by request: vLLM cannot tell whose blocks they are."""
         self._block_size = self._model.block_size
-        self._stores = Stores(meter)
+        self._stores = Stores(meter, groups.keep_states(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
         self.report = Reporter((pp_rank, tp_rank), number, self._rank, compat.publishes_events(vllm_config))
+        self._traced = traces.wanted(vllm_config)
         self.unsafe = ""
         """Why the tokens of the step that just ran may be wrong, in a way vLLM would not mend."""
 
     # ---- start
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
         """vLLM has made its KV cache: describe it, join the pool, and send bytes there and back.
 
         Raises VCacheError, LayoutError among them, where nothing can be cached, which is not a fault of ours.
@@ -150,6 +164,8 @@ class WorkerSide:
             found = groups.read(self._kv_config, size)
             kv = model_spec.describe_groups(found, kv_caches, blocks, size, self._config.engine)
             self._block_size, names = found.groups[0].block_size, found.layers
+            # A state has several tensors, one behind the other.
+            kv_caches = {name: one if isinstance(one, torch.Tensor) else one[0] for name, one in kv_caches.items()}
         else:
             kv, names = model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine), ""
         shard = model_spec.read_shard(self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank)
@@ -201,11 +217,15 @@ class WorkerSide:
         # None of them must get lost, whatever happens here: vLLM waits for its end, or counts on its bytes.
         self._lost += meta.loads
         self.report.introduce = meta.introduce
+        self.report.read |= {meta.echo} if meta.echo else set()
         worker = self._worker
         if worker is None:
             return
         if meta.instance and self.in_place is not None:
             self.in_place.show(InstanceId(meta.instance))
+        for instance in meta.meet:
+            if worker.neighbours is not None:
+                worker.neighbours.expects(instance)
         # A step without a model run stores nothing, and older releases do not call `store` in it.
         self.report.flushed |= meta.flush and meta.idle
         self._stores.fence(meta)
@@ -228,7 +248,7 @@ class WorkerSide:
 
     def store(self) -> None:
         """Copy out what the step's model run, all of it queued, completes."""
-        if self._worker is None:
+        if self._worker is None or self.unsafe:
             return
         self._settle_synchronous()
         unfilled = self._invalid.union(*(spec.wanted for spec in self._lost))
@@ -311,7 +331,9 @@ class WorkerSide:
             self.report.failed.add(spec.request_id)
             self._invalid |= set(spec.wanted)
             self._note_failed(spec)
+            self._trace(spec, None)
             if spec.synchronous:
+                self.report.read.add(spec.number)
                 self._synchronous_failed(spec)
         return {spec.request_id for spec in lost if not spec.synchronous}
 
@@ -343,12 +365,13 @@ class WorkerSide:
     def _note(self, loading: Loading) -> None:
         """A load is over."""
         invalid, name = loading.invalid, loading.spec.request_id
-        if loading.spec.pinned:
-            self.report.read.add(name)
+        if loading.spec.synchronous:
+            self.report.read.add(loading.spec.number)
         if invalid:
             self.report.failed.add(name)
             self._invalid |= set(invalid)
             self._note_failed(loading.spec)
+        self._trace(loading.spec, loading)
         with suppress(Exception):  # a number too few
             if loading.stats.tokens.total() or not loading.cause:
                 self._meter.loaded(loading.stats)
@@ -357,6 +380,19 @@ class WorkerSide:
                 log.warning("%d tokens of request %s are computed, not loaded: %s", tokens, name, loading.failure)
                 self._meter.count("failures", 1, loading.failure)
                 self._meter.count("recomputed_tokens", tokens)
+
+    def _trace(self, spec: LoadSpec, loading: Loading | None) -> None:
+        """loading: None if it never began."""
+        if not self._traced:
+            return
+        name, number, now = spec.request_id, self.report.number, time.time_ns()
+        if loading is None:
+            self.report.spans.append(LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began"))
+            return
+        stats = loading.stats
+        nbytes = {tier: tokens * stats.token_bytes for tier, tokens in stats.tokens.items()}
+        times = stats.metadata_seconds, stats.data_seconds
+        self.report.spans.append(LoadSpan(name, number, loading.began, now, nbytes, *times, loading.failure))
 
 
 def _unpacked(residents: Mapping[int, Replica]) -> dict[int, ResidentChunk]:

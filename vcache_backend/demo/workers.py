@@ -30,7 +30,6 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.server import serve
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.devices import resolve
-from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.segment import map_segment
 
 CHUNKS = 8
@@ -172,16 +171,7 @@ class _DemoCache:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.kv = PagedCache(shape, 2 * self.tokens // shape.block_size, self.device, number)
-        layout = Layout(
-            model="vcache-demo",
-            dtype="bfloat16",
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            block_size=shape.block_size,
-            kv_layout=PagedKV.describe(self.kv.kvcaches, shape.block_size).name,
-            chunk_size=self.chunk_size,
-        )
+        layout = Layout.of(self.kv.kvcaches, shape.block_size, model="vcache-demo", chunk_size=self.chunk_size)
         self.engine = VCacheEngine(config, layout)
 
     def prompt(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -90,7 +90,11 @@ def _kernel_module() -> str:
 
 def check_memory(config: Config) -> Iterator[Finding]:
     """`pool.segment_bytes` against what the pool's device has free."""
-    wanted = config.pool.segment_bytes
+    wanted = config.pool.lent
+    if config.connector.share == "auto" and config.pool.segment_bytes is None:
+        detail = f"pool.segment_bytes is not set: nothing is lent in place, and {wanted} a worker where there is a pool"
+        yield Finding("memory", "ok", detail)
+        return
     if wanted == 0:
         yield Finding("memory", "ok", "pool.segment_bytes is 0: this worker lends nothing")
         return

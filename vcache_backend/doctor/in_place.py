@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -22,35 +23,38 @@ _WAY_OUT = "set connector.share: pool"
 
 
 def check_in_place(config: Config) -> Iterator[Finding]:
-    """One line: that it can, or the first reason why not. A failure only where `connector.share: in_place` asks for it."""
+    """One line: that it can, or the first reason why not. A failure only where it is chosen all the same."""
+    share = config.connector.share
     name, version = packages.installed(packages.VLLM.name, *packages.VLLM.builds)
     if not version:
         yield Finding("in place", "ok", "no vLLM here whose KV cache could be shared in place")
         return
-    for reason, advice in islice(_reasons(version), 1):
-        if config.connector.share == "in_place":
+    for reason, advice, pools in islice(_reasons(version), 1):
+        if share == "in_place" or (share == "auto" and not pools):
             yield Finding("in place", "fail", f"{name} {version} caches nothing: {reason}", f"{advice}, or {_WAY_OUT}")
         else:
-            yield Finding("in place", "ok", f"not asked for (connector.share: pool), and not possible here: {reason}", advice)
+            yield Finding("in place", "ok", f"not possible here, so that KV goes through a pool: {reason}", advice)
         return
     detail = f"{name} {version} can share its KV cache in place, with prefix caching on and sleep mode off"
-    yield Finding("in place", "ok", detail, "" if config.connector.share == "in_place" else "connector.share: in_place does it")
+    if share == "pool":
+        detail += "; these settings ask for a pool"
+    yield Finding("in place", "ok", detail, "connector.share: in_place does it" if share == "pool" else "")
 
 
-def _reasons(version: str) -> Iterator[tuple[str, str]]:
-    """Why not, and what to change."""
+def _reasons(version: str) -> Iterator[tuple[str, str, bool]]:
+    """Why not, what to change, and whether `connector.share: auto` sees it and takes a pool."""
     known = packages.VLLM
     if not known.low <= packages.numbers(version) < known.high:
-        yield f"where vLLM {version} makes its KV cache is not known", f"install vllm{known.wanted}"
+        yield f"where vLLM {version} makes its KV cache is not known", f"install vllm{known.wanted}", True
     for missing in _missing_hooks():
-        yield f"this vLLM has no {missing}", f"install an unchanged vllm{known.wanted}"
-    try:
-        # Needs numpy, which vLLM has.
-        from vcache_backend.resident.generations import Generations
+        yield f"this vLLM has no {missing}", f"install an unchanged vllm{known.wanted}", False
+    # Needs numpy, which vLLM has.
+    from vcache_backend.resident.generations import MACHINE, Generations
 
+    try:
         Generations(bytes(INSTANCE_BYTES), 1).close()
     except SegmentError as error:
-        yield f"{error}", "run it on x86-64 with Linux 5.4 or later"
+        yield f"{error}", "run it on x86-64 with Linux 5.4 or later", platform.machine() != MACHINE
     if gpus.has_nvidia():
         yield from _gpu_reasons()
 
@@ -66,16 +70,20 @@ def _missing_hooks() -> Iterator[str]:
             yield from (f"{name} in {file}" for name in names if f"def {name}(" not in source)
 
 
-def _gpu_reasons() -> Iterator[tuple[str, str]]:
+def _gpu_reasons() -> Iterator[tuple[str, str, bool]]:
     try:
         here = devices.gpus()
     except SegmentError as error:
-        yield f"the GPUs cannot be used: {error}", "see nvidia-smi"
+        yield f"the GPUs cannot be used: {error}", "see nvidia-smi", False
         return
     for gpu in here:
         if not gpu.shares_memory:
-            yield f"gpu {gpu.ordinal} has no virtual memory management with POSIX fds", "use another GPU"
+            yield f"gpu {gpu.ordinal} has no virtual memory management with POSIX fds", "use another GPU", False
         if "none" in gpu.links.values():
-            yield f"gpu {gpu.ordinal} does not reach the memory of every other GPU", "see `nvidia-smi topo -p2p r`"
+            yield f"gpu {gpu.ordinal} does not reach the memory of every other GPU", "see `nvidia-smi topo -p2p r`", False
     if settings.expandable_segments():
-        yield "expandable_segments moves pages behind addresses", "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
+        yield (
+            "expandable_segments moves pages behind addresses",
+            "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF",
+            True,
+        )

@@ -71,7 +71,7 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
         return
     layers = ", ".join(f"{count} layers {_KINDS[kind]}" for kind, count in kv.layers.items()).replace("{}", f"{kv.window:,}")
     known = f"{name} ({kv.architecture}): {layers}"
-    reason, advice = _refusal(kv, config.connector.share == "in_place")
+    reason, advice = _refusal(kv, config.connector.share == "in_place", config.connector.states)
     if reason:
         yield Finding("model", "fail", f"{known}: nothing of it is cached: {reason}", advice)
         return
@@ -79,30 +79,31 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
     size = config.engine.chunk_size
     chunk = chunk_bytes(kv, size)
     chunks = GIB // chunk
+    states = state_chunks(kv)
+    beside = f"; beside a step's last chunk its state, as much as {states:g} more" if states else ""
     yield Finding(
         "chunks",
         "ok",
-        f"{chunk // size:,} B a token, {ByteSize(chunk).about} a chunk of {size} tokens, all ranks together",
-        _HALF,
+        f"{chunk // size:,} B a token, {ByteSize(chunk).about} a chunk of {size} tokens, all ranks together{beside}",
+        _BLOCKS if states else _HALF,
     )
     detail = f"1 GiB of pool holds {chunks:,} chunks, {chunks * size:,} tokens"
-    lent = config.pool.segment_bytes // chunk
+    lent = config.pool.lent // chunk
     yield Finding(
-        "pool", "ok", f"{detail}; pool.segment_bytes {config.pool.segment_bytes}: {lent * size:,} tokens a worker and rank"
+        "pool", "ok", f"{detail}; pool.segment_bytes: {config.pool.lent} holds {lent * size:,} tokens a worker and rank"
     )
 
 
 _KINDS = {"full": "of full attention", "window": "with a window of {} tokens", "state": "with a state"}
 _BLOCK = 16
 """Tokens of vLLM's blocks, if nothing else is set."""
+_BLOCKS = "set engine.chunk_size to vLLM's block size, which its log says, since a state is as large as a block"
 _HALF = "half of that with vLLM's --kv-cache-dtype fp8"
 
 
 def chunk_bytes(kv: ModelKv, size: int) -> int:
-    """Of `size` tokens. vLLM makes block tables of equally many layers, and of a window a chunk holds what a hit can need, in blocks."""
-    full, window = kv.layers.get("full", 0), kv.layers.get("window", 0)
-    few, many = sorted((full or window, window or full))
-    each = many if many < 1.5 * few else few
+    """Of `size` tokens. Of a window a chunk holds what a hit can need, in blocks."""
+    full, window, each = kv.layers.get("full", 0), kv.layers.get("window", 0), _table(kv)
     kept = min(size, -(-(kv.window - 1) // _BLOCK) * _BLOCK)
     found = 0
     for layers, nbytes, tokens in ((full, kv.full_bytes, size), (window, kv.window_bytes, kept)):
@@ -110,15 +111,32 @@ def chunk_bytes(kv: ModelKv, size: int) -> int:
     return found
 
 
-def _refusal(kv: ModelKv, in_place: bool) -> tuple[str, str]:
+def state_chunks(kv: ModelKv) -> float:
+    """As how many chunks a state counts, where these are of one block of vLLM's."""
+    each = _table(kv)
+    return -(-kv.layers.get("state", 0) // each) / sum(-(-kv.layers.get(kind, 0) // each) for kind in ("full", "window"))
+
+
+def _table(kv: ModelKv) -> int:
+    """Layers of one block table: vLLM makes all of them equally long."""
+    few, many = min(kv.layers.values()), max(kv.layers.values())
+    return many if many < 1.5 * few else few
+
+
+def _refusal(kv: ModelKv, in_place: bool, states: bool) -> tuple[str, str]:
     """As `integration.vllm.compat.refusal` would say it, and what to change; the advice alone where it is cached."""
     if kv.odd:
         return kv.odd, "no setting changes it; vLLM serves all the same"
+    if kv.layers.get("state") and len(kv.layers) == 1:
+        return "all layers keep a state, and none keeps tokens", "no setting changes it; vLLM serves all the same"
+    if kv.layers.get("state") and in_place:
+        return "vLLM copies states from block to block without allocating them", "set connector.share: pool"
+    if kv.layers.get("state") and not states:
+        return "layers that keep a state are cached on trial only", "set connector.states: true, with vLLM 0.30 or a later one"
     if kv.layers.get("state"):
-        why = "layers keep a state, whose blocks do not hold the whole prefix"
-        return why, "no setting changes it; vLLM serves all the same, but for 0.26: start that without our connector"
-    if kv.layers.get("window") and in_place:
-        return "what a window has passed is soon others', so it is not shared in place", "set connector.share: pool"
+        return "", "vLLM 0.30 or a later one; before, nothing of it is cached, and 0.26 does not start with our connector"
+    if in_place and kv.layers.get("window") and not kv.layers.get("full"):
+        return "all layers look at a window only, and what it has passed is soon others'", "set connector.share: pool"
     return "", ""
 
 

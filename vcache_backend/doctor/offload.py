@@ -28,7 +28,7 @@ NBYTES = 1 << 20
 SECONDS = 8.0
 """For each call: a fraction of a second where all is well."""
 LIBRARY, MASTER, PROVIDER = "mooncake library", "mooncake master", "mooncake provider"
-START = "examples/mooncake_tier.sh starts a master and a provider"
+START = "`vcache mooncake` starts a master and a provider"
 
 
 def check_offload(config: Config) -> Iterator[Finding]:

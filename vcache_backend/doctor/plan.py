@@ -10,9 +10,8 @@ import msgspec
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.doctor.finding import Finding
 from vcache_backend.doctor.model import GIB, check_model, chunk_bytes, find, read
-from vcache_backend.vram_pool.memory_budget import MAX_SHARE
+from vcache_backend.vram_pool.memory_budget import most_utilization
 
-_ROUNDING = 1e-6
 LEAST_UTILIZATION = 0.5
 """With less for vLLM the pool takes more than it is likely to give."""
 
@@ -29,7 +28,7 @@ def plan(name: str, config: Config, gpus: int, tokens: int = 0, gpu_bytes: int =
     chunk = chunk_bytes(kv, size)
     # Each GPU has whole chunks.
     chunks = math.ceil(math.ceil(tokens / size) / gpus)
-    segment = ByteSize(math.ceil(chunks * chunk / GIB) * GIB) if tokens else config.pool.segment_bytes
+    segment = ByteSize(math.ceil(chunks * chunk / GIB) * GIB) if tokens else config.pool.lent
     held = segment // chunk * gpus
     yield Finding(
         "pool",
@@ -38,9 +37,9 @@ def plan(name: str, config: Config, gpus: int, tokens: int = 0, gpu_bytes: int =
         f"pool.segment_bytes: {segment}",
     )
     if gpu_bytes:
-        left = math.floor(100 * (MAX_SHARE - segment / gpu_bytes) + _ROUNDING) / 100
+        left = most_utilization(gpu_bytes, segment)
         enough = left >= LEAST_UTILIZATION
         less = "lend less, or on more GPUs, or keep the pool in host memory (pool.device: host)"
         advice = f"--gpu-memory-utilization {left:.2f}" if enough else less
-        detail = f"beside that vLLM can have {max(left, 0):.0%} of {ByteSize(gpu_bytes).about}, weights and its own KV cache"
+        detail = f"beside that vLLM can have {left:.0%} of {ByteSize(gpu_bytes).about}, weights and its own KV cache"
         yield Finding("vllm", "ok" if enough else "warn", detail, advice)

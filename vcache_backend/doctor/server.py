@@ -6,7 +6,6 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from vcache_backend.config import ClientConfig, Config
 from vcache_backend.doctor.finding import Finding
@@ -14,6 +13,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import folder_fault, same_pids
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION, Reported
+from vcache_backend.metadata_server.processes import started
 
 SERVER_SECONDS = 1.0
 REPORT_SECONDS = 3600.0
@@ -84,7 +84,13 @@ def _reported(report: Reported, here: bool) -> Finding:
     ours."""
     check = f"report of pid {report.pid}" if report.pid else "report"
     when = time.strftime("%H:%M:%S", time.localtime(report.time))
-    if here and report.pid and not Path(f"/proc/{report.pid}").exists():
+    if here and report.pid and not _there_since(report.pid, report.time):
         return Finding(check, "warn", f"{when}, {report.text}", "that process is gone: nothing, if its successor works")
     advice = "put it right and restart that instance; its log says more"
     return Finding(check, "fail" if report.level == "error" else "warn", f"{when}, {report.text}", advice)
+
+
+def _there_since(pid: int, when: float) -> bool:
+    """Whether process `pid` lives, and began before `when`, or the number has been given to another one."""
+    began = started(pid) / os.sysconf("SC_CLK_TCK")
+    return 0 < began <= time.clock_gettime(time.CLOCK_BOOTTIME) - (time.time() - when) + 1

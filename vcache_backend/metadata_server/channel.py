@@ -249,7 +249,7 @@ class Channel(ABC):
             case ConnectionRefusedError() if not self._path.is_socket():
                 return f"{self._path} is no socket; set server.socket to that of a metadata server"
             case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
-                return f"no metadata server at {self._path}: {error}; start one with `vcache serve`"
+                return f"no metadata server at {self._path}: {error.strerror}; start one with `vcache serve`"
             case OSError(errno=errno.EPROTOTYPE):
                 return f"the metadata server at {self._path} is of another version; install the same vcache-backend"
             case TimeoutError() | BlockingIOError():

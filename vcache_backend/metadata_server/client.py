@@ -71,18 +71,19 @@ class Client(ResidentCalls):
         replies = list(self._in_parts(keys, m.Contains, m.Present))
         return msgspec.structs.replace(replies[0], present=[there for reply in replies for there in reply.present])
 
-    def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
-        """Lease the leading run, of at most `MAX_KEYS` chunks."""
-        return self._call(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
+    def acquire(self, keys: list[m.ChunkKey], ranks: int = 1) -> m.Leased:
+        """Lease the leading run, of at most `MAX_KEYS` chunks. ranks: of chunks of so many parts (keys of rank 0), whose locations come
+        chunk by chunk; parts of one more may follow."""
+        return self._call(_acquire(keys, ranks), m.Leased)
 
     def send_lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> Sent[m.Count] | None:
         """`lookup` without waiting for the answer; None if one request cannot ask for so many."""
         most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
         return self._send(m.Lookup(keys, ranks), m.Count) if len(keys) <= most else None
 
-    def send_acquire(self, keys: list[m.ChunkKey]) -> Sent[m.Leased]:
+    def send_acquire(self, keys: list[m.ChunkKey], ranks: int = 1) -> Sent[m.Leased]:
         """`acquire` without waiting for the answer."""
-        return self._send(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
+        return self._send(_acquire(keys, ranks), m.Leased)
 
     def renew(self, lease: int) -> bool:
         return self._call(m.Renew(lease), m.Verdict).held
@@ -156,12 +157,18 @@ class Client(ResidentCalls):
         self._avoided.add(id_)
         self._call(m.Unusable(id_), m.Count)
 
-    def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
-        return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
+    def drop_segment(self, id_: m.SegmentId, keep: bool = False) -> m.Dropped:
+        """keep: its chunks stay for a while, to be moved."""
+        return self._call(m.DropSegment(id_, keep), m.Dropped, self._config.control_seconds)
 
-    def resize_segment(self, id_: m.SegmentId, nbytes: int) -> m.SegmentInfo:
-        """Take back what a host segment has beyond `nbytes`; what it has by now: the rest follows as `given_back` grows."""
-        return self._call(m.ResizeSegment(id_, nbytes), m.Opened, self._config.control_seconds).segment
+    def resize_segment(self, id_: m.SegmentId, nbytes: int, keep: bool = False) -> m.SegmentInfo:
+        """Take back what a host segment has beyond `nbytes`; what it has by now: the rest follows as `given_back` grows. keep: chunks
+        there stay for a while, to be moved."""
+        return self._call(m.ResizeSegment(id_, nbytes, keep), m.Opened, self._config.control_seconds).segment
+
+    def move(self, id_: m.SegmentId) -> m.Moves:
+        """What to copy next of a segment that is resized or dropped, and to `commit`."""
+        return self._call(m.Move(id_), m.Moves, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
         return self._call(m.ListSegments(), m.Segments).segments
@@ -216,6 +223,10 @@ class Client(ResidentCalls):
         infos = self.list_segments()
         self._avoided.intersection_update({info.id for info in infos})
         self.on_segments(infos)
+
+
+def _acquire(keys: list[m.ChunkKey], ranks: int) -> m.Acquire:
+    return m.Acquire(m.of_ranks(keys[: m.MAX_KEYS // ranks], ranks))
 
 
 def _call_all(hooks: list[Callable[[], None]], when: str) -> None:

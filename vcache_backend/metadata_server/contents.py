@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from math import inf
 
 from vcache_backend.metadata_server.allocator import padded
 from vcache_backend.metadata_server.backlog import Steps
@@ -117,9 +118,9 @@ class Contents:
                     self.live.put([entry])
             yield
 
-    def room(self, nbytes: int, peer: Peer, wanted: int, allowed: int) -> list[Location]:
-        """Slots for `wanted` chunks, or fewer if there is no room for all: from the holes, then by evicting. `allowed`: so many chunks
-        more there may be."""
+    def room(self, nbytes: int, peer: Peer, wanted: int, allowed: int, before: float = inf) -> list[Location]:
+        """Slots for `wanted` chunks, or fewer if there is no room for all: from the holes, then by evicting what was used `before`.
+        `allowed`: so many chunks more there may be."""
         left, slots = MAX_SEARCH, list[Location]()
         while True:
             while (most := min(allowed, wanted - len(slots))) > 0 and (free := self.placement.take(nbytes, peer, most)):
@@ -127,7 +128,7 @@ class Contents:
                 slots += free
             if len(slots) == wanted or left <= 0:
                 return slots
-            victims, equal, looked = self.placement.victims(nbytes, wanted - len(slots), peer, left)
+            victims, equal, looked = self.placement.victims(nbytes, wanted - len(slots), peer, left, before)
             if not victims:
                 return slots
             left -= looked
@@ -159,6 +160,8 @@ class Contents:
                 segment.leased -= 1
                 if entry.doomed:
                     segment.free(entry)
+                elif entry.end > segment.end or entry.location.offset in segment.leaving:
+                    entry.use = use
                 else:
                     segment.order.append(entry, use)
         self._uses += len(entries)
@@ -171,6 +174,7 @@ class Contents:
         for entry in entries:
             if entry.leases:
                 entry.doomed = True
+                entry.segment.leaving.pop(entry.location.offset, None)
             else:
                 entry.segment.free(entry)
         if gone:
@@ -186,21 +190,41 @@ class Contents:
         return chunks, self._drain([*live, *resting])
 
     def empty(self, segment: Segment) -> Steps:
-        """Forget the chunks of a segment, one a step."""
+        """Forget the chunks of a segment, or let them leave, one a step."""
         while segment.occupants:
             offset, entry = segment.occupants.popitem()
             segment.staying[offset] = entry
             if not entry.reservation and not entry.doomed:
-                self.forget([entry])
+                segment.order.remove(entry)
+                segment.leaving[offset] = entry
+                if not segment.keeps_until:
+                    self.forget([entry])
             yield
+        if not segment.keeps_until:
+            yield from self._leave(segment)
 
     def shorten(self, segment: Segment) -> Steps:
-        """Forget the chunks behind a segment's limit, and take its holes there away, one a step."""
+        """The same of the chunks behind its limit; its holes there are taken away."""
         while segment.end > segment.limit and segment.state == "live":
             entry = segment.shorten(segment.limit)
             if entry is not None and not entry.reservation and not entry.doomed:
-                self.forget([entry])
+                segment.order.remove(entry)
+                segment.leaving[entry.location.offset] = entry
+            if not segment.keeps_until:
+                yield from self._leave(segment)
             yield
+        if not segment.keeps_until:
+            yield from self._leave(segment)
+
+    def _leave(self, segment: Segment) -> Steps:
+        """Forget what was to be moved, one a step."""
+        while segment.leaving:
+            self.forget([segment.leaving.popitem()[1]])
+            yield
+
+    def better(self, entry: Entry, peer: Peer) -> list[Location]:
+        """A slot for a chunk that leaves its own: a hole, or of what was used less lately. Empty: there is none."""
+        return self.room(entry.location.length, peer, 1, 1, before=entry.use)
 
     def _drain(self, spaces: list[Space]) -> Steps:
         """Free the slots of cleared chunks, but for those that were evicted meanwhile, or are in a segment that is being dropped."""

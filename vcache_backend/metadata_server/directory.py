@@ -7,36 +7,23 @@ ends (2); a reserved slot comes back only when its writer says so or its process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import count, repeat
+from collections.abc import Callable, Container, Iterator
+from itertools import repeat
 
-import msgspec
-
+from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import records
-from vcache_backend.metadata_server.allocator import ALIGNMENT
-from vcache_backend.metadata_server.backlog import Backlog, Steps
-from vcache_backend.metadata_server.contents import Contents
+from vcache_backend.metadata_server.backlog import Steps
 from vcache_backend.metadata_server.epochs import Epochs
 from vcache_backend.metadata_server.leases import Leases
 from vcache_backend.metadata_server.placement import MAX_SEARCH, Entry, Peer, Segment
-from vcache_backend.metadata_server.reservations import MAX_RESERVATIONS_PER_CLIENT, Claims, Reservations
 from vcache_backend.metadata_server.residents import Residents
+from vcache_backend.metadata_server.segments import SegmentDirectory, added
 
-MAX_AVOIDED = 1024
-"""With more, a client's list of segments that it cannot use is rid of those that are not there."""
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """Times in seconds; see `ServerConfig`."""
-
-    lease_seconds: float = 10.0
-    reservation_seconds: float = 30.0
-    max_chunks: int = 4_000_000
-
-
-class Directory:
+class Directory(SegmentDirectory):
     """All methods are called from the server's loop, each for a bounded time. `now` is a monotonic clock in seconds.
 
     What takes longer (`add_segment`, `clear`, `drop_segment`, `disconnect`) is begun, and `go_on` ends it in later turns.
@@ -45,23 +32,12 @@ class Directory:
     newest that `restore` brings.
     """
 
-    def __init__(self, limits: Limits, now: Callable[[], float], first_id: int = 1) -> None:
-        self._now = now
+    def __init__(self, limits: ServerConfig, now: Callable[[], float], first_id: int = 1) -> None:
+        super().__init__(limits, now, first_id)
         self._limits = limits
-        self._ids = count(first_id)
-        self.contents = Contents()
-        self.segments = self.contents.placement.segments
-        self.records = self.contents.records
-        self.counters = self.contents.counters
         self.leases = Leases(limits.lease_seconds, self.contents.let_go)
-        self.reservations = Reservations(limits.reservation_seconds)
-        self.backlog = Backlog()
         self.residents = Residents(self.backlog, self.counters, limits.max_chunks)
         self.epochs = Epochs()
-        self._claims = Claims()
-        self._reserves_from = 0.0
-        self.shortened: list[Segment] = []
-        """Those of which more has been given back: what lies behind their `end` is to be freed."""
 
     def __len__(self) -> int:
         """Live chunks."""
@@ -138,19 +114,19 @@ class Directory:
             slots = _answers(keys, dict(zip(stored, locations, strict=True)), live.among(keys), busy, refusal)
         if not stored:
             return m.Reserved(0, 0.0, slots, reason)
-        entries = self.contents.occupy(stored, locations, reservation)
-        self.reservations.open(reservation, client.id, client.process, entries, self._now())
-        self.records.append(records.Held(reservation, client.process, stored, locations))
-        self.counters["reserved"] += len(entries)
+        self._open(client, reservation, stored, locations)
+        self.counters["reserved"] += len(stored)
         return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason)
 
     def commit(self, client: Peer, reservation: int, prefix: list[m.ChunkKey]) -> int:
         """Publish a reservation of this client; how many chunks are visible. Void: 0, and its slots are free: its writer is done."""
-        open_ = self.reservations.get(reservation)
-        if open_ is None or open_.client != client.id or self._now() > open_.deadline:
+        open_, holds = self.reservations.get(reservation), self.contents.live.holds
+        if open_ is None or open_.client != client.id or self._now() > open_.deadline or not all(map(holds, open_.sources)):
             self.abort(client, reservation)
             return 0
         self.reservations.close(reservation)
+        # As long as a chunk is found where it was, nobody has written there.
+        self.contents.forget(open_.sources)
         self.records.append(records.Published(reservation))
         visible = self.contents.publish(open_.entries)
         self.counters["committed"] += len(open_.entries)
@@ -215,86 +191,11 @@ class Directory:
         overdue = self.reservations.overdue(now)
         self.reservations.void(overdue)
         self.counters["expired_reservations"] += len(overdue)
-        for segment in self.contents.placement.in_state("draining"):
-            self._close(segment)
-        for segment in self.contents.placement.in_state("live"):
-            self._let_end_go(segment)
+        self._tick_segments(now)
 
     def go_on(self, steps: int) -> None:
         """Some of what earlier turns left."""
         self.backlog.run(steps)
-
-    # ---- segments
-
-    def lend(self, client: Peer, nbytes: int) -> m.Lendable:
-        """What is missing of `nbytes` on the client's device and nobody else is about to make: the client may, soon."""
-        there = sum(segment.nbytes for segment in self.segments.values() if segment.device == client.device)
-        claim = next(self._ids)
-        lendable = self._claims.grant(claim, client.id, client.device, nbytes - there, self._now())
-        return m.Lendable(claim if lendable else 0, lendable)
-
-    def redeem(self, client: Peer, claim: int, device: str, nbytes: int) -> bool:
-        """A segment made under a claim of this client has come, which ends the claim; False if it is too late or too large."""
-        return self._claims.redeem(claim, client.id, device, nbytes, self._now())
-
-    def add_segment(self, info: m.SegmentInfo) -> int:
-        """A segment is usable from now on. How many chunks of before a restart it brings back, soon, unless they have gone meanwhile."""
-        segment = self.segments.get(info.id)
-        if segment is None:
-            segment = self.segments[info.id] = Segment(info)
-            self.records.append(_added(segment))
-        elif segment.state == "absent":
-            segment.state = "live"
-        chunks = len(segment.returning)
-        self.backlog.begin(self.contents.bring_back(segment, self.reservations.pending))
-        self.backlog.begin(self._shorten(segment))
-        return chunks
-
-    def resize_segment(self, id_: m.SegmentId, nbytes: int) -> None:
-        """Leave `nbytes` of a segment to the pool, for good; what lies behind them is forgotten, soon. `shortened` names it once nobody
-        reads or writes there any more, but for quarantined writers, who then write for nobody."""
-        segment = self.segments[id_]
-        segment.limit = min(segment.limit, nbytes // ALIGNMENT * ALIGNMENT)
-        self.records.append(_added(segment))
-        self.backlog.begin(self._shorten(segment))
-
-    def drop_segment(self, id_: m.SegmentId) -> int:
-        """Take no new chunks in a segment, and forget its own, soon; how many it has. When they are forgotten and nobody reads or
-        writes there any more, the segment is gone.
-
-        Slots in quarantine are not waited for: whoever still writes there has the memory to itself."""
-        segment = self.segments[id_]
-        chunks = segment.info().chunks
-        if segment.state != "draining":
-            segment.state = "draining"
-            self.backlog.begin(self._empty(segment))
-        return chunks
-
-    def avoid(self, client: Peer, id_: m.SegmentId) -> int:
-        """No slot there for this client, which cannot map the segment, should it come back, too; how many it avoids."""
-        if len(client.avoids) >= MAX_AVOIDED:
-            client.avoids.intersection_update(self.segments)
-        client.avoids.add(id_)
-        return len(client.avoids)
-
-    def absent_segments(self) -> list[m.SegmentId]:
-        """Segments of before a restart whose fd nobody has offered yet."""
-        return [segment.id for segment in self.contents.placement.in_state("absent")]
-
-    def forget_absent(self, ids: Iterable[m.SegmentId]) -> int:
-        """Stop waiting for these; how many chunks are lost. Their memory must not be used again: somebody may still write there."""
-        lost = 0
-        for id_ in ids:
-            segment = self.segments.pop(id_)
-            lost += len(self.contents.resting.drop(segment.returning))
-            self.reservations.let_go([entry for entry in segment.occupants.values() if entry.reservation])
-            segment.let_go()
-            self.records.append(records.SegmentGone(id_))
-        return lost
-
-    def segment_infos(self) -> list[m.SegmentInfo]:
-        """Every segment, live, draining and absent, with its occupancy."""
-        return [segment.info() for segment in self.segments.values()]
 
     # ---- journal
 
@@ -314,7 +215,7 @@ class Directory:
             case records.Counted():  # the first
                 yield records.Counted(next(self.contents.placement.generations))
                 yield records.EpochTable(self.epochs.all())
-                yield from map(_added, self.segments.values())
+                yield from map(added, self.segments.values())
             case records.Held(reservation=number):
                 if (held := self.reservations.get(number)) is not None:
                     yield records.Held(number, held.process, [e.key for e in held.entries], [e.location for e in held.entries])
@@ -324,12 +225,6 @@ class Directory:
                 yield from self.contents.lying(keys, locations)
 
     # ---- inside
-
-    def _not_now(self, client: Peer) -> str:
-        """Why nothing at all is reserved for this client, if so."""
-        if self.reservations.full(client.id):
-            return f"{MAX_RESERVATIONS_PER_CLIENT} reservations of this client are open; commit or abort some"
-        return "the server has just started again; try later" if self._now() < self._reserves_from else ""
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Why no chunk of this size can ever have a slot now, if so."""
@@ -341,36 +236,6 @@ class Directory:
             have = f"the largest {client.medium} segment has {largest:,} B"
             return m.Refusal.TOO_LARGE, f"a chunk needs {nbytes:,} B but {have}; set pool.segment_bytes >= {nbytes}"
         return None, ""
-
-    def _empty(self, segment: Segment) -> Steps:
-        """Forget the chunks of a segment; it goes with the last."""
-        yield from self.contents.empty(segment)
-        self._close(segment)
-
-    def _close(self, segment: Segment) -> None:
-        """The segment is gone, if nothing is left in it."""
-        staying = segment.staying.values()
-        waited_for = segment.occupants or not all(map(self.reservations.quarantined, staying))
-        if not waited_for and self.segments.get(segment.id) is segment:
-            self.reservations.let_go(list(staying))
-            segment.let_go()
-            del self.segments[segment.id]
-            self.records.append(records.SegmentGone(segment.id))
-
-    def _shorten(self, segment: Segment) -> Steps:
-        """Forget what lies behind a segment's limit."""
-        yield from self.contents.shorten(segment)
-        self._let_end_go(segment)
-
-    def _let_end_go(self, segment: Segment) -> None:
-        """The memory behind a segment's limit is nobody's, if that is so."""
-        rest = segment.nbytes - segment.end
-        if segment.limit < segment.end or rest - segment.given_back < ALIGNMENT or segment.state != "live":
-            return
-        # Readers may count on the leases of an earlier server.
-        if self._now() >= self._reserves_from and all(map(self.reservations.quarantined, segment.staying.values())):
-            segment.given_back = rest
-            self.shortened.append(segment)
 
     def _free_slots_of(self, process: records.ProcessId) -> Steps:
         while ids := self.reservations.of_writer(process):
@@ -390,11 +255,6 @@ class Directory:
         self.records.append(records.Returned(id_))
         self.counters["aborted"] += len(reservation.entries)
         return len(reservation.entries)
-
-
-def _added(segment: Segment) -> records.SegmentAdded:
-    whole = segment.limit == segment.nbytes // ALIGNMENT * ALIGNMENT
-    return records.SegmentAdded(segment.id, segment.device, segment.medium, segment.nbytes, None if whole else segment.limit)
 
 
 def _answers(

@@ -6,9 +6,7 @@ instance's processes is left, nothing of it is.
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
@@ -17,7 +15,8 @@ from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.residents import Residents
-from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
+from vcache_backend.metadata_server.shown import KnownInstance, ShownCache, ShownTable, no_table, only
+from vcache_backend.seals import lacking
 
 MAX_INSTANCES = 64
 MAX_OF_PROCESS = 16
@@ -25,71 +24,6 @@ MAX_PARTS = 8
 MAX_READERS = 4096
 """Most instances, and such that one process is part of; most parts of instances (a scheduler's or a rank's) that one connection shows, and
 most that read any are known."""
-
-
-class ShownTable:
-    """What a scheduler has shown; `peer` is None when its connection is gone."""
-
-    def __init__(self, peer: Peer, request: m.Join, table: Descriptor) -> None:
-        self.peer: Peer | None = peer
-        self.table: Descriptor | None = table
-        self.pins: Descriptor | None = None
-        self.process, self.request = peer.process, request
-        status = os.fstat(table.fd)
-        self.memory = status.st_dev, status.st_ino
-
-    def gone(self) -> None:
-        """Its connection is. (What it was stays known: the same process may come back.)"""
-        self.peer = self.table = self.pins = None
-
-
-class ShownCache:
-    """What a worker has shown; `peer` is None when its connection is gone."""
-
-    def __init__(self, peer: Peer, shape: m.CacheShape) -> None:
-        self.peer: Peer | None = peer
-        self.process, self.shape = peer.process, shape
-        self.regions: dict[int, Descriptor] = {}
-
-    def gone(self) -> None:
-        """Its connection is: its fds are closed. (What it was stays known: the same process may come back.)"""
-        self.peer = None
-        self.regions = {}
-
-    @property
-    def missing(self) -> int:
-        """Regions to be shown yet."""
-        return len(self.shape.regions) - len(self.regions)
-
-
-class KnownInstance:
-    """The parts of one instance, by rank and `SCHEDULER`."""
-
-    def __init__(self) -> None:
-        self.table: ShownTable | None = None
-        self.caches: dict[int, ShownCache] = {}
-
-    def parts(self) -> Iterator[tuple[int, ShownTable | ShownCache]]:
-        """Those that are there, and those that were."""
-        if self.table is not None:
-            yield m.SCHEDULER, self.table
-        yield from self.caches.items()
-
-    def processes(self) -> set[ProcessId]:
-        """Those that show a part of it now."""
-        return {part.process for _, part in self.parts() if part.peer is not None}
-
-    def missing(self) -> str:
-        """What is not shown; empty if nothing in it has to be waited for."""
-        if self.table is None or self.table.peer is None:
-            return "its scheduler"
-        for rank in range(self.table.request.ranks):
-            cache = self.caches.get(rank)
-            if cache is None or cache.peer is None:
-                return f"rank {rank}"
-            if cache.missing:
-                return f"{cache.missing} regions of rank {rank}"
-        return ""
 
 
 class Instances:
@@ -119,44 +53,38 @@ class Instances:
 
     def join(self, client: Peer, request: m.Join, fds: list[int]) -> m.Count:
         """A scheduler shows its generation table."""
-        what = f"join {request.instance.hex()}"
-        if len(fds) != 1:
-            raise Refuse(f"{what}: {len(fds)} fds came along; exactly 1, the generation table's, is needed")
-        if reason := _no_table(fds[0], request.blocks):
-            raise Refuse(f"{what}: {reason}")
+        if reason := no_table(only(fds), request.blocks):
+            raise Refuse(reason)
         if request.blocks > (left := self._residents.blocks_left(request.instance)):
-            raise Refuse(f"{what}: {request.blocks:,} blocks, but there is room for {left:,} beside the other instances'")
-        known = self._enter(client, request.instance, m.SCHEDULER, what)
+            raise Refuse(f"{request.blocks:,} blocks, but there is room for {left:,} beside the other instances'")
+        known = self._enter(client, request.instance, m.SCHEDULER)
         before = known.table
         known.table = shown = ShownTable(client, request, Descriptor(fds.pop()))
         if before is None or (before.process, before.memory) != (shown.process, shown.memory):
             self._residents.close(request.instance)
-        self._residents.open(request.instance, request.namespace, request.blocks, request.ranks, request.each)
+        shape = request.namespace, request.blocks, request.ranks, request.each, request.lead
+        self._residents.open(request.instance, *shape)
         self._changed(request.instance)
         return m.Count(1)
 
     def show_pins(self, client: Peer, instance: m.InstanceId, fds: list[int]) -> m.Count:
         """A scheduler shows the memory in which its blocks are pinned."""
-        what = f"show_pins {instance.hex()}"
         table = self._of[instance].table if self.owns(client, instance, m.SCHEDULER) else None
         if table is None:
-            raise Refuse(f"{what}: this connection has not joined as that")
-        if len(fds) != 1:
-            raise Refuse(f"{what}: {len(fds)} fds came along; exactly 1 is needed")
-        if reason := lacking(fds[0]):
-            raise Refuse(f"{what}: {reason}")
+            raise Refuse("this connection has not joined as that")
+        if reason := lacking(only(fds)):
+            raise Refuse(reason)
         if table.pins is None:
-            self._room(what)
+            self._make_sure_of_room()
         table.pins = Descriptor(fds.pop())
         return m.Count(1)
 
     def show_cache(self, client: Peer, request: m.ShowCache) -> m.Count:
         """A worker says what its cache is."""
         instance, rank, shape = request.instance, request.rank, request.shape
-        what = f"show_cache {instance.hex()}, rank {rank}"
         if reason := shape.misfit():
-            raise Refuse(f"{what}: {reason}")
-        known = self._enter(client, instance, rank, what)
+            raise Refuse(reason)
+        known = self._enter(client, instance, rank)
         before = known.caches.get(rank)
         known.caches[rank] = ShownCache(client, shape)
         if before is not None and (before.process, before.shape) != (client.process, shape):
@@ -167,15 +95,14 @@ class Instances:
     def show_region(self, client: Peer, request: m.ShowRegion, fds: list[int]) -> m.Count:
         """A worker shows one region of its cache."""
         instance, rank, number = request.instance, request.rank, request.number
-        what = f"show_region {instance.hex()}, rank {rank}, region {number}"
-        cache = self._own(client, instance, rank, what)
+        if not self.owns(client, instance, rank):
+            raise Refuse("this connection has not shown that cache")
+        cache = self._of[instance].caches[rank]
         if number >= len(cache.shape.regions):
-            raise Refuse(f"{what}: its cache has {len(cache.shape.regions)} regions")
-        if len(fds) != 1:
-            raise Refuse(f"{what}: {len(fds)} fds came along; exactly 1 is needed")
-        if reason := unmappable(cache.shape.medium, cache.shape.regions[number], fds[0], to_write=False):
-            raise Refuse(f"{what}: {reason}")
-        self._room(what)
+            raise Refuse(f"its cache has {len(cache.shape.regions)} regions")
+        if reason := unmappable(cache.shape.medium, cache.shape.regions[number], only(fds), to_write=False):
+            raise Refuse(reason)
+        self._make_sure_of_room()
         cache.regions[number] = Descriptor(fds.pop())
         self._changed(instance)
         return m.Count(cache.missing)
@@ -218,30 +145,27 @@ class Instances:
 
     def open(self, instance: m.InstanceId) -> tuple[m.Joined, Descriptor]:
         """The table of an instance of which all is shown."""
-        shown = self._whole(instance, f"open_instance {instance.hex()}").table
+        shown = self._whole(instance).table
         assert shown is not None
         assert shown.table is not None
         return m.Joined(shown.request.blocks, shown.request.ranks, shown.request.each), shown.table
 
     def open_pins(self, instance: m.InstanceId) -> tuple[m.Count, Descriptor]:
         """Where its blocks are pinned."""
-        what = f"open_pins {instance.hex()}"
-        shown = self._whole(instance, what).table
+        shown = self._whole(instance).table
         if shown is None or shown.pins is None:
-            raise Refuse(f"{what}: it takes no pins")
+            raise Refuse("it takes no pins")
         return m.Count(shown.request.blocks), shown.pins
 
     def open_cache(self, instance: m.InstanceId, rank: int) -> m.Cache:
         """What one worker's cache is."""
-        return m.Cache(self._cache(instance, rank, "open_cache").shape)
+        return m.Cache(self._cache(instance, rank).shape)
 
     def open_region(self, client: Peer, instance: m.InstanceId, rank: int, number: int) -> tuple[m.Count, Descriptor]:
         """One region of one worker's cache."""
-        cache = self._cache(instance, rank, "open_region")
+        cache = self._cache(instance, rank)
         if number not in cache.regions:
-            raise Refuse(
-                f"open_region {instance.hex()}, rank {rank}: there are {len(cache.regions)} regions, none has number {number}"
-            )
+            raise Refuse(f"there are {len(cache.regions)} regions, none has that number")
         self._readers[instance, client.id] = client, cache.shape.device
         if len(self._readers) > MAX_READERS:
             del self._readers[next(iter(self._readers))]
@@ -253,15 +177,14 @@ class Instances:
 
     def open_process(self, instance: m.InstanceId, rank: int) -> tuple[m.Count, Descriptor]:
         """A pidfd of one of its processes."""
-        what = f"open_process {instance.hex()}, rank {rank}"
-        part = self._whole(instance, what).table if rank == m.SCHEDULER else self._cache(instance, rank, "open_process")
+        part = self._whole(instance).table if rank == m.SCHEDULER else self._cache(instance, rank)
         assert part is not None
         try:
             pidfd = self._pidfd(part.process)
         except OSError as error:
-            raise Refuse(f"{what}: no pidfd of pid {part.process.pid}: {error}") from error
+            raise Refuse(f"no pidfd of pid {part.process.pid}: {error}") from error
         if pidfd is None:
-            raise Refuse(f"{what}: pid {part.process.pid} is gone, or sent no pidfd with its hello")
+            raise Refuse(f"pid {part.process.pid} is gone, or sent no pidfd with its hello")
         return m.Count(part.process.pid), Descriptor(pidfd)
 
     # ---- gone
@@ -296,7 +219,7 @@ class Instances:
         """Who keeps the memory of instances that are gone, the first of them."""
         gone = [(instance, *reader) for (instance, _), reader in self._readers.items() if instance not in self._of]
         return [
-            m.StillMapped(instance.hex(), device, peer.process.pid, processes.stopped(peer.process.pid))
+            m.StillMapped(instance.hex(), device, peer.process.pid, processes.stopped(peer.process))
             for instance, peer, device in gone[:MAX_INSTANCES]
         ]
 
@@ -315,25 +238,23 @@ class Instances:
             missing=known.missing(),
         )
 
-    def _enter(self, client: Peer, instance: m.InstanceId, rank: int, what: str) -> KnownInstance:
+    def _enter(self, client: Peer, instance: m.InstanceId, rank: int) -> KnownInstance:
         """The instance of which this connection becomes a part, in place of an earlier connection of the same process."""
         known = self._of.get(instance)
         part = None if known is None else known.table if rank == m.SCHEDULER else known.caches.get(rank)
         if part is not None and part.peer is not None and part.process != client.process:
-            raise Refuse(f"{what}: pid {part.process.pid} is that; an instance's id names one start of one instance")
+            raise Refuse(f"pid {part.process.pid} is that; an instance's id names one start of one instance")
         if not self.owns(client, instance, rank):
             mine = self._parts.setdefault(client.id, set())
             if len(mine) >= MAX_PARTS:
-                raise Refuse(
-                    f"{what}: this connection shows {len(mine)} parts of instances already; connect once more for others"
-                )
+                raise Refuse(f"this connection shows {len(mine)} parts of instances already; connect once more for others")
             its = [id_ for id_, one in self._of.items() if client.process in one.processes()]
             if instance not in its and len(its) >= MAX_OF_PROCESS:
-                raise Refuse(f"{what}: pid {client.process.pid} is part of {len(its)} instances; others' places are not for it")
+                raise Refuse(f"pid {client.process.pid} is part of {len(its)} instances; others' places are not for it")
             if known is None and len(self._of) >= MAX_INSTANCES:
-                raise Refuse(f"{what}: {len(self._of)} instances share in place, no server takes more")
+                raise Refuse(f"{len(self._of)} instances share in place, no server takes more")
         if rank == m.SCHEDULER and (part is None or part.peer is None):
-            self._room(what)
+            self._make_sure_of_room()
         if known is None:
             known = self._of[instance] = KnownInstance()
         if part is not None and part.peer is not None:
@@ -341,31 +262,22 @@ class Instances:
         self._parts.setdefault(client.id, set()).add((instance, rank))
         return known
 
-    def _own(self, client: Peer, instance: m.InstanceId, rank: int, what: str) -> ShownCache:
-        known = self._of.get(instance)
-        if known is None or not self.owns(client, instance, rank):
-            raise Refuse(f"{what}: this connection has not shown that cache")
-        return known.caches[rank]
-
-    def _room(self, what: str) -> None:
+    def _make_sure_of_room(self) -> None:
         if self._spare() <= 0:
-            raise Refuse(
-                f"{what}: {self.descriptors} fds of instances are kept, more would leave none for clients; raise ulimit -n"
-            )
+            raise Refuse(f"{self.descriptors} fds of instances are kept, more would leave none for clients; raise ulimit -n")
 
-    def _whole(self, instance: m.InstanceId, what: str) -> KnownInstance:
+    def _whole(self, instance: m.InstanceId) -> KnownInstance:
         known = self._of.get(instance)
         if known is None:
-            raise Refuse(f"{what}: it is not here, or not any more")
+            raise Refuse("it is not here, or not any more")
         if missing := known.missing():
-            raise Refuse(f"{what}: {missing} is not here yet, or not any more")
+            raise Refuse(f"{missing} is not here yet, or not any more")
         return known
 
-    def _cache(self, instance: m.InstanceId, rank: int, verb: str) -> ShownCache:
-        what = f"{verb} {instance.hex()}, rank {rank}"
-        known = self._whole(instance, what)
+    def _cache(self, instance: m.InstanceId, rank: int) -> ShownCache:
+        known = self._whole(instance)
         if rank not in known.caches or known.caches[rank].peer is None:
-            raise Refuse(f"{what}: it has no such rank")
+            raise Refuse("it has no such rank")
         return known.caches[rank]
 
     def _changed(self, instance: m.InstanceId) -> None:
@@ -376,14 +288,3 @@ class Instances:
             self._residents.close(instance)
         else:
             self._residents.show(instance, not known.missing())
-
-
-def _no_table(fd: int, blocks: int) -> str:
-    """Why readers could not trust `fd` to be a table that only its owner changes, and that stays; empty if they can."""
-    if fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH) not in (os.O_RDONLY, os.O_RDWR):
-        return "the fd is not open for reading"
-    if reason := lacking(fd, RESIZING | FUTURE_WRITE):
-        return reason
-    if (nbytes := os.fstat(fd).st_size) < blocks * m.GENERATION_BYTES:
-        return f"the memfd has {nbytes:,} B, too few for the generations of {blocks:,} blocks"
-    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 
 from vcache_backend.metadata_server import messages as m
@@ -39,6 +40,7 @@ class Layouts:
 
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
         """Remember an instance; a line for each other namespace of the same model: it cannot share with that."""
+        layout = {name: _short(value) for name, value in layout.items()}
         others: dict[str, tuple[Peer, dict[str, str]]] = {}
         for who, other in self._of.values():
             if layout.get("model") and other["model"] == layout["model"]:
@@ -120,6 +122,13 @@ def printable(text: str) -> str:
     """`text` for a terminal or a log: not too long, and nothing in it that a terminal would act on."""
     short = text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in short)
+
+
+def _short(text: str) -> str:
+    """What is kept of `text`: as equal as that, and no longer than a person sees but for a digest."""
+    if len(text) <= MAX_SHOWN_CHARS:
+        return text
+    return text[:MAX_SHOWN_CHARS] + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _differing(layout: dict[str, str], other: dict[str, str]) -> list[str]:

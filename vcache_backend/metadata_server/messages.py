@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of so many bytes with a socket's ordinary buffer. A client that sends more is disconnected."""
 MAX_KEYS = 2048
@@ -80,6 +80,14 @@ def of_rank(keys: Sequence[ChunkKey], rank: int) -> list[ChunkKey]:
     if keys and keys[0].endswith(suffix):
         return list(keys)
     return [ChunkKey(key[:-RANK_BYTES] + suffix) for key in keys]
+
+
+def of_ranks(keys: Sequence[ChunkKey], ranks: int) -> list[ChunkKey]:
+    """The keys of all parts of the same chunks, chunk by chunk. keys: of rank 0."""
+    if ranks == 1:
+        return list(keys)
+    suffixes = [rank.to_bytes(RANK_BYTES, "big") for rank in range(ranks)]
+    return [ChunkKey(key[:-RANK_BYTES] + suffix) for key in keys for suffix in suffixes]
 
 
 class Refusal(IntEnum):
@@ -279,17 +287,29 @@ class Unusable(Request, frozen=True, tag="unusable"):
 
 
 class DropSegment(Request, frozen=True, tag="drop_segment"):
-    """Stop using a segment: evicts its chunks; it goes when its last lease and reservation end → `Dropped`."""
+    """Stop using a segment: evicts its chunks; it goes when its last lease and reservation end → `Dropped`. `keep`: the chunks stay until
+    this is said again without, or nobody asked `Move` for a while."""
 
     id: SegmentId
+    keep: bool = False
 
 
 class ResizeSegment(Request, frozen=True, tag="resize_segment"):
     """Take memory back: at most its first `nbytes` hold chunks from now on, and what lies behind them is forgotten → `Opened`, without an
-    fd: what it has by now. The rest is freed when its last lease and reservation end. Only host memory can be given back in part."""
+    fd: what it has by now. The rest is freed when its last lease and reservation end. Only host memory can be given back in part.
+
+    `keep`: what lies behind them stays until this is said again without, or nobody asked `Move` for a while."""
 
     id: SegmentId
     nbytes: Bytes
+    keep: bool = False
+
+
+class Move(Request, frozen=True, tag="move"):
+    """Slots for some of the chunks that a resize or a drop keeps → `Moves`. A chunk for which others, used later, would have
+    to go is forgotten instead."""
+
+    id: SegmentId
 
 
 class ListSegments(Request, frozen=True, tag="list_segments"):
@@ -377,7 +397,8 @@ class Clear(Request, frozen=True, tag="clear"):
 class Join(Request, frozen=True, tag="join"):
     """An instance's scheduler shows its generation table, whose fd comes along → `Count` (1).
 
-    `blocks`: of vLLM, counted by the table. `each`: so many of them are a chunk. Refused while another process is its scheduler.
+    `blocks`: of vLLM, counted by the table. `each`: so many of them are a chunk. `lead`: of those the first ones, which readers
+    need in any case, 0: all; the others come and go, and readers look for themselves. Refused while another process is its scheduler.
     """
 
     instance: Named
@@ -385,6 +406,7 @@ class Join(Request, frozen=True, tag="join"):
     blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     each: Annotated[int, msgspec.Meta(ge=1, le=MAX_EACH)]
+    lead: Annotated[int, msgspec.Meta(ge=0, le=MAX_EACH)] = 0
 
 
 class ShowCache(Request, frozen=True, tag="show_cache"):
@@ -457,8 +479,9 @@ class Publish(Request, frozen=True, tag="publish"):
     or the sequence is old, or the epoch).
 
     Only of the connection that showed this rank's cache. `keys`: of one rank. `blocks`, `generations`: uint32 and uint64, little-endian,
-    `each` of them a key. Replaces what the instance published under the same keys, or in the same blocks, with no higher `sequence`.
-    With several ranks a chunk is found when all have published the same of it. One that names a block twice is not taken.
+    `each` of them a key. Replaces what the instance published under the same keys, or with one of these blocks in its `lead`, with no
+    higher `sequence`. With several ranks a chunk is found when all have published the same of it. One whose lead names a block twice is
+    not taken. A block behind the lead that is not there is number 0, of generation 0.
     `epoch`: the one in which all of it was computed, as the scheduler had heard.
     """
 
@@ -565,6 +588,15 @@ class Opened(Reply, frozen=True, tag="opened"):
     """The fd comes along."""
 
     segment: SegmentInfo
+
+
+class Moves(Reply, frozen=True, tag="moves"):
+    """From where to where chunks are to be copied, by a client that then commits the reservation: from that on they lie there, unless one
+    of them has gone meanwhile; then none does. `left`: so many were not looked at yet, or are being moved."""
+
+    reservation: int
+    pairs: list[tuple[Location, Location]]
+    left: int
 
 
 class Dropped(Reply, frozen=True, tag="dropped"):
@@ -689,7 +721,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     hits: dict[str, tuple[int, int]] = {}
 
 
-_OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ResizeSegment | ListSegments
+_OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ResizeSegment | Move | ListSegments
 _OfChunks = Reserve | Commit | Abort | Lookup | Acquire | Renew | Release | Contains | Touch | Remove | Clear
 OfInstances = (
     Join | ShowPins | ShowCache | ShowRegion | OpenInstance | OpenPins | OpenCache | OpenRegion | CloseInstance | OpenProcess
@@ -697,5 +729,5 @@ OfInstances = (
 OfResidents = Publish | Retract | Hint | Listen | Find | ShowReads
 OfOthers = Hello | _OfSegments | OfInstances | OfResidents | Stats | Report
 AnyRequest = _OfChunks | OfOthers
-_OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Dropped
+_OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Moves | Dropped
 AnyReply = Welcome | Error | _OfOneThing | Segments | Reserved | Leased | Joined | Cache | Heard | Found | ServerStats

@@ -8,9 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
-from vcache_backend.log_format import LogFormat
+from vcache_backend.config import ServerConfig
 
 log = logging.getLogger(__name__)
 
@@ -21,12 +20,11 @@ class MonitorProcess:
     """Started again, `AGAIN_SECONDS` later, whenever it ends; after each time that it ends sooner than it was waited for, twice as late,
     `MOST_SECONDS` at most. The server goes on without it."""
 
-    def __init__(self, path: Path, listen: str, log_format: LogFormat = "text") -> None:
-        """path: the server's socket. listen: HOST:PORT."""
+    def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
         self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor", "--until-eof"]
-        self._command += ["--socket", str(path), "--listen", listen, "--pid", str(os.getpid())]
-        self._command += ["--log-format", log_format]
+        self._command += ["--socket", str(config.path), "--listen", config.metrics, "--pid", str(os.getpid())]
+        self._command += ["--log-format", config.log_format, f"--hosts={','.join(config.metrics_hosts)}"]
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None

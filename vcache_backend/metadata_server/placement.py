@@ -112,6 +112,9 @@ class Segment:
         self.ending: dict[int, Entry] = {}
         self.staying: dict[int, Entry] = {}
         """Occupants of a draining segment, or of one's cut end, that go when somebody is done with them."""
+        self.leaving: dict[int, Entry] = {}
+        """Chunks among these that are to be moved, until `keeps_until` (0: none are any more)."""
+        self.keeps_until = 0.0
         self.returning: list[Entry] = []
         """Chunks that an absent segment will bring back, unless they have gone meanwhile; the coldest last."""
         self.reserved = self.leased = self.evictions = 0
@@ -146,6 +149,7 @@ class Segment:
         offset = entry.location.offset
         if self.occupants.pop(offset, None) is None:
             del self.staying[offset]
+            self.leaving.pop(offset, None)
         del self.ending[entry.end]
         self.order.remove(entry)
         self.reserved -= entry.reservation != 0
@@ -167,30 +171,30 @@ class Segment:
 
     def let_go(self) -> None:
         """The segment is in the pool no more. (It and its entries name each other, and nobody collects garbage.)"""
-        for table in (self.occupants, self.staying, self.ending):
+        for table in (self.occupants, self.staying, self.leaving, self.ending):
             table.clear()
         self.order.clear()
         self.returning.clear()
         self.end = 0
 
-    def window(self, first: Entry, size: int, most: int) -> tuple[list[Entry], bool]:
-        """A run of at most `most` occupants that may go, with `first`, and whether it, with the holes around it, spans `size` bytes.
+    def window(self, first: Entry, size: int, most: int, before: float) -> tuple[list[Entry], bool]:
+        """A run of at most `most` occupants used `before`, with `first`, and whether it, with the holes around it, spans `size` bytes.
 
         It grows towards the end of the segment as far as it can, then towards the start."""
         run, end = [first], self.extents.hole_at(first.end)
         start = self.extents.hole_before(first.location.offset)
         while end - start < size and len(run) < most:
             after = self.occupants.get(end)
-            if after is None or after.newer is None:
+            if after is None or after.newer is None or after.use >= before:
                 break
             run.append(after)
             end = self.extents.hole_at(after.end)
         while end - start < size and len(run) < most:
-            before = self.ending.get(start)
-            if before is None or before.newer is None:
+            ahead = self.ending.get(start)
+            if ahead is None or ahead.newer is None or ahead.use >= before:
                 break
-            run.append(before)
-            start = self.extents.hole_before(before.location.offset)
+            run.append(ahead)
+            start = self.extents.hole_before(ahead.location.offset)
         return run, end - start >= size
 
 
@@ -226,9 +230,9 @@ class Placement:
         """The slots of evicted chunks for others of the same padded size, to be occupied at once: no detour through the holes."""
         return [Location(e.location.segment, e.location.offset, nbytes, next(self.generations)) for e in entries]
 
-    def victims(self, nbytes: int, most: int, peer: Peer, left: int) -> tuple[list[Entry], bool, int]:
-        """Which chunks of a peer's medium to evict for slots of `nbytes`, whether each of them leaves such a slot, and how many chunks
-        were looked at: about `left` at most.
+    def victims(self, nbytes: int, most: int, peer: Peer, left: int, before: float) -> tuple[list[Entry], bool, int]:
+        """Which chunks of a peer's medium, used `before`, to evict for slots of `nbytes`, whether each of them leaves such a slot, and how
+        many chunks were looked at: about `left` at most.
 
         Up to `most` of the coldest ones as long as they have that size; if the coldest has another one, the run from it on that
         leaves one slot; no victims if none can go, or if too many would have to.
@@ -237,6 +241,8 @@ class Placement:
         equal: list[Entry] = []
         orders = [segment.order for segment in self.usable(peer) if size <= segment.end]
         for entry in islice(heapq.merge(*orders, key=attrgetter("use")), left):
+            if entry.use >= before:
+                break
             if entry.size == size:
                 equal.append(entry)
                 if len(equal) == most:
@@ -244,7 +250,7 @@ class Placement:
             elif equal or attempts == MAX_WINDOW_ATTEMPTS or looked >= left:
                 break
             else:
-                run, wide = entry.segment.window(entry, size, left - looked)
+                run, wide = entry.segment.window(entry, size, left - looked, before)
                 attempts, looked = attempts + 1, looked + len(run)
                 if wide:
                     return run, False, looked

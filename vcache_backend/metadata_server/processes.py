@@ -64,12 +64,13 @@ def started(pid: int) -> int:
     return int(status.rpartition(b")")[2].split()[19])
 
 
-def stopped(pid: int) -> bool:
-    """Whether process `pid` is stopped by a signal, or by a debugger; False where nobody can tell."""
+def stopped(process: ProcessId) -> bool:
+    """Whether it is stopped by a signal, or by a debugger; False where nobody can tell."""
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        said = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return False
+    return int(said[19]) == process.started and said[0] in (b"T", b"t")
 
 
 def identity(pid: int, token: int = 0) -> ProcessId:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from heapq import nlargest
+from heapq import merge
+from itertools import islice
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.placement import Peer
@@ -15,21 +16,22 @@ class ReadsTold:
     """By client, each what it said last. Gone with its connection."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[Peer, list[m.Reads]]] = {}
+        self._of: dict[int, list[tuple[m.Reads, Peer]]] = {}
+        """Of each the most bytes first."""
 
     def note(self, client: Peer, reads: list[m.Reads]) -> m.Count:
         """In place of what this client said before."""
-        self._of[client.id] = client, reads
+        self._of[client.id] = sorted(((read, client) for read in reads), key=_order, reverse=True)
         return m.Count(len(reads))
 
     def disconnect(self, client: Peer) -> None:
         self._of.pop(client.id, None)
 
     def stats(self) -> list[m.ReadStats]:
-        """What people see, most bytes first."""
-        rows = (
-            m.ReadStats(client.process.pid, client.device, read.instance.hex(), read.nbytes, read.refused)
-            for client, reads in self._of.values()
-            for read in reads
-        )
-        return nlargest(MAX_LISTED, rows, key=lambda row: (row.nbytes, row.refused))
+        """What people see, most bytes first. Of many thousands no more are looked at than these, and one of each client."""
+        most = islice(merge(*self._of.values(), key=_order, reverse=True), MAX_LISTED)
+        return [m.ReadStats(who.process.pid, who.device, read.instance.hex(), read.nbytes, read.refused) for read, who in most]
+
+
+def _order(row: tuple[m.Reads, Peer]) -> tuple[int, int]:
+    return row[0].nbytes, row[0].refused

@@ -27,13 +27,15 @@ ROUNDING_BYTES = 64 << 20
 
 class Reservation(msgspec.Struct, gc=False):
     """`client` is None once it can no longer be committed (after `deadline`, connection lost, server restarted): the slots then
-    wait in quarantine until the writer answers for them or is gone, however long that takes."""
+    wait in quarantine until the writer answers for them or is gone, however long that takes. `sources`: where its chunks lie until
+    it is committed, if it moves them."""
 
     client: int | None
     process: ProcessId
     deadline: float
     entries: list[Entry]
     namespaces: frozenset[bytes] = frozenset()
+    sources: list[Entry] = []
 
 
 class Reservations:
@@ -86,11 +88,13 @@ class Reservations:
         """Open ones whose time is over, up to `MAX_OVERDUE`."""
         return [id_ for id_, _ in takewhile(lambda pair: now > pair[1].deadline, islice(self._open.items(), MAX_OVERDUE))]
 
-    def open(self, id_: int, client: int, process: ProcessId, entries: list[Entry], now: float) -> None:
+    def open(
+        self, id_: int, client: int, process: ProcessId, entries: list[Entry], now: float, sources: Iterable[Entry] = ()
+    ) -> None:
         """Its slots are being written, and may be committed for so many `seconds`."""
         self._pending.update((entry.key, id_) for entry in entries)
         namespaces = frozenset({entry.key[:NAMESPACE_BYTES] for entry in entries})
-        self._open[id_] = Reservation(client, process, now + self.seconds, entries, namespaces)
+        self._open[id_] = Reservation(client, process, now + self.seconds, entries, namespaces, list(sources))
         self._of_client.setdefault(client, {})[id_] = None
         self.slots += len(entries)
 

@@ -21,9 +21,9 @@ class ResidentCalls(Channel, ABC):
 
     # ---- an owner's
 
-    def join(self, instance: bytes, namespace: bytes, blocks: int, ranks: int, each: int, fd: int) -> None:
+    def join(self, instance: bytes, namespace: bytes, blocks: int, ranks: int, each: int, fd: int, lead: int = 0) -> None:
         """An instance's scheduler shows its generation table, `fd`, on this connection; to be done again after a reconnection."""
-        request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each)
+        request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each, lead)
         self._call(request, m.Count, self._config.control_seconds, fd)
 
     def show_pins(self, instance: bytes, fd: int) -> None:

@@ -23,7 +23,15 @@ class ResidentService:
         self.reads = ReadsTold()
 
     def shown(self, client: Peer, request: m.OfInstances, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
-        """What an instance shows of itself, and what of that is opened."""
+        """What an instance shows of itself, and what of that is opened. A refusal says of what."""
+        try:
+            return self._shown(client, request, fds)
+        except Refuse as refusal:
+            named = {"rank": "rank", "number": "region"}.items()
+            of = "".join(f", {word} {getattr(request, name)}" for name, word in named if hasattr(request, name))
+            raise Refuse(f"{request.__struct_config__.tag} {request.instance.hex()}{of}: {refusal}") from refusal
+
+    def _shown(self, client: Peer, request: m.OfInstances, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
         instances = self.instances
         match request:
             case m.Join():

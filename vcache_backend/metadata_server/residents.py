@@ -6,172 +6,28 @@ Nothing here is a promise: an instance uses a block again whenever it likes. Its
 from __future__ import annotations
 
 import random
-import struct
 from collections import Counter
-from itertools import islice, repeat
 
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.backlog import Backlog, Steps
+from vcache_backend.metadata_server.backlog import Backlog
 from vcache_backend.metadata_server.chunks import Chunks
 from vcache_backend.metadata_server.messages import of_rank
-from vcache_backend.metadata_server.recency import Recency
-from vcache_backend.metadata_server.refuse import Refuse
+from vcache_backend.metadata_server.residence import PublishedChunk, Residence
 
 MAX_BLOCKS_IN_ALL = 2 * m.MAX_BLOCKS
 """Of all instances together."""
-RETRACT_LOOKS = 4096
-"""So many of the newest publications are looked through for such as a retraction leaves; what is behind them is not found, as if it was
-never published."""
 MAX_CELLS = 16_384
 """Keys times instances that one look-up looks at; the keys after these are left for the next one."""
 FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192
 """For the residents of one answer; the rest is for what comes with them."""
 _RESIDENT_BYTES = 16
 """At most, of a resident in a message, beside its blocks and generations."""
-_FIRST_RANK = bytes(m.RANK_BYTES)
-
-
-class PublishedChunk(msgspec.Struct, gc=False, eq=False):
-    """One chunk in one instance's KV cache. `key`: of rank 0. `agreed`: a bit for each rank that has published the same."""
-
-    key: m.ChunkKey
-    blocks: bytes
-    generations: bytes
-    sequence: int
-    agreed: int
 
 
 Column = list[PublishedChunk | None]
 """What one instance has of each key of a look-up."""
-
-
-class Residence:
-    """What one instance has published: each block holds at most one chunk, so all tables are bounded by its blocks."""
-
-    def __init__(self, namespace: bytes, blocks: int, ranks: int, each: int) -> None:
-        self.shape = namespace, blocks, ranks, each
-        self.namespace, self.blocks, self.ranks, self.each = self.shape
-        self.whole = False
-        """Whether everything of the instance is shown: else nothing of it is found."""
-        self.found: dict[m.ChunkKey, PublishedChunk] = {}
-        self.awaited: dict[m.ChunkKey, PublishedChunk] = {}
-        """Published by some of the ranks only."""
-        self.holders: list[PublishedChunk | None] = [None] * blocks
-        """Which publication a block belongs to. One that is in neither table any more means nothing."""
-        self.recency = Recency()
-        self._all_ranks = (1 << ranks) - 1
-        self._floor = 0
-
-    def __len__(self) -> int:
-        return len(self.found) + len(self.awaited)
-
-    def publish(self, rank: int, request: m.Publish, most: int) -> int:
-        """How many of the chunks are taken, `most` new ones at most."""
-        each, sequence = self.each, request.sequence
-        numbers = self._numbers(rank, request)
-        if sequence < self._floor:
-            return 0
-        taken, limit = 0, len(self) + most
-        for at, key in enumerate(request.keys):
-            if len(self) >= limit:
-                break
-            part = slice(at * each, (at + 1) * each)
-            blocks = request.blocks[part.start * m.NUMBER_BYTES : part.stop * m.NUMBER_BYTES]
-            generations = request.generations[part.start * m.GENERATION_BYTES : part.stop * m.GENERATION_BYTES]
-            first = m.ChunkKey(key[: -m.RANK_BYTES] + _FIRST_RANK) if rank else key
-            taken += self._take(PublishedChunk(first, blocks, generations, sequence, 1 << rank), numbers[part])
-        return taken
-
-    def retract(self, sequence: int) -> tuple[int, Steps]:
-        """Publications with a lower sequence are void: how many there were, and what clears them away."""
-        self._floor = max(self._floor, sequence)
-        tables = self.found, self.awaited
-        self.found, self.awaited = {}, {}
-        kept = 0
-        for old, new in zip(tables, (self.found, self.awaited), strict=True):
-            newest = list(islice(reversed(old.values()), RETRACT_LOOKS))
-            new.update((one.key, one) for one in reversed(newest) if one.sequence >= sequence)
-            kept += len(new)
-        return sum(map(len, tables)) - kept, self._forget(tables)
-
-    def clear(self) -> tuple[int, Steps]:
-        """Nothing is found any more: how many chunks were, and what clears them away."""
-        tables = self.found, self.awaited
-        self.found, self.awaited = {}, {}
-        return len(tables[0]), self._forget(tables)
-
-    # ---- inside
-
-    def _numbers(self, rank: int, request: m.Publish) -> tuple[int, ...]:
-        """The blocks' numbers, if everything has the length it should have and they are blocks of this instance."""
-        due, namespace = len(request.keys) * self.each, self.namespace
-        if (len(request.blocks), len(request.generations)) != (due * m.NUMBER_BYTES, due * m.GENERATION_BYTES):
-            what = f"{len(request.keys)} keys of {self.each} blocks, but {len(request.blocks):,} B of numbers"
-            size = f"{m.NUMBER_BYTES} and {m.GENERATION_BYTES} B a block"
-            raise Refuse(f"publish: {what} and {len(request.generations):,} B of generations; {size} are due")
-        suffix = rank.to_bytes(m.RANK_BYTES, "big")
-        if not all(key.startswith(namespace) and key.endswith(suffix) for key in request.keys):
-            raise Refuse(f"publish: keys of other namespaces or ranks than {namespace.hex()} and {rank}")
-        if rank >= self.ranks:
-            raise Refuse(f"publish: rank {rank} of an instance that joined with {self.ranks}")
-        numbers = struct.unpack(f"<{due}I", request.blocks)
-        if numbers and max(numbers) >= self.blocks:
-            raise Refuse(f"publish: block {max(numbers):,} of an instance that has {self.blocks:,}")
-        return numbers
-
-    def _take(self, new: PublishedChunk, numbers: tuple[int, ...]) -> bool:
-        """One chunk, unless a newer publication has its key or one of its blocks, or a block is in it twice."""
-        found, awaited, holders = self.found, self.awaited, self.holders
-        key = new.key
-        old = found.get(key) or awaited.get(key)
-        if old is not None and old.blocks == new.blocks and old.generations == new.generations:
-            return self._agree(old, new)
-        rivals = {holder for block in numbers if (holder := holders[block]) is not None and self._has(holder)}
-        if old is not None:
-            rivals.add(old)
-        if any(rival.sequence > new.sequence for rival in rivals) or len(set(numbers)) < len(numbers):
-            return False
-        for rival in rivals:
-            (found if found.get(rival.key) is rival else awaited).pop(rival.key)
-            self._vacate(rival)
-        for block in numbers:
-            holders[block] = new
-        (found if self.ranks == 1 else awaited)[key] = new
-        return True
-
-    def _agree(self, old: PublishedChunk, new: PublishedChunk) -> bool:
-        """A rank publishes what the instance has published already: by itself before, or by another rank."""
-        if self.found.get(old.key) is old:
-            old.sequence = max(old.sequence, new.sequence)
-            return True
-        if new.sequence < old.sequence:
-            return False
-        old.agreed = new.agreed | (old.agreed if new.sequence == old.sequence else 0)
-        old.sequence = new.sequence
-        if old.agreed == self._all_ranks:
-            self.found[old.key] = self.awaited.pop(old.key)
-        return True
-
-    def _has(self, one: PublishedChunk) -> bool:
-        return self.found.get(one.key) is one or self.awaited.get(one.key) is one
-
-    def _vacate(self, one: PublishedChunk) -> None:
-        """No block belongs to this one any more."""
-        holders = self.holders
-        for block in struct.unpack(f"<{self.each}I", one.blocks):
-            if holders[block] is one:
-                holders[block] = None
-
-    def _forget(self, tables: tuple[dict[m.ChunkKey, PublishedChunk], ...]) -> Steps:
-        """Publications that are found no more go, but for those that are kept; more steps each the more blocks they have."""
-        for table in tables:
-            while table:
-                _, one = table.popitem()
-                if not self._has(one):
-                    self._vacate(one)
-                yield from repeat(None, 1 + self.each // 8)
 
 
 class Residents:
@@ -194,12 +50,12 @@ class Residents:
         """How many blocks this instance may have beside the others'."""
         return MAX_BLOCKS_IN_ALL - sum(residence.blocks for id_, residence in self._of.items() if id_ != instance)
 
-    def open(self, instance: m.InstanceId, namespace: bytes, blocks: int, ranks: int, each: int) -> None:
+    def open(self, instance: m.InstanceId, namespace: bytes, blocks: int, ranks: int, each: int, lead: int = 0) -> None:
         """An instance publishes from now on. If it has published before, it keeps that, unless it has changed."""
         known = self._of.get(instance)
-        if known is None or known.shape != (namespace, blocks, ranks, each):
+        if known is None or known.shape != (namespace, blocks, ranks, each, lead):
             self.close(instance)
-            self._of[instance] = Residence(namespace, blocks, ranks, each)
+            self._of[instance] = Residence(namespace, blocks, ranks, each, lead)
 
     def show(self, instance: m.InstanceId, whole: bool) -> None:
         """Whether its chunks are found."""

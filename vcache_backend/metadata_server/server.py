@@ -20,7 +20,7 @@ from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server import processes, succession
 from vcache_backend.metadata_server.admission import Admission
 from vcache_backend.metadata_server.clients import Clients
-from vcache_backend.metadata_server.directory import Directory, Limits
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.endpoint import Endpoint, beside
 from vcache_backend.metadata_server.monitoring import MonitorProcess
 from vcache_backend.metadata_server.service import Service
@@ -59,8 +59,7 @@ class Server:
         config, epoch, path = self._config, 1 + secrets.randbits(62), beside(self._config.path, ".journal")
         admission = Admission(config, self._endpoint, self._epoll)
         state = succession.inherit(path, config.journal)
-        limits = Limits(config.lease_seconds, config.reservation_seconds, config.max_chunks)
-        self._directory = Directory(limits, time.monotonic, succession.first_id(state.held))
+        self._directory = Directory(config, time.monotonic, succession.first_id(state.held))
         self._directory.restore(state)
         self._legacy = Legacy(path, config.journal, epoch, self._directory, state)
         undo.callback(self._legacy.close)
@@ -104,7 +103,7 @@ class Server:
             for fd, mask in events:
                 if not clients.on_ready(fd, mask) and fd in self._watch:
                     self._service.process_gone(self._watch.ended(fd))
-            directory.backlog.run(BACKLOG_STEPS)
+            directory.go_on(BACKLOG_STEPS)
             clients.answer_some()
             if now >= next_tick:
                 self._tick()
@@ -166,7 +165,7 @@ def serve(config: ServerConfig) -> None:
     stop the loop for a noticeable time.
     """
     server = Server(config)
-    monitor = MonitorProcess(config.path, config.metrics, config.log_format) if config.metrics else None
+    monitor = MonitorProcess(config) if config.metrics else None
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import time
 from collections.abc import Callable
 from typing import assert_never
@@ -13,6 +12,7 @@ import msgspec
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server.allocator import ALIGNMENT
 from vcache_backend.metadata_server.backlog import Steps
 from vcache_backend.metadata_server.connection import Descriptor, Longest, free_pages, unmappable
 from vcache_backend.metadata_server.directory import Directory
@@ -22,6 +22,7 @@ from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.resident_service import ResidentService
+from vcache_backend.metadata_server.server_stats import server_stats
 from vcache_backend.metadata_server.succession import Predecessor
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,6 @@ MAX_LISTED_BYTES = 3 * m.MAX_MESSAGE_BYTES // 4
 """Segments that one message can list, with other things beside them: about a thousand."""
 _LISTED_BYTES = 100
 """At most, of a segment in such a list, beside its id and its device."""
-_MOST_TOKENS = 1 << 62
-"""What a message can say; only a client that lies about the size of its chunks has asked for so many."""
 _LOG_LEVELS: dict[m.Level, int] = {"info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 
 
@@ -61,7 +60,7 @@ class Service:
         """Memory whose end is being freed, and how much of it: nothing that the journal may not have yet."""
         self.reports = Reports(time.time)
         self.longest = Longest()
-        self._started = time.monotonic()
+        self.started = time.monotonic()
 
     def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
         """The reply, and the fd that goes with it, if any, to be held until it is sent. `fds` came along; one that is kept is taken out
@@ -86,8 +85,8 @@ class Service:
                 self.layouts.asked(client.id, len(keys), count.count)
                 return count, None
             case m.Acquire(keys):
-                leased = directory.acquire(client, keys)
-                self.layouts.asked(client.id, len(keys), len(leased.locations))
+                leased, parts = directory.acquire(client, keys), _parts(keys)
+                self.layouts.asked(client.id, len(keys) // parts, len(leased.locations) // parts)
                 return _in_epoch(leased, directory.epochs.of(keys)), None
             case m.Release(lease):
                 return m.Verdict(directory.release(lease)), None
@@ -129,14 +128,16 @@ class Service:
                 return self._open_segment(id_)
             case m.Unusable(id_):
                 return m.Count(directory.avoid(client, id_)), None
-            case m.DropSegment(id_):
-                return self._drop_segment(id_), None
-            case m.ResizeSegment(id_, nbytes):
-                return self._resize_segment(id_, nbytes), None
+            case m.DropSegment(id_, keep):
+                return self._drop_segment(id_, keep), None
+            case m.ResizeSegment():
+                return self._resize_segment(request), None
+            case m.Move(id_):
+                return directory.move(client, id_), None
             case m.ListSegments():
                 return m.Segments(directory.segment_infos()), None
             case m.Stats():
-                return self._stats(), None
+                return server_stats(self), None
             case m.Report(level, text):
                 return self._report(client, level, text), None
             case m.Hello():
@@ -239,23 +240,24 @@ class Service:
             raise Refuse(f"clear: {namespace!r} is {len(namespace)} bytes; {what}")
         return m.Count(self.directory.clear(namespace, reset))
 
-    def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
+    def _drop_segment(self, id_: m.SegmentId, keep: bool) -> m.Dropped:
         if id_ not in self.directory.segments:
             raise Refuse(f"segment {id_} is not here; `vcache segment list` shows those that are")
-        chunks = self.directory.drop_segment(id_)
+        chunks = self.directory.drop_segment(id_, keep)
         self.collect_dropped()
         return m.Dropped(chunks, id_ not in self.directory.segments)
 
-    def _resize_segment(self, id_: m.SegmentId, nbytes: int) -> m.Opened:
+    def _resize_segment(self, request: m.ResizeSegment) -> m.Opened:
+        id_, nbytes = request.id, request.nbytes
         segment = self.directory.segments.get(id_)
         if segment is None or segment.state != "live":
             state = "not here" if segment is None else segment.state
             raise Refuse(f"segment {id_} is {state}; `vcache segment list` shows those that are live")
         if segment.medium != "host":
             raise Refuse(f"segment {id_} is one allocation on a GPU, which is freed as a whole: drop it, and lend a smaller one")
-        if nbytes > segment.limit:
+        if nbytes // ALIGNMENT * ALIGNMENT > segment.limit:
             raise Refuse(f"segment {id_} has {segment.limit:,} B, fewer than {nbytes:,}; to lend more, use `vcache segment add`")
-        self.directory.resize_segment(id_, nbytes)
+        self.directory.resize_segment(id_, nbytes, request.keep)
         self.collect_dropped()
         return m.Opened(segment.info())
 
@@ -265,70 +267,12 @@ class Service:
             log.log(_LOG_LEVELS[level], "pid %d on %s reports: %s", reported.pid, reported.device, reported.text)
         return m.Count(int(reported is not None))
 
-    def _stats(self) -> m.ServerStats:
-        directory = self.directory
-        open_, quarantined = directory.reservations.counts()
-        counters = dict(directory.counters) | {"expired_leases": directory.leases.expired} | self.longest.told()
-        stats = m.ServerStats(
-            epoch=self.epoch,
-            uptime_seconds=time.monotonic() - self._started,
-            clients=0,
-            chunks=len(directory),
-            leases=len(directory.leases),
-            reservations=open_,
-            quarantined=quarantined,
-            counters=counters,
-            latency={n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99)) for n, h in self.latency.items()},
-            segments=directory.segment_infos(),
-            namespaces=self.layouts.namespaces(),
-            rss_bytes=_rss_bytes(),
-            reports=self.reports.newest_last(),
-            quarantined_slots=dict(directory.reservations.writers()),
-            mismatches=self.layouts.mismatches(),
-            instances=self.instances.stats(),
-            still_mapped=self.instances.still_mapped(),
-            reads=self.of_instances.reads.stats(),
-            hits={
-                name: (min(asked, _MOST_TOKENS), min(found, _MOST_TOKENS)) for name, (asked, found) in self.layouts.hits.items()
-            },
-        )
-        return fitting(stats)
+
+def _parts(keys: list[m.ChunkKey]) -> int:
+    """How many parts of its first chunk, and so of each, a request is for."""
+    chunk = keys[0][: -m.RANK_BYTES] if keys else b""
+    return next((at for at, key in enumerate(keys) if not key.startswith(chunk)), len(keys)) or 1
 
 
 def _in_epoch(reply: m.Leased | m.Reserved, epoch: int) -> m.Reply:
     return msgspec.structs.replace(reply, epoch=epoch) if epoch else reply
-
-
-def fitting(stats: m.ServerStats) -> m.ServerStats:
-    """`stats` as a message can hold them: with less of what clients said of themselves, the newest of it, then of who shares in place."""
-    while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES:
-        if stats.reports or stats.mismatches or stats.namespaces or stats.reads or stats.hits:
-            stats = _less_told(stats)
-        elif stats.instances or stats.still_mapped:
-            some, kept = stats.instances, stats.still_mapped
-            stats = msgspec.structs.replace(stats, instances=some[: len(some) // 2], still_mapped=kept[: len(kept) // 2])
-        else:
-            break
-    return stats
-
-
-def _less_told(stats: m.ServerStats) -> m.ServerStats:
-    """Half of what clients said of themselves, the newest of it."""
-    namespaces, hits = list(stats.namespaces.items()), list(stats.hits.items())
-    return msgspec.structs.replace(
-        stats,
-        reports=stats.reports[(len(stats.reports) + 1) // 2 :],
-        mismatches=stats.mismatches[: len(stats.mismatches) // 2],
-        reads=stats.reads[: len(stats.reads) // 2],
-        namespaces=dict(namespaces[(len(namespaces) + 1) // 2 :]),
-        hits=dict(hits[(len(hits) + 1) // 2 :]),
-    )
-
-
-def _rss_bytes() -> int:
-    """0 where descriptors are exhausted, which is when somebody looks."""
-    try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0

@@ -20,6 +20,7 @@ from pathlib import Path
 from vcache_backend import config as configuration
 from vcache_backend.config import ClientConfig, Config
 from vcache_backend.errors import ConfigError, ServerUnavailable
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside, folder_fault
 
@@ -67,17 +68,17 @@ def try_ensure(config: Config) -> None:
 
 def _start(config: Config, path: Path, deadline: float) -> str:
     log = beside(path, ".log")
-    pid = _spawn(config, path, log)
+    server = processes.identity(_spawn(config, path, log))
     while reason := _silence(path, config.client.server_uid):
-        if not _runs(pid):
+        if not processes.lives(server):
             deadline = min(deadline, time.monotonic() + _EXITED_SECONDS)
         if time.monotonic() > deadline:
             end = " | ".join(log.read_text(errors="replace").splitlines()[-3:]) or "(empty)"
             raise ServerUnavailable(f"{reason}; the new one's log, {log}, ends with: {end}")
         time.sleep(_PAUSE_SECONDS)
-    if not _runs(pid):
+    if not processes.lives(server):
         return f"the metadata server at {path} was started by somebody else"
-    return f"metadata server started at {path}, pid {pid}, log {log}; it stays when this process ends"
+    return f"metadata server started at {path}, pid {server.pid}, log {log}; it stays when this process ends"
 
 
 def _silence(path: Path, trusted: int | None) -> str:
@@ -125,10 +126,3 @@ def _spawn(config: Config, path: Path, log: Path) -> int:
     if detached.returncode:
         raise ServerUnavailable(f"no process could be started for a metadata server; see {log}")
     return int(detached.stdout)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
-        return False

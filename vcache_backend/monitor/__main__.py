@@ -1,4 +1,4 @@
-"""`python -m vcache_backend.monitor --socket PATH --listen HOST:PORT [--pid PID]`: what `server.metrics` starts beside the server.
+"""`python -m vcache_backend.monitor --socket PATH --listen HOST:PORT [--pid PID] [--hosts NAMES]`: what `server.metrics` starts.
 
 With `--until-eof` it ends when its standard input does, and so with the process that started it.
 """
@@ -31,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m vcache_backend.monitor", description=__doc__)
     parser.add_argument("--socket", required=True, type=Path, help="the metadata server's socket")
     parser.add_argument("--listen", required=True, help="HOST:PORT")
+    parser.add_argument("--hosts", default="", help="names by which it may be reached, with commas between them")
     parser.add_argument("--pid", type=int, default=0, help="the server's process, for its descriptors")
     parser.add_argument("--every", type=float, default=EVERY_SECONDS, help="seconds between questions")
     parser.add_argument("--until-eof", action="store_true")
@@ -43,7 +44,7 @@ def main() -> int:
     registry = CollectorRegistry()
     registry.register(ServerMetrics(samples, arguments.socket, arguments.pid))
     try:
-        web = Web(*split_address(arguments.listen, "--listen"), samples, registry)
+        web = Web(*split_address(arguments.listen, "--listen"), samples, registry, arguments.hosts.split(","))
     except (OSError, ValueError) as error:
         log.error("server.metrics: cannot listen at %s: %s", arguments.listen, error)
         return 1

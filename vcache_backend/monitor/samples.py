@@ -1,7 +1,7 @@
 """The server's statistics of the last hour, asked for every few seconds.
 
-The seconds of prefill that hits have saved are not among them: the server sees chunks and no model runs, and what a token's prefill takes
-depends on the tokens before it and on what else runs. vLLM's own histograms have the time to the first token.
+The seconds of prefill that hits have saved are not among them. A scheduler could time steps that only compute prefill, but where most of a
+prompt is a hit a step computes few tokens, each of which seems to take many times what it takes in a miss; so do vLLM's own sums.
 """
 
 from __future__ import annotations

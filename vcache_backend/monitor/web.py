@@ -9,11 +9,14 @@ import re
 import socket
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -33,15 +36,25 @@ class Web(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, samples: Samples, registry: CollectorRegistry) -> None:
+    def __init__(self, host: str, port: int, samples: Samples, registry: CollectorRegistry, hosts: Sequence[str] = ()) -> None:
+        """hosts: names besides `host` and this machine's own by which it may be reached."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.samples, self.registry = samples, registry
         self.page = files("vcache_backend.monitor").joinpath("page.html").read_bytes()
         self.policy = _policy(self.page)
+        self._names = {name.lower().removesuffix(".") for name in ("localhost", socket.gethostname(), host, *hosts)}
         self.held = Counter[str]()
         """By address: connections that are being served."""
         self._holding = threading.Lock()
         super().__init__((host, port), _Handler)
+
+    def is_named(self, host: str) -> bool:
+        """Whether a `Host` header is by a name of ours, or an address. By others' names their pages would read what is here."""
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+            return name in self._names or ip_address(name) is not None
+        except ValueError:
+            return False
 
     def process_request(self, request: Any, client_address: Any) -> None:
         address = str(client_address[0])
@@ -89,6 +102,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
+        host = self.headers.get("Host", "")
+        if host and not self.server.is_named(host):
+            said = f"{host[:256]!r} is no name of this server's; add it to server.metrics_hosts, or ask by its address\n"
+            return self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain; charset=utf-8", said.encode())
         answer = {"/": self._page, "/metrics": self._metrics, "/stats.json": self._stats}.get(path)
         if answer is not None:
             answer()

@@ -27,6 +27,8 @@ OPEN_SECONDS = 15.0
 """More than loading the library or opening the store was seen to take (4.6 s, without a master)."""
 LAST_WORDS = 5
 """Lines of the process's that are shown if it ends."""
+LAST_WORDS_SECONDS = 1.0
+"""How long they are waited for: what it started may still hold its output."""
 ERRORS: dict[str, type[VCacheError]] = {"ConfigError": ConfigError, "StoreLost": StoreLost}
 
 
@@ -59,8 +61,9 @@ class OffloadProcess:
         self._calls = {0: loaded}
         self._over = self._leaving = False
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
-        self._sender, *others = (threading.Thread(target=work, daemon=True) for work in (self._send, self._listen, self._log))
-        for thread in (self._sender, *others):
+        works = (self._send, self._log, self._listen)
+        self._sender, self._logger, listener = (threading.Thread(target=work, daemon=True) for work in works)
+        for thread in (self._sender, self._logger, listener):
             thread.start()
         try:
             self._wait(loaded, "load", OPEN_SECONDS)
@@ -134,6 +137,7 @@ class OffloadProcess:
         with self._lock:
             self._over = True
         self._outbox.put(None)
+        self._logger.join(LAST_WORDS_SECONDS)
         last = f"the offload process ended ({code}): {' | '.join(self._last_words) or 'it said nothing'}"
         while self._calls:
             self._calls.popitem()[1].set_exception(StoreDown(last))

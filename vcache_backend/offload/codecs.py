@@ -4,7 +4,7 @@ Payload of int8 and fp8: the scales, bfloat16, one for each `head_dim` consecuti
 x is written as x / scale, where the vector's largest is at most 127 (int8) or 448 (fp8), and read as byte * scale. Zeros stay zeros.
 Scales are rounded up to bfloat16 before they divide, so that rounding them adds nothing but a grid up to 0.8 % coarser.
 
-Chunks are encoded and decoded where they are: 89 to 123 GB/s on an H200, some 60 times less on a CPU core. See docs/codecs.md.
+Chunks are encoded and decoded where they are: 89 to 123 GB/s on an H200, some 60 times less on a CPU core. See docs/mooncake.md.
 """
 
 from __future__ import annotations

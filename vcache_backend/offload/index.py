@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey, of_ranks
 from vcache_backend.offload import objects
 from vcache_backend.offload.store import Store
-from vcache_backend.transfer.keys import of_all_ranks
 
 MEASURED_BYTES = 1 << 20
 """A load of fewer says nothing about the bandwidth."""
@@ -113,7 +112,7 @@ class Index:
         rest = keys[found:]
         if not rest or not self.may_have(rest[0]) or self.too_slow():
             return found
-        shards = of_all_ranks(rest, ranks)
+        shards = of_ranks(rest, ranks)
         pooled = client.present(shards)
         missing = [index for index, there in enumerate(pooled.present) if not there]
         below = self.lookup([shards[index] for index in missing], pooled.epoch)

@@ -71,6 +71,9 @@ class OffloadService:
             error = [type(known).__name__, str(known)]
         except Exception as unknown:  # noqa: BLE001 - the parent must not wait for an answer that never comes
             error = ["StoreDown", f"{verb}: {type(unknown).__name__}: {unknown}"]
+        if error is not None:
+            # A file's name in it need not be text.
+            error[1] = error[1].encode(errors="replace").decode()
         with self._sending:
             self._connection.send_bytes(msgspec.msgpack.encode([number, error, answer]))
 

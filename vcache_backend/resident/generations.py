@@ -1,8 +1,8 @@
 """Which bytes a block of a KV cache holds: a counter for each block, in memory that its owner writes and all others only read.
 
 A counter changes before its block may be written again, so whoever finds the published even number after a copy has copied what the
-number stood for. Odd: nobody has filled the block, or what it holds counts no more; it equals nothing. In doubt: as its number says, but
-it may be handed out at any moment; nobody may begin to count on it.
+number stood for. Odd: nobody has filled the block, or what it holds counts no more; it equals nothing. An even number is given once: to
+all blocks that are filled together.
 
 One memfd: a page with the header (`_HEADER`), then the counters, little-endian, 64 bits each, aligned, so that none is ever read in
 halves. It is sealed: its size does not change, and only its owner, who mapped it before, can write it.
@@ -30,24 +30,27 @@ from vcache_backend.metadata_server.messages import INSTANCE_BYTES, MAX_BLOCKS
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
 MAGIC = b"vcache-g"
-VERSION = 1
+VERSION = 2
 MACHINE = "x86_64"
 _HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQQQ")
 """Magic, version, 1 once the owner gave the table up, instance, blocks, by which clock the owner takes pins, or 0 if it takes none, and how
 many blocks nobody uses."""
 _DEAD_AT, _CLOCK_AT, _FREE_AT = 12, 40, 48
-_DOUBT = np.uint64(1 << 63)
+VOID = np.uint64(1)
+"""Of a block that holds nothing which anybody may read."""
 SEALS = RESIZING | FUTURE_WRITE
 """What every reader insists on: a table that others write says nothing."""
 
 UInt32s = npt.NDArray[np.uint32]
 UInt64s = npt.NDArray[np.uint64]
+Blocks = Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.uint32]
 
 
 class Generations:
     """The owner's table. One thread, the scheduler's; `give_up` from any. `fd` is for others, and stays this object's.
 
-    counters: as they are now, one for each of `blocks`. All start at 2, and 0 is never published.
+    counters: as they are now, one for each of `blocks`. All start at 2, and 0 is never published. coming: the number of the blocks that are
+    filled next.
     """
 
     def __init__(self, instance: bytes, blocks: int) -> None:
@@ -68,22 +71,13 @@ class Generations:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
             self._undo = undo.pop_all()
         self.counters: UInt64s = np.frombuffer(self._memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks)
-        self.counters[:] = 2
+        self.counters[:], self.coming = 2, 4
         _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks, 0, 0)
 
-    def void(self, blocks: Sequence[int] | npt.NDArray[np.intp]) -> None:
+    def void(self, blocks: Blocks | int) -> None:
         """These hold nothing that anybody may read until they are `filled`: somebody else may write them from now on. IndexError, and no
         change, if one of them is none of the cache's."""
-        at = np.asarray(blocks, dtype=np.intp)
-        self.counters[at] = (self.counters[at] & ~_DOUBT) + np.uint64(1) | np.uint64(1)
-
-    def doubt(self, blocks: npt.NDArray[np.intp]) -> None:
-        """These may be handed out: nobody counts on them from now on who does not do so already."""
-        self.counters[blocks] |= _DOUBT
-
-    def keep(self, blocks: npt.NDArray[np.intp]) -> None:
-        """Of these, in doubt, nothing was handed out."""
-        self.counters[blocks] &= ~_DOUBT
+        self.counters[blocks] = VOID
 
     def honours_pins(self, does: bool) -> None:
         """Whether readers may count on pins from now on; see `pins`. Nobody may at first."""
@@ -94,13 +88,14 @@ class Generations:
         with suppress(ValueError):  # closed
             struct.pack_into("<Q", self._memory, _FREE_AT, blocks)
 
-    def filled(self, blocks: Sequence[int] | npt.NDArray[np.intp]) -> None:
-        """What these, all void and each named once, are being given is what their next, even number stands for."""
-        self.counters[np.asarray(blocks, dtype=np.intp)] += np.uint64(1)
+    def filled(self, blocks: Blocks) -> None:
+        """What these, all void, are being given is what their new, even number stands for."""
+        self.counters[blocks] = self.coming
+        self.coming += 2
 
     def void_all(self) -> None:
         """What every block holds means something else: nobody may read it before it is handed out and filled again."""
-        self.counters[:] = self.counters + np.uint64(1) | np.uint64(1)
+        self.counters |= np.uint64(1)
 
     def give_up(self) -> None:
         """Nothing here is to be believed any more, whatever happens next. Never raises."""
@@ -163,24 +158,28 @@ class GenerationView:
     def leading(self, blocks: UInt32s, generations: UInt64s, each: int) -> int:
         """How many leading chunks, of `each` blocks, still hold what `generations` stand for.
 
-        The number of a block that is being handed out, or that the cache does not have, equals nothing; of a dead table none does.
+        The number of a block that is void, or that the cache does not have, equals nothing; of a dead table none does.
         """
         count = min(len(blocks), len(generations)) // each
-        blocks, generations = blocks[: count * each], generations[: count * each]
-        now = self.counters.take(blocks, mode="clip") & ~_DOUBT
-        same = (now == generations) & (generations & np.uint64(1) == 0) & (blocks < self.blocks)
-        # After the counters: an owner whose counters fail it gives up before it hands out a block.
-        if self.dead:
-            return 0
+        same = self.right(blocks[: count * each], generations[: count * each])
         if same.all():
             return count
         return int(same.reshape(count, each).all(axis=1).argmin())
 
-    def undoubted(self, blocks: UInt32s, generations: UInt64s) -> bool:
-        """Whether these, blocks of the cache, are as `generations` say, none is in doubt, and their owner takes pins by this process's
-        clock."""
+    def right(self, blocks: UInt32s, generations: UInt64s) -> npt.NDArray[np.bool_]:
+        """Which of these, as many as there are generations, still hold what those stand for."""
+        now = self.counters.take(blocks, mode="clip")
+        same: npt.NDArray[np.bool_] = (now == generations) & (generations & np.uint64(1) == 0) & (blocks < self.blocks)
+        # After the counters: an owner whose counters fail it gives up before it hands out a block.
+        return np.zeros_like(same) if self.dead else same
+
+    def pinned(self, blocks: UInt32s, generations: UInt64s) -> bool:
+        """Whether these, blocks of the cache that a pin was written for, are as `generations` say, and their owner looks for pins, by this
+        process's clock, before it hands one out."""
+        # In this order: what was handed out while it took no pins was void before it took them again.
+        honoured = int(self._clock[0]) == clock()
         same = bool((self.counters[blocks] == generations).all() and not (generations & np.uint64(1)).any())
-        return same and int(self._clock[0]) == clock() and not self.dead
+        return honoured and same and not self.dead
 
 
 @cache

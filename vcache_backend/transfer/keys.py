@@ -9,6 +9,7 @@ what an integration adds. The digests are of three kinds, which never meet, as e
 | --- | --- | --- |
 | the engine's, chunk i | h(i-1) ‖ tokens of chunk i as little-endian uint32, with h(-1) the next line's | `vcache-chunk-1` |
 | its root | the salt | `vcache-salt-1` |
+| of a state that goes with a chunk, part i | the chunk's digest ‖ i, one byte | `vcache-state-1` |
 | LMCache's | count of tag names and values ‖ those, sorted, each with its length ‖ LMCache's hash, signed | `vcache-lmcache-1` |
 | vLLM's | nothing: the first 16 bytes of vLLM's hash of the chunk's last block | |
 | vLLM's, with an adapter | that key, keyed with the adapter's digest | |
@@ -32,19 +33,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.errors import ConfigError
-from vcache_backend.metadata_server.messages import KEY_BYTES, RANK_BYTES, ChunkKey
+from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES, ChunkKey
 from vcache_backend.transfer.layout import Namespace
 
 HASH_BYTES = 16
 Tokens = npt.NDArray[np.uint32]
-
-
-def of_all_ranks(keys: Sequence[ChunkKey], ranks: int) -> list[ChunkKey]:
-    """The keys of all shards of each chunk, chunk by chunk, given those of rank 0."""
-    if ranks == 1:
-        return list(keys)
-    suffixes = [rank.to_bytes(RANK_BYTES, "big") for rank in range(ranks)]
-    return [ChunkKey(key[:-RANK_BYTES] + suffix) for key in keys for suffix in suffixes]
 
 
 # ---- the engine's
@@ -170,6 +163,17 @@ class BlockHashKeys:
         if adapter:
             made = [prefix + blake2b(key, key=adapter, digest_size=HASH_BYTES).digest() + suffix for key in made]
         return cast(list[ChunkKey], made)
+
+
+def state_keys(keys: Sequence[ChunkKey], parts: int) -> list[ChunkKey]:
+    """Of the states behind these chunks' last tokens, `parts` of each, chunk by chunk. keys: of rank 0."""
+    cut = slice(NAMESPACE_BYTES, -RANK_BYTES)
+    made = [
+        (key, blake2b(key[cut] + bytes([part]), digest_size=HASH_BYTES, person=b"vcache-state-1"))
+        for key in keys
+        for part in range(parts)
+    ]
+    return [ChunkKey(key[:NAMESPACE_BYTES] + digest.digest() + key[-RANK_BYTES:]) for key, digest in made]
 
 
 def adapter_digest(lora_request: Any, content: str) -> bytes:

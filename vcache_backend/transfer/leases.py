@@ -15,7 +15,7 @@ from vcache_backend.transfer.courier import Courier
 from vcache_backend.transfer.stats import EngineStats
 
 FOREIGN = -1
-"""The connection of a lease that another process's client got."""
+"""The connection of a lease that another process's client got. Others may read under it, too: that process ends it."""
 
 
 class Lease(msgspec.Struct, eq=False):
@@ -122,6 +122,7 @@ class LeaseClient:
     def verdict(self, lease: Lease, end: bool = True) -> bool:
         """Whether a lease under which a copy is over held until now; `end` it, unless there are more copies. Nobody is asked, or waited
         for, before `GRACE_SECONDS` are over; then no answer is a no."""
+        end = end and lease.connection != FOREIGN
         granted = lease.deadline - lease.seconds
         if time.monotonic() < min(granted + GRACE_SECONDS, lease.deadline):
             if end:
@@ -129,8 +130,6 @@ class LeaseClient:
             return True
         if not end:
             return self.renew(lease)
-        if lease.connection == FOREIGN and not self.renew(lease):
-            return False
         try:
             with self._stats.timed("release"):
                 return self.client.release(lease.id)
@@ -140,7 +139,8 @@ class LeaseClient:
 
     def release(self, lease: Lease) -> None:
         """End a lease in the background: nothing was read under it, or it does not matter."""
-        self._courier.release(lease.id)
+        if lease.connection != FOREIGN:
+            self._courier.release(lease.id)
 
     def end_asked(self, sent: Sent[Leased]) -> None:
         """End a lease whose answer is still to come, in the background."""

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vcache_backend.errors import VCacheError
+from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import NUMBER_BYTES, ChunkKey, InstanceId
 from vcache_backend.resident.tables import Tables
+from vcache_backend.transfer import courier
 from vcache_backend.transfer.courier import Courier
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copier import Mark
@@ -49,14 +50,14 @@ class Publisher(Courier):
     the blocks still hold it.
     """
 
-    def __init__(self, client: Client, stats: EngineStats, instance: InstanceId, each: int) -> None:
-        """each: blocks of a chunk."""
-        self._stats, self._instance, self._each = stats, instance, each
+    def __init__(self, client: Client, stats: EngineStats, instance: InstanceId, each: int, lead: int = 0) -> None:
+        """each: blocks of a chunk. lead: of those the first ones, without which it is of no use to anybody; 0: all."""
+        self._stats, self._instance, self._each, self._lead = stats, instance, each, lead or each
         self._queue: deque[tuple[Publication, Mark]] = deque()
         self._kept: dict[bytes, Publication] = {}
         """Of one chunk each, by the first of its blocks."""
         self._tables = Tables(client)
-        self._tries = 0
+        self._tries, self._again_at = 0, 0.0
         super().__init__(client)
         client.on_return.append(self._returned)
 
@@ -105,7 +106,8 @@ class Publisher(Courier):
 
     def _work(self) -> None:
         super()._work()
-        if self._tries:
+        if self._tries == MOST_TRIES or (self._tries and time.monotonic() >= self._again_at):
+            self._again_at = time.monotonic() + courier.RETRY_SECONDS
             self._tell_again()
         if self._queue and self._over(self._queue[0][1]):
             publication, _ = self._queue.popleft()
@@ -133,32 +135,37 @@ class Publisher(Courier):
             self._kept.pop(one.blocks[:NUMBER_BYTES], None)
             self._kept[one.blocks[:NUMBER_BYTES]] = one
 
-    def _tell(self, publication: Publication) -> int:
-        """How many of the chunks the server took."""
+    def _tell(self, publication: Publication) -> int | None:
+        """How many of the chunks the server took; None if it did not say."""
         try:
             keys, blocks, generations, sequence, epoch = publication
             taken = self._client.publish(self._instance, sequence, keys, blocks, generations, epoch)
         except VCacheError as error:
             log.debug("publish: %s", error)
             self._stats.failed("publish")
-            return 0
+            return None if isinstance(error, ServerUnavailable) else 0
         self._stats.count(chunks_published=taken)
         return taken
 
     def _tell_again(self) -> None:
-        """All that is kept and still there, in its old order, to a server that may not know it. Until it knows this instance."""
+        """All that is kept and still there, in its old order, to a server that may not know it. Until it knows this instance and has
+        heard the last of it."""
         self._tries -= 1
+        left = self._tries
         view = self._tables.view(self._instance)
         if view is None or not self._client.connected:
             return
         for first, one in list(self._kept.items()):
             blocks, generations = np.frombuffer(one.blocks, dtype="<u4"), np.frombuffer(one.generations, dtype="<u8")
-            if not view.leading(blocks, generations, self._each):
+            if not view.leading(blocks[: self._lead], generations[: self._lead], self._lead):
                 del self._kept[first]
-        taken = 0
+        total = 0
         for _, same in groupby(self._kept.values(), key=lambda one: one[3:]):
-            taken += self._tell(_joined(list(same)))
-        if taken or not self._kept:
+            if (taken := self._tell(_joined(list(same)))) is None:
+                return
+            total += taken
+        # There may be another server since.
+        if (total or not self._kept) and self._tries == left:
             self._tries = 0
 
 

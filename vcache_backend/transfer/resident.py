@@ -30,6 +30,11 @@ class ResidentChunk(NamedTuple):
         """Little-endian numbers, as they travel. ValueError for what are none."""
         return cls(instance, np.frombuffer(blocks, dtype="<u4"), np.frombuffer(generations, dtype="<u8"))
 
+    def only(self, wanted: npt.NDArray[np.bool_]) -> Self:
+        """What is right if those of its blocks are right that are wanted, one at least: in place of each other one stands one of them."""
+        at = np.where(wanted, np.arange(len(wanted)), wanted.argmax())
+        return self._replace(blocks=self.blocks[at], generations=self.generations[at])
+
 
 @dataclass
 class _ResidentPiece(Piece):
@@ -107,7 +112,7 @@ class ResidentChunks:
     def _entered(self, chunk: int, neighbour: Neighbour) -> Piece | None:
         context, each = self._context, neighbour.each
         run: list[ResidentChunk] = []
-        if each * neighbour.split * context.places.kv.block_size == context.session.chunk_size:
+        if each * neighbour.split == context.places.kv.blocks_in(context.session.chunk_size):
             while (one := self._chunks.get(chunk + len(run))) is not None and one.instance == neighbour.instance:
                 if not len(one.blocks) == len(one.generations) == each:
                     break

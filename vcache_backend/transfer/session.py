@@ -67,7 +67,7 @@ class Session:
         """Of the pool: where this worker lends, and which GPU reads it."""
         fields = {} if anonymous else layout.fields() | {"namespace": str(self.namespace)}
         self.client = pool.connect(config, self.device, fields)
-        self.pool = make_pool(self.client, self.device, config.pool.segment_bytes, over_budget)
+        self.pool = make_pool(self.client, self.device, config.pool.lent, over_budget)
         self.copier = copier or make_copier(self.device, config)
         self.sealer = make_sealer(self.device) if is_checked(layout) else None
         self.tier = make_tier(config, self.device, self.stats)

@@ -124,6 +124,11 @@ def host_available() -> int:
     return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
 
 
+def available(device: Device) -> int:
+    """Bytes that can still be taken where `device` is."""
+    return host_available() if device.ordinal is None else cuda_driver.load().memory(device.ordinal)[0]
+
+
 def visible_ordinal(uuid: str) -> int | None:
     """The ordinal of a GPU in this process; None if this process does not see it. Raises SegmentError without a driver."""
     driver = cuda_driver.load()

@@ -129,6 +129,26 @@ class PagedKV:
         name = " + ".join(dict.fromkeys(kv.name for kv in found.values()))
         return replace(widest, name=name, block_size=groups[0][1].block_size, shares=tuple(share for _, share in groups))
 
+    def with_states(self, groups: Sequence[Mapping[str, Sequence[Tensor]]], split: int) -> PagedKV:
+        """The same with groups whose layers keep a state in each block: some tensors, one behind the other in a page. split: so many blocks
+        here are one of theirs. LayoutError if they do not lie where the other groups' layers do."""
+        pages, stride, room = list(self.pages), int(self.planes[0, 1]), split * self.page_bytes
+        for layers in groups:
+            for number, (layer, tensors) in enumerate(layers.items()):
+                start = min(tensor.data_ptr() for tensor in tensors)
+                ends = [tensor.data_ptr() + _span(tensor[0]) for tensor in tensors]
+                apart = {(tensor.stride(0) * tensor.element_size(), len(tensor)) for tensor in tensors}
+                if number == len(pages):
+                    raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(tensors[0].untyped_storage())
+                    at = start - tensors[0].untyped_storage().data_ptr()
+                    pages.append(raw.as_strided((self.num_blocks, self.page_bytes), (stride, 1), at))
+                fits = max(ends) - start <= room and (split == 1 or stride == self.page_bytes)
+                alike = apart == {(split * stride, self.num_blocks // split)} and pages[number].data_ptr() == start
+                if self.parts > 1 or not fits or not alike:
+                    raise LayoutError(f"the state of {layer} does not lie in pages of {room} B where other layers' tokens do")
+        planes = np.array([(page.data_ptr(), page.stride(0)) for page in pages], dtype=np.int64)
+        return replace(self, layers=len(pages) // self.parts, pages=tuple(pages), planes=planes)
+
     @property
     def pitch(self) -> tuple[torch.device, int, int, int]:
         """What groups that lie in the same memory have in common."""
@@ -166,6 +186,12 @@ class _Arrangement:
     @property
     def identity(self) -> tuple[str, int, int, int]:
         return self.name, self.parts, self.page_bytes, self.num_blocks
+
+
+def _span(block: Tensor) -> int:
+    """Bytes from the first of its numbers to the end of its last."""
+    steps = zip(block.shape, block.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * block.element_size()
 
 
 class _Layer:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -19,7 +20,7 @@ from typing import Self
 import torch
 
 from vcache_backend.errors import SegmentError, raising_as
-from vcache_backend.metadata_server.messages import MAX_SEGMENT_BYTES, SEGMENT_ID, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.messages import MAX_SEGMENT_BYTES, SEGMENT_ID, Location, SegmentId, SegmentInfo
 from vcache_backend.vram_pool import cuda_segment, host_segment, pinned_segment
 from vcache_backend.vram_pool.devices import Device
 
@@ -90,6 +91,37 @@ class MappedSegment(_WithDescriptor):
         """See the class. May be called again; live tensors stay usable."""
         self._whole = None
         super().close()
+
+
+class Mover:
+    """Copies chunks between segments, all of which `reader` maps. One thread; `close()` unmaps them."""
+
+    def __init__(self, open_segment: Callable[[SegmentId], tuple[SegmentInfo, int]], reader: Device) -> None:
+        self._open, self._reader = open_segment, reader
+        self._mapped: dict[SegmentId, MappedSegment] = {}
+
+    def map(self, id: SegmentId) -> MappedSegment:
+        """Raises SegmentError where `reader` cannot."""
+        if id not in self._mapped:
+            info, fd = self._open(id)
+            try:
+                self._mapped[id] = map_segment(info, fd, self._reader)
+            finally:
+                os.close(fd)
+        return self._mapped[id]
+
+    def copy(self, pairs: Sequence[tuple[Location, Location]]) -> None:
+        """From the first of each pair to the second; all is there when this returns."""
+        for old, new in pairs:
+            self.map(new.segment).tensor(new.offset, new.length).copy_(self.map(old.segment).tensor(old.offset, old.length))
+        if self._reader.medium == "cuda":
+            torch.cuda.synchronize(self._reader.ordinal)
+
+    def close(self) -> None:
+        """May be called again."""
+        for mapped in self._mapped.values():
+            mapped.close()
+        self._mapped.clear()
 
 
 def create(device: Device, nbytes: int) -> OwnedSegment:

@@ -1,0 +1,66 @@
+"""Memory taken back from a host segment while it is read: how long `vcache segment resize` takes, and what readers wait meanwhile."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import MAX_SLOTS, ChunkKey
+from vcache_backend.vram_pool import segment
+from vcache_backend.vram_pool.devices import Device
+
+from .metadata import key
+from .processes import PATIENT, metadata_server
+from .results import Row, load, percentile, row
+
+GIB, CHUNK_BYTES = 1 << 30, 2 << 20
+KEPT, WHOLE = 4 * GIB, 12 * GIB
+"""Of a segment of WHOLE bytes, the first two KEPT are filled, and the first KEPT free again when all but KEPT are given back."""
+SECONDS = 5.0
+_MADV_POPULATE_WRITE = 23
+
+
+def run() -> list[Row]:
+    """Half a minute, and 8 GiB of host memory."""
+    count = KEPT // CHUNK_BYTES
+    with metadata_server() as path, Client(path, PATIENT) as client, segment.create(Device("host", "host"), WHOLE) as owned:
+        client.add_segment(owned.info, owned.fd)
+        mmap.mmap(owned.fd, WHOLE).madvise(_MADV_POPULATE_WRITE, 0, 2 * KEPT)
+        keys = [key(number) for number in range(2 * count)]
+        for start in range(0, len(keys), MAX_SLOTS):
+            client.commit(client.reserve(keys[start : start + MAX_SLOTS], CHUNK_BYTES).reservation)
+        client.remove(keys[:count])
+        times, over = list[float](), threading.Event()
+        reader = threading.Thread(target=_read, args=(path, keys[count : count + 64], times, over))
+        reader.start()
+        time.sleep(SECONDS)
+        began, rest = time.perf_counter(), len(times)
+        command = [sys.executable, "-m", "vcache_backend.cli", "segment", "resize", owned.id, str(KEPT), "--socket", str(path)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+        seconds = time.perf_counter() - began
+        over.set()
+        reader.join()
+        at_rest, meanwhile = times[:rest], times[rest:]
+        wanted = f"8 GiB given back, 4 GiB left, {count:,} chunks moved, 0 forgotten"
+        assert wanted in said, said
+    what = f"of 12 GiB of host memory 8 given back, 4 GiB of chunks of 2 MiB moved; {load()}"
+    reads = "a lease on 64 chunks and its end"
+    return [
+        row("give_back_8_gib_s", "s", seconds, 0.0, what=what),
+        row("give_back_reads_p99_ms", "ms", percentile(meanwhile, 99), percentile(at_rest, 99), what=f"{reads}, p99; at rest"),
+        row("give_back_reads_p50_ms", "ms", meanwhile, at_rest, what=f"{reads}; at rest"),
+    ]
+
+
+def _read(path: Path, keys: list[ChunkKey], times: list[float], over: threading.Event) -> None:
+    """One read every other millisecond: how long each took, in ms."""
+    with Client(path, PATIENT) as client:
+        while not over.wait(0.002):
+            began = time.perf_counter()
+            client.release(client.acquire(keys).lease)
+            times.append((time.perf_counter() - began) * 1e3)

@@ -1,0 +1,66 @@
+"""As much of vLLM's block pool as the product wraps, for instances of the in-place campaign that are no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(eq=False, repr=False)
+class Block:
+    """As the wrapper of vLLM's pool sees one."""
+
+    block_id: int
+    prev_free_block: Block | None = None
+    next_free_block: Block | None = None
+
+
+class FreeQueue:
+    """As much of vLLM's as the product uses."""
+
+    def __init__(self) -> None:
+        self.num_free_blocks = 0
+        self.fake_free_list_head, self._tail = Block(-1), Block(-1)
+        self.fake_free_list_head.next_free_block, self._tail.prev_free_block = self._tail, self.fake_free_list_head
+
+    def append(self, block: Block) -> None:
+        last = self._tail.prev_free_block
+        assert last is not None
+        block.prev_free_block, block.next_free_block = last, self._tail
+        last.next_free_block = self._tail.prev_free_block = block
+        self.num_free_blocks += 1
+
+    def remove(self, block: Block) -> None:
+        before, after = block.prev_free_block, block.next_free_block
+        assert before is not None
+        assert after is not None
+        before.next_free_block, after.prev_free_block = after, before
+        self.num_free_blocks -= 1
+
+
+class BlockPool:
+    """As much of vLLM's block pool as the product wraps. The block that was free for the longest is handed out first."""
+
+    def __init__(self, blocks: int) -> None:
+        self.num_gpu_blocks = blocks
+        self.blocks, self.free_block_queue = [Block(number) for number in range(blocks)], FreeQueue()
+        self.free_blocks(range(blocks))
+
+    def get_new_blocks(self, num_blocks: int) -> list[Block]:
+        taken = []
+        for _ in range(num_blocks):
+            block = self.free_block_queue.fake_free_list_head.next_free_block
+            assert block is not None
+            self.free_block_queue.remove(block)
+            taken.append(block)
+        return taken
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """They are to be written again by whom they belong to."""
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        for number in blocks:
+            self.free_block_queue.append(self.blocks[number])

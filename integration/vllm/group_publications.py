@@ -1,0 +1,148 @@
+"""`Publications` of a model whose layers have several block tables: windows come and go, what looks at all tokens stays.
+
+A chunk is published with what there is of it. Of a window's blocks vLLM hands out most again as soon as the window has passed; so what
+a hit needs that ends where prompts do, and where others' hits might have, is put behind what vLLM itself keeps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import MAX_PUBLISHED, Found
+from vcache_backend.resident.tables import Tables
+from vcache_backend.transfer.resident import ResidentChunk
+
+from .groups import NULL, Groups
+from .metadata import PublicationSpec
+from .publications import Publications
+from .replicas import Replica, choose_with_windows
+
+if TYPE_CHECKING:
+    from .lookups import Tracked
+
+log = logging.getLogger("vllm.vcache")
+
+
+def begin(kv_cache_config: Any, each: int, groups: Groups | None) -> tuple[Publications | None, str | None]:
+    """The publications of a new instance, or why there can be none. each: vLLM's blocks of a chunk, where there is one block table."""
+    blocks = kv_cache_config.num_blocks
+    try:
+        return Publications(blocks, each) if groups is None else GroupPublications(blocks, groups), None
+    except VCacheError as error:
+        return None, str(error)
+
+
+class GroupPublications(Publications):
+    def __init__(self, blocks: int, groups: Groups) -> None:
+        """blocks: of vLLM's pool. SegmentError if there is no memory for the table."""
+        super().__init__(blocks, groups.blocks)
+        self.lead, self._groups = groups.lead, groups
+        self._places = [group.block_size // groups.place for group in sorted(groups.groups, key=lambda one: one.number)]
+        self._published: npt.NDArray[np.uint64] = np.zeros(blocks, dtype=np.uint64)
+        """The generation in which each block was published; 0: never."""
+        self._kept: npt.NDArray[np.uint64] = np.zeros(blocks, dtype=np.uint64)
+        """The generation in which each block is kept as if vLLM's own cache had it; 0: never."""
+
+    def watch(self, pool: Any) -> None:
+        super().watch(pool)
+        # What vLLM gives away first is decided below.
+        self.duplicates = None
+        free = pool.free_blocks
+
+        def free_blocks(ordered_blocks: Iterable[Any], *arguments: Any, **more: Any) -> Any:
+            blocks = list(ordered_blocks)
+            freed = free(blocks, *arguments, **more)
+            try:
+                self._keep(pool.free_block_queue, blocks)
+            except Exception:  # vLLM goes on with whatever order there is
+                self._kept[:] = 0
+                log.exception("vcache: windows are kept no longer than vLLM does")
+            return freed
+
+        pool.free_blocks = free_blocks
+
+    def choose(self, tracked: Tracked, found: Found, tables: Tables, first: int) -> tuple[int, dict[int, Replica]]:
+        hits, reached, chosen = choose_with_windows(found, tables, self._groups)
+        if reached > hits:
+            # Somebody else has begun so, too, whose window there is gone: the next one is to find this request's.
+            tracked.junction = first + reached
+        return hits, chosen
+
+    def read(self, residents: Mapping[int, Replica], chunks: int) -> list[ResidentChunk]:
+        needed, read = self._groups.needed(chunks), list[ResidentChunk]()
+        for chunk, replica in residents.items():
+            instance, blocks, generations = ResidentChunk.unpacked(*replica)
+            read.append(ResidentChunk(instance, blocks[needed[chunk]], generations[needed[chunk]]))
+        return read
+
+    def complete(self, tracked: Tracked, first: int, ready: int, loads: bool) -> list[PublicationSpec]:
+        """Also with those of its windows' blocks that are still there."""
+        if self._pool is None or self._pool.broken:
+            return []
+        self._counts(tracked)
+        self._fill()
+        rows, known = [np.array(row) for row in tracked.rows], [np.array(its) for its in tracked.generations]
+        ready = min(ready, self._groups.length(tracked.generations) // self._groups.size)
+        blocks, generations = self._groups.table(rows, 0, ready), self._groups.table(known, 0, ready).astype(np.uint64)
+        there = (self.generations.counters[blocks] == generations) & (generations & np.uint64(1) == 0)
+        whole = there[:, : self.lead].all(axis=1)
+        right = ready if whole.all() else int(whole.argmin())
+        there[right:] = False
+        blocks, generations = np.where(there, blocks, NULL), np.where(there, generations, np.uint64(0))
+        new = (there & (self._published[blocks] != generations)).any(axis=1)
+        leads = ((at, (blocks[at, : self.lead].tolist(), generations[at, : self.lead].tolist())) for at in range(first, right))
+        new[[at for at, _ in self._fresh(tracked, leads)]] = True
+        chosen = np.flatnonzero(new)
+        self._published[blocks[there]] = generations[there]
+        ends = {*range(max(first + 1, (tracked.request.num_prompt_tokens - 1) // self._groups.size), right + 1)}
+        for end in ends | {tracked.junction} & {*range(first + 1, right + 1)}:
+            for numbers, its in zip(self._groups.window(rows, end), self._groups.window(known, end), strict=True):
+                self._kept[numbers] = its
+        self._kept[NULL] = 0
+        before = [block for row in tracked.rows for block in row] if loads else []
+        made = list[PublicationSpec]()
+        for some in (chosen[at : at + MAX_PUBLISHED] for at in range(0, len(chosen), MAX_PUBLISHED)):
+            lies = blocks[some].astype("<u4").tobytes(), generations[some].astype("<u8").tobytes()
+            made.append(self._spec(tracked, [tracked.keys[chunk] for chunk in some.tolist()], *lies, before))
+        return made
+
+    def forget(self, tracked: Tracked, first: int) -> None:
+        super().forget(tracked, first)
+        for row in tracked.rows:
+            self._published[row] = 0
+
+    # ---- inside
+
+    def _fill(self) -> None:
+        super()._fill()
+        # It stands where a window has passed, and is nobody's.
+        self.generations.void([NULL])
+
+    def _right(self, tracked: Tracked) -> bool:
+        for group in self._groups.groups:
+            row, generations = np.array(tracked.rows[group.number]), np.array(tracked.generations[group.number])
+            row = row[: len(generations)]
+            lost = generations & np.uint64(1) == 1
+            if group.window:
+                # What is null is not looked at; what is not is, by all that is computed from now on.
+                lost &= row != NULL
+            else:
+                lost |= self.generations.counters[row] != generations
+            if lost.any():
+                return False
+        return True
+
+    def _keep(self, queue: Any, blocks: list[Any]) -> None:
+        """vLLM has let go of these blocks. Those that its own cache does not have would be the next that it gives away."""
+        numbers = [block.block_id for block in blocks]
+        kept = np.flatnonzero(self._kept[numbers] == self.generations.counters[numbers])
+        for block in (blocks[at] for at in kept.tolist()):
+            if not block.ref_cnt and block.block_hash is None:
+                queue.remove(block)
+                queue.append(block)

@@ -1,0 +1,97 @@
+"""One instance as its processes have shown it: a scheduler's generation table, workers' KV caches, and what of it may be trusted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.connection import Descriptor
+from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.refuse import Refuse
+from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
+
+
+class ShownTable:
+    """What a scheduler has shown; `peer` is None when its connection is gone."""
+
+    def __init__(self, peer: Peer, request: m.Join, table: Descriptor) -> None:
+        self.peer: Peer | None = peer
+        self.table: Descriptor | None = table
+        self.pins: Descriptor | None = None
+        self.process, self.request = peer.process, request
+        status = os.fstat(table.fd)
+        self.memory = status.st_dev, status.st_ino
+
+    def gone(self) -> None:
+        """Its connection is. (What it was stays known: the same process may come back.)"""
+        self.peer = self.table = self.pins = None
+
+
+class ShownCache:
+    """What a worker has shown; `peer` is None when its connection is gone."""
+
+    def __init__(self, peer: Peer, shape: m.CacheShape) -> None:
+        self.peer: Peer | None = peer
+        self.process, self.shape = peer.process, shape
+        self.regions: dict[int, Descriptor] = {}
+
+    def gone(self) -> None:
+        """Its connection is: its fds are closed. (What it was stays known: the same process may come back.)"""
+        self.peer = None
+        self.regions = {}
+
+    @property
+    def missing(self) -> int:
+        """Regions to be shown yet."""
+        return len(self.shape.regions) - len(self.regions)
+
+
+class KnownInstance:
+    """The parts of one instance, by rank and `SCHEDULER`."""
+
+    def __init__(self) -> None:
+        self.table: ShownTable | None = None
+        self.caches: dict[int, ShownCache] = {}
+
+    def parts(self) -> Iterator[tuple[int, ShownTable | ShownCache]]:
+        """Those that are there, and those that were."""
+        if self.table is not None:
+            yield m.SCHEDULER, self.table
+        yield from self.caches.items()
+
+    def processes(self) -> set[ProcessId]:
+        """Those that show a part of it now."""
+        return {part.process for _, part in self.parts() if part.peer is not None}
+
+    def missing(self) -> str:
+        """What is not shown; empty if nothing in it has to be waited for."""
+        if self.table is None or self.table.peer is None:
+            return "its scheduler"
+        for rank in range(self.table.request.ranks):
+            cache = self.caches.get(rank)
+            if cache is None or cache.peer is None:
+                return f"rank {rank}"
+            if cache.missing:
+                return f"{cache.missing} regions of rank {rank}"
+        return ""
+
+
+def only(fds: list[int]) -> int:
+    """The one fd that came along, to be taken out of there by who keeps it."""
+    if len(fds) != 1:
+        raise Refuse(f"{len(fds)} fds came along; exactly 1 is needed")
+    return fds[0]
+
+
+def no_table(fd: int, blocks: int) -> str:
+    """Why readers could not trust `fd` to be a table that only its owner changes, and that stays; empty if they can."""
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH) not in (os.O_RDONLY, os.O_RDWR):
+        return "the fd is not open for reading"
+    if reason := lacking(fd, RESIZING | FUTURE_WRITE):
+        return reason
+    if (nbytes := os.fstat(fd).st_size) < blocks * m.GENERATION_BYTES:
+        return f"the memfd has {nbytes:,} B, too few for the generations of {blocks:,} blocks"
+    return ""
