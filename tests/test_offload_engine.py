@@ -284,7 +284,7 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Nod
     assert writes is not None
     own_depot.providers[0].stop()
     put(one, cache, tokens)
-    eventually(lambda: writes._writer is not None and writes._writer._busy and not writes._writer._copying)
+    eventually(lambda: (at := writes._writer) is not None and at._busy and not (at._copying or at._waiting))
     with nodes[0].client() as client:
         assert client.clear(keys[0][:NAMESPACE_BYTES], reset=True) == 5
     own_depot.providers[0].cont()

@@ -139,14 +139,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     echo: int = 0
 
 
-class _Refused(StepMetadata):
+class _Uncached(StepMetadata):
     """Of an instance that caches nothing, now and later. There is one, also behind a process border."""
 
     def __reduce__(self) -> str:
         return "REFUSED"
 
 
-REFUSED = _Refused()
+REFUSED = _Uncached()
 
 
 class Shard(msgspec.Struct, frozen=True):
