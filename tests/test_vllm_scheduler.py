@@ -37,7 +37,7 @@ from vllm.v1.request import Request
 from vcache_backend.config import ConnectorConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.integration.vllm import groups, lookups, scheduler
-from vcache_backend.integration.vllm.metadata import NOTHING, LoadSpan, Shard, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.metadata import REFUSED, LoadSpan, Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model_spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import SchedulerSide
 from vcache_backend.integration.vllm.stats import Meter
@@ -542,7 +542,7 @@ def test_pages_of_several_sizes_which_vllm_shows_workers_alone_are_refused_by_th
     assert not worker.needless
     assert said is not None
     assert "pages of several sizes" in said.shards[0, 0].spec.problem
-    assert pickle.loads(pickle.dumps(NOTHING)) is NOTHING
+    assert pickle.loads(pickle.dumps(REFUSED)) is REFUSED
 
 
 @pytest.mark.parametrize("sync", [0, 2048])
