@@ -26,6 +26,12 @@
 #     x4               four servers on four GPUs, prefix, alone and in place      about 280 s
 #   All of it is 4 x 400 + 4 x 700 s for three runs: on four GPUs two calls run beside each other, and that is two sessions' time.
 #
+# Calls that go on while nobody waits, which on a lent machine with a limit a call does twice the work (it keeps /tmp and its processes
+# from call to call; what travels with a call is 64 MiB, which is not all parts):
+#     stay [PART.tar.xz...]       unpack these, copy the checkout out of the way of later calls; begins nothing
+#     later "CALL CALL..."        begin these in the background, one after the other, from that copy
+#     fetch SECONDS "CALL..."     wait at most so long until these are over, and copy what there is to $OUT
+#
 # CALL+CALL runs two beside each other on a host of four GPUs, each on a pair of its own, into $OUT/CALL.
 #
 # A call unpacks the parts it is given and goes on after whatever fails. Rows go to $OUT/*.json as they are measured, the logs of
@@ -33,6 +39,27 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 call=${1:?"usage: $0 CALL [PART.tar.xz...]; the calls are at the top of this script"}; shift
+stay=${STAY:-/tmp/vcache-stay}
+case $call in
+  stay)
+    mkdir -p "$stay/out" "${SITE:-/tmp/site}"
+    [ -d "$stay/tree" ] || { cp -r . "$stay/new" && mv "$stay/new" "$stay/tree"; }
+    for part in "$@"; do tar xJf "$part" -C "${SITE:-/tmp/site}" & done; wait
+    exit ;;
+  later)
+    cd "$stay/tree" || exit 2
+    setsid nohup bash -c 'for one in $1; do OUT=$2/$one benchmarks/gpu_night.sh "$one"; echo "rc $?" > "$2/$one.over"; done' \
+      later "$1" "$stay/out" > "$stay/out/later.txt" 2>&1 < /dev/null &
+    exit ;;
+  fetch)
+    for ((i = 0; i < $1; i++)); do
+      over=1; for one in $2; do [ -f "$stay/out/$one.over" ] || over=; done
+      [ -z "$over" ] || break
+      sleep 1
+    done
+    cp -r "$stay/out/." "${OUT:?}"; tail -n 20 "$stay/out/later.txt"; for one in $2; do echo "== $one: $(cat "$stay/out/$one.over" 2> /dev/null || echo 'not over')"; done
+    exit ;;
+esac
 known="pool speed equal kinds groups groups2 lmcache inplace inplace2 hostpool deploy four campaign host x4"
 for peer in alone offload mp pool; do known="$known serving_$peer unfiltered_$peer"; done
 for one in ${call//+/ }; do [[ " $known " == *" $one "* ]] || { echo "no call $one; there are: $known"; exit 2; }; done
