@@ -164,11 +164,20 @@ def test_without_a_server_a_cache_is_shown_later(stage_: Stage, cache: SharedCac
     assert [one.regions for one in instances(stage_)] == [2]
 
 
-def test_a_server_that_refuses_a_cache_is_heard(stage_: Stage, cache: SharedCache, shape: CacheShape) -> None:
+def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
+    stage_: Stage, cache: SharedCache, shape: CacheShape, caplog: pytest.LogCaptureFixture
+) -> None:
     stage_.server()
-    wrong = [region._replace(fd=0) for region in cache.regions]
-    shown = Shown(stage_.client(), ONE, 0, shape, wrong)
+    client, wrong = stage_.client(QUICK), [region._replace(fd=0) for region in cache.regions]
+    beats: list[int] = []
+    client.on_beat.append(lambda: beats.append(1))
+    shown = Shown(client, ONE, 0, shape, wrong)
     assert f"show_region {ONE.hex()}, rank 0, region 0: " in shown.trouble
+    eventually(lambda: len(beats) > 2)
+    assert caplog.text.count("this KV cache is not shared in place") == 1
+    shown._regions = tuple(cache.regions)
+    eventually(lambda: shown.trouble == "")
+    assert [one.regions for one in instances(stage_)] == [2]
 
 
 def test_what_was_closed_is_not_shown_again(stage_: Stage, cache: SharedCache, shape: CacheShape) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from engine_cases import Node
 from in_place_cases import BLOCK, BLOCKS, CHUNK, EACH, Engine, engines, new_tokens, scheduling
+from neighbour_cases import NAMESPACE, instance
 from processes import eventually
 from vllm_cases import missing
 
@@ -19,7 +22,9 @@ from vllm.v1.request import Request
 
 from vcache_backend.integration.vllm import hints
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
+from vcache_backend.metadata_server.messages import MAX_BLOCKS
 from vcache_backend.resident import pins
+from vcache_backend.resident.generations import Generations
 
 pytestmark = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 
@@ -79,6 +84,22 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
     assert owner.scheduler.reset_prefix_cache()
     owner.add(tokens)
     assert owners(owner.step()) == [reader.half.publications.instance] * 3
+
+
+def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> None:
+    """What was computed by then, too."""
+    with scheduling(tmp_path) as here, engines(here, shown=True) as make, here.client() as client:
+        with ExitStack() as crowd:
+            for number in (1, 2):
+                table = crowd.enter_context(closing(Generations(instance(number), MAX_BLOCKS)))
+                crowd.enter_context(here.client()).join(instance(number), NAMESPACE, MAX_BLOCKS, 1, EACH, table.fd)
+            owner = make()
+            source = owner.add(new_tokens(2 * CHUNK), load=False)
+            owner.finish(source)
+            keys = owner.keys(source)
+            assert "its scheduler" in [one.missing for one in client.stats().instances]
+            assert client.find(keys).pooled == b""
+        eventually(lambda: client.find(keys).pooled == bytes(2))
 
 
 def test_a_hit_is_loaded_in_the_step_where_the_worker_has_mapped_its_owner_and_nothing_runs(

@@ -206,6 +206,7 @@ class Quantization:
         {"speculative_config": SimpleNamespace(method="eagle", draft_model_config=None)},
         {"lora_config": SimpleNamespace(target_modules=["o_proj"])},
         {"lora_config": SimpleNamespace(enable_tower_connector_lora=True)},
+        {"lora_config": SimpleNamespace(lora_dtype=torch.float32)},
     ],
     ids=lambda changes: next(iter(changes)),
 )

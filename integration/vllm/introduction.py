@@ -52,6 +52,8 @@ class Introduction:
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
         self._wait_until = 0.0
         self._prefix = b""
+        self._not_joined = ""
+        """Why the server has not our generations, if it said so."""
         self.shared = publications
         self.announcer: Announcer | None = None
         self.tables: Tables | None = None
@@ -137,7 +139,7 @@ class Introduction:
             self.shared.view = self.tables.view
             self.shared.retract = partial(self.courier.retract, self.shared.instance)
             self.client.on_return.append(self._join)
-            self.client.on_beat.append(self._listen)
+            self.client.on_beat.append(self._beat)
             self._join()
         if trouble := self.client.trouble:
             log.warning("vcache: %s; everything is computed until then", trouble)
@@ -145,7 +147,8 @@ class Introduction:
         return True
 
     def _join(self) -> None:
-        """Show the server our generations: now, and to every server that comes after it. Also in the client's background thread."""
+        """Show the server our generations: now, to every server that comes after it, and with every heartbeat until it takes them. Also
+        in the client's background thread."""
         here, client = self.shared, self.client
         if here is None or client is None or not client.connected:
             return
@@ -154,9 +157,18 @@ class Introduction:
             if here.pins is not None:
                 client.show_pins(here.instance, here.pins.fd)
         except VCacheError as error:
-            log.warning("vcache: others cannot read this instance's KV cache: %s", error)
+            if str(error) != self._not_joined:
+                log.warning("vcache: others cannot read this instance's KV cache: %s", error)
+            self._not_joined = str(error)
             return
+        self._not_joined = ""
         self._listen()
+
+    def _beat(self) -> None:
+        if self._not_joined:
+            self._join()
+        else:
+            self._listen()
 
     def _listen(self) -> None:
         """Hear of resets that others have made, and of chunks that they have read. Also in the client's background thread."""

@@ -68,7 +68,7 @@ def extra(vllm_config: Any) -> dict[str, str]:
         "multimodal": digest(_seen_as(getattr(model, "multimodal_config", None))),
         "draft": _draft(getattr(vllm_config, "speculative_config", None)),
         "longest": _longest(model),
-        "adapted": digest(_adapted(getattr(vllm_config, "lora_config", None))),
+        "adapted": digest(_adapted(getattr(vllm_config, "lora_config", None), text(model.dtype))),
     }
     return {name: value for name, value in found.items() if value}
 
@@ -87,9 +87,10 @@ def _longest(model: Any) -> str:
     return str(model.max_model_len) if matters else ""
 
 
-def _adapted(lora: Any) -> dict[str, Any]:
-    """What an instance takes of adapters, if not all of it as it is."""
+def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
+    """What an instance takes of adapters, if not all of it as it is; dtype: the model's, which theirs is unless it is set."""
     found = {name: getattr(lora, name, None) for name in ("target_modules", "enable_tower_connector_lora")}
+    found["dtype"] = set_ if (set_ := text(getattr(lora, "lora_dtype", "auto"))) not in ("auto", dtype) else None
     return {name: sorted(value) if isinstance(value, list) else value for name, value in found.items() if value}
 
 

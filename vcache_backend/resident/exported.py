@@ -84,7 +84,7 @@ class Shown:
     """This worker's KV cache is there for others, at any server, until `close`.
 
     The fds stay the caller's, and open till then. Shown at once, in the caller's thread, and after every reconnection, in the
-    client's. trouble: why the server does not have it now, which is logged, and mended by a reconnection only; empty if it does.
+    client's. trouble: why the server does not have it now, which is logged, and tried again with every heartbeat; empty if it does.
     """
 
     def __init__(self, client: Client, instance: bytes, rank: int, shape: CacheShape, regions: Sequence[Region]) -> None:
@@ -93,6 +93,7 @@ class Shown:
         self._lock = threading.Lock()
         self._closed, self.trouble = False, ""
         client.on_return.append(self._show)
+        client.on_beat.append(self._mend)
         self._show()
 
     def close(self) -> None:
@@ -101,6 +102,12 @@ class Shown:
             if not self._closed:
                 self._closed = True
                 self._client.on_return.remove(self._show)
+                self._client.on_beat.remove(self._mend)
+
+    def _mend(self) -> None:
+        """What was refused for want of room may be taken now."""
+        if self.trouble:
+            self._show()
 
     def _show(self) -> None:
         with self._lock:
@@ -112,5 +119,6 @@ class Shown:
                     self._client.show_region(self._instance, self._rank, number, region.fd)
                 self.trouble = ""
             except VCacheError as error:
+                if str(error) != self.trouble:
+                    log.warning("this KV cache is not shared in place: %s", error)
                 self.trouble = str(error)
-                log.warning("this KV cache is not shared in place: %s", error)

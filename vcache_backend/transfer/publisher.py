@@ -29,8 +29,9 @@ MOST_WAITING = 1024
 """Publications of steps that are not over. Those after them are dropped: what is not published is a miss."""
 TOGETHER = 16
 """Chunks that are saved together: if one of them changes hands before they are read, none is."""
-MOST_TRIES = 60
-"""How often, a second apart, a new server is told what was published before: until the scheduler has shown it the generations."""
+SLOWEST_SECONDS = 60.0
+"""The longest pause before a server that does not know what was published is told again, until the scheduler has shown it the
+generations; the first is `courier.RETRY_SECONDS`, and each is twice the one before."""
 
 
 class Publication(NamedTuple):
@@ -57,7 +58,9 @@ class Publisher(Courier):
         self._kept: dict[bytes, Publication] = {}
         """Of one chunk each, by the first of its blocks."""
         self._tables = Tables(client)
-        self._tries, self._again_at = 0, 0.0
+        self._servers = self._knows = 0
+        """How many there were, in a row, and which of them knows what is kept."""
+        self._again_at, self._pause = 0.0, courier.RETRY_SECONDS
         super().__init__(client)
         client.on_return.append(self._returned)
 
@@ -94,11 +97,11 @@ class Publisher(Courier):
     def _returned(self) -> None:
         """There is a server again, maybe another one. In the client's thread."""
         with self._changed:
-            self._tries = MOST_TRIES
+            self._servers, self._again_at, self._pause = self._servers + 1, 0.0, courier.RETRY_SECONDS
             self._changed.notify_all()
 
     def _has_work(self) -> bool:
-        return bool(self._queue) or self._tries == MOST_TRIES or super()._has_work()
+        return bool(self._queue) or self._is_due() or super()._has_work()
 
     def _hurries(self) -> bool:
         """Whoever is asked after this instance has answered looks for what it has computed at once."""
@@ -106,15 +109,22 @@ class Publisher(Courier):
 
     def _work(self) -> None:
         super()._work()
-        if self._tries == MOST_TRIES or (self._tries and time.monotonic() >= self._again_at):
-            self._again_at = time.monotonic() + courier.RETRY_SECONDS
+        if self._is_due():
+            self._wait()
             self._tell_again()
         if self._queue and self._over(self._queue[0][1]):
             publication, _ = self._queue.popleft()
             self._keep(publication)
-            if not self._tell(publication) and not self._tries:
+            if not self._tell(publication) and self._knows == self._servers:
                 # Its scheduler may not have shown the generations yet, or the server is gone.
-                self._tries = MOST_TRIES - 1
+                self._knows, self._pause = -1, courier.RETRY_SECONDS
+                self._wait()
+
+    def _is_due(self) -> bool:
+        return self._knows != self._servers and time.monotonic() >= self._again_at
+
+    def _wait(self) -> None:
+        self._again_at, self._pause = time.monotonic() + self._pause, min(2 * self._pause, SLOWEST_SECONDS)
 
     def _over(self, written: Mark) -> bool:
         """Whether the step is over, or failed, in which case nothing reads its blocks: their tokens never come."""
@@ -150,8 +160,7 @@ class Publisher(Courier):
     def _tell_again(self) -> None:
         """All that is kept and still there, in its old order, to a server that may not know it. Until it knows this instance and has
         heard the last of it."""
-        self._tries -= 1
-        left = self._tries
+        server = self._servers
         view = self._tables.view(self._instance)
         if view is None or not self._client.connected:
             return
@@ -164,9 +173,8 @@ class Publisher(Courier):
             if (taken := self._tell(_joined(list(same)))) is None:
                 return
             total += taken
-        # There may be another server since.
-        if (total or not self._kept) and self._tries == left:
-            self._tries = 0
+        if total or not self._kept:
+            self._knows = server
 
 
 def _single(publication: Publication) -> list[Publication]:
