@@ -74,7 +74,7 @@ def settings(
 class Setup(NamedTuple):
     """What a child is made of. yaml: the file that LMCache loads. before: called first, with nothing made yet.
 
-    layers_told: what LMCache is told instead of the real number. bind: show the KV caches to the plugin at start, as vLLM does;
+    bind: show the KV caches to the plugin at start, as vLLM does;
     else the first store or retrieve does. service: the name under which LMCache's look-up servers of all ranks and its look-up
     client find each other; empty: there are none. plant: a bug, or something else to do to the child once it is complete.
     """
@@ -86,7 +86,6 @@ class Setup(NamedTuple):
     rank: int = 0
     ranks: int = 1
     model: str = "test"
-    layers_told: int = 0
     seed: str = "0"
     bind: bool = True
     service: str = ""

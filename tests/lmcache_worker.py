@@ -179,7 +179,7 @@ class Lines(logging.Handler):
 
 def metadata(setup: Setup) -> LMCacheMetadata:
     mla = setup.arrangement.axes == "block token dim"
-    layers, heads = setup.layers_told or setup.sizes.layers, 1 if mla else setup.sizes.heads
+    layers, heads = setup.sizes.layers, 1 if mla else setup.sizes.heads
     return LMCacheMetadata(
         model_name=setup.model,
         world_size=setup.ranks,

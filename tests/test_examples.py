@@ -28,8 +28,7 @@ from vcache_backend.config import ByteSize
 from vcache_backend.integration.lmcache import checks, settings
 from vcache_backend.integration.lmcache.instance import discover
 
-PLAIN, HOST_TIER = "lmcache-vcache.yaml", "lmcache-vcache-with-host-tier.yaml"
-CONFIGS = [ROOT / "configs" / name for name in (PLAIN, HOST_TIER)]
+PLAIN = ROOT / "configs" / "lmcache-vcache.yaml"
 DOCS = ROOT / "docs" / "lmcache.md"
 EXAMPLE = ROOT / "examples" / "two_vllm_instances.py"
 NEEDS_VLLM = pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
@@ -38,8 +37,6 @@ EXAMPLE_SECONDS = 400.0
 FORK = str(ROOT / "tests" / "fork_instead")
 STORE = [sys.executable, "-m", "vcache_backend.cli", "mooncake", "--segment", "64MiB"]
 STORE_DOCS = ROOT / "docs" / "mooncake.md"
-
-each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 
 
 class Written:
@@ -64,31 +61,24 @@ INSTANCE = replace(
 # ---- the configurations
 
 
-@each_config
-def test_our_settings_are_read_from_it(path: Path) -> None:
-    values = yaml.safe_load(path.read_text())
+def test_our_settings_are_read_from_it() -> None:
+    values = yaml.safe_load(PLAIN.read_text())
     read = settings.read(values["extra_config"], values["chunk_size"])
     assert read.config.pool.segment_bytes == ByteSize(8 << 30)
     assert read.config.engine.chunk_size == 256
 
 
-@each_config
-def test_every_key_has_a_line_that_explains_it(path: Path) -> None:
-    lines = path.read_text().splitlines()
+def test_every_key_has_a_line_that_explains_it() -> None:
+    lines = PLAIN.read_text().splitlines()
     keys = [index for index, line in enumerate(lines) if re.match(r"\s*[a-z_.]+:", line) and line != "extra_config:"]
     unexplained = [lines[index] for index in keys if not lines[index - 1].lstrip().startswith("#")]
-    # The two keys that load the plugin are explained together in the shorter file.
-    assert unexplained in ([], ["  storage_plugin.vcache.class_name: VCacheBackend"])
+    assert unexplained == []
 
 
-def test_the_plugin_has_nothing_against_them_but_what_the_host_tier_costs() -> None:
-    plain, host = (Written(path) for path in CONFIGS)
-    assert [checks.refusal(written, INSTANCE) for written in (plain, host)] == [None, None]
+def test_the_plugin_has_nothing_against_it() -> None:
+    plain = Written(PLAIN)
+    assert checks.refusal(plain, INSTANCE) is None
     assert list(checks.remarks(plain, INSTANCE)) == []
-    assert [line.partition(":")[0] for line in checks.remarks(host, INSTANCE)] == [
-        "every store is copied to host memory too",
-        "local_cpu is true",
-    ]
     # The check can fail.
     assert list(checks.remarks(plain, replace(INSTANCE, load_failure_policy="fail"))) != []
 
@@ -97,27 +87,25 @@ LOADED = """
 import json, sys
 from lmcache.v1.config import LMCacheEngineConfig
 
-for path in sys.argv[1:]:
-    config = LMCacheEngineConfig.from_file(path)
-    config.validate()
-    print(json.dumps(json.loads(config.to_json())))
+config = LMCacheEngineConfig.from_file(sys.argv[1])
+config.validate()
+print(json.dumps(json.loads(config.to_json())))
 """
 
 
 @NEEDS_LMCACHE
-def test_lmcache_reads_them_as_they_are_meant() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", LOADED, *map(str, CONFIGS)]
+def test_lmcache_reads_it_as_it_is_meant() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", LOADED, str(PLAIN)]
     with Child(command, LMCACHE_TRACK_USAGE="false") as child:
         status, said = child.wait()
     assert status == 0, said
     assert "Unknown configuration key" not in said
-    for path, line in zip(CONFIGS, said.strip().splitlines()[-2:], strict=True):
-        written = yaml.safe_load(path.read_text())
-        assert {key: json.loads(line)[key] for key in written} == written
+    written, read = yaml.safe_load(PLAIN.read_text()), json.loads(said.strip().splitlines()[-1])
+    assert {key: read[key] for key in written} == written
 
 
 def test_the_five_lines_are_those_that_the_documentation_has() -> None:
-    lines = (ROOT / "configs" / PLAIN).read_text().splitlines()
+    lines = PLAIN.read_text().splitlines()
     marked = [lines[index + 1 : index + 3] for index, line in enumerate(lines) if "(*)" in line and "marked" not in line]
     five = [next(line.strip() for line in after if not line.lstrip().startswith("#")) for after in marked]
     assert len(five) == 5
@@ -150,7 +138,7 @@ def test_every_key_of_ours_that_it_names_exists_and_its_snippets_are_configurati
 def test_the_settings_it_refuses_are_those_that_the_plugin_refuses() -> None:
     row = next(line for line in DOCS.read_text().splitlines() if "`use_layerwise`, `enable_blending`" in line)
     for name in re.findall(r"`(\w+)`", row.split("|")[1]):
-        written = Written(CONFIGS[0])
+        written = Written(PLAIN)
         setattr(written, name, True)
         assert checks.refusal(written, INSTANCE) is not None, name
 

@@ -294,10 +294,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a changed version": ({"process": {"before": a_changed_lmcache}}, "retrieve with mask"),
     "a wrong setting": ({"extra": {"vcache.pool.segment_byte": 5}}, "vcache.pool.segment_bytes"),
     "an unknown layout": ({"arrangement": UNKNOWN}, "layout"),
-    "chunks of other sizes beside a host tier": (
-        {"process": {"layers_told": SMALL.layers - 1}, "max_local_cpu_size": 0.01},
-        "max_local_cpu_size: 0",
-    ),
+    "another tier that would get stores": ({"max_local_cpu_size": 0.01}, "set store_location: vcache"),
 }
 
 

@@ -53,6 +53,12 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
     wanted, ours = getattr(lm_config, "retrieve_locations", None), _our_names(lm_config)
     if wanted and not set(wanted) & set(ours):
         yield f"retrieve_locations {wanted} leaves vcache out: add {ours[0]} to it, or remove it"
+    location, plugins = getattr(lm_config, "store_location", None), getattr(lm_config, "storage_plugins", None) or ()
+    if location not in ours and (location or getattr(lm_config, "max_local_cpu_size", 0) > 0 or len(plugins) > 1):
+        yield (
+            f"store_location is {location or 'not set'}, so that LMCache would fill other tiers than vcache, which has no bytes for them: "
+            f"set store_location: {ours[0]}"
+        )
 
 
 def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None]:
@@ -80,16 +86,10 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None
 
 def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
     """Settings with which it works, but not as one may expect."""
-    ours = _our_names(lm_config)
-    location, host = getattr(lm_config, "store_location", None), getattr(lm_config, "max_local_cpu_size", 0) > 0
     if getattr(lm_config, "save_unfull_chunk", False):
         yield "save_unfull_chunk is true, but vcache keeps whole chunks only: set save_unfull_chunk: false"
-    if location and location not in ours:
-        yield f"store_location is {location}, so that nothing is stored in vcache: set store_location: {ours[0]}, or remove it"
-    elif not location and host:
-        yield f"every store is copied to host memory too: set store_location: {ours[0]}, unless another tier is to have it as well"
-    if getattr(lm_config, "local_cpu", False):
-        yield "local_cpu is true: what is found in the host tier is read from there, over PCIe; set local_cpu: false to read NVLink"
+    if (host := getattr(lm_config, "max_local_cpu_size", 0)) > 0:
+        yield f"LMCache takes {host:g} GiB of host memory, which nothing uses: set local_cpu: false and max_local_cpu_size: 0"
     if getattr(lm_config, "pre_caching_hash_algorithm", "builtin") == "builtin":
         yield "Python's own hash can be made to collide on purpose: set pre_caching_hash_algorithm: sha256"
     unheard = [key for key in getattr(lm_config, "extra_config", None) or {} if str(key).startswith("vcache.connector.")]

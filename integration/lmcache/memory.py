@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,29 +30,13 @@ class NotedSlots(NamedTuple):
 class StoredObj(TensorMemoryObj):  # type: ignore[misc]
     """What `allocate` gives for one whole chunk: no memory, but a note of where its tokens lie, by which `put` moves them.
 
-    source: where its tokens lie; None until the GPU connector has noted it. copy_out: copies them out of the KV cache, for tiers that
-    want bytes: 1-D uint8 on the worker's device, complete for the current stream, until the next object's are asked for.
+    source: where its tokens lie; None until the GPU connector has noted it.
     """
 
     source: NotedSlots | None = None
-    copy_out: Callable[[NotedSlots], torch.Tensor] | None = None
 
     def __init__(self, metadata: MemoryObjMetadata) -> None:
         super().__init__(None, metadata, None)
-
-    @property
-    def raw_data(self) -> torch.Tensor:
-        if self.source is None or self.copy_out is None:
-            return torch.zeros(self.meta.phy_size, dtype=torch.uint8)
-        return self.copy_out(self.source)
-
-    @raw_data.setter
-    def raw_data(self, _: None) -> None:
-        """There is none to keep."""
-
-    @property
-    def byte_array(self) -> memoryview:
-        return memoryview(self.raw_data.cpu().numpy().tobytes())
 
 
 class HostMemory:

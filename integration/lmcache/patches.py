@@ -228,7 +228,7 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> Verbs:
     from .gpu_connector import VCacheGPUConnector
     from .verbs import Verbs
 
-    _must_have(engine, "token_database retrieve_locations lookup_pins is_healthy stats_monitor")
+    _must_have(engine, "token_database retrieve_locations is_healthy stats_monitor")
     _must_have(engine.stats_monitor, "on_lookup_request on_lookup_finished on_retrieve_request on_retrieve_finished")
     verbs, look_up = Verbs(engine, backend), "hashes offsets search_range lookup_id pin request_configs"
     for name, verb, wanted in (

@@ -68,7 +68,6 @@ class Starter:
             raise StepAside("the plugin did not start")
         instance, size = self._instance, self._config.chunk_size
         kv, config = instance.describe(kvcaches, self._settings.config)
-        self._refuse_other_sizes(kv.chunk_bytes(size))
         probe, algorithm = hash_probe(self._engine.token_database), self._config.pre_caching_hash_algorithm
         layout = instance.layout(kvcaches, kv, size, probe, algorithm)
         over_budget = beside_vllm(instance.model.device_type, instance.model.gpu_memory_utilization)
@@ -96,8 +95,6 @@ class Starter:
             log.warning("vcache: offload tier: %s", config.offload)
             if not worker.counts_offloaded:
                 log.warning("vcache: %s", _NOT_COUNTED)
-        if self._backend.local_cpu_backend is not None:
-            worker.host.share(kvcaches)
         return worker
 
     def say_stepped_aside(self, reason: str, error: Exception | None) -> None:
@@ -115,18 +112,6 @@ class Starter:
                 )
         except Exception as failure:  # noqa: BLE001 nobody is left to tell
             log.debug("the server was not told: %s", failure)
-
-    # ---- inside
-
-    def _refuse_other_sizes(self, nbytes: int) -> None:
-        """Other tiers of LMCache allocate what its metadata says a chunk has."""
-        shapes, dtypes = self._metadata.get_shapes(self._config.chunk_size), self._metadata.get_dtypes()
-        theirs = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-        if theirs != nbytes and self._backend.local_cpu_backend is not None:
-            raise StepAside(
-                f"LMCache takes a chunk for {theirs:,} B where the KV caches have {nbytes:,} B, and a host tier is configured beside "
-                "vcache; set max_local_cpu_size: 0 and remove remote tiers"
-            )
 
 
 def _refuse(reason: str | None) -> None:

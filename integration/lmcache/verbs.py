@@ -1,8 +1,8 @@
 """LMCache's engine's calls for a request, ours in place of its own: look-up, retrieve, and the end of a look-up.
 
 LMCache names a request's chunks three times, makes objects for each of them, and looks into every tier's tables for each; for 32k tokens
-that is 2 ms before the copy begins, and it copies what one tier brought beside what another did. Here a look-up is kept under its
-request's id, with all that the load needs.
+that is 2 ms before the copy begins. Here a look-up is kept under its request's id, with all that the load needs. LMCache's other tiers
+are not asked: their names for chunks say nothing of the layout of the bytes (ADR 0014).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lmcache.utils import CacheEngineKey
 
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.arguments import as_slots
@@ -80,7 +79,6 @@ class Verbs:
         self._size: int = engine.token_database.chunk_size
         self._hits = Hits(self._release)
         self._readers = ThreadPoolExecutor(READERS, "vcache-ahead")
-        self._other_tiers = threading.Lock()
 
     # ---- look-ups
 
@@ -171,43 +169,12 @@ class Verbs:
         configs: dict[str, Any] | None,
         search_range: list[str] | None = None,
     ) -> int:
-        """How many leading chunks are there, tier by tier in LMCache's order; kept for the request. find: asks for those of ours."""
-        hit, count = Hit(), 0
-        names = worker.names(hashes, tags_of(configs))
-        tiers = self._engine.storage_manager.get_active_storage_backends(
-            search_range=search_range or self._engine.retrieve_locations
-        )
-        try:
-            for name, tier in tiers:
-                if count == len(names):
-                    break
-                if tier is self._backend:
-                    found = find(names[count:])
-                    hit.leases += [(count + at, lease) for at, lease in found.leases]
-                    hit.held |= {count + at: chunk for at, chunk in found.held.items()}
-                    count += len(found.names)
-                elif keys := self._theirs(request, name, tier, hashes[count:], configs):
-                    hit.elsewhere.append((count, name, keys))
-                    count += len(keys)
-            hit.names = names[:count]
-            if find == worker.fetch_ahead:
-                self._bring(worker, hit)
-        finally:
-            self._hits.keep(request, hit)
+        """How many leading chunks are there; kept for the request. find: asks for them."""
+        manager, names = self._engine.storage_manager, worker.names(hashes, tags_of(configs))
+        tiers = manager.get_active_storage_backends(search_range=search_range or self._engine.retrieve_locations)
+        hit = find(names) if names and any(tier is self._backend for _, tier in tiers) else Hit()
+        self._hits.keep(request, hit)
         return len(hit.names)
-
-    def _theirs(
-        self, request: str, name: str, tier: Any, hashes: Sequence[int], configs: dict[str, Any] | None
-    ) -> list[CacheEngineKey]:
-        """The keys of the leading chunks that another tier has. They are pinned until LMCache's own `lookup_unpin`."""
-        sizes = [self._size] * len(hashes)
-        keys = [
-            key for _, _, key in self._engine.token_database.process_tokens(hashes=hashes, offsets=sizes, request_configs=configs)
-        ]
-        found = keys[: tier.batched_contains(keys, True)]
-        if found:
-            self._engine.lookup_pins[request][name] = found
-        return found
 
     # ---- loads
 
@@ -241,7 +208,6 @@ class Verbs:
             self._look_up(worker, Hit, own, self._hashes(tokens), kwargs.get("request_configs"))
             hit = self._hits.take(own) or Hit()
         try:
-            self._bring(worker, hit)
             count = min(len(hit.names), len(tokens) // self._size)
             if first >= count:
                 return 0
@@ -249,23 +215,6 @@ class Verbs:
             return worker.load(hit, first, count, as_slots(mapping, len(mapping), 0), skip)
         finally:
             self._hits.end(hit)
-            if own in self._engine.lookup_pins:
-                self._engine.lookup_unpin(own)
-
-    def _bring(self, worker: PoolWorker, hit: Hit) -> None:
-        """Get what other tiers have; where one has lost something, the hit ends."""
-        elsewhere, hit.elsewhere = hit.elsewhere, []
-        for first, name, keys in elsewhere:
-            with self._other_tiers:
-                objs = self._engine.storage_manager.batched_get(keys, location=name)
-            for number, obj in enumerate(objs, first):
-                chunk = worker.host.lent(obj) if obj is not None else None
-                if chunk is None:
-                    hit.names = hit.names[:number]
-                    if obj is not None:
-                        obj.ref_count_down()
-                else:
-                    hit.held[number] = chunk
 
     def close(self) -> None:
         self._readers.shutdown(wait=False, cancel_futures=True)

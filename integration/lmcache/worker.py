@@ -11,7 +11,6 @@ from itertools import groupby
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
@@ -42,14 +41,12 @@ Slots = npt.NDArray[np.int64]
 class Hit:
     """What a look-up found: the names of the leading chunks that it promises.
 
-    leases: with the number of the first chunk of each. held: chunks by number that are in host memory already. elsewhere: chunks that
-    another tier of LMCache's has: the number of the first, the tier's name, their keys.
+    leases: with the number of the first chunk of each. held: chunks by number that are in host memory already.
     """
 
     names: list[ChunkKey] = field(default_factory=list)
     leases: list[tuple[int, Lease]] = field(default_factory=list)
     held: dict[int, HeldChunk] = field(default_factory=dict)
-    elsewhere: list[tuple[int, str, list[CacheEngineKey]]] = field(default_factory=list)
 
 
 @dataclass
@@ -212,12 +209,10 @@ class PoolWorker:
     # ---- stores
 
     def note(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots) -> None:
-        """Remember where the chunks of a store lie, until `put`. Work queued on the current stream has written them by then."""
-        written = torch.cuda.current_stream().record_event() if self.session.device.ordinal is not None else None
-        copy_out = self.host.copy_out(written)
+        """Remember where the chunks of a store lie, until `put`."""
         for obj, start in zip(objs, starts, strict=True):
             if isinstance(obj, StoredObj):
-                obj.source, obj.copy_out = NotedSlots(self.kvcaches, slots, start), copy_out
+                obj.source = NotedSlots(self.kvcaches, slots, start)
 
     def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
         """Store noted chunks, those of one `note` in one launch. Visible once copied; those that are there already are not copied again.
