@@ -6,7 +6,7 @@ Every retrieval goes into poisoned blocks, and every byte of the whole KV cache 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["depot", "own_depot"]
 pytestmark = [needs_lmcache, needs_mooncake]
-
-WAYS = ["looked up", "loaded ahead"]
-"""To retrieve: under the lease of the look-up, or what was read before the look-up was answered."""
 
 
 @pytest.fixture
@@ -49,7 +46,7 @@ def store(depot: Depot) -> Iterator[Raw]:
         yield made
 
 
-def engine(pool: Pool, store: Depot, model: str, way: str = "", offload: dict[str, Any] | None = None, **more: Any) -> Engine:
+def engine(pool: Pool, store: Depot, model: str, offload: dict[str, Any] | None = None, **more: Any) -> Engine:
     """An engine whose tier is open. offload: of its section, with names as in the YAML."""
     settings = {
         "policy": "write_through",
@@ -63,11 +60,14 @@ def engine(pool: Pool, store: Depot, model: str, way: str = "", offload: dict[st
         "mooncake.hostname": "127.0.0.1",
     } | (offload or {})
     extra = {f"vcache.offload.{name}": value for name, value in settings.items()} | {"vcache.model": model}
-    if way == "loaded ahead":
-        more = {"enable_async_loading": True, "process": {"service": "ahead"}} | more
     made = pool.engine(extra=extra, **more)
     eventually(lambda: made.do(usable))
     return made
+
+
+def ahead(*given: Any, **more: Any) -> Engine:
+    """One that reads before it promises."""
+    return engine(*given, enable_async_loading=True, process={"service": "ahead"}, **more)
 
 
 def usable(inside: Inside) -> bool:
@@ -84,9 +84,9 @@ def through(made: Engine, prompt: list[int]) -> None:
     assert made.do(flushed)
 
 
-def fetch(made: Engine, way: str, prompt: list[int], request: str = "r", **more: Any) -> tuple[int, Retrieved]:
-    """Look up, where that is the way, and retrieve what was found: how many tokens the look-up promised, and what came."""
-    promised = made.lookup(prompt, request) if way == "looked up" else made.do("ask", prompt, request)
+def fetch(made: Engine, prompt: list[int], request: str = "r", **more: Any) -> tuple[int, Retrieved]:
+    """Look up and retrieve what was found: how many tokens the look-up promised, and what came."""
+    promised = made.do("ask", prompt, request)
     if not promised:
         return 0, Retrieved(0, 0, True, 0.0)
     return promised, made.retrieve(prompt[:promised], request=request, **more)
@@ -121,16 +121,13 @@ def buffers_back(inside: Inside) -> bool:
 # ---- hits
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_another_node_retrieves_what_one_stored_and_keeps_it_in_its_pool(
-    pools: list[Pool], depot: Depot, model: str, way: str
-) -> None:
-    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, way)
+def test_another_node_retrieves_what_one_stored_and_keeps_it_in_its_pool(pools: list[Pool], depot: Depot, model: str) -> None:
+    writer, reader = engine(pools[0], depot, model), ahead(pools[1], depot, model)
     through(writer, chunks(5))
     reader.do(copy_in_pairs)
     assert pools[1].stats().chunks == 0
     for expected in ((0, 5), (5, 5)):
-        promised, found = fetch(reader, way, chunks(5))
+        promised, found = fetch(reader, chunks(5))
         assert (promised, said(found)) == (5 * CHUNK, (0, 5 * CHUNK, True))
         assert reader.do(flushed)
         assert hits(reader) == expected
@@ -146,37 +143,38 @@ def copy_in_pairs(inside: Inside) -> None:
 
 
 def test_tokens_that_vllm_has_are_never_written_nor_promoted_in_part(pools: list[Pool], depot: Depot, model: str) -> None:
-    writer, reader = (engine(pool, depot, model, arrangement=FLASH) for pool in pools)
+    writer, reader = engine(pools[0], depot, model, arrangement=FLASH), ahead(pools[1], depot, model, arrangement=FLASH)
     through(writer, chunks(4))
-    _, found = fetch(reader, "looked up", chunks(4), cached=CHUNK + 16)
+    _, found = fetch(reader, chunks(4), cached=CHUNK + 16)
     assert said(found) == (CHUNK, 3 * CHUNK, True)
     assert reader.do(flushed)
     assert pools[1].stats().chunks == 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_pool_and_store_take_turns(pools: list[Pool], depot: Depot, model: str, way: str) -> None:
+def test_pool_and_store_take_turns(pools: list[Pool], depot: Depot, model: str) -> None:
     """Chunks 0 and 3 are in the pool, all are below: every run comes from where it is."""
     writer = engine(pools[0], depot, model)
-    reader = engine(pools[1], depot, model, way, {"promote": False})
+    reader = ahead(pools[1], depot, model, {"promote": False})
     through(writer, chunks(5))
     reader.store(chunks(5))
     there = reader.do(names, chunks(5))
     pools[1].client.remove([there[1], there[2], there[4]])
-    promised, found = fetch(reader, way, chunks(5))
+    promised, found = fetch(reader, chunks(5))
     assert (promised, said(found)) == (5 * CHUNK, (0, 5 * CHUNK, True))
     assert hits(reader) == (2, 3)
     assert pools[1].settled()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_left_the_pool_after_the_look_up_is_retrieved_from_below(tmp_path: Path, depot: Depot, model: str, way: str) -> None:
+@pytest.mark.parametrize("make", [engine, ahead])
+def test_what_left_the_pool_after_the_look_up_is_retrieved_from_below(
+    tmp_path: Path, depot: Depot, model: str, make: Callable[..., Engine]
+) -> None:
     """The lease of the look-up has ended, too."""
     with lmcache_pool(tmp_path) as pool:
         pool.node.serve(lease_seconds=1.0)
-        made = engine(pool, depot, model, way)
+        made = make(pool, depot, model)
         through(made, chunks(4))
-        assert (made.do("ask", chunks(4), "r") if way == "loaded ahead" else made.lookup(chunks(4), "r")) == 4 * CHUNK
+        assert (made.do("ask", chunks(4), "r") if make is ahead else made.lookup(chunks(4), "r")) == 4 * CHUNK
         assert pool.settled()
         assert pool.client.remove(made.do(names, chunks(4))) == 4
         assert said(made.retrieve(chunks(4))) == (0, 4 * CHUNK, True)
@@ -186,26 +184,24 @@ def test_what_left_the_pool_after_the_look_up_is_retrieved_from_below(tmp_path: 
 def test_requests_that_begin_alike_each_get_their_own_chunks_from_below(pools: list[Pool], depot: Depot, model: str) -> None:
     """Both look-ups leased the same chunks, which the pool has; what follows differs, and is below only."""
     prompts = [chunks(4), chunks(2) + chunks(2, family=2)]
-    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model)
+    writer, reader = engine(pools[0], depot, model), ahead(pools[1], depot, model)
     for prompt in prompts:
         through(writer, prompt)
     reader.store(chunks(2))
-    assert [reader.lookup(prompt, f"r{i}") for i, prompt in enumerate(prompts)] == [4 * CHUNK, 4 * CHUNK]
+    assert [reader.do("ask", prompt, f"r{i}") for i, prompt in enumerate(prompts)] == [4 * CHUNK, 4 * CHUNK]
     for i in (1, 0):
         assert said(reader.retrieve(prompts[i], request=f"r{i}")) == (0, 4 * CHUNK, True)
     assert pools[1].settled()
 
 
 def test_ranks_hit_what_all_of_them_have(pools: list[Pool], depot: Depot, model: str) -> None:
-    writers, readers = ([engine(pool, depot, model, process={"rank": rank, "ranks": 2}) for rank in range(2)] for pool in pools)
+    here = {"rank": 0, "ranks": 2}, {"rank": 1, "ranks": 2}
+    writers = [engine(pools[0], depot, model, process=place) for place in here]
     through(writers[0], chunks(4))
     through(writers[1], chunks(3))
-    # Where what is promised and does not come cannot be recomputed, both count the pool only.
-    readers[0].do(count_offloaded, False)
-    assert readers[0].lookup(chunks(4), "none") == 0
-    readers[0].do(count_offloaded, True)
-    for reader in readers:
-        assert reader.lookup(chunks(4), "r") == 3 * CHUNK
+    more = {"enable_async_loading": True}
+    readers = [engine(pools[1], depot, model, process=place | {"service": "ranks"}, **more) for place in here]
+    assert readers[0].do("ask", chunks(4), "r") == 3 * CHUNK
     for reader in readers:
         assert said(reader.retrieve(chunks(3))) == (0, 3 * CHUNK, True)
         assert hits(reader) == (0, 3)
@@ -216,12 +212,12 @@ def test_ranks_hit_what_all_of_them_have(pools: list[Pool], depot: Depot, model:
 
 def test_a_look_up_below_leaves_no_lease_and_ends_nobody_elses(pools: list[Pool], depot: Depot, model: str) -> None:
     """Two look-ups begin with the same chunk: the first found it below only, the second in the pool."""
-    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, offload={"promote": False})
+    writer, reader = engine(pools[0], depot, model), ahead(pools[1], depot, model, {"promote": False})
     through(writer, chunks(3))
-    assert reader.lookup(chunks(3), "below") == 3 * CHUNK
+    assert reader.do("ask", chunks(3), "below") == 3 * CHUNK
     assert pools[1].leases() == 0
     reader.store(chunks(1))
-    assert reader.lookup(chunks(3), "both") == 3 * CHUNK
+    assert reader.do("ask", chunks(3), "both") == 3 * CHUNK
     # Writing what was stored below takes one, too, for a moment.
     eventually(lambda: pools[1].leases() == 1)
     reader.do("unpin", "below")
@@ -229,22 +225,15 @@ def test_a_look_up_below_leaves_no_lease_and_ends_nobody_elses(pools: list[Pool]
     assert pools[1].leases() == 1
     reader.do("unpin", "both")
     assert pools[1].settled()
-    promised, found = fetch(reader, "looked up", chunks(3))
+    promised, found = fetch(reader, chunks(3))
     assert (promised, said(found), hits(reader)) == (3 * CHUNK, (0, 3 * CHUNK, True), (1, 2))
     assert pools[1].settled()
 
 
-def count_offloaded(inside: Inside, counts: bool) -> None:
-    inside.worker.counts_offloaded = counts
-
-
-def test_where_vllm_would_not_recompute_rightly_look_ups_promise_what_the_pool_has(
-    pools: list[Pool], depot: Depot, model: str
-) -> None:
-    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, offload={"promote": False})
+def test_who_does_not_read_before_it_promises_promises_what_the_pool_has(pools: list[Pool], depot: Depot, model: str) -> None:
+    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, {"promote": False})
     through(writer, chunks(3))
     reader.store(chunks(1))
-    reader.do(count_offloaded, False)
     assert reader.lookup(chunks(3), "r") == CHUNK
     reader.do("unpin", "r")
     # Who asks without being promised anything, and who loads, has it all.
@@ -285,15 +274,13 @@ def clear(inside: Inside) -> None:
 # ---- failures
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_damaged_object_ends_the_hit_before_it(pools: list[Pool], depot: Depot, store: Raw, model: str, way: str) -> None:
-    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, way)
+def test_a_damaged_object_ends_the_hit_before_it(pools: list[Pool], depot: Depot, store: Raw, model: str) -> None:
+    writer, reader = engine(pools[0], depot, model), ahead(pools[1], depot, model)
     through(writer, chunks(5))
     damage(store, objects.name(reader.do(names, chunks(5))[2]))
-    promised, found = fetch(reader, way, chunks(5))
-    assert said(found) == (0, 2 * CHUNK, True)
+    promised, found = fetch(reader, chunks(5))
     # Who reads before it promises, promises nothing that does not come.
-    assert promised == (2 if way == "loaded ahead" else 5) * CHUNK
+    assert (promised, said(found)) == (2 * CHUNK, (0, 2 * CHUNK, True))
     assert any(cause.startswith("offload_bad") for cause in reader.do("stats")["failures"])
     assert reader.do(flushed)
     assert (pools[1].stats().chunks, reader.do(held)) == (2, 0)
@@ -308,14 +295,13 @@ def damage(store: Raw, name: str) -> None:
 
 def test_a_dead_master_costs_the_hits_below_and_nothing_else(pools: list[Pool], own_depot: Depot, model: str) -> None:
     """One chunk is in the pool, three below. Nothing raises, and no call waits longer than its deadline."""
-    writer, reader = engine(pools[0], own_depot, model), engine(pools[1], own_depot, model, client=QUICK)
+    writer, reader = engine(pools[0], own_depot, model), ahead(pools[1], own_depot, model, client=QUICK)
     through(writer, chunks(4))
     reader.store(chunks(1))
     own_depot.master.kill()
     for request in ("1", "2", "3"):
-        promised, found = fetch(reader, "looked up", chunks(4), request=request)
-        assert said(found) == (0, CHUNK, True)
-        assert promised >= CHUNK
+        promised, found = fetch(reader, chunks(4), request=request)
+        assert (promised, said(found)) == (CHUNK, (0, CHUNK, True))
     eventually(lambda: not reader.do(usable))
     reader.store(chunks(1, family=2))
     assert not reader.do("logged", "with a traceback")
@@ -324,11 +310,10 @@ def test_a_dead_master_costs_the_hits_below_and_nothing_else(pools: list[Pool], 
 
 
 def test_a_provider_that_hangs_is_waited_for_within_a_deadline(pools: list[Pool], own_depot: Depot, model: str) -> None:
-    offload, way = {"failures": 1, "get_seconds": 0.5}, "loaded ahead"
-    writer, reader = engine(pools[0], own_depot, model), engine(pools[1], own_depot, model, way, offload)
+    writer, reader = engine(pools[0], own_depot, model), ahead(pools[1], own_depot, model, {"failures": 1, "get_seconds": 0.5})
     through(writer, chunks(4))
     own_depot.providers[0].stop()
-    _, found = fetch(reader, way, chunks(4))
+    _, found = fetch(reader, chunks(4))
     assert said(found) == (0, 0, True)
     assert reader.do(held) == 0
     own_depot.providers[0].cont()
@@ -336,7 +321,7 @@ def test_a_provider_that_hangs_is_waited_for_within_a_deadline(pools: list[Pool]
 
 def test_what_is_read_ahead_holds_a_bounded_part_of_the_host(pools: list[Pool], depot: Depot, model: str) -> None:
     """Of two requests loaded ahead the second gets what there is room for, until the first has been retrieved."""
-    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, "loaded ahead", {"promote": False})
+    writer, reader = engine(pools[0], depot, model), ahead(pools[1], depot, model, {"promote": False})
     through(writer, chunks(5))
     through(writer, chunks(5, family=2))
     reader.do(hold_at_most, 7)
@@ -360,7 +345,7 @@ def hold_at_most(inside: Inside, count: int) -> None:
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason=vllm_cases.missing() or "vLLM is here")
 @pytest.mark.timeout(300)
 def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: Depot, store: Raw) -> None:
-    """Two nodes. `ahead` reads before it promises; `step` in the step that computes, on the runner that recomputes rightly."""
+    """Two nodes, whose instances read before they promise."""
     length = vllm_cases.CHUNK
     extra = {
         "vcache.offload.policy": "write_through",
@@ -372,10 +357,8 @@ def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: De
         "vcache.offload.mooncake.hostname": "127.0.0.1",
     }
     with vllm_cases.node(tmp_path / "1") as one, vllm_cases.node(tmp_path / "2") as two:
-        first = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-        step = one.start("step", {"extra_config": extra | {"vcache.model": "tiny"}}, first, async_scheduling=False)
         lmcache = {"enable_async_loading": True, "extra_config": extra | {"vcache.model": "tiny"}}
-        ahead = two.start("ahead", lmcache)
+        first, second = one.start("first", lmcache), two.start("second", lmcache)
         seen = stored(depot)
 
         def reads(writer: vllm_cases.Instance, reader: vllm_cases.Instance) -> bool:
@@ -383,7 +366,7 @@ def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: De
             keep_below(writer, tokens, depot, seen)
             return bool(reader.one(tokens).cached == length)
 
-        for writer, reader in ((step, ahead), (ahead, step)):
+        for writer, reader in ((first, second), (second, first)):
             # Until its offload process is there, what an instance asks for is computed.
             eventually(functools.partial(reads, writer, reader))
             tokens = vllm_cases.new_tokens(4 * length + 17)
@@ -398,8 +381,8 @@ def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: De
             damage(store, min(added))
             damaged = reader.one(tokens)
             assert not damaged.differs(computed)
-            assert reader is step or damaged.cached < 4 * length
-        for instance in (step, ahead):
+            assert damaged.cached < 4 * length
+        for instance in (first, second):
             assert "look-ups do not count what is in the offload tier" not in instance.log
 
 

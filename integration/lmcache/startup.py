@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NOT_COUNTED = (
-    "look-ups do not count what is in the offload tier: vLLM would compute wrongly if it did not come (vLLM issue #49250). "
+    "look-ups do not count what is in the offload tier: vLLM may compute wrongly if it does not come (vLLM issue #49250). "
     "Set enable_async_loading: true in LMCache's configuration"
 )
 
@@ -90,10 +90,9 @@ class Starter:
         under_vllm = instance.adapter is not None
         worker = PoolWorker(session, kvcaches, instance.ranks, under_vllm, config.offload)
         worker.settles = under_vllm
-        worker.counts_offloaded = bool(getattr(self._config, "enable_async_loading", False)) or instance.model.recomputes
         if session.tier is not None:
             log.warning("vcache: offload tier: %s", config.offload)
-            if not worker.counts_offloaded:
+            if not getattr(self._config, "enable_async_loading", False):
                 log.warning("vcache: %s", _NOT_COUNTED)
         return worker
 

@@ -65,13 +65,11 @@ class PoolWorker:
     kvcaches: those that loads go to, and that the next `note` is of.
     settles: loads are only launched, and the caller will ask `settle`, in the same step, which of them held. What is queued on the
     current stream comes after the copy in any case; the host prepares it meanwhile.
-    counts_offloaded: whether a look-up may promise what only the offload tier has. What is promised and does not come has to be
-    recomputed, and not every vLLM does so rightly (see `ModelSpec.recomputes`).
     """
 
     def __init__(self, session: Session, kvcaches: KVCaches, ranks: int, needs_scope: bool, offload: OffloadConfig) -> None:
         """ranks: how many hold a shard of every chunk. needs_scope: leave alone requests that do not say whose they are (see `scope`)."""
-        self.session, self.kvcaches, self.settles, self.counts_offloaded = session, kvcaches, False, True
+        self.session, self.kvcaches, self.settles = session, kvcaches, False
         self.host = Host(session, offload.staging_bytes)
         self._names = TaggedHashKeys(session.namespace, session.rank)
         self._ranks, self._needs_scope, self._unscoped = ranks, needs_scope, False
@@ -89,21 +87,12 @@ class PoolWorker:
         return self.session.lookup(of_rank(self._named(keys), 0), self._ranks)
 
     def promise(self, names: list[ChunkKey]) -> Hit:
-        """What every rank can load, from the pool or the offload tier, with a lease on what this rank has in the pool."""
-        session, counts, found = self.session, self.counts_offloaded, None
+        """What every rank can load from the pool, with a lease on what this rank has there. Not what only the offload tier has: what is
+        promised and does not come has to be recomputed, and not every vLLM does so rightly (see `ModelSpec.recomputes`)."""
         if self._ranks > 1:
-            first = of_rank(names, 0)
-            found = session.lookup(first, self._ranks) if counts else session.client.lookup(first, self._ranks)
-            names = names[:found]
-        lease = session.leases.acquire(names) if names else None
-        pooled = len(lease.keys) if lease is not None else 0
-        readable = self._readable(lease) if lease is not None else 0
-        # A chunk of the pool that is out of this worker's reach ends it: it would not be looked for in the offload tier.
-        if readable < pooled or not counts:
-            found = readable
-        elif found is None:
-            found = self._extended(names, pooled)
-        return Hit(names[:found], [(0, lease)] if lease is not None else [])
+            names = names[: self.session.client.lookup(of_rank(names, 0), self._ranks)]
+        lease = self.session.leases.acquire(names) if names else None
+        return Hit(names[: self._readable(lease)], [(0, lease)]) if lease is not None else Hit()
 
     def fetch_ahead(self, names: list[ChunkKey]) -> Hit:
         """Lease what is in the pool, and wait for what is in the offload tier."""
@@ -133,13 +122,6 @@ class PoolWorker:
         """How many leading chunks of it are within this worker's reach; their segments are mapped now."""
         known, locations = self.session.segments(), lease.locations
         return len(locations) if {at.segment for at in locations} <= known else len(self.session.views(locations))
-
-    def _extended(self, names: list[ChunkKey], pooled: int) -> int:
-        try:
-            return self.session.lookup_offloaded(names, 1, pooled)
-        except VCacheError as error:
-            self.session.miss("lookup", error)
-            return pooled
 
     # ---- loads
 
@@ -217,16 +199,11 @@ class PoolWorker:
     def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
         """Store noted chunks, those of one `note` in one launch. Visible once copied; those that are there already are not copied again.
 
-        Others are refused: a chunk of the pool is what vLLM's KV blocks hold, byte for byte, and who reads it could not tell.
+        What another allocator made is not stored: a chunk of the pool is what vLLM's KV blocks hold, byte for byte, and who reads it
+        could not tell.
         """
         pairs = [(key, getattr(obj, "source", None)) for key, obj in zip(keys, objs, strict=False)]
         sources = [(key, source) for key, source in pairs if source is not None]
-        refused = sum(not isinstance(obj, StoredObj) for obj in objs)
-        if refused and self.session.stats.failed("not_stored: another allocator's") == 1:
-            log.warning(
-                "%d chunks are not stored, nor will others be: another allocator made them, and the pool takes only what lies in KV blocks",
-                refused,
-            )
         names = self._named([key for key, _ in sources])
         # Those of one `note`, which LMCache puts at once, lie at the same slots.
         for _, noted in groupby(zip(names, sources, strict=False), key=lambda one: (id(one[1][1].kvcaches), id(one[1][1].slots))):
