@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 import torch
 
-from .processes import die_with_parent
+from .processes import die_with_parent, stopped
 
 S = TypeVar("S")
 SECONDS = 60.0
@@ -96,17 +96,10 @@ class Waker:
         """To be called often."""
         now = time.monotonic()
         for pid in pids:
-            if pid not in self._wakes and _stopped(pid):
+            if pid not in self._wakes and stopped(pid):
                 self._wakes[pid] = now + self._dice.uniform(0, self._longest)
                 self.stops += 1
         for pid in [pid for pid, at in self._wakes.items() if at < now]:
             del self._wakes[pid]
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-
-
-def _stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False

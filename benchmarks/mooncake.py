@@ -7,19 +7,25 @@ one. What is measured against the library alone is measured in turns with it, on
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
+from vcache_backend.config import ByteSize, Config, EngineConfig, OffloadConfig, PoolConfig, ServerConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.offload import objects
 
 from .kv import GIB, KV, Size, prompt, threads, timed
 from .mooncake_raw import WAYS
-from .mooncake_store import Site, until
-from .processes import PATIENT, Child
+from .mooncake_store import Depot
+from .processes import PATIENT, START_SECONDS, Child, metadata_server, module
 from .results import Row, load, row
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "host"
@@ -34,6 +40,58 @@ TINY = Size(layers=2, heads=2, dim=16, chunks=64)
 """64 chunks of 64 KiB, for what does not depend on bytes."""
 SIDE, PRODUCTS = (900, 2) if DEVICE == "host" else (8192, 8)
 """The matrices of a step: 40 ms on one core; on a GPU as many operations as 512 tokens of an 8B model take."""
+
+
+class Site:
+    """A store, nodes with a metadata server each, engines on them. Everything ends with the context."""
+
+    def __init__(self, *providers: int, **flags: Any) -> None:
+        """providers: bytes that each one lends. flags: the master's own."""
+        with ExitStack() as undo:
+            self.folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-bench-")))
+            self.depot = undo.enter_context(Depot(self.folder, providers, **flags))
+            self._undo = undo.pop_all()
+
+    def __enter__(self) -> Site:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def node(self) -> Path:
+        """A metadata server's socket."""
+        return self._undo.enter_context(metadata_server())
+
+    def raw(self, nbytes: int) -> Child:
+        """Mooncake's own client, with so much memory for objects."""
+        command = module("benchmarks.mooncake_raw", self.depot.master.address, str(nbytes))
+        child = self._undo.enter_context(Child("raw client", command, self.folder / "raw.log"))
+        child.answer(START_SECONDS)
+        return child
+
+    def engine(self, node: Path, kv: KV, pool_bytes: int, offload: OffloadConfig | None) -> VCacheEngine:
+        """With an open offload tier, or none."""
+        config = Config(
+            server=ServerConfig(socket=str(node)),
+            client=PATIENT,
+            pool=PoolConfig(device=kv.device, segment_bytes=ByteSize(pool_bytes)),
+            engine=EngineConfig(chunk_size=kv.size.chunk_tokens),
+            offload=offload or OffloadConfig(),
+        )
+        made = self._undo.enter_context(VCacheEngine(config, kv.layout))
+        made.register(kv.tensors)
+        if offload is not None:
+            until(lambda: made.get_stats()["offload"]["usable"])
+        return made
+
+
+def until(what: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Wait for it. Raises RuntimeError after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not so within {seconds:g} s")
+        time.sleep(0.01)
 
 
 def run() -> list[Row]:

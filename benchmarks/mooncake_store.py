@@ -1,16 +1,17 @@
-"""A Mooncake store: a master and providers of host memory, in processes of their own on 127.0.0.1; nodes and engines on it.
+"""A Mooncake store: a master and providers of host memory, in processes of their own on 127.0.0.1. For the tests, too.
 
-The programs come with the package.
+The programs come with the package, and are started as users start them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -19,14 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vcache_backend.config import ByteSize, Config, EngineConfig, MooncakeConfig, OffloadConfig, PoolConfig, ServerConfig
-from vcache_backend.engine import VCacheEngine
+from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig
 
-from .kv import KV
-from .processes import HOST, PATIENT, START_SECONDS, Child, Program, free_ports, metadata_server, module
+from .processes import HOST, Program, free_ports, stopped
 
-PROVIDER_SECONDS = 0.3
-"""How long a provider takes to have lent its memory once it listens, and more."""
+READY_SECONDS = 60.0
 
 
 def missing() -> str:
@@ -36,40 +34,107 @@ def missing() -> str:
             return f"{package} is not installed (pip install 'vcache-backend[mooncake]')"
     probe = [sys.executable, "-c", "import mooncake.store"]
     # In a process of its own: here it must not be loaded before its settings are made.
-    done = subprocess.run(probe, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    done = subprocess.run(probe, capture_output=True, text=True, timeout=READY_SECONDS, check=False)
     return done.stderr.strip().splitlines()[-1] if done.returncode else ""
 
 
 class Part(Program):
     """The master or a provider; `start` returns when it is ready."""
 
-    def __init__(self, log: Path, command: Sequence[str], ready: Callable[[], bool], **environment: str) -> None:
-        self._ready = ready
+    def __init__(self, log: Path, program: str, flags: dict[str, Any], **environment: str) -> None:
         # What our own clients set for themselves is not for others.
         theirs = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
-        super().__init__(command[0], command, log, theirs | environment)
+        command = [_path(program), *(f"--{name}={value}" for name, value in flags.items())]
+        super().__init__(program, command, log, theirs | environment)
 
     def start(self) -> None:
         super().start()
-        self.until(self._ready)
+        self.until(self.ready, READY_SECONDS)
+
+    def ready(self) -> bool:
+        """Whether it is in use."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Anew on the same ports. A master knows no object then; providers join it by themselves, within a second or two."""
+        self.kill()
+        self.start()
+
+    def stop(self) -> None:
+        """From now on it hangs."""
+        self.signal(signal.SIGSTOP)
+        while self.alive and not stopped(self.pid):
+            time.sleep(0.001)
+
+    def cont(self) -> None:
+        self.signal(signal.SIGCONT)
+
+
+class Master(Part):
+    """`mooncake_master`. more: its own flags, such as client_ttl=3."""
+
+    def __init__(self, folder: Path, ports: Sequence[int], **more: Any) -> None:
+        self.port, self.metrics_port = ports
+        self.address = f"{HOST}:{self.port}"
+        flags = {"rpc_address": HOST, "rpc_port": self.port, "metrics_host": HOST, "metrics_port": self.metrics_port}
+        super().__init__(folder / f"master-{self.port}.log", "mooncake_master", flags | {"enable_metric_reporting": "false"} | more)
+
+    def ready(self) -> bool:
+        return all(_listens(port) for port in (self.port, self.metrics_port))
+
+    def ask(self, path: str) -> str:
+        """An answer of its HTTP interface, such as /get_all_segments."""
+        with urllib.request.urlopen(f"http://{HOST}:{self.metrics_port}{path}", timeout=READY_SECONDS) as answer:
+            return str(answer.read().decode())
+
+    def segments(self) -> dict[str, int]:
+        """Bytes in use by the name of the segment."""
+        try:
+            listed = json.loads(self.ask("/get_segments_detail"))["segments"]
+        except OSError:
+            return {}
+        return {segment["segment_name"]: segment["allocator_used_bytes"] for segment in listed}
+
+
+class Provider(Part):
+    """`mooncake_client`, lending `nbytes` to `master`'s store."""
+
+    def __init__(self, folder: Path, port: int, master: Master, nbytes: int) -> None:
+        self.master = master
+        flags = {"host": HOST, "port": port, "master_server_address": master.address, "metadata_server": "P2PHANDSHAKE"}
+        flags |= {"protocol": "tcp", "global_segment_size": f"{nbytes} B", "local_buffer_size": 0}
+        super().__init__(folder / f"provider-{port}.log", "mooncake_client", flags, MC_TCP_BIND_ADDRESS=HOST)
+
+    def ready(self) -> bool:
+        return self.segment in self.master.segments()
+
+    @property
+    def segment(self) -> str:
+        """The name of what it lends, as the master knows it; empty before it has one."""
+        _, found, rest = self.log.read_text(errors="replace").rpartition("server_name: ")
+        return rest.split("\n", 1)[0].replace(" port: ", ":").strip() if found and "\n" in rest else ""
+
+    def gone(self) -> bool:
+        """Has the master taken notice that this one died? It does after `client_ttl`."""
+        return self.segment not in self.master.segments()
 
 
 class Depot:
-    """A master, and one provider for each of `providers`, in bytes. flags: the master's own, such as client_ttl=3."""
+    """A master, and one provider for each of `providers`, in bytes. flags: the master's own. ports: gives so many that are free."""
 
-    def __init__(self, folder: Path, providers: Sequence[int], **flags: Any) -> None:
-        port, metrics, *others = free_ports(2 + len(providers))
-        self.address, self._metrics = f"{HOST}:{port}", f"http://{HOST}:{metrics}/metrics"
-        own = {"rpc_address": HOST, "rpc_port": port, "metrics_host": HOST, "metrics_port": metrics}
-        command = [_program("mooncake_master"), *_flags(own | {"enable_metric_reporting": "false"} | flags)]
-        with ExitStack() as undo:
-            self.master = undo.enter_context(Part(folder / "master.log", command, lambda: listens(port) and listens(metrics)))
-            self.providers = [
-                undo.enter_context(self._provider(folder / f"provider{number}.log", nbytes, own_port))
-                for number, (nbytes, own_port) in enumerate(zip(providers, others, strict=True))
-            ]
-            self._undo = undo.pop_all()
-        time.sleep(PROVIDER_SECONDS)
+    def __init__(
+        self, folder: Path, providers: Sequence[int], *, ports: Callable[[int], list[int]] = free_ports, **flags: Any
+    ) -> None:
+        self._folder, self._ports = folder, ports
+        self.providers: list[Provider] = []
+        self._undo = ExitStack()
+        try:
+            self.master = self._undo.enter_context(Master(folder, ports(2), **flags))
+            for nbytes in providers:
+                self.lend(nbytes)
+        except BaseException:
+            self._undo.close()
+            raise
 
     def __enter__(self) -> Depot:
         return self
@@ -77,87 +142,35 @@ class Depot:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def _provider(self, log: Path, nbytes: int, port: int) -> Part:
-        flags = {"host": HOST, "port": port, "master_server_address": self.address, "metadata_server": "P2PHANDSHAKE"}
-        flags |= {"protocol": "tcp", "global_segment_size": f"{nbytes} B", "local_buffer_size": 0}
-        command = [_program("mooncake_client"), *_flags(flags)]
-        return Part(log, command, lambda: listens(port), MC_TCP_BIND_ADDRESS=HOST)
+    def lend(self, nbytes: int) -> Provider:
+        """One more provider."""
+        (port,) = self._ports(1)
+        self.providers.append(self._undo.enter_context(Provider(self._folder, port, self.master, nbytes)))
+        return self.providers[-1]
 
     def objects(self) -> int:
         """How many the store has, those included that are being written."""
-        with urllib.request.urlopen(self._metrics, timeout=START_SECONDS) as answer:
-            lines = answer.read().decode().splitlines()
+        lines = self.master.ask("/metrics").splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("master_key_count ")))
 
+    def config(self, **more: Any) -> MooncakeConfig:
+        """How to reach it, from this machine only."""
+        values: dict[str, Any] = {"master": self.master.address, "hostname": HOST}
+        return MooncakeConfig(**(values | more))
+
     def offload(self, **more: Any) -> OffloadConfig:
-        """An offload tier on it, write_through; `more` of OffloadConfig's values."""
-        mooncake = MooncakeConfig(master=self.address, hostname=HOST)
+        """An offload tier on it, write_through; `more` of OffloadConfig's values, `mooncake` of MooncakeConfig's."""
+        mooncake = self.config(**more.pop("mooncake", {}))
         values: dict[str, Any] = {"policy": "write_through", "min_bandwidth": ByteSize(0), "mooncake": mooncake}
         return OffloadConfig(**(values | more))
 
 
-class Site:
-    """A store, nodes with a metadata server each, engines on them. Everything ends with the context."""
-
-    def __init__(self, *providers: int, **flags: Any) -> None:
-        """providers: bytes that each one lends. flags: the master's own."""
-        with ExitStack() as undo:
-            self.folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-bench-")))
-            self.depot = undo.enter_context(Depot(self.folder, providers, **flags))
-            self._undo = undo.pop_all()
-
-    def __enter__(self) -> Site:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
-
-    def node(self) -> Path:
-        """A metadata server's socket."""
-        return self._undo.enter_context(metadata_server())
-
-    def raw(self, nbytes: int) -> Child:
-        """Mooncake's own client, with so much memory for objects."""
-        command = module("benchmarks.mooncake_raw", self.depot.address, str(nbytes))
-        child = self._undo.enter_context(Child("raw client", command, self.folder / "raw.log"))
-        child.answer(START_SECONDS)
-        return child
-
-    def engine(self, node: Path, kv: KV, pool_bytes: int, offload: OffloadConfig | None) -> VCacheEngine:
-        """With an open offload tier, or none."""
-        config = Config(
-            server=ServerConfig(socket=str(node)),
-            client=PATIENT,
-            pool=PoolConfig(device=kv.device, segment_bytes=ByteSize(pool_bytes)),
-            engine=EngineConfig(chunk_size=kv.size.chunk_tokens),
-            offload=offload or OffloadConfig(),
-        )
-        made = self._undo.enter_context(VCacheEngine(config, kv.layout))
-        made.register(kv.tensors)
-        if offload is not None:
-            until(lambda: made.get_stats()["offload"]["usable"])
-        return made
-
-
-def until(what: Callable[[], Any], seconds: float = 60.0) -> None:
-    """Wait for it. Raises RuntimeError after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not so within {seconds:g} s")
-        time.sleep(0.01)
-
-
-def listens(port: int) -> bool:
+def _listens(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex((HOST, port)) == 0
 
 
-def _flags(values: dict[str, Any]) -> list[str]:
-    return [f"--{name}={value}" for name, value in values.items()]
-
-
-def _program(name: str) -> str:
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else shutil.which(name) or name
+def _path(program: str) -> str:
+    beside = Path(sys.executable).parent / program
+    return str(beside) if beside.exists() else shutil.which(program) or program

@@ -212,6 +212,14 @@ class MetadataServer(Program):
         self.until(self.path.exists)
 
 
+def stopped(pid: int) -> bool:
+    """Whether the process is stopped by a signal, or by a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
 @contextmanager
 def metadata_server() -> Iterator[Path]:
     """One on a temporary socket, gone afterwards: the socket."""

@@ -371,7 +371,7 @@ def test_a_store_that_fails_under_a_load_costs_a_computation(
         process.cont()
     elif who == "master":
         master.restart()
-        eventually(lambda: provider.name in master.segments())
+        eventually(lambda: provider.segment in master.segments())
     else:
         two.depot.lend(64 * MIB)
         eventually(provider.gone)

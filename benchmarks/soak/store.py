@@ -22,7 +22,7 @@ from .worker import CHUNK_BYTES, CHUNK_TOKENS, MOST_CHUNKS, namespace, prompt, s
 
 STORE_BYTES = (16 << 20, 16 << 20)
 """Of each of two providers, of which four fifths are filled: not enough for what is stored."""
-FLAGS = {"client_ttl": 3, "default_kv_lease_ttl": 200, "eviction_high_watermark_ratio": 0.8}
+FLAGS: dict[str, Any] = {"client_ttl": 3, "default_kv_lease_ttl": 200, "eviction_high_watermark_ratio": 0.8}
 """Of the master."""
 CALL_SECONDS = 3.0
 TIMES: dict[str, Any] = {
@@ -83,9 +83,9 @@ class StoreMishaps(Mishaps):
         part.start()
 
     def _stopped(self, part: Part) -> None:
-        part.signal(signal.SIGSTOP)
+        part.stop()
         self._over.wait(self._dice.uniform(0, 3))
-        part.signal(signal.SIGCONT)
+        part.cont()
 
     def _hang(self) -> None:
         """Longer, now and then, than a call may take: the process is replaced then."""
@@ -108,7 +108,7 @@ class StoreMishaps(Mishaps):
         try:
             if self._vandal is None:
                 memory = str(DAMAGED * MOST_CHUNKS * OBJECT_BYTES)
-                command = module("benchmarks.mooncake_raw", self._depot.address, memory)
+                command = module("benchmarks.mooncake_raw", self._depot.master.address, memory)
                 self._vandal = Child("vandal", command, Path(self._folder.name, "log"))
                 self._vandal.answer(20.0)
             how = self._dice.choice(["flip", "cut", "zero", "next"])

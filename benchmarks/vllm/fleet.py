@@ -308,7 +308,7 @@ class Fleet:
             store = {
                 "policy": "write_through",
                 "min_bandwidth": 0,
-                "mooncake.master": self._depot.address,
+                "mooncake.master": self._depot.master.address,
                 "mooncake.hostname": HOST,
             }
             self._settings = msgspec.structs.replace(
