@@ -64,6 +64,7 @@ def _classes() -> Any:
 
         def __init__(self, config: Any, metadata: Any, block: int) -> None:
             config.extra_config = {**(config.extra_config or {}), **EXTRA, **ROOMY, "vcache.block_size": block}
+            config.store_location = "vcache"
             super().__init__(config=config, metadata=metadata)
             layers, _, tokens, heads, head = metadata.kv_shape
             self.caches = [torch.rand([2, 64 * tokens // block, block, heads, head], dtype=TYPE) for _ in range(layers)]

@@ -14,12 +14,12 @@ from vcache_backend.transfer.sources import LoadContext, Part, Settled, Source
 
 @dataclass
 class HeldChunk:
-    """One chunk's bytes, 1-D uint8 on the host, until it is given back, once. epoch: the one in which the offload tier it came from had
-    stored it; None where it came from elsewhere, and is no chunk of ours to keep."""
+    """One chunk's bytes, 1-D uint8 on the host, until it is given back, once. epoch: the one in which the offload tier that it came from
+    had stored it."""
 
     payload: Tensor
     give_back: Callable[[], None]
-    epoch: int | None = None
+    epoch: int
 
     @property
     def codec(self) -> None:
@@ -34,10 +34,9 @@ class _HeldPart(Part):
     chunks: list[HeldChunk]
 
     def settle(self) -> Settled:
-        seconds, epochs = self.seconds, {chunk.epoch for chunk in self.chunks if chunk.epoch is not None}
+        seconds = self.seconds
         self.drop()
-        if epochs:
-            self.context.settled_offloaded(self, epochs, seconds)
+        self.context.settled_offloaded(self, {chunk.epoch for chunk in self.chunks}, seconds)
         return Settled(self.count)
 
     def drop(self) -> None:
@@ -58,12 +57,11 @@ class HeldSource(Source):
         return self.expects(chunk)
 
     def launch(self, chunk: int) -> Part | None:
-        """Those of one origin: from the offload tier, or not."""
         if chunk not in self._held:
             return None
-        context, ours, count = self._context, self._held[chunk].epoch is not None, 1
+        context, count = self._context, 1
         uploader = context.session.uploads(context.places.kv)
-        while count < uploader.most and (after := self._held.get(chunk + count)) and (after.epoch is not None) == ours:
+        while count < uploader.most and chunk + count in self._held:
             count += 1
         plan, started = context.plan(chunk, count), perf_counter()
         chunks = [self._held.pop(chunk + i) for i in range(count)]
