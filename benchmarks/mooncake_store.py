@@ -77,7 +77,9 @@ class Master(Part):
         self.port, self.metrics_port = ports
         self.address = f"{HOST}:{self.port}"
         flags = {"rpc_address": HOST, "rpc_port": self.port, "metrics_host": HOST, "metrics_port": self.metrics_port}
-        super().__init__(folder / f"master-{self.port}.log", "mooncake_master", flags | {"enable_metric_reporting": "false"} | more)
+        super().__init__(
+            folder / f"master-{self.port}.log", "mooncake_master", flags | {"enable_metric_reporting": "false"} | more
+        )
 
     def ready(self) -> bool:
         return all(_listens(port) for port in (self.port, self.metrics_port))

@@ -23,6 +23,7 @@ from engine_cases import node as engine_node
 from kv_cases import CHUNK, PACKED, SMALL, Arrangement, Cache, Sizes
 from processes import PATIENT, Nursery, Worker, eventually, nursery
 
+from benchmarks.vllm.settings import lmcache as lmcache_settings
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
 
@@ -51,24 +52,15 @@ def settings(
 ) -> dict[str, Any]:
     """LMCache's configuration as a user of vcache writes it. `extra`: of `extra_config`; the rest are LMCache's own."""
     patience = {f"vcache.client.{name}": value for name, value in msgspec.structs.asdict(client).items()}
-    return {
-        "chunk_size": CHUNK,
-        "local_cpu": False,
-        "max_local_cpu_size": 0,
-        "pre_caching_hash_algorithm": "sha256_cbor",
-        "storage_plugins": ["vcache"],
-        "extra_config": {
-            "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
-            "storage_plugin.vcache.class_name": "VCacheBackend",
-            "save_only_first_rank": False,
-            "vcache.server.socket": str(socket),
-            "vcache.pool.device": "host",
-            "vcache.pool.segment_bytes": lent,
-            "vcache.block_size": SMALL.block_size,
-            **patience,
-            **(extra or {}),
-        },
-    } | lmcache
+    own = {
+        "vcache.server.socket": str(socket),
+        "vcache.pool.device": "host",
+        "vcache.pool.segment_bytes": lent,
+        "vcache.block_size": SMALL.block_size,
+        **patience,
+        **(extra or {}),
+    }
+    return lmcache_settings(own, {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | lmcache)
 
 
 class Setup(NamedTuple):

@@ -59,7 +59,7 @@ def test_what_another_allocator_made_is_not_stored(pair: Pair) -> None:
 
 # ---- LMCache's host tier beside us
 
-HOST_TIER: dict[str, Any] = {"local_cpu": True, "max_local_cpu_size": 0.01, "store_location": "vcache"}
+HOST_TIER: dict[str, Any] = {"local_cpu": True, "max_local_cpu_size": 0.01}
 
 
 def in_hot_cache(inside: Inside) -> int:

@@ -294,7 +294,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a changed version": ({"process": {"before": a_changed_lmcache}}, "retrieve with mask"),
     "a wrong setting": ({"extra": {"vcache.pool.segment_byte": 5}}, "vcache.pool.segment_bytes"),
     "an unknown layout": ({"arrangement": UNKNOWN}, "layout"),
-    "another tier that would get stores": ({"max_local_cpu_size": 0.01}, "set store_location: vcache"),
+    "another tier that would get stores": ({"store_location": None, "max_local_cpu_size": 0.01}, "set store_location: vcache"),
 }
 
 

@@ -24,6 +24,7 @@ from processes import IN_A_CONTAINER, PATIENT, SECONDS, Apart, Child, Nursery, W
 from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
 
 from benchmarks.vllm.answers import Answer as Answer
+from benchmarks.vllm.settings import lmcache as lmcache_settings
 from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside
@@ -319,27 +320,11 @@ class Node:
         **arguments: Any,
     ) -> Instance:
         """An instance with LMCache. lmcache: differences from the configuration a user would write; arguments: of vLLM's `LLM`."""
-        changes = dict(lmcache or {})
-        settings = {
-            "chunk_size": CHUNK,
-            "local_cpu": False,
-            "max_local_cpu_size": 0,
-            "pre_caching_hash_algorithm": "sha256_cbor",
-            "storage_plugins": ["vcache"],
-            "store_location": "vcache",
-            "extra_config": {
-                "save_only_first_rank": False,
-                "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
-                "storage_plugin.vcache.class_name": "VCacheBackend",
-                "vcache.server.socket": str(self.socket),
-                "vcache.pool.segment_bytes": "64 MiB",
-                **{f"vcache.client.{name}": value for name, value in self.client.items()},
-                **changes.pop("extra_config", {}),
-            },
-            **changes,
-        }
+        changes = {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | (lmcache or {})
+        own = {"vcache.server.socket": str(self.socket), "vcache.pool.segment_bytes": "64 MiB"}
+        own |= {f"vcache.client.{name}": value for name, value in self.client.items()} | changes.pop("extra_config", {})
         file = self.folder / f"{name}.yaml"
-        file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+        file.write_text(json.dumps(lmcache_settings(own, changes)))
         return self._instance(name, {"LMCACHE_CONFIG_FILE": str(file), **(environment or {})}, arguments)
 
     def transfer(self, settings: dict[str, Any] | None = None, role: str = "kv_both") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ..processes import ROOT
 from .instances import KINDS, Spec
 from .scale import Scale
 
@@ -105,24 +106,15 @@ def _plain(value: str) -> Any:
 
 
 def lmcache_file(scale: Scale, spec: Spec, integration: Integration) -> dict[str, Any]:
-    """LMCache's YAML (JSON is YAML)."""
+    """configs/lmcache-vcache.yaml with what is different here, for JSON, which is YAML."""
     # Beside instances of our own connector, which lend the pool its memory, those of LMCache's lend nothing.
     lends = 0 if spec.variant == "lmcache" else scale.pool_bytes
-    return {
-        "chunk_size": scale.chunk,
-        "pre_caching_hash_algorithm": "sha256",
-        "local_cpu": False,
-        "max_local_cpu_size": 0,
-        "storage_plugins": ["vcache"],
-        "store_location": "vcache",
-        # Without it look-ups promise the pool alone.
-        **({"enable_async_loading": True} if spec.below else {}),
-        "extra_config": {
-            "save_only_first_rank": False,
-            "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
-            "storage_plugin.vcache.class_name": "VCacheBackend",
-            "vcache.server.socket": str(integration.socket),
-            "vcache.pool.segment_bytes": lends,
-            **integration.settings(spec),
-        },
-    }
+    own = {"vcache.server.socket": str(integration.socket), "vcache.pool.segment_bytes": lends, **integration.settings(spec)}
+    # Without the last one look-ups promise the pool alone.
+    return lmcache(own, {"chunk_size": scale.chunk, **({"enable_async_loading": True} if spec.below else {})})
+
+
+def lmcache(extra: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """configs/lmcache-vcache.yaml with changes: of `extra_config`, and of LMCache's own."""
+    written = msgspec.yaml.decode((ROOT / "configs/lmcache-vcache.yaml").read_bytes(), type=dict[str, Any])
+    return {**written, "extra_config": {**written["extra_config"], **extra}, **theirs}

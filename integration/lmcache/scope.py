@@ -65,9 +65,8 @@ def has_own_tag(extra_args: Mapping[str, Any] | None) -> bool:
 
 
 def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
-    """A copy of `SamplingParams.extra_args` with our tag first, whatever the user wrote under that name.
+    """A copy of `SamplingParams.extra_args` with our tag, whatever the user wrote under that name.
 
-    First, because LMCache joins tags in this order for the keys of its other tiers: no tag of a user's can then imitate ours.
     ValueError for a tag that LMCache could not hash.
     """
     params = _params(extra_args)
