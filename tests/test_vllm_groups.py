@@ -394,7 +394,9 @@ class Pair:
         # What vLLM's own cache keeps of each step, to compare with.
         kept = {"prefix_cache_retention_interval": CHUNK} if states else {}
         self.a = here.connect(f"{name}-a", {"connector": share}, model=model, **few, **kept)
-        self.b = here.connect(f"{name}-b", {"connector": share | {"sync_below_tokens": 0}}, model=model, **few if states else {})
+        # Its steps are others, of which no answer may depend.
+        steps = few | {"max_num_batched_tokens": 3 * CHUNK} if states else {}
+        self.b = here.connect(f"{name}-b", {"connector": share | {"sync_below_tokens": 0}}, model=model, **steps)
         full = layers.count("f")
         self.tables = len(layers) // (min(full, len(layers) - full) or len(layers))
         self.full, self.window = self.tables * full // len(layers), window

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from processes import eventually
-from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Instance, Node, missing, new_tokens, node
-from vllm_models import IMAGE, write_eagle, write_model, write_states, write_vision_model
+from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Answer, Instance, Node, missing, new_tokens, node
+from vllm_models import IMAGE, write_eagle, write_eagle3, write_guessed, write_mtp, write_states, write_vision_model
 
 from vcache_backend.config import from_dict
 from vcache_backend.doctor import diagnose
@@ -157,36 +157,50 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(here: Node, 
     ("method", "kinds", "layers", "share"),
     [
         ("draft_model", "", 8, "pool"),
-        ("draft_model", "", 8, "in_place"),
         ("eagle", "", 5, "pool"),
-        ("eagle", "sfsf", 6, "in_place"),
+        ("eagle", "fsfs", 6, "in_place"),
+        ("eagle3", "", 5, "pool"),
+        ("mtp", "", 5, "in_place"),
     ],
 )
 def test_the_kv_of_a_draft_comes_with_its_targets(
     here: Node, start: Start, method: str, kinds: str, layers: int, share: str
 ) -> None:
-    """Otherwise its guesses after a hit would be worthless: the draft is the model itself, and nearly always right; or a head, which never
-    is. Where some layers look at a window, it lies in the others' table, and theirs is padded to its length."""
+    """Otherwise its guesses after a hit would be worthless: they are as good as after vLLM's own hit. Where some layers look at a window,
+    the head's lies in the others' table, and theirs is padded to its length."""
     folder = here.folder / f"{method}{kinds}{share}"
-    model = write_model(folder / "target", kinds, window=64)
-    draft = model if method == "draft_model" else write_eagle(folder / "head")
-    guesses = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
+    guesses: dict[str, Any] = {"method": method, "num_speculative_tokens": 1 if method == "mtp" else 3}
+    if method == "mtp":
+        model = write_mtp(folder / "target")
+    else:
+        model, write = write_guessed(folder / "target", kinds, 64), {"eagle": write_eagle, "eagle3": write_eagle3}
+        guesses["model"] = str(write[method](folder / "head") if method in write else model)
     b = start({"connector": {"share": share}}, model=str(model), speculative_config=guesses)
     reader = b if share == "pool" else start({"connector": {"share": share}}, model=str(model), speculative_config=guesses)
-    tokens = new_tokens(LENGTH + 1)
+    tokens = new_tokens(LENGTH + 9)
     computed = here.keep(b, tokens, max_tokens=24)
     said = [line for line in b.log.splitlines() if "B a chunk" in line][-1]
     assert f" {layers * TOKEN_BYTES // 4 * CHUNK:,} B a chunk" in said
+    own, guessed_after_own = guessing(b, tokens)
     reader.forget()
     reader.ask("poison")
-    before = [reader.counter(f"vllm:spec_decode_num_{what}_tokens") for what in ("draft", "accepted")]
-    hit = reader.one(tokens, max_tokens=24)
-    assert hit.cached == LENGTH
+    hit, guessed = guessing(reader, tokens)
+    assert (hit.cached, own.cached > 0) == (LENGTH, True)
     assert hit.agrees(computed)
+    assert hit.agrees(own)
     assert kinds or reader.ask("written", True) == reader.ask("written") > LENGTH // BLOCK
-    after = [reader.counter(f"vllm:spec_decode_num_{what}_tokens") for what in ("draft", "accepted")]
-    guessed, right = (now - then for now, then in zip(after, before, strict=True))
-    assert (right > 0.6 * guessed > 0) == (method == "draft_model")
+    drafted, right = guessed
+    assert right > drafted / 5 > 0
+    # With AMX the last bits depend on how many tokens a step computes, and a guess may.
+    assert guessed == guessed_after_own or hit.said != own.said
+
+
+def guessing(instance: Instance, tokens: list[int]) -> tuple[Answer, list[int]]:
+    """An answer, how many of its tokens were guessed ahead, and how many of those rightly."""
+    names = [f"vllm:spec_decode_num_{what}_tokens" for what in ("draft", "accepted")]
+    before = [instance.counter(name) for name in names]
+    answer = instance.one(tokens, max_tokens=24)
+    return answer, [instance.counter(name) - count for name, count in zip(names, before, strict=True)]
 
 
 def test_an_image_is_a_part_of_the_prefix_by_what_it_shows(here: Node, start: Start) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import vllm._custom_ops
 import vllm.entrypoints.llm
 import vllm.lora.resolver
 import vllm.model_executor.layers.quantization.online.base
@@ -46,6 +47,17 @@ type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls
 _context = multiprocessing.get_context
 multiprocessing.get_context = lambda method=None: _context("fork" if method == "spawn" else method)
 """On a CPU vLLM has its engines and workers import everything once more."""
+_rotate = vllm._custom_ops.rotary_embedding
+
+
+def _rotate_flat(positions: Any, query: Any, key: Any, *more: Any, **named: Any) -> None:
+    """Of queries by head, which LFM 2 has, the kernel for CPUs (vLLM 0.32) takes tokens for batches: it rotates other numbers, and others
+    yet if a prompt's steps are cut otherwise."""
+    flat = positions.dim() == 1 and query.dim() == 3
+    _rotate(positions, query.view(len(query), -1) if flat else query, key.view(len(key), -1) if flat else key, *more, **named)
+
+
+vllm._custom_ops.rotary_embedding = _rotate_flat
 with suppress(ImportError):
     importlib.import_module("lmcache.integration.vllm.vllm_v1_adapter")
 PATIENCE_SECONDS = 60.0

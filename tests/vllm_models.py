@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,22 +96,75 @@ def write_lora(folder: Path, seed: int) -> Path:
     return folder
 
 
+def write_guessed(folder: Path, windowed: str = "", window: int = 0) -> Path:
+    """That model, of whose layers the first one says nearly all: what a head of one layer guesses is right every now and then."""
+    return _changed(write_model(folder, windowed, window), _first_layer_above_all)
+
+
 def write_eagle(folder: Path) -> Path:
-    """An EAGLE head of that model, of one layer; it guesses nothing right."""
+    """An EAGLE head of it: its first layer, for the token that comes next."""
+    import torch
+
+    def head(weights: dict[str, Any]) -> dict[str, Any]:
+        layer = {
+            name.removeprefix("model."): one for name, one in weights.items() if ".layers.0." in name and "input_" not in name
+        }
+        return layer | {"fc.weight": torch.eye(_HIDDEN, 2 * _HIDDEN)}
+
+    return _changed(write_model(folder), head, architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1)
+
+
+def write_eagle3(folder: Path) -> Path:
+    """An EAGLE-3 head of it, which has nothing of what the target's layers say."""
+    import torch
+
+    def head(weights: dict[str, Any]) -> dict[str, Any]:
+        found = {"fc.weight": torch.zeros(_HIDDEN, 3 * _HIDDEN), "norm.weight": torch.ones(_HIDDEN)}
+        found |= {"midlayer.hidden_norm.weight": torch.ones(_HIDDEN), "lm_head.weight": weights["lm_head.weight"]}
+        for name, one in weights.items():
+            wide = any(part in name for part in ("q_proj", "k_proj", "v_proj"))
+            if ".layers.0." in name:
+                named = name.replace("model.layers.0", "midlayer")
+                found[named] = torch.cat([one, torch.zeros_like(one)], 1) if wide else one
+        return found
+
+    kind = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": VOCABULARY}
+    return _changed(write_model(folder), head, **kind, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+
+
+def write_mtp(folder: Path) -> Path:
+    """It as a MiMo, whose own last layer, for the token after the next one, is its first one."""
+    import torch
+
+    def both(weights: dict[str, Any]) -> dict[str, Any]:
+        found = _first_layer_above_all(weights)
+        for layer in range(_LAYERS):
+            for name, heads in (("q", _HEADS), ("k", _KV_HEADS), ("v", _KV_HEADS)):
+                found[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = torch.zeros(heads * _HEAD)
+        found |= {name.replace(".layers.", ".mtp_layers."): one.clone() for name, one in found.items() if ".layers.0." in name}
+        found |= {f"model.mtp_layers.0.{name}_layernorm.weight": torch.ones(_HIDDEN) for name in ("token", "hidden", "final")}
+        return found | {"model.mtp_layers.0.input_proj.weight": torch.eye(_HIDDEN, 2 * _HIDDEN).roll(_HIDDEN, 1)}
+
+    kind = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    return _changed(write_model(folder), both, **kind)
+
+
+def _first_layer_above_all(weights: dict[str, Any]) -> dict[str, Any]:
+    ends = "o_proj", "down_proj"
+    return {
+        name: one / 50 if ".layers.0." not in name and any(end in name for end in ends) else one for name, one in weights.items()
+    }
+
+
+def _changed(folder: Path, weights: Callable[[dict[str, Any]], dict[str, Any]], **config: Any) -> Path:
+    """The model in `folder` with other weights, and what else its configuration says."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    config = json.loads((write_model(folder) / "config.json").read_text())
-    weights = load_file(folder / "model.safetensors")
-    head = {
-        name.removeprefix("model."): one
-        for name, one in weights.items()
-        if ".layers.0." in name and "input_layernorm" not in name
-    }
-    head["fc.weight"] = torch.ones((_HIDDEN, 2 * _HIDDEN), dtype=torch.bfloat16)
-    save_file(head, str(folder / "model.safetensors"))
-    config |= {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
+    made = weights(load_file(folder / "model.safetensors"))
+    save_file({name: one.to(torch.bfloat16) for name, one in made.items()}, str(folder / "model.safetensors"))
+    told = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(told))
     return folder
 
 
