@@ -252,6 +252,9 @@ def test_status_shows_segments_hits_counters_and_latencies() -> None:
     ):
         assert part in text
     assert "clear" not in text
+    assert "saved" not in text
+    told = text_of(status.render(msgspec.structs.replace(STATS, saved={"00": 190.0, "11": 10.5})))
+    assert "Hits: about 3 min 20 s of prefill saved" in told
 
 
 def test_status_shows_what_happened_since_the_last_look_but_for_a_restart_and_whose_slots_wait() -> None:

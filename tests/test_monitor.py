@@ -105,6 +105,7 @@ def used(alone: Stage) -> Client:
     owner.find(keys(5))  # as vLLM's workers, it has told no layout
     reader.show_reads([m.Reads(A, 1010 << 20, 2)])
     reader.report("error", MARKUP)
+    saved(reader, 0.0)
     return reader
 
 
@@ -112,6 +113,12 @@ def looked_for(reader: Client) -> None:
     """Five chunks, of which three are there, and one that is not."""
     reader.find(keys(5))
     reader.acquire(keys(1))
+
+
+def saved(reader: Client, seconds: float) -> None:
+    """So much prefill, or none yet, as the server hears at once."""
+    reader.saves(seconds)
+    reader.list_segments()
 
 
 def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
@@ -129,7 +136,9 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     assert [seen[f"vcache_namespace_{what}_tokens_total", "llama", "cafe"] for what in ("asked", "found")] == [6 * 256, 3 * 256]
     assert ("vcache_namespace_hit_ratio_1m", "llama", "cafe") not in seen
     looked_for(reader)
+    saved(reader, 200.0)
     eventually(lambda: samples(address).get(("vcache_namespace_hit_ratio_1m", "llama", "cafe")) == 0.5)
+    eventually(lambda: samples(address)["vcache_namespace_saved_prefill_seconds_total", "llama", "cafe"] == 200.0)
     assert seen["vcache_server_requests_total", "Publish"] == 1
     assert 10 < seen["vcache_server_open_fds",] < seen["vcache_server_max_fds",]
     assert seen["vcache_server_journal_bytes",] > 0
@@ -207,11 +216,14 @@ def test_a_browser_shows_the_page_and_what_clients_say_is_no_markup(alone: Stage
     eventually(lambda: get(address, "/readyz")[0] == 200)
     looked_for(reader)
     eventually(lambda: json.loads(get(address, "/stats.json")[1])["hits_1m"] == {"cafe": [6 * 256, 3 * 256]})
+    saved(reader, 200.0)
+    eventually(lambda: json.loads(get(address, "/stats.json")[1])["saved_1h"] == 200.0)
     page = shown(f"http://{address}/").stdout
     assert '<span id="state" class="good">up</span>' in page
     for said in (
         "<td>1,536</td><td>768</td><td>50.0 %</td>",
         '<b>3</b><span class="dim">chunks in KV caches',
+        '<b>about 3 min 20 s</b><span class="dim">of prefill saved, the last hour',
         "1010 MiB, 2 refused",
         A.hex()[:8] + " on host",
     ):

@@ -7,11 +7,12 @@ can only have it from the pool; `aside` is vLLM alone; `tiny` has hardly room. `
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import eventually
-from vllm_cases import BLOCK, CHUNK, TINY, Instance, Node, Prompt, Router, missing, new_tokens, node
+from vllm_cases import BLOCK, CHUNK, QUICK, SCATTER, TINY, Instance, Node, Prompt, Router, meddled, missing, new_tokens, node
 
 pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
 
@@ -262,3 +263,29 @@ def test_resetting_the_cache_empties_the_pool_too(here: Node, a: Instance, b: In
     again = here.keep(a, new_tokens(3 * CHUNK))
     assert again.cached == 0
     eventually(lambda: a.one(short, max_tokens=1) and len(router.finds()["CPU"]) == 3 * CHUNK // BLOCK)
+
+
+# ---- what hits save
+
+
+@pytest.mark.parametrize("sync_below", [4096, 0])
+def test_the_server_hears_how_much_prefill_hits_have_saved(tmp_path: Path, sync_below: int) -> None:
+    """By what a token takes in whole prompts, less the time of the loads; nothing for what was loaded in vain."""
+    with node(tmp_path, QUICK) as own:
+        writer, reader = own.connect("writer"), own.connect("reader", {"connector": {"sync_below_tokens": sync_below}})
+        hits = [new_tokens(12 * CHUNK + 1) for _ in range(3)]
+        for tokens in hits:
+            own.keep(writer, tokens, max_tokens=1)
+        assert reader.one(hits[0], max_tokens=1).cached == 12 * CHUNK
+        assert reader.ask("estimate")[0] is None, "nobody knows what it has saved"
+        for _ in range(3):
+            reader.run(*(Prompt(new_tokens(12 * CHUNK), max_tokens=1) for _ in range(2)), together=True)
+        with meddled(reader, SCATTER, "raise"):
+            reader.one(hits[1], max_tokens=1)
+        each, before = reader.ask("estimate")
+        eventually(lambda: list(own.stats().saved.values()) == [0.0])
+        assert reader.one(hits[2], max_tokens=1).cached == 12 * CHUNK
+        again, after = reader.ask("estimate")
+        assert each == again > 0.0, "a hit does not tell what a token takes"
+        saved = max(12 * CHUNK * each - (after - before), 0.0)
+        eventually(lambda: list(own.stats().saved.values()) == [pytest.approx(saved)])

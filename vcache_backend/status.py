@@ -121,7 +121,7 @@ def render(
     tables = [
         instances_table(stats.instances),
         _reads(stats),
-        table("Hits", ("request", "rate", "", "found", "asked"), _hits(stats)),
+        table(_saved(stats), ("request", "rate", "", "found", "asked"), _hits(stats)),
         _counters(stats, before if before is not None and seconds and before.epoch == stats.epoch else None, seconds),
         table("Time inside the server", ("request", ">count", ">p50 µs", ">p99 µs"), latencies),
         table("Namespaces", ("namespace", "~what it is"), sorted(stats.namespaces.items())),
@@ -214,6 +214,10 @@ def _headline(stats: ServerStats) -> Text:
     for name in ("clients", "chunks", "leases", "reservations", "quarantined"):
         text.append(f"   {name} ", "dim").append(f"{getattr(stats, name):,}")
     return text.append("   memory ", "dim").append(size(stats.rss_bytes))
+
+
+def _saved(stats: ServerStats) -> str:
+    return f"Hits: about {duration(sum(stats.saved.values()))} of prefill saved, an estimate" if stats.saved else "Hits"
 
 
 def _hits(stats: ServerStats) -> Iterator[tuple[str | Text, ...]]:

@@ -110,7 +110,12 @@ class VCacheConnector(SilentConnector):
         except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
             side.stop_stores(meta)
             self.note_failure("build_connector_meta", error)
+        self._scheduled(side, scheduler_output, meta)
         return meta
+
+    @answers(None)
+    def _scheduled(self, scheduler: SchedulerSide, output: Any, meta: StepMetadata) -> None:
+        scheduler.savings.scheduled(output, meta)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.finished_recving or getattr(connector_output, "kv_connector_worker_meta", None) is not None:
@@ -215,6 +220,9 @@ class VCacheConnector(SilentConnector):
 
     @answers(None)
     def get_kv_connector_stats(self) -> Any:
+        """vLLM's scheduler asks once it has a step's output."""
+        if self._scheduler is not None:
+            self._scheduler.savings.over()
         if self._worker is not None:
             self._worker.measured()
         return self._meter.take()

@@ -201,6 +201,9 @@ class Introduction:
 
     def close(self) -> None:
         """Idempotent."""
+        if self.client is not None:
+            with suppress(VCacheError):  # with what is still to be told
+                self.client.list_segments()
         for part in (self.courier, self.client, self.offload):
             if part is not None:
                 part.close()

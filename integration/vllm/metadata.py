@@ -157,7 +157,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class LoadSpan(NamedTuple):
-    """One worker's part of a request's load, for traces. began, ended: nanoseconds of the wall clock. nbytes: by where they lay, see
+    """One worker's part of a request's load, once it is over. began, ended: nanoseconds of the wall clock. nbytes: by where they lay, see
     `LoadStats`; metadata_seconds, data_seconds: likewise. failure: its cause, if it did not hold."""
 
     request_id: str
@@ -177,7 +177,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     numbers, where that changed, or nobody knew. mapped: the instances whose KV caches they can read, likewise. read: the numbers of the
     synchronous loads that are over, all workers' in the same step. links: how workers reach the offload tier, where that changed.
     shards: what they hold, by (pipeline rank, tensor rank), where the step asked. stored: keys, of rank 0, of what each rank has stored,
-    where somebody wants KV events. spans: of every load that is over, where vLLM traces.
+    where somebody wants KV events. spans: of every load that is over.
 
     Of vLLM's ways up this is the one that connectors beside ours share."""
 

@@ -25,6 +25,7 @@ from .metadata import LoadSpec, StepMetadata, WorkerReport
 from .model_spec import ModelSpec
 from .publications import NEVER, Publications
 from .resident_pool import NUMBERS
+from .savings import Savings
 from .stats import Meter
 from .unconfirmed import Unconfirmed
 from .victims import Victims
@@ -96,6 +97,7 @@ class SchedulerSide:
             config, stores, self._groups, self._block, self._hash_block, kind, self.instance, self.lookups
         )
         self._spans = traces.begin(vllm_config, self.instance.workers)
+        self.savings = Savings(self.instance)
         self.prefix_cache: Any = None
         """vLLM's `BlockPool`, once it is known."""
         self._requests: dict[str, Tracked] = {}
@@ -212,6 +214,9 @@ class SchedulerSide:
         tracked.loading = not load.synchronous
         if self._spans is not None:
             self._spans.loading(tracked, external, load.synchronous)
+        if not asked.announced and not tracked.consumes:
+            # What is meant for this reader alone was computed for it: nothing is saved.
+            self.savings.loading(request.request_id, external)
         if answer is not None:
             answer.lease = None
 
@@ -278,6 +283,7 @@ class SchedulerSide:
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):
             self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
+            self.savings.loaded(report.spans)
             if self._spans is not None:
                 self._spans.loaded(report.spans)
         for request_id in output.finished_recving or ():

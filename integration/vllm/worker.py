@@ -33,7 +33,7 @@ from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .. import amx, memory_budget, round_trip
-from . import compat, exportable, groups, model_spec, traces
+from . import compat, exportable, groups, model_spec
 from .in_place import InPlace
 from .metadata import LoadSpan, LoadSpec, Shard, StepMetadata
 from .replicas import Replica
@@ -142,7 +142,6 @@ class WorkerSide:
         self._stores = Stores(meter, groups.keep_states(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
         self.report = Reporter((pp_rank, tp_rank), number, self._rank, compat.publishes_events(vllm_config))
-        self._traced = traces.wanted(vllm_config)
         self.unsafe = ""
         """Why the tokens of the step that just ran may be wrong, in a way vLLM would not mend."""
 
@@ -331,7 +330,7 @@ class WorkerSide:
             self.report.failed.add(spec.request_id)
             self._invalid |= set(spec.wanted)
             self._note_failed(spec)
-            self._trace(spec, None)
+            self._say(spec, None)
             if spec.synchronous:
                 self.report.read.add(spec.number)
                 self._synchronous_failed(spec)
@@ -371,7 +370,7 @@ class WorkerSide:
             self.report.failed.add(name)
             self._invalid |= set(invalid)
             self._note_failed(loading.spec)
-        self._trace(loading.spec, loading)
+        self._say(loading.spec, loading)
         with suppress(Exception):  # a number too few
             if loading.stats.tokens.total() or not loading.cause:
                 self._meter.loaded(loading.stats)
@@ -381,10 +380,8 @@ class WorkerSide:
                 self._meter.count("failures", 1, loading.failure)
                 self._meter.count("recomputed_tokens", tokens)
 
-    def _trace(self, spec: LoadSpec, loading: Loading | None) -> None:
+    def _say(self, spec: LoadSpec, loading: Loading | None) -> None:
         """loading: None if it never began."""
-        if not self._traced:
-            return
         name, number, now = spec.request_id, self.report.number, time.time_ns()
         if loading is None:
             self.report.spans.append(LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -48,6 +49,8 @@ class Client(ResidentCalls):
         """Called every `heartbeat_seconds`, as those are."""
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
         self._avoided: set[m.SegmentId] = set()
+        self._saved: float | None = None
+        self._saving = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
         super().__init__(path, config, m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token), reconnect)
 
@@ -171,7 +174,21 @@ class Client(ResidentCalls):
         return self._call(m.Move(id_), m.Moves, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
-        return self._call(m.ListSegments(), m.Segments).segments
+        """Also says what `saves` was told since."""
+        with self._saving:
+            saved, self._saved = self._saved, None
+        try:
+            return self._call(m.ListSegments(saved), m.Segments).segments
+        except VCacheError:
+            if saved is not None:
+                self.saves(saved)
+            raise
+
+    def saves(self, seconds: float) -> None:
+        """Hits have saved so many seconds of prefill, or none yet: the server, or the one after it, hears of it with the next heartbeat;
+        twice, where its answer comes too late."""
+        with self._saving:
+            self._saved = min((self._saved or 0.0) + seconds, m.MAX_SAVED_SECONDS)
 
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)

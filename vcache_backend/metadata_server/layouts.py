@@ -35,8 +35,10 @@ class Layouts:
         self._mismatches: list[m.Mismatch] | None = []
         self.hits: dict[str, list[int]] = {}
         """Tokens that instances have asked for and that were there, by namespace, since the server's start."""
-        self._counted: dict[int, tuple[int, list[int]]] = {}
-        """By client: tokens of a chunk, and where to count."""
+        self.saved: dict[str, float] = {}
+        """Seconds of prefill, likewise, of those of which an instance has made an estimate."""
+        self._counted: dict[int, tuple[str, int, list[int]]] = {}
+        """By client: its namespace, tokens of a chunk, and where to count."""
 
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
         """Remember an instance; a line for each other namespace of the same model: it cannot share with that."""
@@ -58,20 +60,28 @@ class Layouts:
         are not counted; LMCache's do, and are."""
         counted = self._counted.get(client)
         if counted is not None:
-            each, totals = counted
+            _, each, totals = counted
             totals[0] += each * chunks
             totals[1] += each * found
+
+    def saves(self, client: int, seconds: float | None) -> None:
+        """An instance's hits have saved so many seconds; None: it does not say."""
+        name = self._counted[client][0] if client in self._counted else ""
+        if seconds is not None and name in self.hits:
+            self.saved[name] = self.saved.get(name, 0.0) + seconds
 
     def _count(self, client: Peer, layout: dict[str, str]) -> None:
         name, each = printable(layout.get("namespace", "")), layout.get("chunk_size", "")
         if name and each.isascii() and each.isdigit() and len(each) <= MAX_CHUNK_DIGITS:
             totals = self.hits.pop(name, [0, 0])
             if len(self.hits) >= MAX_NAMESPACES:
-                connected = {id(counts) for _, counts in self._counted.values()}
+                connected = {id(counts) for *_, counts in self._counted.values()}
                 ended = (old for old, counts in self.hits.items() if id(counts) not in connected)
-                del self.hits[next(ended, next(iter(self.hits)))]
+                gone = next(ended, next(iter(self.hits)))
+                del self.hits[gone]
+                self.saved.pop(gone, None)
             self.hits[name] = totals
-            self._counted[client.id] = int(each), totals
+            self._counted[client.id] = name, int(each), totals
 
     def drop(self, client: int) -> None:
         """The instance is gone."""

@@ -68,6 +68,7 @@ MAX_FIELDS = 64
 Field = Annotated[str, msgspec.Meta(max_length=64, pattern=_PRINTABLE)]
 TOKEN_BITS = 63
 MAX_REPORT_CHARS = 1024
+MAX_SAVED_SECONDS = 1e9
 GRACE_SECONDS = 0.25
 """So long after it was granted or renewed (unless it was given for less) a lease holds whatever happens: its holder's connection
 may be lost, its server may die and start again. A copy that is over by then needs nobody's word for it."""
@@ -313,7 +314,10 @@ class Move(Request, frozen=True, tag="move"):
 
 
 class ListSegments(Request, frozen=True, tag="list_segments"):
-    """→ `Segments`."""
+    """→ `Segments`. `saved`: seconds of prefill that hits of this client's instance have saved since it said so last, by its own estimate;
+    None: it says nothing."""
+
+    saved: Annotated[float, msgspec.Meta(ge=0, le=MAX_SAVED_SECONDS)] | None = None
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
@@ -698,7 +702,8 @@ class Latency(msgspec.Struct, frozen=True, array_like=True):
 class ServerStats(Reply, frozen=True, tag="server_stats"):
     """Counters since the server's start. `lookup_*` count chunks asked and found; `latency` is by request name.
     `reports`: the newest, oldest first. `quarantined_slots`: slots that wait until their
-    writer, by its pid, ends or answers for them. `hits`: by namespace, prompt tokens that instances asked for and that were there."""
+    writer, by its pid, ends or answers for them. `hits`: by namespace, prompt tokens that instances asked for and that were there.
+    `saved`: by namespace, seconds of prefill that hits have saved, where an instance has made an estimate."""
 
     epoch: int
     uptime_seconds: float
@@ -719,6 +724,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     still_mapped: list[StillMapped] = []
     reads: list[ReadStats] = []
     hits: dict[str, tuple[int, int]] = {}
+    saved: dict[str, float] = {}
 
 
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ResizeSegment | Move | ListSegments

@@ -42,6 +42,7 @@ def server_stats(service: Service) -> m.ServerStats:
         still_mapped=service.instances.still_mapped(),
         reads=service.of_instances.reads.stats(),
         hits={name: (min(asked, _MOST_TOKENS), min(found, _MOST_TOKENS)) for name, (asked, found) in layouts.hits.items()},
+        saved=dict(layouts.saved),
     )
     return fitting(stats)
 
@@ -49,7 +50,7 @@ def server_stats(service: Service) -> m.ServerStats:
 def fitting(stats: m.ServerStats) -> m.ServerStats:
     """`stats` as a message can hold them: with less of what clients said of themselves, the newest of it, then of who shares in place."""
     while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES:
-        if stats.reports or stats.mismatches or stats.namespaces or stats.reads or stats.hits:
+        if stats.reports or stats.mismatches or stats.namespaces or stats.reads or stats.hits or stats.saved:
             stats = _less_told(stats)
         elif stats.instances or stats.still_mapped:
             some, kept = stats.instances, stats.still_mapped
@@ -61,7 +62,7 @@ def fitting(stats: m.ServerStats) -> m.ServerStats:
 
 def _less_told(stats: m.ServerStats) -> m.ServerStats:
     """Half of what clients said of themselves, the newest of it."""
-    namespaces, hits = list(stats.namespaces.items()), list(stats.hits.items())
+    namespaces, hits, saved = (list(one.items()) for one in (stats.namespaces, stats.hits, stats.saved))
     return msgspec.structs.replace(
         stats,
         reports=stats.reports[(len(stats.reports) + 1) // 2 :],
@@ -69,6 +70,7 @@ def _less_told(stats: m.ServerStats) -> m.ServerStats:
         reads=stats.reads[: len(stats.reads) // 2],
         namespaces=dict(namespaces[(len(namespaces) + 1) // 2 :]),
         hits=dict(hits[(len(hits) + 1) // 2 :]),
+        saved=dict(saved[(len(saved) + 1) // 2 :]),
     )
 
 

@@ -134,7 +134,8 @@ class Service:
                 return self._resize_segment(request), None
             case m.Move(id_):
                 return directory.move(client, id_), None
-            case m.ListSegments():
+            case m.ListSegments(saved):
+                self.layouts.saves(client.id, saved)
                 return m.Segments(directory.segment_infos()), None
             case m.Stats():
                 return server_stats(self), None

@@ -84,6 +84,9 @@ def _hits(stats: ServerStats, samples: Samples, models: Mapping[str, str]) -> It
         told = f"prompt tokens that instances {'asked for' if not number else 'asked for and that were there'}"
         totals = rows((name, float(counts[number])) for name, counts in stats.hits.items())
         yield _family(CounterMetricFamily, f"namespace_{what}_tokens", told, labels, totals)
+    what = "seconds of prefill that hits have saved, as vLLM's instances estimate"
+    saved = rows((name, seconds) for name, seconds in stats.saved.items())
+    yield _family(CounterMetricFamily, "namespace_saved_prefill_seconds", what, labels, saved)
     rates = rows((name, found / asked) for name, (asked, found) in samples.hits().items())
     what = "tokens that were there over tokens asked for, in the last minute"
     yield _family(GaugeMetricFamily, "namespace_hit_ratio_1m", what, labels, rates)

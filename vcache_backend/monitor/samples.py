@@ -1,8 +1,4 @@
-"""The server's statistics of the last hour, asked for every few seconds.
-
-The seconds of prefill that hits have saved are not among them. A scheduler could time steps that only compute prefill, but where most of a
-prompt is a hit a step computes few tokens, each of which seems to take many times what it takes in a miss; so do vLLM's own sums.
-"""
+"""The server's statistics of the last hour, asked for every few seconds."""
 
 from __future__ import annotations
 
@@ -24,13 +20,15 @@ MINUTE_SECONDS = 60.0
 
 
 class Point(NamedTuple):
-    """at: seconds of a clock that nobody sets. asked, found: chunks, since the server's start. hits: see `ServerStats`."""
+    """at: seconds of a clock that nobody sets. asked, found: chunks, since the server's start. hits: see `ServerStats`.
+    saved: seconds of prefill; None where nobody has made an estimate."""
 
     at: float
     epoch: int
     asked: int
     found: int
     hits: dict[str, tuple[int, int]]
+    saved: float | None
 
 
 class Samples:
@@ -65,7 +63,7 @@ class Samples:
 
     def hit_rate(self) -> float | None:
         """Chunks found over chunks asked for in the last minute; None if none was asked for, or too little is known."""
-        if (ends := self._minute()) is None:
+        if (ends := self._last(MINUTE_SECONDS)) is None:
             return None
         first, last = ends
         asked = last.asked - first.asked
@@ -73,24 +71,30 @@ class Samples:
 
     def hits(self) -> dict[str, tuple[int, int]]:
         """Prompt tokens asked for in the last minute and found, by namespace; those of which none was asked for are left out."""
-        if (ends := self._minute()) is None:
+        if (ends := self._last(MINUTE_SECONDS)) is None:
             return {}
         first, last = ends
         before = {name: first.hits.get(name, (0, 0)) for name in last.hits}
         since = {name: (asked - before[name][0], found - before[name][1]) for name, (asked, found) in last.hits.items()}
         return {name: counts for name, counts in since.items() if counts[0] > 0}
 
+    def saved(self) -> float | None:
+        """Seconds of prefill that hits have saved in the last hour; None if nobody has made an estimate."""
+        if (ends := self._last(KEPT_SECONDS)) is None or ends[1].saved is None:
+            return None
+        return max(ends[1].saved - (ends[0].saved or 0.0), 0.0)
+
     def close(self) -> None:
         self._over.set()
         self._thread.join(self._every + 2 * ANSWER_SECONDS)
 
-    def _minute(self) -> tuple[Point, Point] | None:
-        """The first and the last point of the last minute of one server; None without a point."""
+    def _last(self, seconds: float) -> tuple[Point, Point] | None:
+        """The first and the last point of the last so many seconds of one server; None without a point."""
         points = self.points()
         if not points:
             return None
         last = points[-1]
-        return next(point for point in points if point.at >= last.at - MINUTE_SECONDS and point.epoch == last.epoch), last
+        return next(point for point in points if point.at >= last.at - seconds and point.epoch == last.epoch), last
 
     def _run(self) -> None:
         with Client(self._path, ClientConfig(request_seconds=ANSWER_SECONDS)) as client:
@@ -108,5 +112,6 @@ class Samples:
         asked, found = (
             sum(stats.counters.get(f"{kind}_{what}", 0) for kind in ("lookup", "acquire")) for what in ("chunks", "hits")
         )
-        self._points.append(Point(time.monotonic(), stats.epoch, asked, found, stats.hits))
+        saved = sum(stats.saved.values()) if stats.saved else None
+        self._points.append(Point(time.monotonic(), stats.epoch, asked, found, stats.hits, saved))
         self.stats, self.problem, self.answered_at = stats, "", time.monotonic()

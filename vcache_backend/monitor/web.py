@@ -132,6 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
             "points": [(point.at, point.epoch, point.asked, point.found) for point in samples.points()],
             "hit_rate_1m": samples.hit_rate(),
             "hits_1m": samples.hits(),
+            "saved_1h": samples.saved(),
         }
         self._send(HTTPStatus.OK, "application/json", json.dumps(told).encode())
 
