@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,11 +20,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from processes import ROOT, SECONDS, Child
+from processes import ROOT, SECONDS, Child, Stage
 from rich.console import Console
 from typer.testing import CliRunner
 
-from vcache_backend import __version__, config, status
+from vcache_backend import __version__, command, config, status
 from vcache_backend.cli import app
 from vcache_backend.metadata_server.messages import (
     InstanceStats,
@@ -355,6 +356,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         child.signal(signal.SIGINT)
         status, said = child.wait()
     assert (status, "Traceback" in said, path.exists()) == (0, False, False), said
+
+
+def test_a_command_waits_longer_than_a_request_may(stage_: Stage, tmp_path: Path) -> None:
+    """Of a busy machine, where a resize ended half-way."""
+    server, file = stage_.server(), tmp_path / "vcache.yaml"
+    file.write_text(f"client: {{control_seconds: {SECONDS}, request_seconds: 0.25}}")
+    with command.client(file, stage_.path) as client:
+        server.stop()
+        later = threading.Timer(0.75, server.cont)
+        later.start()
+        assert client.list_segments() == []
+        later.join()
 
 
 def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:

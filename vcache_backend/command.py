@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from typer.core import TyperGroup
 
@@ -67,11 +68,14 @@ def load(path: Path | None, socket: Path | None) -> config.Config:
 
 
 def client(path: Path | None, socket: Path | None, reconnect: bool = False) -> Client:
-    """A connection for one command. Raises ServerUnavailable, with the reason, if there is none."""
+    """A connection for one command, on which every call may take `client.control_seconds`: people can wait, and what began is finished
+    on a machine that is busy. Raises ServerUnavailable, with the reason, if there is none."""
     from vcache_backend.metadata_server.client import Client
 
     loaded = load(path, socket)
-    made = Client(loaded.server.path, loaded.client, reconnect=reconnect)
+    waits = max(loaded.client.control_seconds, loaded.client.request_seconds)
+    patient = msgspec.structs.replace(loaded.client, connect_seconds=waits, request_seconds=waits)
+    made = Client(loaded.server.path, patient, reconnect=reconnect)
     if not made.connected:
         made.close()
         raise ServerUnavailable(made.trouble)
