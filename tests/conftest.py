@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,9 @@ def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> Iterato
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Names of the GPU tests before pytest's own list, and behind it why each test failed: of a long output the end is what is kept."""
     # From the reports: with pytest-xdist the tests were collected in other processes.
     names = [report.nodeid for report in terminalreporter.getreports("skipped") if _NO_GPU.search(str(report.longrepr))]
     if names:
@@ -104,6 +107,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"{len(names)} GPU test{'s' * (len(names) > 1)} skipped ({here})")
         for name in names:
             terminalreporter.line(f"  {name}")
+    yield
+    failed = [report for kind in ("error", "failed") for report in terminalreporter.getreports(kind)]
+    if failed:
+        terminalreporter.section(f"why {len(failed)} failed, the first last")
+        # What fails first is the cause of others.
+        for report in sorted(failed, key=lambda report: getattr(report, "start", 0.0))[7::-1]:
+            terminalreporter.line(f"{report.nodeid} ({report.when})")
+            terminalreporter.line(textwrap.indent(_why(report), "  "))
+
+
+def _why(report: Any) -> str:
+    """The lines that raised, from the test down, and what they raised; its beginning and its end, since it may quote a log."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:
+        lines = str(report.longrepr).splitlines()
+    else:
+        source = [line for entry in report.longrepr.reprtraceback.reprentries for line in entry.lines if line.startswith(">")]
+        lines = [*source, *f"{crash.path}:{crash.lineno}: {crash.message}".splitlines()]
+    if len(lines) > 16:
+        lines[6:-8] = ["…"]
+    return "\n".join(line[:300] for line in lines)
 
 
 @pytest.fixture(scope="session", autouse=True)
