@@ -202,6 +202,8 @@ def test_a_hung_provider_costs_one_deadline(nodes: list[Node], own_depot: Depot,
     eventually(lambda: two.get_stats()["offload"]["usable"])
     # Half a second is not long everywhere.
     eventually(lambda: two.lookup(tokens) == get(two, cache, tokens) == LENGTH)
+    # From now on it is in the pool.
+    assert two.flush(SECONDS)
     # They end with calls that hang.
     provider.stop()
     put(one, cache, prompt(LENGTH, 2))
