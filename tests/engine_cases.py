@@ -16,7 +16,7 @@ import pytest
 import torch
 from kv_cases import CHUNK, FLASH, SMALL, Arrangement, Cache, Sizes, layout_of, places
 from nursery import listen, say
-from processes import HASTY, PATIENT, QUICK, SECONDS, Child, Stage, eventually, with_torch
+from processes import PATIENT, QUICK, SECONDS, Child, Stage, eventually, with_torch
 
 from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, PoolConfig, ServerConfig
 from vcache_backend.engine import VCacheEngine
@@ -27,8 +27,6 @@ from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
-SNAPPY = msgspec.structs.replace(HASTY, connect_seconds=1.0, request_seconds=1.0, control_seconds=2.0)
-"""For engines whose server hangs: every call costs a second. Where it only dies and comes back, QUICK is enough."""
 ROOMY = 1 << 20
 """A segment that holds every chunk of most tests."""
 
@@ -405,11 +403,4 @@ def fresh(tmp_path: Path) -> Iterator[Node]:
 def here(tmp_path: Path) -> Iterator[Node]:
     """A node on which everything is noticed quickly. No server yet."""
     with node(tmp_path, QUICK) as made:
-        yield made
-
-
-@pytest.fixture
-def hanging(tmp_path: Path) -> Iterator[Node]:
-    """The same, with deadlines for a server that hangs."""
-    with node(tmp_path, SNAPPY) as made:
         yield made

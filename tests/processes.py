@@ -479,10 +479,28 @@ QUICK = ClientConfig(
     connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=0.1, retry_seconds=0.02, retry_max_seconds=0.1
 )
 """For servers that die and come back, which is noticed at once; but a machine that is slow for a while is no dead server."""
-HASTY = msgspec.structs.replace(QUICK, connect_seconds=0.5, request_seconds=0.25, control_seconds=0.5)
-"""For servers that hang: each call costs its deadline. Where anything else must be answered, use another."""
 PATIENT = ClientConfig(connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=30)
 """For tests that are about something else: a slow machine must not open the breaker."""
+
+
+@contextmanager
+def hung(server: Process, *clients: Client, request_seconds: float = 0.25) -> Iterator[None]:
+    """The server hangs, which costs each call of these clients its deadline. It is short for so long only: a machine that stalls misses
+    such a one at any time."""
+    kept = [client._config for client in clients]
+    for client in clients:
+        client._config = hasty(client._config, request_seconds)
+    try:
+        with server.stopped():
+            yield
+    finally:
+        for client, config in zip(clients, kept, strict=True):
+            client._config = config
+
+
+def hasty(config: ClientConfig, request_seconds: float = 0.25) -> ClientConfig:
+    """The same with short deadlines. For nothing that must be answered."""
+    return msgspec.structs.replace(config, connect_seconds=0.5, request_seconds=request_seconds, control_seconds=0.5)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import msgpack
 import msgspec
 import pytest
 from model import chunk_key
-from processes import HASTY, PATIENT, QUICK, SECONDS, Stage, eventually, info, make_memfd
+from processes import PATIENT, QUICK, SECONDS, Stage, eventually, info, make_memfd
 
 from vcache_backend.errors import ProtocolError, Refused, ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server import messages as m
@@ -176,7 +176,7 @@ def test_an_answer_that_comes_too_late_is_never_taken_for_another_s(
         return ["count", 2]
 
     server = scripted(answer)
-    client = stage_.client(HASTY)
+    client = stage_.client(msgspec.structs.replace(PATIENT, request_seconds=0.25))
     with pytest.raises(ServerTimeout, match=r"did not answer Lookup\(1 keys\) in 0\.25 s"):
         client.lookup([A])
     given_up.set()

@@ -12,9 +12,9 @@ from typing import Any
 import processes
 import pytest
 import torch
-from engine_cases import ROOMY, Node, UnfinishedCopier, counts, get, hanging, here, put, said
+from engine_cases import ROOMY, Node, UnfinishedCopier, counts, get, here, put, said
 from kv_cases import CHUNK, FLASH, MLA, SMALL, Cache, layout_of, places, prompt
-from processes import QUICK, SECONDS, Child, eventually, make_memfd, with_torch
+from processes import QUICK, SECONDS, Child, eventually, hung, make_memfd, with_torch
 
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import LayoutError, SegmentError
@@ -26,7 +26,7 @@ from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.pool import Pool
 from vcache_backend.vram_pool.segment import MappedSegment
 
-__all__ = ["hanging", "here"]
+__all__ = ["here"]
 
 
 class NoCopier(HostCopier):
@@ -99,14 +99,14 @@ def test_a_writer_that_hangs_in_its_copy_keeps_its_slot_until_it_is_done_or_gone
     assert get(other, theirs, prompt(CHUNK, 4)) == get(other, theirs, prompt(CHUNK)) == CHUNK
 
 
-def test_slots_that_a_hung_server_promised_to_nobody_come_back(hanging: Node) -> None:
+def test_slots_that_a_hung_server_promised_to_nobody_come_back(here: Node) -> None:
     """The store gave up at its deadline; the server reads the request later and cannot deliver its answer."""
-    server = hanging.serve()
+    server = here.serve()
     mine = Cache()
-    engine = hanging.engine("host:a", ROOMY, layout_of(mine))
-    with server.stopped():
+    engine = here.engine("host:a", ROOMY, layout_of(mine))
+    with hung(server, engine._session.client):
         engine.store(prompt(2 * CHUNK), None, mine.tensors, places(SMALL, 2 * CHUNK))
-    client = hanging.client()
+    client = here.client()
     eventually(lambda: engine.get_stats()["connected"])
     eventually(lambda: counts(client) == (0, 0))
     assert client.list_segments()[0].used == 0

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from engine_cases import ROOMY, SNAPPY, Node, get, hanging, here, node, put, said
+from engine_cases import ROOMY, Node, get, here, node, put, said
 from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
-from processes import QUICK, SECONDS, eventually
+from processes import PATIENT, QUICK, SECONDS, eventually, hasty, hung
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
@@ -21,7 +21,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.pool import Pool
 
-__all__ = ["hanging", "here"]
+__all__ = ["here"]
 
 # ---- the server is absent, gone, hung, restarted
 
@@ -55,8 +55,7 @@ def test_an_engine_without_a_server_misses_and_connects_by_itself_later(here: No
 def test_a_hung_server_delays_one_call_to_its_deadline_and_then_none(tmp_path: Path) -> None:
     """Whichever call finds out; the others ask nobody until there is a connection again. An engine that starts meanwhile does start."""
     # No heartbeat notices before the call does.
-    patient = msgspec.structs.replace(SNAPPY, request_seconds=0.5, heartbeat_seconds=60)
-    with node(tmp_path, patient) as here:
+    with node(tmp_path, PATIENT) as here:
         server, mine, theirs = here.serve(), Cache(), Cache()
         engine = here.engine("host:a", ROOMY, layout_of(mine))
         tokens, slots = prompt(2 * CHUNK), places(SMALL, 2 * CHUNK)
@@ -73,15 +72,19 @@ def test_a_hung_server_delays_one_call_to_its_deadline_and_then_none(tmp_path: P
             # Nothing is on its way, whose deadline would lose the connection again.
             eventually(lambda: engine.flush(SECONDS) and engine.lookup(tokens) == 2 * CHUNK)
             lost = client.connections_lost
-            with server.stopped():
+            with hung(server, client):
                 assert call() in (0, -1, None)
                 assert not client.connected
                 for again in calls.values():
                     assert again() in (0, -1, None)
                 assert client.connections_lost == lost + 1
         with server.stopped():
-            another = here.engine("host:b", 0, layout_of(mine))
+            config = here.config("host:b")
+            another = here.undo.enter_context(
+                VCacheEngine(msgspec.structs.replace(config, client=hasty(PATIENT)), layout_of(mine))
+            )
             everything_is_a_miss(another, mine)
+            another._session.client._config = PATIENT
         eventually(lambda: engine.get_stats()["connected"] and another.get_stats()["connected"])
         assert get(another, theirs, tokens) == 2 * CHUNK
         put(engine, mine, prompt(2 * CHUNK, 3))
@@ -192,12 +195,12 @@ def test_a_gpu_lends_fresh_memory_once_everybody_has_unmapped_the_old(here: Node
     assert second.id != first.id
 
 
-def test_what_the_background_could_not_say_is_no_error_in_the_log(hanging: Node, caplog: pytest.LogCaptureFixture) -> None:
-    server = hanging.serve()
+def test_what_the_background_could_not_say_is_no_error_in_the_log(here: Node, caplog: pytest.LogCaptureFixture) -> None:
+    server = here.serve()
     mine = Cache()
-    engine = hanging.engine("host:a", ROOMY, layout_of(mine))
+    engine = here.engine("host:a", ROOMY, layout_of(mine))
     put(engine, mine, prompt(2 * CHUNK))
-    with server.stopped():
+    with hung(server, engine._session.client):
         engine._session.committer.touch(engine.keys(prompt(2 * CHUNK)))
         assert engine.flush(SECONDS)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

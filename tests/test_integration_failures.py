@@ -18,15 +18,16 @@ from processes import PATIENT, eventually
 from vllm_cases import (
     ANSWER_SECONDS,
     CHUNK,
+    CLIENT,
     COMMIT,
     FOREVER,
-    HASTY,
     LATE,
     LEASE,
     LEASE_SECONDS,
     LOAD,
     LOOK_UP,
     OURS,
+    QUICK,
     RELEASE,
     SCATTER,
     VIEWS,
@@ -83,7 +84,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm"), HASTY) as made:
+    with node(tmp_path_factory.mktemp("vllm"), QUICK) as made:
         yield made
 
 
@@ -149,6 +150,14 @@ class Case(NamedTuple):
 def make_case(fleet: Fleet, a: Instance) -> Case:
     prompt, beside = Prompt(new_tokens(HITS + 17)), Prompt(new_tokens(40), max_tokens=14)
     return Case(prompt, beside, fleet.here.keep(a, prompt.tokens), fleet.aside.run(beside)[0], fleet.aside)
+
+
+@contextmanager
+def hasty(reader: Instance) -> Iterator[None]:
+    """Where the server hangs: each of its questions costs a short deadline, which a slow machine may miss at any other time."""
+    reader.ask("hurry", 0.5, 1.0)
+    yield
+    reader.ask("hurry", CLIENT["connect_seconds"], CLIENT["request_seconds"])
 
 
 @contextmanager
@@ -246,7 +255,7 @@ def test_a_lease_of_a_server_before_does_not_count(here: Node, reader: Instance,
 
 
 def test_a_hung_server_holds_up_one_request_only(here: Node, reader: Instance, case: Case) -> None:
-    with here.server.stopped():
+    with hasty(reader), here.server.stopped():
         case.right(reader.run(case.prompt, case.beside, together=True))
         with meddled(reader, LATE, "count"):
             other = reader.one(new_tokens(HITS + 17))
@@ -258,9 +267,10 @@ def test_a_hung_server_holds_up_one_request_only(here: Node, reader: Instance, c
 
 @pytest.mark.parametrize("place", [LEASE, RELEASE], ids=["before lease", "before release"])
 def test_a_server_that_hangs_under_a_request(here: Node, reader: Instance, case: Case, place: str) -> None:
-    with ExitStack() as hung:
+    with ExitStack() as undo:
+        undo.enter_context(hasty(reader))
         with stopped_at(reader, place) as moment:
-            answers = moment.while_there(lambda: hung.enter_context(here.server.stopped()), case.prompt, case.beside)
+            answers = moment.while_there(lambda: undo.enter_context(here.server.stopped()), case.prompt, case.beside)
         case.right(answers)
     case.hits_again(reader)
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from engine_cases import SNAPPY, Copied, Node, node, put
+from engine_cases import Copied, Node, node, put
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
-from processes import SECONDS, eventually
+from processes import QUICK, SECONDS, eventually, hasty, hung
 
 from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
@@ -28,7 +28,7 @@ from vcache_backend.vram_pool.slots import SlotView
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Node]:
     """A node on which everything is noticed quickly. No server yet."""
-    with node(tmp_path, SNAPPY) as made:
+    with node(tmp_path, QUICK) as made:
         yield made
 
 
@@ -75,7 +75,7 @@ def reading(here: Node, request: pytest.FixtureRequest) -> Reading:
 
 
 def test_the_lease_held_though_the_server_hangs(reading: Reading) -> None:
-    with reading.server.stopped():
+    with hung(reading.server, reading.session.client):
         assert reading.concluded(0.0)
 
 
@@ -115,7 +115,7 @@ def test_the_server_s_word_counts_if_it_says_no(reading: Reading) -> None:
 
 
 def test_the_server_s_silence_is_a_no(reading: Reading) -> None:
-    with reading.server.stopped():
+    with hung(reading.server, reading.session.client):
         assert not reading.concluded(GRACE_SECONDS)
 
 
@@ -131,9 +131,12 @@ def test_a_lease_that_ended_with_its_holder_did_not_hold(here: Node) -> None:
 
 @contextmanager
 def another_call(session: Session) -> Iterator[None]:
-    """One of another thread is under way."""
+    """One of another thread is under way, for longer than this client's calls wait."""
+    kept = session.client._config
     with session.client._lock:
+        session.client._config = hasty(kept)
         yield
+        session.client._config = kept
 
 
 @pytest.mark.parametrize("end", [AskedLease.fetch, AskedLease.drop])
@@ -152,7 +155,7 @@ def test_a_release_that_another_call_keeps_waiting_too_long_is_not_lost(here: No
     reading = Reading(here)
     with another_call(reading.session):
         reading.session.leases.release(reading.lease)
-        assert not reading.session.flush(2 * SNAPPY.request_seconds)
+        assert not reading.session.flush(2 * reading.session.client._config.request_seconds)
     eventually(lambda: reading.leases() == 0)
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_cases import SNAPPY
 from kv_cases import CHUNK, SMALL, Arrangement
 from lmcache_cases import Pool, Retrieved, chunks, needs_lmcache, pool, served
-from processes import QUICK, SECONDS, eventually
+from processes import QUICK, SECONDS, eventually, hasty
 
+from vcache_backend.config import ClientConfig
 from vcache_backend.vram_pool.copier import Finished, HostCopier
 
 if TYPE_CHECKING:
@@ -95,19 +95,26 @@ def every_method_for(inside: Inside, prompt: list[int]) -> dict[str, Any]:
     return every_method(inside, keys, objs)
 
 
+def wait_by(inside: Inside, config: ClientConfig) -> None:
+    """Deadlines for the server's answers, from now on."""
+    inside.worker.session.client._config = config
+
+
 @pytest.mark.parametrize("how", ["hangs", "is gone"])
 def test_no_method_raises_or_waits_for_ever_when_the_server_does_not_answer(pool: Pool, how: str) -> None:
     pool.node.serve()
-    engine = pool.engine(client=SNAPPY if how == "hangs" else QUICK)
+    engine = pool.engine(client=QUICK)
     engine.store(chunks(2))
     if how == "is gone":
         pool.node.server.kill()
     else:
+        engine.do(wait_by, hasty(QUICK))
         pool.node.server.stop()
     assert engine.do(every_method_for, chunks(2)) == {}
     assert engine.do("healthy")
     if how == "hangs":
         pool.node.server.cont()
+        engine.do(wait_by, QUICK)
         eventually(lambda: engine.lookup(chunks(2)) == 2 * CHUNK)
         assert all_of(engine.retrieve(chunks(2)), 2 * CHUNK)
 

@@ -31,7 +31,7 @@ from neighbour_cases import (
     still,
     threads,
 )
-from processes import HASTY, QUICK, SECONDS, Stage, eventually, make_memfd, script
+from processes import PATIENT, QUICK, SECONDS, Stage, eventually, hung, make_memfd, script
 from test_cuda_segments import cpu_view
 
 from vcache_backend.config import from_dict
@@ -316,8 +316,9 @@ def test_a_server_that_hangs_costs_a_miss_and_some_seconds_until_it_is_asked_aga
     monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 0.0)
     monkeypatch.setattr("vcache_backend.resident.tables.SLOW_SECONDS", 1000.0)
     server = stage_.server()
-    with owner(stage_), closing(Reader(stage_.client(HASTY))) as reader:
-        with server.stopped():
+    with owner(stage_), closing(Reader(stage_.client(PATIENT))) as reader:
+        # By a call: no heartbeat notices before.
+        with hung(server, reader.client):
             assert reader.neighbours.get(ONE) is None
         eventually(lambda: reader.client.connected)
         assert reader.neighbours.get(ONE) is None

@@ -27,7 +27,7 @@ from instance_cases import (
     shape,
     show,
 )
-from processes import HASTY, QUICK, Child, Raw, Stage, eventually, info, make_memfd, running, stage
+from processes import PATIENT, QUICK, Child, Raw, Stage, eventually, hung, info, make_memfd, running, stage
 from test_directory import work_of
 
 from vcache_backend.errors import Refused, VCacheError
@@ -296,12 +296,12 @@ def test_a_child_that_holds_its_dead_owner_s_connection_holds_no_instance(alone:
 
 def test_who_comes_back_shows_again_and_finds_what_it_had_published(alone: Stage, server: Child, reader: Client) -> None:
     """The others need not know of it. Only a fresh table or cache begins anew."""
-    scheduler, worker = alone.client(), alone.client(HASTY)
+    scheduler, worker = alone.client(), alone.client(PATIENT)
     join(scheduler, A)
     show(worker, A)
     worker.on_return.append(lambda: show(worker, A))
     publish(worker, A, keys(3))
-    with server.stopped(), pytest.raises(VCacheError):
+    with hung(server, worker), pytest.raises(VCacheError):
         worker.stats()
     eventually(lambda: worker.connected and found(reader) == 3)
     assert worker.connections_lost == 1

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from model import chunk_key
-from processes import HASTY, SECONDS, Child, Stage, eventually, info
+from processes import QUICK, SECONDS, Child, Stage, eventually, hasty, hung, info
 from server_cases import (
     IN_A_PID_NAMESPACE,
     ISOLATES,
@@ -52,9 +52,9 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ones_ask_nobody(stage_: Stage
         lambda client: client.add_segment(info("s0", 4 * KIB), memfd),
         lambda client: client.send_lookup([A]).answer(),
     ]
-    clients = [stage_.client(msgspec.structs.replace(HASTY, heartbeat_seconds=30)) for _ in calls]
+    clients = [stage_.client(msgspec.structs.replace(QUICK, heartbeat_seconds=30)) for _ in calls]
     eventually(lambda: all(client.connected for client in clients))
-    with server.stopped():
+    with hung(server, *clients):
         for client, call in zip(clients, calls, strict=True):
             with pytest.raises(ServerTimeout):
                 call(client)
@@ -62,9 +62,9 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ones_ask_nobody(stage_: Stage
                 with pytest.raises(ServerUnavailable):
                     client.lookup([A])
         with pytest.raises(ServerUnavailable, match=r"did not answer in 0\.5 s: it is stopped"):
-            stage_.client(HASTY, reconnect=False).require()
-        clients.pop().close()
-    for client in clients:
+            stage_.client(hasty(QUICK), reconnect=False).require()
+        clients[-1].close()
+    for client in clients[:-1]:
         eventually(lambda client=client: answers(client))
 
 

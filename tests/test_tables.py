@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 from neighbour_cases import added_to, descriptors, few_descriptors, instance, owner, still
-from processes import HASTY, QUICK, Stage, eventually
+from processes import PATIENT, QUICK, Stage, eventually, hung
 from test_neighbours import asked
 
 from vcache_backend.metadata_server.client import Client
@@ -96,8 +96,9 @@ def test_a_server_that_hangs_costs_a_miss_and_some_seconds_until_it_is_asked_aga
     monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 0.0)
     monkeypatch.setattr("vcache_backend.resident.tables.SLOW_SECONDS", 1000.0)
     server = stage_.server()
-    with owner(stage_), closing(Tables(client := stage_.client(HASTY))) as tables:
-        with server.stopped():
+    with owner(stage_), closing(Tables(client := stage_.client(PATIENT))) as tables:
+        # By a call: no heartbeat notices before.
+        with hung(server, client):
             assert tables.view(ONE) is None
         eventually(lambda: client.connected)
         assert tables.view(ONE) is None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from processes import eventually
-from vllm_cases import BLOCK, CHUNK, HASTY, Answer, Instance, Node, Prompt, meddled, missing, new_tokens, node, stopped_at
+from vllm_cases import BLOCK, CHUNK, QUICK, Answer, Instance, Node, Prompt, meddled, missing, new_tokens, node, stopped_at
 from vllm_models import TOKEN_BYTES
 
 from vcache_backend.resident.pins import HOLD_SECONDS
@@ -33,7 +33,7 @@ SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm"), HASTY) as made:
+    with node(tmp_path_factory.mktemp("vllm"), QUICK) as made:
         yield made
 
 

@@ -6,6 +6,7 @@ happens there is real: a test holds the process at the place and meanwhile kills
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -19,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import vllm._custom_ops
 import vllm.entrypoints.llm
@@ -234,6 +236,15 @@ class Serving:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         (loads,) = [one for one in self.llm.get_metrics() if one.name == "vllm:vcache_load_seconds"]
         return scheduler.connector._scheduler.savings.token_seconds, float(loads.sum)
+
+    def hurry(self, connect_seconds: float, request_seconds: float) -> None:
+        """Deadlines for the metadata server's answers, from now on."""
+        from vcache_backend.metadata_server.client import Client
+
+        for client in (one for one in gc.get_objects() if type(one) is Client):
+            client._config = msgspec.structs.replace(
+                client._config, connect_seconds=connect_seconds, request_seconds=request_seconds
+            )
 
     # ---- places
 
