@@ -62,6 +62,7 @@ def test_a_slot_leased_from_a_killed_server_is_not_handed_out_before_the_grace_o
     with running(stage_.path):
         eventually(handed_out)
         assert time.monotonic() > asked + m.GRACE_SECONDS
+        eventually(lambda: reader.connected)
         assert reader.release(leased.lease) is False
 
 
