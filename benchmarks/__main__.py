@@ -8,11 +8,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
+try:
+    import torch
 
-from . import copies, engine, give_back, inplace_campaign, journal_mutations, metadata, mooncake, turns
-from .mooncake_store import missing
-from .results import Report, Row
+    from . import copies, engine, give_back, inplace_campaign, journal_mutations, metadata, mooncake, turns
+    from .mooncake_store import missing
+    from .results import Report, Row
+except ModuleNotFoundError as absent:
+    sys.exit(f"the benchmarks need {absent.name}, which this Python has not: pip install '/path/to/vcache[engine]'")
 
 SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "metadata": metadata.run,

@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-from serving import metadata_server
+try:
+    import torch
+    from serving import metadata_server
 
-from vcache_backend.config import from_dict
-from vcache_backend.engine import VCacheEngine
-from vcache_backend.transfer.layout import Layout
+    from vcache_backend.config import from_dict
+    from vcache_backend.engine import VCacheEngine
+    from vcache_backend.transfer.layout import Layout
+except ModuleNotFoundError as absent:
+    sys.exit(f"{Path(sys.argv[0]).name}: this Python has no {absent.name}: pip install '/path/to/vcache[mooncake]'")
 
 LAYERS, BLOCK, HEADS, DIM = 8, 16, 8, 128
 SECONDS = 60.0

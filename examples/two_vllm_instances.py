@@ -19,8 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-from serving import ROOT, Machine, Site, ask, main, parser, prompts, report, two_servers
+try:
+    import yaml
+    from serving import ROOT, Machine, Site, ask, main, parser, prompts, report, two_servers
+except ModuleNotFoundError as absent:
+    sys.exit(f"{Path(sys.argv[0]).name}: this Python has no {absent.name}: pip install '/path/to/vcache[vllm,lmcache]'")
 
 STORE_SECONDS = 10.0
 TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}

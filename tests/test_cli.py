@@ -192,10 +192,14 @@ def test_config_check_accepts_a_good_file_and_names_the_mistake_in_a_bad_one(tmp
     message = vcache("config", "check", str(path), expect=1).stderr
     said = "line 1: Object contains unknown field `segment_byts` - at `$.pool`; did you mean `segment_bytes`?"
     assert message == f"vcache: {path}: {said}\n"
-    for text, wrong in (("pool: {device: gpu0}", "'gpu0' is not a device"), (f"server: {{socket: /{'x' * 108}}}", "107 bytes")):
-        path.write_text(text)
+    for text, wrong in (
+        ("pool: {device: gpu0}", "'gpu0' is not a device"),
+        (f"server: {{socket: /{'x' * 108}}}", "107 bytes"),
+        ("server: {socket: here/vcache.sock}", "write the whole path"),
+    ):
+        path.write_text("# of mine\n" + text)
         message = vcache("config", "check", str(path), expect=1).stderr
-        assert (wrong in message, message.startswith(f"vcache: {path}: "), message.count("\n")) == (True, True, 1)
+        assert (wrong in message, message.startswith(f"vcache: {path}: line 2: "), message.count("\n")) == (True, True, 1)
 
 
 def test_config_init_writes_a_file_that_is_whole_and_overwrites_none(tmp_path: Path) -> None:

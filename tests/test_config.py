@@ -76,7 +76,11 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
         ("offload: {mooncake: {devices: mlx5_0}}", "devices ('mlx5_0') are for protocol: rdma - at `$.offload.mooncake`"),
         ("cache: {}", "Object contains unknown field `cache`"),
         ("[1, 2]", "Expected sections (server, client, pool, engine, connector, offload), got list"),
-        ("server: [", "vcache.yaml"),
+        ("server:\n  journal: true\npool:\n", "line 3: Expected `object`, got `null` - at `$.pool`; nothing stands under it"),
+        ("server: [", "line 1: not YAML: "),
+        ("pool:\n\tdevice: host", "line 2: not YAML: "),
+        ("server:\n  journal: true\n  metrics: '9419'", "line 3: metrics must be HOST:PORT"),
+        ("offload:\n  mooncake:\n    replicas: 2\n    master: node-1", "line 4: master must be HOST:PORT"),
     ],
 )
 def test_a_mistake_is_an_error_that_names_the_file_and_the_place(write: Any, text: str, message: str) -> None:
@@ -85,10 +89,11 @@ def test_a_mistake_is_an_error_that_names_the_file_and_the_place(write: Any, tex
         config.load(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_absent_file_is_an_error_that_names_it() -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+    with pytest.raises(ConfigError, match=r"^nowhere\.yaml: No such file or directory$"):
         config.load("nowhere.yaml")
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from mooncake_cases import needs_mooncake
-from processes import ROOT, Child, containers, eventually, free_ports
+from processes import ROOT, SECONDS, Child, containers, eventually, free_ports
 from vllm_cases import know_model, missing
 
 from vcache_backend import config as configuration
@@ -205,6 +206,14 @@ def test_whatever_ends_it_ends_what_it_started(tmp_path: Path, number: signal.Si
         assert status == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number], said
         assert "Traceback" not in said
         eventually(lambda: not left_over(folder))
+
+
+@pytest.mark.parametrize(
+    "program", [["-m", "benchmarks"], *([str(path)] for path in sorted(EXAMPLE.parent.glob("*.py")) if path.stem != "serving")]
+)
+def test_a_python_without_any_package_is_told_what_to_install(program: list[str]) -> None:
+    ran = subprocess.run([sys.executable, "-S", "-E", *program], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    assert (ran.returncode, ran.stderr.count("\n"), "pip install '/path/to/vcache[" in ran.stderr) == (1, 1, True), ran.stderr
 
 
 def test_without_vllm_or_two_gpus_it_says_so() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from vcache_backend import __version__, command, config, segment_commands, terminal
+from vcache_backend import __version__, command, config, config_file, segment_commands, terminal
 from vcache_backend.command import ConfigFile, Json, Socket
 from vcache_backend.errors import ConfigError, ServerUnavailable, VCacheError
 
@@ -188,14 +188,20 @@ def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -
     from vcache_backend.doctor.server import check_socket
     from vcache_backend.vram_pool import devices
 
-    loaded = config.load(path)
+    values, source, lines = config.read(path)
+    loaded = config.from_dict(values, source, lines)
     try:
         devices.check(loaded.pool.device)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {config_file.line(lines, '.pool.device')}{error}") from error
+    if (values.get("server") or {}).get("socket") != loaded.server.socket:
+        lines.pop(".server.socket", None)  # VCACHE_SOCKET goes over it
+    at = f"{path}: {config_file.line(lines, '.server.socket')}server.socket: "
+    if not loaded.server.path.is_absolute():
+        raise ConfigError(f"{at}{loaded.server.path} is another place for each working folder; write the whole path")
     for finding in check_socket(loaded):
         if finding.status == "fail":
-            raise ConfigError(f"{path}: server.socket: {finding.detail}; {finding.advice}")
+            raise ConfigError(f"{at}{finding.detail}; {finding.advice}")
     typer.echo(f"{path}: ok")
 
 

@@ -331,9 +331,12 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
         return {}, "defaults", {}
     try:
         text = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    try:
         values = msgspec.yaml.decode(text)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {config_file.not_yaml(error, text)}") from error
     if values is None:
         values = {}
     if not isinstance(values, dict):

@@ -33,6 +33,18 @@ def lines(text: bytes, source: str) -> dict[str, int]:
     return found
 
 
+def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
+    """What YAML's reader says of a text that is none, in one line, with the line of the text."""
+    told = error.__context__
+    said, mark = getattr(told, "problem", None) or str(error).partition("\n")[0], getattr(told, "problem_mark", None)
+    return (f"line {min(mark.line, len(text.splitlines()) - 1) + 1}: " if mark is not None else "") + f"not YAML: {said}"
+
+
+def line(where: dict[str, int], path: str) -> str:
+    """To put before what is said of a key, such as `.pool.device`; empty where the file does not have it."""
+    return f"line {where[path]}: " if path in where else ""
+
+
 def explained(error: str, kind: type, where: dict[str, int]) -> str:
     """What msgspec says of a value that should have been a `kind`, with its line, and with what could stand there."""
     found, unknown = re.search(r"at `\$((?:\.\w+)*)", error), re.search(r"unknown field `(.+?)`", error)
@@ -47,7 +59,11 @@ def explained(error: str, kind: type, where: dict[str, int]) -> str:
         hint = f"; did you mean `{close[0]}`?" if close else f"; there are {', '.join(names)}"
     elif "Invalid enum value" in error:
         hint = f"; expected {' or '.join(map(str, get_args(expected)))}"
-    return (f"line {where[path]}: " if path in where else "") + error + hint
+    elif "got `null`" in error and names:
+        hint = "; nothing stands under it: remove it"
+    elif (named := error.partition(" ")[0]) in names:
+        path += f".{named}"  # of a section, whose check begins with the key that it is about
+    return line(where, path) + error + hint
 
 
 def _fields(kind: Any) -> dict[str, Any]:
