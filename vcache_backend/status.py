@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,8 @@ READABLE = 32
 SHOWN_REPORTS = 5
 ABSENT = "absent: lent to the server before; gone, unless a worker has it mapped and offers it. Else: vcache segment add"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_UUID = re.compile(r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
+"""Of a GPU; its start is what other tables show."""
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
 
 
@@ -114,7 +117,7 @@ def render(
     quarantine = [(str(pid), f"{slots:,}") for pid, slots in sorted(stats.quarantined_slots.items())]
     wrong = [
         _still_mapped(stats.still_mapped),
-        table("Not shared", ("model", "field", "~value", "~instances", "~what to do"), _mismatches(stats)),
+        table("Not shared", ("~model", "~field", "~value", "~instances", "~what to do"), _mismatches(stats)),
         table("Slots in quarantine until their writer ends or answers", ("pid", "slots"), quarantine),
         _reports(stats.reports, len(stats.reports) if reports is None else reports),
     ]
@@ -210,10 +213,12 @@ def duration(seconds: float) -> str:
 
 
 def _headline(stats: ServerStats) -> Text:
+    """Two lines, of which 80 columns break none."""
     text = Text.assemble(("up ", "dim"), duration(stats.uptime_seconds))
-    for name in ("clients", "chunks", "leases", "reservations", "quarantined"):
-        text.append(f"   {name} ", "dim").append(f"{getattr(stats, name):,}")
-    return text.append("   memory ", "dim").append(size(stats.rss_bytes))
+    text.append("   clients ", "dim").append(f"{stats.clients:,}").append("   memory ", "dim").append(size(stats.rss_bytes))
+    for start, name in (("\n", "chunks"), ("   ", "leases"), ("   ", "reservations"), ("   ", "quarantined")):
+        text.append(f"{start}{name} ", "dim").append(f"{getattr(stats, name):,}")
+    return text
 
 
 def _saved(stats: ServerStats) -> str:
@@ -253,4 +258,4 @@ def _mismatches(stats: ServerStats) -> Iterator[tuple[str, ...]]:
         advice = mismatch.advice or f"make {mismatch.field} the same everywhere"
         for number, (value, who) in enumerate(mismatch.values):
             first = (mismatch.model, mismatch.field, advice) if not number else ("", "", "")
-            yield *first[:2], value, ", ".join(who), first[2]
+            yield *first[:2], value or "–", _UUID.sub(r"\1", ", ".join(who)), first[2]
