@@ -160,7 +160,7 @@ case $call in
     vllm vllm 520 miss --isolated
     ;;
   inplace)
-    vllm vllm 520 agreeing,sensitive,flipped,equal,ttft,scheduler,miss,tpot,pd --share in_place --isolated --rounds 9
+    vllm vllm 520 ttft,scheduler,miss,tpot,pd,agreeing,sensitive,flipped,equal --share in_place --isolated --rounds 9 --kv-gib 24
     ;;
   inplace2)
     vllm vllm 470 death,eager,tp2,fp8,mla,ngram --share in_place --isolated

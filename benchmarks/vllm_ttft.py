@@ -176,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scale = SCALES[options.scale]
     if options.pool_gib and not scale.cpu:
         scale = msgspec.structs.replace(scale, pool_bytes=int(options.pool_gib * GIB))
+    if options.kv_gib and not scale.cpu:
+        scale = msgspec.structs.replace(scale, kv_bytes=int(options.kv_gib * GIB))
     clock, report = Clock(options.seconds), Report(options.out, options.commit, options.suffix)
     in_place = options.share == "in_place"
     names = [name for name in options.only or PARTS if _is_for(name, options.integration, in_place)]
@@ -276,6 +278,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--pool-gib", type=float, help="what each instance lends to the pool; default: the scale's")
+    parser.add_argument(
+        "--kv-gib",
+        type=float,
+        help="vLLM's KV cache of each instance, twice as much of who computes in place; default: the scale's. A load in the step reads at "
+        "most an eighth of its owner's",
+    )
     parser.add_argument("--prompts", type=int, default=0, help="how many prompts `equal` takes")
     parser.add_argument("--rounds", type=int, default=11, help="prompts of each length in `ttft` and of each kind in `pd`")
     parser.add_argument("--suffix", default="", help="at the end of every case's name, for a second run with other settings")

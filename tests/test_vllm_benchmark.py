@@ -80,7 +80,6 @@ def test_as_many_tokens_fit_into_the_kv_cache_of_every_kind_of_instance(kind: st
     own = KINDS[kind].of(FULL)
     tokens = own.kv_bytes / (own.token_bytes * KINDS[kind].value_bytes / 2)
     assert tokens == FULL.kv_bytes / FULL.token_bytes
-    assert sum(own.dirt) >= tokens
 
 
 def test_a_run_has_the_same_prompts_as_the_one_before_and_none_twice() -> None:

@@ -12,7 +12,23 @@ from typing import Any
 
 import pytest
 from processes import eventually
-from vllm_cases import BLOCK, CHUNK, QUICK, SCATTER, TINY, Instance, Node, Prompt, Router, meddled, missing, new_tokens, node
+from vllm_cases import (
+    BLOCK,
+    CHUNK,
+    OURS,
+    QUICK,
+    SCATTER,
+    TINY,
+    Instance,
+    Node,
+    Prompt,
+    Router,
+    meddled,
+    missing,
+    new_tokens,
+    node,
+    stopped_at,
+)
 
 pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
 
@@ -97,6 +113,20 @@ def test_what_b_had_itself_is_not_written_again(here: Node, a: Instance, b: Inst
         assert wrong.differs(computed)
         own = b.one(beginning)
     assert own.said == a.one(beginning).said
+
+
+def test_the_copy_of_a_load_in_the_step_begins_before_vllm_has_prepared_the_model_run(
+    here: Node, a: Instance, b: Instance
+) -> None:
+    """By then the bytes are here: what becomes of the pool does not matter to the answer."""
+    tokens = new_tokens(3 * CHUNK + 1)
+    here.keep(a, tokens)
+    right = b.one(tokens)
+    b.forget()
+    with stopped_at(b, f"{OURS}.connector:VCacheConnector.bind_connector_metadata") as bound:
+        (answer,) = bound.while_there(here.flip, Prompt(tokens))
+    here.flip()
+    assert (answer.cached, answer.said) == (3 * CHUNK, right.said)
 
 
 def test_a_conversation_finds_what_was_said_before(here: Node, a: Instance, b: Instance) -> None:

@@ -35,8 +35,11 @@ def said(answer: dict[str, Any]) -> str:
 
 def soil(child: Child, fleet: Fleet, prompts: Prompts) -> None:
     """Fill every KV block of an instance with the KV of prompts that nobody asks for again."""
-    for length in fleet.scale.dirt:
-        child.ask("generate", SECONDS, tokens=prompts.new(length), count=1)
+    scale = fleet.scale
+    longest, left = max(scale.lengths.values()), scale.kv_bytes // scale.token_bytes + scale.block
+    while left > 0:
+        child.ask("generate", SECONDS, tokens=prompts.new(min(longest, left)), count=1)
+        left -= longest
 
 
 def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:

@@ -13,8 +13,8 @@ MIB = 1 << 20
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
     """lengths: tokens by the name rows give them. equal: prompts by length, whole and partial hits (see `prompts.hits`).
 
-    kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool. dirt: lengths of prompts that
-    fill the KV cache of an instance once over. decode_*: see `decoding`. beside: requests that decode while a load fails.
+    kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool. decode_*: see
+    `decoding`. beside: requests that decode while a load fails.
     whole_blocks: hits end with a whole block of vLLM's, as those of our own connector do, not with the last token but one.
     """
 
@@ -28,7 +28,6 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     few: list[int]
     kv_bytes: int
     pool_bytes: int
-    dirt: list[int]
     max_model_len: int
     batched_tokens: int
     decode_prompt: int
@@ -115,7 +114,6 @@ FULL = Scale(
     few=[1023, 1024, 1025, 4096],
     kv_bytes=10 * GIB,
     pool_bytes=16 * GIB,
-    dirt=[32768, 32768, 20000],
     max_model_len=33280,
     batched_tokens=8192,
     decode_prompt=256,
@@ -132,7 +130,6 @@ TINY = Scale(
     few=[127, 128, 129],
     kv_bytes=5 * MIB,
     pool_bytes=16 * MIB,
-    dirt=[1024, 1024, 512],
     max_model_len=1536,
     batched_tokens=1024,
     decode_prompt=32,

@@ -107,6 +107,12 @@ def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.
     return msgspec.structs.replace(model, recomputes=False, use_mla=mla, extra=model.extra | {"groups": found.text})
 
 
+def writes_blocks_first(output: Any) -> bool:
+    """Whether vLLM writes blocks by itself before the step's model run: it clears some, or copies some, others' among them that a load of
+    this step fills."""
+    return any(getattr(output, name, None) for name in ("new_block_ids_to_zero", "kv_cache_block_copies"))
+
+
 def fails_by_request() -> bool:
     """Whether vLLM computes again what an asynchronous load of several groups did not bring: from 0.30 on."""
     return _results is not None

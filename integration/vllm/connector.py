@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -26,6 +27,9 @@ from .worker import WorkerSide
 
 log = logging.getLogger("vllm.vcache")
 
+_workers: WeakValueDictionary[str, WorkerSide] = WeakValueDictionary()
+"""Of this process, by the id of their engine: where vLLM has one GPU an engine, the scheduler's half runs beside its worker's."""
+
 
 class VCacheConnector(SilentConnector):
     """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler.py and worker.py."""
@@ -39,7 +43,7 @@ class VCacheConnector(SilentConnector):
         config = settings.read(transfer.kv_connector_extra_config)
         if config.connector.start_server:
             start.try_ensure(config)
-        self.failures = set()
+        self.failures, self._engine = set(), str(transfer.engine_id)
         if role == KVConnectorRole.SCHEDULER:
             self._meter = stats.Meter()
             # vLLM's scheduler reads it after this.
@@ -55,7 +59,7 @@ class VCacheConnector(SilentConnector):
             # All of them move the same tokens.
             self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
             self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
-            self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
+            self._worker = _workers[self._engine] = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -111,7 +115,14 @@ class VCacheConnector(SilentConnector):
             side.stop_stores(meta)
             self.note_failure("build_connector_meta", error)
         self._scheduled(side, scheduler_output, meta)
+        self._begin_ahead(scheduler_output, meta)
         return meta
+
+    @answers(None)
+    def _begin_ahead(self, output: Any, meta: StepMetadata) -> None:
+        worker = _workers.get(self._engine)
+        if worker is not None and any(load.synchronous for load in meta.loads) and not compat.writes_blocks_first(output):
+            worker.begin_ahead(meta)
 
     @answers(None)
     def _scheduled(self, scheduler: SchedulerSide, output: Any, meta: StepMetadata) -> None:

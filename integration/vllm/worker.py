@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -61,7 +62,7 @@ class _Worker(NamedTuple):
 class Loading(transfer.Load):
     """The load of one request's blocks."""
 
-    def __init__(self, worker: _Worker, spec: LoadSpec, mark: Mark | None, block_size: int) -> None:
+    def __init__(self, worker: _Worker, spec: LoadSpec, mark: Mark, block_size: int) -> None:
         """mark: a point in the model's stream; who owned these blocks before has no work queued after it."""
         session, held, lease = worker.session, spec.lease, None
         keys = of_rank(spec.keys, session.rank)
@@ -78,7 +79,7 @@ class Loading(transfer.Load):
             BlockPlaces(worker.kv, session.chunk_size, spec.blocks, block_size, spec.skip, spec.stop),
             keys,
             lease=lease,
-            mark=None if spec.synchronous else mark,
+            mark=mark,
             wait_seconds=spec.wait_seconds,
             consume=spec.consume,
             offload=spec.offload,
@@ -130,7 +131,10 @@ class WorkerSide:
                     each, lead = of_chunk.blocks, of_chunk.lead
                 self.in_place = InPlace(exportable.begin(self._model.device_type, vllm.__version__), each, lead, shows)
         self._worker: _Worker | None = None
-        self._meta = StepMetadata()
+        self._meta, self._open = StepMetadata(), False
+        """Of the last step, and whether it is under way."""
+        self._models: tuple[int, int] | None = None
+        """The thread that queues model runs, and the stream."""
         self._asynchronous: list[Loading] = []
         self._synchronous: list[Loading] = []
         self._lost: list[LoadSpec] = []
@@ -210,9 +214,19 @@ class WorkerSide:
 
     # ---- a step
 
+    def begin_ahead(self, meta: StepMetadata) -> None:
+        """The scheduler's half has planned a step, in this process, with synchronous loads: their copies begin now, while vLLM prepares the
+        model run, milliseconds for a long prompt. Not before another step is over, nor where model runs are not queued from here."""
+        if not self._open and self._models == self._here():
+            self.begin(meta)
+            for loading in self._synchronous:
+                loading.advance()
+
     def begin(self, meta: StepMetadata) -> None:
-        """A step begins: nothing of its model run is queued yet."""
-        self._meta = meta
+        """A step begins: nothing of its model run is queued yet. Once more for the same step: nothing."""
+        if meta is self._meta:
+            return
+        self._meta, self._open = meta, True
         # None of them must get lost, whatever happens here: vLLM waits for its end, or counts on its bytes.
         self._lost += meta.loads
         self.report.introduce = meta.introduce
@@ -228,9 +242,10 @@ class WorkerSide:
         # A step without a model run stores nothing, and older releases do not call `store` in it.
         self.report.flushed |= meta.flush and meta.idle
         self._stores.fence(meta)
-        # A synchronous load needs none: the model's stream goes on behind it.
-        mark = worker.session.copier.mark() if any(not load.synchronous for load in meta.loads) else None
-        for spec in [spec for spec in meta.loads if not spec.lost]:
+        loads = [spec for spec in meta.loads if not spec.lost]
+        mark = worker.session.copier.mark() if loads else None
+        for spec in loads:
+            assert mark is not None
             loading = Loading(worker, spec, mark, self._block_size)
             (self._synchronous if spec.synchronous else self._asynchronous).append(loading)
             self._lost.remove(spec)
@@ -242,8 +257,10 @@ class WorkerSide:
 
     def load_synchronously(self) -> None:
         """Fill the blocks that this step's model run needs: what is queued from now on comes after it."""
+        self._models = self._here()
         for loading in self._synchronous:
             loading.advance()
+            loading.follow()
 
     def store(self) -> None:
         """Copy out what the step's model run, all of it queued, completes."""
@@ -259,6 +276,7 @@ class WorkerSide:
 
     def finished(self) -> set[str]:
         """Requests whose asynchronous load is over, held or not. Launches what can be launched."""
+        self._open = False
         victims, self._meta.victims = self._meta.victims, None
         if victims is not None and self.in_place is not None:
             self.in_place.save(victims, self._stores)
@@ -307,6 +325,10 @@ class WorkerSide:
         worker.session.close()
 
     # ---- inside
+
+    def _here(self) -> tuple[int, int]:
+        """This thread, and its current stream; 0 where there are none."""
+        return threading.get_ident(), torch.cuda.current_stream().cuda_stream if self._model.device_type == "cuda" else 0
 
     def _advance(self) -> set[str]:
         over = set()

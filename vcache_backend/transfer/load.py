@@ -144,6 +144,16 @@ class Load:
         """Leading chunks that are in place or on their way."""
         return self._parts[-1].first + self._parts[-1].count if self._parts else self.loaded
 
+    def follow(self) -> None:
+        """What is queued in the current stream from now on comes behind the copies that are under way; only after a `mark`, else it does
+        so anyway."""
+        try:
+            for part in self._parts:
+                self._session.copier.fence(part.moving)
+        except Exception as error:  # noqa: BLE001 - what is not known to be right does not count
+            self._fail("copy")
+            self._session.miss("load", error)
+
     def found(self, residents: Mapping[int, ResidentChunk]) -> None:
         """These chunks, by number, lie in the KV caches of the neighbours by now. If there are none, no more are waited for."""
         if not residents:
