@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from pathlib import Path
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -119,8 +120,9 @@ def test_a_demo_that_is_ended_leaves_no_process(how: signal.Signals, tmp_path: P
 
 
 def test_a_worker_that_fails_is_reported_with_its_words() -> None:
-    with pytest.raises(DemoError, match=r"(?s)worker 0 failed.*'nowhere:1' is not a device"):
-        demo.play(Config(), ["nowhere:1"])
+    nowhere = f"GPU-{UUID(int=7)}"
+    with pytest.raises(DemoError, match=rf"(?s)worker 0 failed.*pool.device: {nowhere}"):
+        demo.play(Config(), [nowhere])
 
 
 def test_a_chunk_size_that_blocks_do_not_fill_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -142,4 +143,4 @@ def test_an_impossible_configuration_is_an_error_at_construction(shared: Node) -
     with pytest.raises(ValueError, match=r"layout\.chunk_size is 64, engine\.chunk_size is 32"):
         VCacheEngine(shared.config("host:a"), layout_of(mine, 64))
     with pytest.raises(ConfigError, match=r"pool\.device"):
-        VCacheEngine(shared.config("tape:0"), layout_of(mine))
+        VCacheEngine(shared.config(f"GPU-{UUID(int=7)}"), layout_of(mine))

@@ -186,14 +186,9 @@ def config_init(
 def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -> None:
     """Read a file strictly: an unknown key or an impossible value is an error that names it, its line, and what could stand there."""
     from vcache_backend.doctor.server import check_socket
-    from vcache_backend.vram_pool import devices
 
     values, source, lines = config.read(path)
     loaded = config.from_dict(values, source, lines)
-    try:
-        devices.check(loaded.pool.device)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {config_file.line(lines, '.pool.device')}{error}") from error
     if (values.get("server") or {}).get("socket") != loaded.server.socket:
         lines.pop(".server.socket", None)  # VCACHE_SOCKET goes over it
     at = f"{path}: {config_file.line(lines, '.server.socket')}server.socket: "

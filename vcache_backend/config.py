@@ -20,6 +20,11 @@ from vcache_backend.errors import ConfigError
 
 _LARGEST_FIRST = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)]
 MAX_BYTES = 1 << 48
+MAX_SOCKET_PATH = 107
+"""Bytes: what Linux has room for in a socket's address."""
+HOST_DEVICE = re.compile(r"host(:[A-Za-z0-9_.-]{1,64})?")
+_GPU_DEVICE = re.compile(r"cuda(:\d{1,4})?|(?i:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
+DEVICE_FORMS = "auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID (nvidia-smi -L)"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {unit.upper(): size for unit, size in _LARGEST_FIRST}
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -65,6 +70,11 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
     return found[1] or found[2] or absent, int(found[3])
 
 
+def is_device(spec: str) -> bool:
+    """Whether `spec` has one of the `DEVICE_FORMS`; whether there is such a device here is another question."""
+    return spec == "auto" or any(form.fullmatch(spec) for form in (HOST_DEVICE, _GPU_DEVICE))
+
+
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections: unknown keys are errors."""
 
@@ -89,6 +99,8 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.socket and not Path(self.socket).name:
             raise ValueError(f"socket must be the path of a file, got {self.socket!r}")
+        if len(os.fsencode(self.socket)) > MAX_SOCKET_PATH:
+            raise ValueError(f"socket must be a path of at most {MAX_SOCKET_PATH} bytes, got {self.socket!r}")
         if self.metrics:
             split_address(self.metrics, "metrics")
 
@@ -116,6 +128,10 @@ class PoolConfig(_Section, frozen=True, kw_only=True):
     device: str = "auto"
     segment_bytes: ByteSize | None = None
     max_ctas: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
+
+    def __post_init__(self) -> None:
+        if not is_device(self.device):
+            raise ValueError(f"device must be {DEVICE_FORMS}, got {self.device!r}")
 
     @property
     def lent(self) -> ByteSize:

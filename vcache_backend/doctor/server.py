@@ -7,7 +7,7 @@ import stat
 import time
 from collections.abc import Iterator
 
-from vcache_backend.config import ClientConfig, Config
+from vcache_backend.config import MAX_SOCKET_PATH, ClientConfig, Config
 from vcache_backend.doctor.finding import Finding
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
@@ -18,7 +18,6 @@ from vcache_backend.metadata_server.processes import started
 SERVER_SECONDS = 1.0
 REPORT_SECONDS = 3600.0
 """Older reports are not findings any more; `vcache status` still shows them."""
-MAX_SOCKET_PATH = 107
 
 
 def check_socket(config: Config) -> Iterator[Finding]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-import msgspec
-
 from vcache_backend import config as configuration
 from vcache_backend import log_format
 from vcache_backend.errors import VCacheError
@@ -20,11 +18,11 @@ def main() -> int:
     parser.add_argument("--socket", help="path of the Unix socket (overrides server.socket)")
     arguments = parser.parse_args()
     try:
-        server = configuration.load(arguments.config).server
+        loaded = configuration.load(arguments.config)
         if arguments.socket:
-            server = msgspec.structs.replace(server, socket=arguments.socket)
-        log_format.begin(server.log_format)
-        serve(server)
+            loaded = configuration.with_socket(loaded, arguments.socket, "--socket")
+        log_format.begin(loaded.server.log_format)
+        serve(loaded.server)
     except VCacheError as error:
         sys.stderr.write(f"vcache server: {error}\n")
         return 1

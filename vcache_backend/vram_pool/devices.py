@@ -10,14 +10,11 @@ from pathlib import Path
 
 import msgspec
 
+from vcache_backend.config import DEVICE_FORMS, HOST_DEVICE, is_device
 from vcache_backend.errors import ConfigError, SegmentError
 from vcache_backend.metadata_server.messages import Medium
 from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.cuda_driver import Link
-
-_HOST = re.compile(r"host(:[A-Za-z0-9_.-]{1,64})?")
-_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
-_FORMS = "auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID (nvidia-smi -L)"
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -57,10 +54,11 @@ def resolve(spec: str, kv_device: str = "") -> Device:
     kv_device: where the KV caches lie that it is for, as torch names it, if that is known: `auto` is there, and host memory is read by
     that GPU. Raises ConfigError: not one of the forms, no such GPU here, or a GPU that cannot be used as installed.
     """
-    check(spec)
+    if not is_device(spec):
+        raise ConfigError(f"pool.device: {spec!r} is not a device; expected {DEVICE_FORMS}")
     if spec == "auto" and kv_device:
         spec = "host" if kv_device == "cpu" else kv_device
-    if _HOST.fullmatch(spec):
+    if HOST_DEVICE.fullmatch(spec):
         return Device(spec, "host", resolve(kv_device).ordinal if kv_device.startswith("cuda") else None)
     name = spec.lower()
     if name in ("auto", "cuda"):
@@ -80,12 +78,6 @@ def resolve(spec: str, kv_device: str = "") -> Device:
             return Device(uuid, "cuda", ordinal)
     seen = ", ".join(uuids) or "none"
     raise ConfigError(f"pool.device: {spec} is not visible to this process (see CUDA_VISIBLE_DEVICES); visible: {seen}")
-
-
-def check(spec: str) -> None:
-    """Raises ConfigError where `spec` has none of the forms of `pool.device`; whether there is such a device is another question."""
-    if not (_HOST.fullmatch(spec) or _UUID.fullmatch(spec) or re.fullmatch(r"auto|cuda(:\d{1,4})?", spec)):
-        raise ConfigError(f"pool.device: {spec!r} is not a device; expected {_FORMS}")
 
 
 def gpus() -> list[Gpu]:
