@@ -70,7 +70,7 @@ if [ -z "${TINY:-}" ]; then
   # What an installation would do: the two folders are one package, and vLLM finds our plugin.
   [ -e vcache_backend/integration ] || ln -s ../integration vcache_backend/integration
   printf 'Metadata-Version: 2.1\nName: vcache-backend\nVersion: 0.1.0\n' > "$site/vcache_backend-0.1.0.dist-info/METADATA"
-  printf '[vllm.general_plugins]\nvcache = vcache_backend.integration.lmcache.patches:register\n' > "$site/vcache_backend-0.1.0.dist-info/entry_points.txt"
+  printf '[vllm.general_plugins]\nvcache = vcache_backend.integration.plugin:register\n' > "$site/vcache_backend-0.1.0.dist-info/entry_points.txt"
   export PYTHONPATH=$PWD:$site
 fi
 export PYTHONUNBUFFERED=1

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from vcache_backend.integration import plugin
 from vcache_backend.integration.lmcache import patches
 from vcache_backend.integration.lmcache.scope import (
     PLAIN,
@@ -306,7 +307,7 @@ def test_an_error_of_lmcaches_own_is_not_hidden(connector: type[Connector]) -> N
 
 def test_vllm_finds_the_hook_under_the_name_vcache() -> None:
     (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="vcache")
-    assert entry.load() is patches.register
+    assert entry.load() is plugin.register
 
 
 def test_the_connector_is_hooked_when_it_is_imported(tmp_path: Path) -> None:
@@ -338,7 +339,7 @@ def test_the_hook_is_cheap() -> None:
     """What vLLM's processes get: neither torch nor LMCache nor vLLM is imported for it."""
     heavy = ("torch", "triton", "numpy", "vllm", "lmcache", "msgspec")
     code = (
-        "import sys; from vcache_backend.integration.lmcache.patches import register; register(); register();"
+        "import sys; from vcache_backend.integration.plugin import register; register(); register();"
         f"print([n for n in {heavy!r} if n in sys.modules])"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 import random
@@ -23,17 +22,14 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 
 import torch
 import vllm
-from vllm.config import VllmConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vcache_backend.errors import ConfigError
 from vcache_backend.integration.vllm import exportable
 from vcache_backend.integration.vllm.in_place import InPlace
 from vcache_backend.integration.vllm.metadata import LoadSpec, PublicationSpec, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.stats import Meter
 from vcache_backend.integration.vllm.stores import Stores
-from vcache_backend.integration.vllm_connector import VCacheConnector
 from vcache_backend.metadata_server.messages import ChunkKey, InstanceId
 from vcache_backend.resident.generations import Generations
 from vcache_backend.transfer import publisher
@@ -500,18 +496,6 @@ def test_what_was_published_before_somebody_elses_reset_is_not_saved(sharing: Sh
     sharing.save(0)
     assert not sharing.saved(0)
     assert sharing.client.stats().reservations == 0
-
-
-# ---- settings
-
-
-def test_a_mistake_in_the_settings_is_refused_where_vllm_asks_first() -> None:
-    """In its front end, before it starts a process, where CUDA graphs may be on: the mistake is the last line of the log then."""
-    asked = VCacheConnector.requires_piecewise_for_cudagraph
-    assert asked({"pool": {"segment_bytes": 1}}) is False
-    with pytest.raises(ConfigError, match=r"unknown field `segment_byts` - at `\$.pool`; did you mean `segment_bytes`"):
-        asked({"pool": {"segment_byts": 1}})
-    assert f"connector_cls.{asked.__name__}(" in inspect.getsource(VllmConfig.__post_init__)
 
 
 # ---- several block tables

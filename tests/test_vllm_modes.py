@@ -272,10 +272,10 @@ def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_wh
     caches_nothing(here, b, "File too large); or set connector.share: pool. vLLM serves all the same")
 
 
-def test_settings_that_do_not_exist_end_vllm(here: Node, start: Start) -> None:
-    """What is refused, test_vllm_settings says."""
+def test_settings_that_do_not_exist_end_vllm_also_without_our_plugin(here: Node, start: Start) -> None:
+    """By the connector itself. What is refused, test_vllm_settings says."""
     extra = here.transfer()["kv_connector_extra_config"] | {"connector": {"min_hit_token": 3}}
     with pytest.raises(AssertionError, match="ConfigError") as raised:
-        start(transfer={"kv_connector_extra_config": extra}).made()
+        start(transfer={"kv_connector_extra_config": extra}, environment={"VLLM_PLUGINS": ""}).made()
     expected = "kv_connector_extra_config: Object contains unknown field `min_hit_token` - at `$.connector`"
     assert expected in str(raised.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from processes import PATIENT, ROOT, containers, eventually, free_ports
+from processes import PATIENT, ROOT, Child, containers, eventually, free_ports
 from test_documents import COMMANDS, commands
 from test_start_server import end_servers
 from vllm_cases import (
@@ -21,6 +22,7 @@ from vllm_cases import (
     BLOCK,
     CHUNK,
     FOREVER,
+    QUIET,
     SCATTER,
     START_SECONDS,
     TOKEN_BYTES,
@@ -34,6 +36,7 @@ from vllm_cases import (
     serve,
 )
 
+from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server.client import Client
 
 WHY_NOT = missing(())
@@ -337,6 +340,48 @@ def test_wishes_come_with_the_body_and_metrics_say_what_was_loaded(here: Node) -
         assert counted(address, "vllm:vcache_lookup_hit_tokens_total") == LENGTH
         assert counted(address, "vllm:vcache_load_seconds_count") == 1
         assert counted(address, "vllm:vcache_failures_total") == 0
+
+
+@pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
+def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> None:
+    """Nothing of vLLM has started by then: there is nobody else who would go on, or say more."""
+    wrong = here.transfer({"pool": {"segment_bites": "1 GiB"}})
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(here.model)]
+    given = {name: value for name, value in QUIET.items() if value is not None} | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with Child([*command, "--skip-tokenizer-init", "--kv-transfer-config", json.dumps(wrong)], **given) as child:
+        status, log = child.wait(START_SECONDS)
+    said = "vcache: kv_connector_extra_config: Object contains unknown field `segment_bites` - at `$.pool`; did you mean `segment_bytes`?"
+    assert log.endswith(f"{said}\n"), log
+    assert (status, "Traceback" in log, "EngineCore" in log) == (1, False, False), log
+
+
+def _configured(_: object, model: str, transfers: list[dict[str, Any]]) -> tuple[list[str], bool]:
+    """What somebody else's program gets of vLLM for each; and whether our plugin is there once if it is loaded twice."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vcache_backend.integration import plugin
+
+    said = []
+    for transfer in transfers:
+        arguments = EngineArgs(model=model, skip_tokenizer_init=True, kv_transfer_config=KVTransferConfig(**transfer))
+        try:
+            said.append(arguments.create_engine_config().kv_transfer_config.kv_connector)
+        except ConfigError as error:
+            said.append(str(error))
+    plugin.register()
+    return said, not hasattr(EngineArgs.create_engine_config.__wrapped__, "__wrapped__")
+
+
+def test_a_program_can_catch_the_mistake_and_right_settings_are_no_mistake(here: Node) -> None:
+    right, wrong = here.transfer(), here.transfer({"pool": {"device": "gpu9"}})
+    transfers = [right, wrong, both(here, "none", ours_first=False), beside(here, wrong, ours_first=False)]
+    with beside_vllm() as worker:
+        said, once = worker.ask(_configured, str(here.model), transfers)
+    assert [said[0], said[2], once] == ["VCacheConnector", "MultiConnector", True]
+    for at, where in ((1, ""), (3, "connectors[0]: ")):
+        assert said[at].startswith(f"{where}kv_connector_extra_config: device must be auto, host, host:NAME")
+        assert "got 'gpu9'" in said[at]
 
 
 def _models(_: object, commands: list[list[str]]) -> list[str]:

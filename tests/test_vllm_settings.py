@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vcache_backend import config
 from vcache_backend.errors import ConfigError
+from vcache_backend.integration import plugin
 from vcache_backend.integration.vllm import adapters, request_params, settings
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES, ChunkKey, of_rank
 from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest
@@ -93,6 +94,11 @@ def test_a_default_socket_is_found_where_it_is_used(monkeypatch: pytest.MonkeyPa
         ({"server": "/a/socket"}, "kv_connector_extra_config: server: Expected a section of settings, got '/a/socket'"),
         ({"config": {"connector": {}}}, "kv_connector_extra_config: config: Expected the path of a YAML file, got {"),
         ({"config": "/no/such/file"}, "/no/such/file: "),
+        (
+            {"pool": {"device": "gpu9"}},
+            "device must be auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID",
+        ),
+        ({"server": {"socket": f"/{'x' * 107}"}}, "socket must be a path of at most 107 bytes, got '/xxx"),
     ],
     ids=str,
 )
@@ -106,6 +112,46 @@ def test_a_wrong_key_of_the_file_is_the_files(tmp_path: Path) -> None:
     file = yaml(tmp_path, "connector: {min_hit: 1}")
     with pytest.raises(ConfigError, match=r"vcache\.yaml: line 1: Object contains unknown field `min_hit` - at `\$\.connector`"):
         settings.read({"config": file, "connector": {"min_hit_tokens": 1}})
+
+
+# ---- read by our plugin, before vLLM starts anything
+
+OURS = {"kv_connector": "VCacheConnector", "kv_connector_module_path": plugin.CONNECTOR, "kv_role": "kv_both"}
+THEIRS = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"pool": {"device": "gpu9"}}}
+WRONG = {"kv_connector_extra_config": {"connector": {"min_hit": 1}}}
+
+
+def several(*connectors: Any) -> dict[str, Any]:
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [*connectors]}}
+
+
+@pytest.mark.parametrize("kind", [dict, lambda **given: SimpleNamespace(**given)], ids=["a mapping", "an object"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (OURS, ""),
+        (OURS | {"kv_connector_extra_config": None}, ""),
+        (OURS | {"kv_connector_extra_config": {"pool": {"segment_bytes": "1 GiB"}}}, ""),
+        (OURS | WRONG, "kv_connector_extra_config: Object contains unknown field `min_hit` - at `$.connector`; did you mean"),
+        (several(THEIRS, OURS), ""),
+        (several(THEIRS, OURS | WRONG), "connectors[1]: kv_connector_extra_config: Object contains unknown field `min_hit` - at"),
+        (
+            several(several(OURS | WRONG)),
+            "connectors[0]: connectors[0]: kv_connector_extra_config: Object contains unknown field",
+        ),
+        (THEIRS, ""),
+        ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": 3}}, ""),
+        (OURS | {"kv_connector_extra_config": 3}, ""),
+    ],
+    ids=str,
+)
+def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_vllm(
+    kind: Any, given: dict[str, Any], said: str
+) -> None:
+    found = plugin.mistake(kind(**given))
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+    assert plugin.mistake(None) == ""
 
 
 # ---- wishes

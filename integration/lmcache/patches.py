@@ -1,10 +1,10 @@
 """Every place in LMCache and in vLLM where the plugin puts itself. Each is replaced by `_replace`, so that doing it twice is once.
 
-In vLLM's processes, by the entry point `vcache` in the group `vllm.general_plugins`: vLLM calls `register()` in each of them, which
-imports nothing but this module; when vLLM itself imports LMCache's connector (a user asked for `LMCacheConnectorV1`), its constructor is
-wrapped. Where LMCache's configuration names our plugin the scheduler's connector gives each request its scope as a tag (scope.py)
-before it looks anything up, and does not cache requests that no key tells apart; without that the plugin refuses every key. A worker on
-a platform for which LMCache has no GPU connector (the CPU) gets ours instead of an exception.
+In vLLM's processes, by our plugin for vLLM (../plugin.py), which calls `register()` in each of them: when vLLM itself imports LMCache's
+connector (a user asked for `LMCacheConnectorV1`), its constructor is wrapped. Where LMCache's configuration names our plugin the
+scheduler's connector gives each request its scope as a tag (scope.py) before it looks anything up, and does not cache requests that no
+key tells apart; without that the plugin refuses every key. A worker on a platform for which LMCache has no GPU connector (the CPU) gets
+ours instead of an exception.
 
 In a worker, by the plugin's backend: `take_allocator_role` and `install`.
 """

@@ -61,13 +61,6 @@ class VCacheConnector(SilentConnector):
             self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
             self._worker = _workers[self._engine] = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
 
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: all layers go in one launch. vLLM asks its front end's process, where CUDA graphs are on, before any other is started: so a
-        mistake in the settings, ConfigError, is the last line of the log there."""
-        settings.read(extra_config)
-        return False
-
     def _silent_if(self, refused: bool) -> None:
         """Where an instance is refused, that is so for good."""
         if refused:
