@@ -8,6 +8,10 @@
 #     equal     200 hits through each integration beside each other, a flipped byte, a restart; compiled, with their control
 #     kinds     failures, eager, TP=2 (both integrations); fp8, MLA, ngram
 #     groups    models of several block tables, shapes of Gemma 3 and gpt-oss: equal, sensitive, TTFT; gpt-oss needs the part of MOE=1, too
+#     states    models whose layers keep states: Granite 4 (Mamba-2), LFM 2 (short convolutions), Qwen3-Next (gated delta nets; its kernels
+#               of experts): equal, sensitive, TTFT. Wants vLLM 0.30 or later, where SITE says; ours of 0.33 beside torch 2.11, unpacked apart:
+#                 SITE=/tmp/site33 benchmarks/gpu_night.sh states vllm33.tar.xz c33.tar.xz m33.tar.xz deps.tar.xz
+#               (deps.tar.xz is that of 0.26; without FlashInfer, FlashAttention 2 and quack, which it does not need.)
 #     lmcache   TTFT, decoding, misses through LMCache; misses through our connector
 #     groups2   the same in place
 #     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
@@ -60,7 +64,7 @@ case $call in
     cp -r "$stay/out/." "${OUT:?}"; tail -n 20 "$stay/out/later.txt"; for one in $2; do echo "== $one: $(cat "$stay/out/$one.over" 2> /dev/null || echo 'not over')"; done
     exit ;;
 esac
-known="pool speed equal kinds groups groups2 lmcache inplace inplace2 hostpool deploy four campaign host x4"
+known="pool speed equal kinds groups groups2 states lmcache inplace inplace2 hostpool deploy four campaign host x4"
 for peer in alone offload mp pool; do known="$known serving_$peer unfiltered_$peer"; done
 for one in ${call//+/ }; do [[ " $known " == *" $one "* ]] || { echo "no call $one; there are: $known"; exit 2; }; done
 out=${OUT:-/tmp/vcache-gpu}; site=${SITE:-/tmp/site}; logs=/tmp/vcache-gpu-logs/$call; began=$SECONDS
@@ -154,6 +158,9 @@ case $call in
     ;;
   groups2)
     vllm vllm 520 gemma3,gptoss --share in_place --isolated --rounds 9
+    ;;
+  states)
+    vllm vllm 520 state_mamba2,state_conv,state_gdn --pool-gib 8 --isolated --rounds 9
     ;;
   lmcache)
     vllm lmcache 350 ttft,tpot,miss --rounds 9 --isolated

@@ -26,6 +26,7 @@ WHAT = {
     "fp8 KV": r"vllm_equal_fp8",
     "MLA": r"vllm_equal_mla",
     "sliding windows": r"groups_equal_(gemma3|gptoss)",
+    "layers with states": r"groups_equal_state(_\w+)?",
     "n-gram drafts": r"vllm_equal_ngram",
     "a pool that outlived its instances": r"vllm_restart_hits",
     "failed loads": r"vllm_failed_load_equal",

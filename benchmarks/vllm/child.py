@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from ..processes import answer_commands
-from .weights import flip_kv, scale_weights
+from .weights import flip_kv, flip_states, scale_weights
 
 SECONDS = 120.0
 
@@ -124,6 +124,10 @@ class Serving:
     def flip(self, offset: int, mask: int) -> None:
         """A byte of every block of the KV cache's first layer, exclusive or `mask`."""
         self._llm.collective_rpc(flip_kv, args=(offset, mask))
+
+    def turn_states(self) -> None:
+        """A bit of every byte of the states in the model's first layer; a second time takes it back."""
+        self._llm.collective_rpc(flip_states)
 
     def reset(self) -> bool:
         """Empty vLLM's own prefix cache."""

@@ -20,6 +20,7 @@ import msgspec
 from ..processes import Child
 from ..results import Clock, OutOfTime, Row, fraction
 from .fleet import Fleet
+from .instances import INSTANCES
 from .prompts import Hit, Prompts
 
 LOGPROBS = 5
@@ -61,11 +62,11 @@ class Pair:
         self.a, self.b = fleet.instance(f"{prefix}a"), fleet.instance(f"{prefix}b")
         self.alone = fleet.instance(f"{prefix}alone")
         self._writer = f"{prefix}a"
+        self._chunk = fleet.of(INSTANCES[self._writer].kind).chunk
 
     def store(self, hit: Hit) -> int:
         """A computes and stores `first`, and the reference computes it; the pool is emptied where it would have to evict."""
-        scale = self.fleet.scale
-        chunks = len(hit.first) // scale.chunk
+        chunks = len(hit.first) // self._chunk
         self.fleet.make_room(len(hit.first))
         due = self.fleet.chunks(self._writer) + chunks
         for child in (self.a, self.alone):

@@ -41,6 +41,8 @@ STORE_POOLS = 2
 OWNERS = 2
 """In place, how many times as large as a reader's the KV cache of who computes is."""
 WRITTEN_SECONDS = 0.3
+STATES_SECONDS = 0.1
+"""Between looks at whether there are more states; those of one prompt come as its steps end."""
 SAVED = (b"saved AOT compiled function", b"Directly load AOT compilation")
 """What vLLM logs once there is compiled code that others can load."""
 ENVIRONMENT = {
@@ -167,8 +169,12 @@ class Fleet:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
+    def of(self, kind: str) -> Scale:
+        """The run's scale as instances of a kind have it."""
+        return KINDS[kind].of(self.scale)
+
     def model(self, kind: str) -> Path:
-        scale = KINDS[kind].of(self.scale)
+        scale = self.of(kind)
         return write_model(self.cache / f"model{kind and '_' + kind}_{scale.name}", scale)
 
     def _await_compiled(self, name: str, seconds: float = START_SECONDS) -> None:
@@ -245,14 +251,21 @@ class Fleet:
         return sum(one.resident for one in stats.instances if not one.missing and descends(one.pid, child))
 
     def stored(self, chunks: int, seconds: float = 5.0, writer: str = "a") -> bool:
-        """Wait until `chunks` says so many. ChildFailed where in place there is none at all: nothing is shared."""
+        """Wait until `chunks` says so many, and where states come after their chunks until no more come. ChildFailed where in place there
+        is none at all: nothing is shared."""
         deadline = time.monotonic() + seconds
+        keeps_states = KINDS[INSTANCES[writer].kind].states
         while (found := self.chunks(writer)) < chunks:
             if time.monotonic() > deadline:
                 if self.in_place and not found:
                     raise ChildFailed(f"{writer} shares nothing; instances: {self.pool.stats().instances}; {self._said(writer)}")
                 return False
             time.sleep(0.005)
+        while keeps_states and time.monotonic() < deadline:
+            time.sleep(STATES_SECONDS)
+            before, found = found, self.chunks(writer)
+            if found == before > chunks:
+                break
         return True
 
     def _said(self, name: str) -> str:

@@ -1,15 +1,17 @@
-"""Models whose layers have block tables of their own, full attention and sliding windows: are hits right, and how fast?
+"""Models whose layers have block tables of their own, full attention and sliding windows or states: are hits right, and how fast?
 
 Hits end as vLLM's own do, and where it keeps the windows for them: with a chunk, a few tokens before the prompt's end. So the reference
-needs no scheduler of ours, which could not cut a window's blocks.
+needs no scheduler of ours, which could not cut a window's blocks. A state is there at the same place, where vLLM ends a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from ..processes import ChildFailed
-from ..results import Clock, Row
+from ..results import Clock, Row, fraction
 from . import equality, latency
 from .fleet import Fleet
 from .instances import KINDS
@@ -19,6 +21,8 @@ LENGTHS = {"1k": 12, "4k": 12, "16k": 8}
 """How many hits of each."""
 LONG = "16k"
 MEETINGS = 5
+STATES = ("state_mamba2", "state_conv", "state_gdn")
+"""Kinds of models with states, of which one row tells together."""
 
 
 class Ended(Prompts):
@@ -32,15 +36,49 @@ class Ended(Prompts):
 
 def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int) -> list[Row]:
     """`groups_equal_KIND` with its controls, and `groups_ttft_16k_KIND`; in place each behind `inplace_`."""
-    scale = KINDS[kind].of(fleet.scale)
+    scale = fleet.of(kind)
     prompts, prefix = Ended(scale, seed=source.seed), "inplace_" if fleet.in_place else ""
     if fleet.in_place:
         _meet(fleet, prompts, kind)
+    states = KINDS[kind].states
+    if states and (size := fleet.instance(f"{kind}_alone").ask("about")["block_size"]) != scale.chunk:
+        raise ChildFailed(f"vLLM has blocks of {size} tokens where {scale.chunk} were due: nothing would be cached")
     rows = equality.agreeing(fleet, prompts, kind) + equality.sensitive(fleet, prompts, kind, 1)
+    if states:
+        rows += _states_matter(fleet, prompts, kind)
     counts = {scale.lengths[name]: 1 if scale.cpu else count for name, count in LENGTHS.items()}
     found = equality.equal(fleet, clock, prompts.hits(counts, 0), prompts, kind)
     rows += [msgspec.structs.replace(one, case=f"{prefix}groups_equal_{kind}") for one in found]
     return [*rows, *_first_token(fleet, clock, prompts, kind, rounds, prefix)]
+
+
+def together(rows: Sequence[Row]) -> list[Row]:
+    """`groups_equal_state`: of a run that has all of them, the prompts of all models with states."""
+    cases = {f"groups_equal_{kind}": kind for kind in STATES}
+    found = [row for row in rows if row.case in cases]
+    if len(found) < len(cases):
+        return []
+    good = [index < round(row.value * row.runs) for row in found for index in range(row.runs)]
+    what = ", ".join(f"{cases[row.case]} {row.value:g} of {row.runs}" for row in found)
+    whole = fraction("groups_equal_state", good, f"hits of models whose layers keep states, each as in its own row: {what}")
+    return [whole if all(row.ok is not None for row in found) or not whole.ok else msgspec.structs.replace(whole, ok=None)]
+
+
+def _states_matter(fleet: Fleet, prompts: Prompts, kind: str) -> list[Row]:
+    """What `equal` rests on too: with other states in the first layer a hit in vLLM's own cache ends otherwise, and with the right ones as
+    before."""
+    alone, good = fleet.instance(f"{kind}_alone"), []
+    for length in fleet.scale.few:
+        hit = prompts.whole(length)
+        alone.ask("generate", equality.SECONDS, tokens=hit.first, count=1)
+        said = list[str]()
+        for turned in (False, True, False):
+            if turned or said:
+                alone.ask("turn_states", equality.SECONDS)
+            said.append(equality.said(equality.reference(alone, fleet, hit)))
+        good.append(said[0] == said[2] != said[1])
+    what = "prompts whose answer after a prefix-cache hit is another while a bit of each byte of layer 0's states is, and then the same"
+    return [fraction(f"{fleet.rows}_state_matters_{kind}", good, what)]
 
 
 def _meet(fleet: Fleet, prompts: Ended, kind: str) -> None:

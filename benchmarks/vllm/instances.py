@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from . import states
 from .scale import Scale
 
 DEEPSEEK: dict[str, Any] = {
@@ -89,8 +90,8 @@ TINY: dict[str, Any] = {
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What differs from the plain instance. model: its config, or with `over` what to change of the plain one. tiny: what to change of it
-    on the CPU. block: tokens a
-    KV block, 0: the scale's. value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. environment: for its processes.
+    on the CPU. block: tokens a KV block, 0: the scale's. states: vcache keeps states, and a chunk is one block, on the CPU of the scale's
+    chunk. value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. environment: for its processes.
     isolated: as in a container of its own, where it sees one GPU. tensor_parallel, pipeline_parallel: over how many GPUs.
     """
 
@@ -98,6 +99,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     tiny: dict[str, Any] = {}
     over: bool = False
     block: int = 0
+    states: bool = False
     value_bytes: int = 2
     arguments: dict[str, Any] = {}
     environment: dict[str, str] = {}
@@ -119,6 +121,9 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         model = {**(scale.model if self.over else {}), **self.model} if self.model else scale.model
         model |= self.tiny if scale.cpu else {}
         own = msgspec.structs.replace(scale, model=model, block=self.block or scale.block)
+        if self.states:
+            size = scale.chunk if scale.cpu else self.block
+            own = msgspec.structs.replace(own, block=size, chunk=size)
         kv_bytes = scale.kv_bytes // scale.token_bytes * own.token_bytes * self.value_bytes // 2
         return msgspec.structs.replace(own, kv_bytes=kv_bytes)
 
@@ -141,6 +146,19 @@ KINDS = {
         model=GPT_OSS,
         tiny=TINY | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_local_experts": 4},
         arguments={"enforce_eager": True},
+    ),
+    # Blocks of a multiple of what kernels want in which a state has room: vLLM makes no others of them (its `platforms/interface.py`).
+    # Nobody tries which of Triton's kernels is the fastest: instances that choose others differ in the last bit.
+    "state_mamba2": Kind(model=states.GRANITE, tiny=states.TINY_GRANITE, states=True, block=768, **states.EAGER),
+    "state_conv": Kind(model=states.LFM2, tiny=states.TINY_LFM2, states=True, block=256, **states.EAGER),
+    # By itself vLLM takes FlashInfer on Hopper, be it there or not.
+    "state_gdn": Kind(
+        model=states.QWEN3_NEXT,
+        tiny=states.TINY_QWEN3_NEXT,
+        states=True,
+        block=768,
+        arguments=states.EAGER["arguments"] | {"gdn_prefill_backend": "triton"},
+        environment=states.EAGER["environment"],
     ),
     # So few words that what comes out has been there before, and drafts are made and sometimes right.
     "ngram": Kind(
@@ -198,6 +216,9 @@ INSTANCES = {
     **_trio("ngram_", "ngram"),
     **_trio("gemma3_", "gemma3", alone=""),
     **_trio("gptoss_", "gptoss", alone=""),
+    **_trio("state_mamba2_", "state_mamba2", alone=""),
+    **_trio("state_conv_", "state_conv", alone=""),
+    **_trio("state_gdn_", "state_gdn", alone=""),
     **_trio("failing_", "steady", "probed"),
     **_trio("below_eager_", "eager", below=True),
 }

@@ -87,16 +87,17 @@ def first_token(
             break
         clock.check(15)
         order = able if turn % 2 else able[::-1]
-        for name, length in _lengths(fleet).items():
+        for name, length in _lengths(fleet, kind).items():
             for _ in range(REPEATS.get(name, 1) if only in ("", name) else 0):
                 _round(fleet, prompts.new(length), name, samples if turn else defaultdict(list), order, short, kind)
         print(f"  round {turn} of {rounds}: {clock.spent:.0f} s into the run", flush=True)
     return _rows(fleet, samples, speed, short, kind)
 
 
-def _lengths(fleet: Fleet) -> dict[str, int]:
-    """Of the prompts, by the name rows give them."""
-    lengths = fleet.scale.lengths
+def _lengths(fleet: Fleet, kind: str = "") -> dict[str, int]:
+    """Of the prompts, by the name rows give them: in whole chunks, of which a model with states has larger ones."""
+    scale = fleet.of(kind)
+    lengths = {name: max(length // scale.chunk, 1) * scale.chunk for name, length in scale.lengths.items()}
     return {name: length + TAIL for name, length in lengths.items()} | {f"{WHOLE}_whole": lengths[WHOLE]}
 
 
@@ -120,16 +121,17 @@ def _round(
     fleet: Fleet, prompt: list[int], name: str, samples: Samples, variants: Sequence[str], short: list[str], kind: str
 ) -> None:
     """One prompt through all variants. Every hit comes after its instance had nothing to do for as long as others took to compute it."""
-    due, alone = fleet.scale.hit(len(prompt)), fleet.instance(f"{kind}_alone" if kind else "alone")
+    scale = fleet.of(kind)
+    due, alone = scale.hit(len(prompt)), fleet.instance(f"{kind}_alone" if kind else "alone")
     samples["recompute", name].append(_ttft(alone, prompt)[0])
     for variant in variants:
         writer, reader = _names(variant, kind)
         fleet.make_room(len(prompt))
-        chunks = fleet.chunks(writer) + len(prompt) // fleet.scale.chunk
+        chunks = fleet.chunks(writer) + len(prompt) // scale.chunk
         _ttft(fleet.instance(writer), prompt)
         fleet.stored(chunks, writer=writer)
         seconds, cached = _ttft(fleet.instance(reader), prompt)
-        if due - fleet.scale.chunk < cached:
+        if due - scale.chunk < cached:
             samples[variant, name].append(seconds)
         else:
             short.append(f"{variant} {name}: {cached} of {due}")
@@ -147,7 +149,7 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str], ki
         what = "the copy engine between the two GPUs in this run"
         rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(short)}" if short else ""
-    for name, length in _lengths(fleet).items():
+    for name, length in _lengths(fleet, kind).items():
         held = {
             variant: [1e3 * value for value in samples.get((variant, name), [])] for variant in ("recompute", "prefix", *SIDES)
         }
@@ -168,7 +170,7 @@ def _judged(
 ) -> list[Row]:
     """The rows with limits. Each GPU of an instance copies its own part, all at the same time."""
     begin, gpus = f"{fleet.rows}_{kind}" if kind else fleet.rows, KINDS[kind].gpus
-    most, sum_ = allowed(floor, KINDS[kind].of(fleet.scale).read_bytes(fleet.scale.lengths[name]) // gpus, speed)
+    most, sum_ = allowed(floor, fleet.of(kind).read_bytes(_lengths(fleet, kind)[name] - TAIL) // gpus, speed)
     ours = held["vcache"]
     what = f"TTFT of a hit on {f'{gpus} peer GPUs' if gpus > 1 else 'the peer GPU'}; reference: {sum_}"
     rows = [row(f"{begin}_ttft_{name}", "ms", ours, most, what=what + missed, at_most=1.0)]

@@ -8,6 +8,8 @@ import msgspec
 
 GIB = 1 << 30
 MIB = 1 << 20
+STATEFUL = ("linear_attention", "conv")
+"""Kinds of layers that keep a state, not tokens."""
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,19 +41,43 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     cpu: bool = False
 
     @property
+    def kinds(self) -> list[str]:
+        """Of layers that keep tokens, what each is."""
+        every = self.model.get("layer_types", ["full_attention"] * self.model["num_hidden_layers"])
+        return [kind for kind in every if kind not in STATEFUL]
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the state behind a token, in bfloat16, as the models of `states` have it; 0 where all layers keep tokens."""
+        model = self.model
+        layers = model["num_hidden_layers"] - len(self.kinds)
+        if "mamba_d_state" in model:
+            inner = model["mamba_n_heads"] * model["mamba_d_head"]
+            convolved = inner + 2 * model["mamba_n_groups"] * model["mamba_d_state"]
+            values = inner * model["mamba_d_state"] + convolved * (model["mamba_d_conv"] - 1)
+        elif "linear_num_value_heads" in model:
+            keys = model["linear_num_key_heads"] * model["linear_key_head_dim"]
+            inner = model["linear_num_value_heads"] * model["linear_value_head_dim"]
+            values = inner * model["linear_key_head_dim"] + (2 * keys + inner) * (model["linear_conv_kernel_dim"] - 1)
+        else:
+            values = model.get("conv_dim", 0) * (model.get("conv_L_cache", 1) - 1)
+        return int(2 * values * layers)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of KV a token, in bfloat16."""
         if "kv_lora_rank" in self.model:
             row = self.model["kv_lora_rank"] + self.model["qk_rope_head_dim"]
         else:
             row = 2 * self.model["head_dim"] * self.model["num_key_value_heads"]
-        return int(2 * row * self.model["num_hidden_layers"])
+        return int(2 * row * len(self.kinds))
 
     def read_bytes(self, tokens: int) -> int:
-        """What a hit of so many tokens has to bring: all of full attention, of the others the blocks of their windows."""
-        kinds = self.model.get("layer_types", ["full_attention"])
+        """What a hit of so many tokens has to bring: all of full attention, of the others the blocks of their windows, and the state."""
+        kinds = self.kinds
         full, window = kinds.count("full_attention"), -(-(self.model.get("sliding_window", 1) - 1) // self.block) * self.block
-        return int(self.token_bytes * (full * tokens + (len(kinds) - full) * min(window, tokens)) // len(kinds))
+        tables = self.token_bytes * (full * tokens + (len(kinds) - full) * min(window, tokens)) // len(kinds)
+        return int(tables + self.state_bytes)
 
     @property
     def vocabulary(self) -> int:

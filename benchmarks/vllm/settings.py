@@ -68,6 +68,8 @@ def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, A
     if integration.of(spec) != "vllm":
         return {"kv_connector": "LMCacheConnectorV1", **BOTH}
     more = {path.removeprefix("vcache."): value for path, value in integration.settings(spec).items()}
+    if KINDS[spec.kind].states:
+        more["connector.states"] = "true"
     lends = 0 if spec.role == "consumer" else scale.pool_bytes
     # A chunk of one token less is not made of whole blocks.
     return our_connector(integration.socket, lends, scale.chunk - spec.refused, more) | (

@@ -12,13 +12,21 @@ from .scale import Scale
 
 def scale_weights(model: Any) -> int:
     """Dummy weights are too small for the output to depend on the context: norms become 1, matrices 20 times as large. Biases and sinks
-    stay small: of 1 they would drown what the context says.
+    stay small: of 1 they would drown what the context says. Convolutions of a few tokens become 1000 times as large. Some of the heads
+    that keep a state forget half of it in ten thousand tokens, some in ten: by itself all would in one, or grow without end.
 
     Runs in vLLM's worker, which finds it by its module's name.
     """
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
+        if "conv" in name and parameter.dim() == 3:
+            parameter.data.mul_(1000)
+        elif parameter.dim() > 1:
             parameter.data.mul_(20)
+        elif name.endswith((".A", ".A_log")):
+            import torch
+
+            rates = torch.linspace(math.log(1e-4), math.log(0.1), parameter.numel(), device=parameter.device)
+            parameter.data.copy_(rates if name.endswith("_log") else -rates.exp())
         elif "norm" in name:
             parameter.data.fill_(1)
     return sum(1 for _ in model.parameters())
@@ -35,6 +43,17 @@ def flip_kv(worker: Any, offset: int, mask: int) -> None:
     bytes_[:, offset] ^= mask
     if cache.is_cuda:
         torch.cuda.synchronize(cache.device)
+
+
+def flip_states(worker: Any) -> None:
+    """In vLLM's worker: the highest bit of all bytes that the model's first layer keeps; of a model that begins with states, theirs."""
+    import torch
+
+    held = worker.model_runner.kv_caches[0]
+    for cache in held if isinstance(held, list | tuple) else [held]:
+        cache.copy_((cache.contiguous().view(torch.uint8) ^ 0x80).view(cache.dtype).view(cache.shape))
+        if cache.is_cuda:
+            torch.cuda.synchronize(cache.device)
 
 
 def write_model(folder: Path, scale: Scale) -> Path:
