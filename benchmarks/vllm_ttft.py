@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from .results import Clock, Report, Row
-from .vllm import death, dp, equality, failures, groups, latency, offload, pd, scheduling
+from .vllm import death, dp, equality, failures, groups, latency, offload, pd, scheduling, sleep
 from .vllm.fleet import Fleet, container
 from .vllm.instances import KINDS
 from .vllm.prompts import Prompts
@@ -153,10 +153,17 @@ PARTS: dict[str, Part] = {
     "state_mamba2": _groups("state_mamba2", 90, cpu=False),
     "state_conv": _groups("state_conv", 90),
     "state_gdn": _groups("state_gdn", 90),
+    "sleep": Part(
+        ("sleep_alone", "sleep_a"),
+        40,
+        lambda run: sleep.measure(run.fleet, run.clock, run.source),
+        OURS,
+        in_place=False,
+    ),
 }
 """In the order they are run in; a part's number is the seed of its prompts, so new ones go to the end. In place: what an instance computed
-goes with it (`restart`); what a promise needs is in its owner's memory, not in the server's (`failures`); and without a pool nothing goes
-below it (`below`)."""
+goes with it (`restart`); what a promise needs is in its owner's memory, not in the server's (`failures`); without a pool nothing goes
+below it (`below`), and of what sleeps nothing is read (`sleep`)."""
 APART = (
     ("pd",),
     ("eager",),
@@ -170,6 +177,7 @@ APART = (
     ("fp8", "mla", "ngram"),
     ("gemma3", "gptoss"),
     groups.STATES,
+    ("sleep",),
 )
 """Parts whose instances start when all that others need is gone; those of one group start together, on the CPU each alone."""
 

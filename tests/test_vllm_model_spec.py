@@ -238,7 +238,6 @@ def test_a_usual_instance_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sleep_mode": True}, "start vLLM without --enable-sleep-mode"),
         ({"context_parallel": 2}, "set both context parallel sizes to 1"),
         ({"dynamic_kv_scales": True}, "start vLLM without --calculate-kv-scales"),
         ({"unnamed_inputs": True}, "start vLLM without --mm-processor-cache-gb 0"),

@@ -15,7 +15,8 @@ import time
 from typing import Any
 
 from ..processes import answer_commands
-from .weights import flip_kv, flip_states, scale_weights
+from . import cpu_sleep
+from .weights import draw_weights, flip_kv, flip_states, scale_weights
 
 SECONDS = 120.0
 
@@ -25,7 +26,10 @@ class Serving:
 
     def __init__(self, arguments: dict[str, Any], dummy: bool) -> None:
         from vllm import LLM
+        from vllm.platforms import current_platform
 
+        if current_platform.is_cpu():
+            cpu_sleep.install()
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._count = 0
@@ -36,9 +40,12 @@ class Serving:
 
     def about(self) -> dict[str, Any]:
         """What this engine is, as far as it matters to a comparison."""
+        import vllm
+
         config = self._engine.vllm_config
         compilation = config.compilation_config
         return {
+            "vllm": vllm.__version__,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "blocks": config.cache_config.num_gpu_blocks,
             "block_size": config.cache_config.block_size,
@@ -132,6 +139,18 @@ class Serving:
     def reset(self) -> bool:
         """Empty vLLM's own prefix cache."""
         return bool(self._llm.reset_prefix_cache())
+
+    def sleep(self, level: int) -> None:
+        """vLLM's own sleep mode."""
+        self._llm.sleep(level=level)
+
+    def wake(self, tags: list[str] | None) -> None:
+        """tags: what is to be there again; None: all."""
+        self._llm.wake_up(tags)
+
+    def reweigh(self) -> None:
+        """Other weights, of which nobody is told."""
+        self._llm.apply_model(draw_weights)
 
     def decode(self, prompts: list[list[int]], count: int, windows: list[dict[str, Any]], loads: list[list[int]]) -> Any:
         """Keep `prompts` decoding and look at the gaps between their tokens, window by window.

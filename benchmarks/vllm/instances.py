@@ -131,6 +131,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 KINDS = {
     "": Kind(),
     "eager": Kind(arguments={"enforce_eager": True}),
+    "sleep": Kind(arguments={"enforce_eager": True, "enable_sleep_mode": True}),
     "isolated": Kind(arguments={"enforce_eager": True}, isolated=True),
     "tp2": Kind(tensor_parallel=2),
     "pp2": Kind(pipeline_parallel=2, arguments={"enforce_eager": True}),
@@ -211,6 +212,7 @@ INSTANCES = {
     "consumer": Spec(variant="vcache", gpu=1, role="consumer"),
     **_trio("eager_", "eager"),
     **_trio("isolated_", "isolated"),
+    **_trio("sleep_", "sleep"),
     **_trio("fp8_", "fp8"),
     **_trio("mla_", "mla"),
     **_trio("ngram_", "ngram"),

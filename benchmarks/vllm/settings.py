@@ -61,7 +61,11 @@ def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -
         given["scheduler_cls"] = f"{__package__}.scheduler.{spec.scheduler}"
     if spec.variant != "alone":
         given["kv_transfer_config"] = _transfer(scale, spec, integration)
-    return {**given, **kind.arguments}
+    given |= kind.arguments
+    if scale.cpu:
+        # See `cpu_sleep`.
+        given.pop("enable_sleep_mode", None)
+    return given
 
 
 def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, Any]:

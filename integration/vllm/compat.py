@@ -13,7 +13,7 @@ from vllm.v1.core import kv_cache_utils
 from vcache_backend import config
 from vcache_backend.errors import ConfigError, LayoutError
 
-from . import groups, model_spec
+from . import groups, model_spec, sleeping
 
 
 def hash_root() -> bytes:
@@ -65,6 +65,8 @@ def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec,
     """Why nothing of this instance may be cached, None if it may. All of its processes find the same."""
     size = settings.engine.chunk_size
     reason = model_spec.refusal(model, size, hash_seed(vllm_config))
+    if model.sleep_mode:
+        reason = reason or sleeping.refusal(vllm_config.model_config)
     try:
         if groups.read(kv_cache_config, size).states:
             if not fails_by_request():

@@ -166,6 +166,18 @@ class VCacheConnector(SilentConnector):
         self._silent_if(self._worker.needless)
 
     @answers(None)
+    def unregister_kv_caches(self) -> None:
+        """From 0.33 on: vLLM sleeps, and the KV cache's memory goes."""
+        if self._worker is not None:
+            self._worker.sleep()
+
+    @answers(None)
+    def restore_kv_caches(self) -> None:
+        """From 0.33 on: it is there again, where it was, with nothing in it."""
+        if self._worker is not None:
+            self._worker.wake()
+
+    @answers(None)
     def _say_policy(self) -> None:
         """Another connector's `kv_load_failure_policy`, if that has made this one, is out of reach."""
         outermost, wanted = get_kv_transfer_group(), self._policy

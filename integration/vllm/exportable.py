@@ -163,7 +163,8 @@ def _refusals(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Itera
     if not any(is_full(kind) for kind in kinds) and several(kv_cache_config):
         yield "all layers look at a window only, and what it has passed is soon others'"
     if model.sleep_mode or getattr(vllm_config.model_config, "enable_cumem_allocator", False):
-        yield "sleep mode takes a KV cache's memory away beneath its readers: start vLLM without --enable-sleep-mode"
+        # It takes the place of what sleep mode's allocator would have allocated.
+        yield "sleep mode frees nothing of a KV cache that others can map: start vLLM without --enable-sleep-mode"
     if model.device_type == "cuda" and config.expandable_segments():
         yield "expandable_segments moves pages behind addresses: take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
 

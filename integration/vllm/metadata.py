@@ -120,7 +120,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     a new owner. introduce: say what you hold. instance: under which name to show the KV cache to others, in a step that introduces;
     empty if it is not to be shown. found: more of `LoadSpec.residents`, by request, for loads that wait for chunks;
     none: no more will come. meet: instances whose KV caches are to be mapped for later loads. echo: a number to be told as that of a load
-    which is over with this step.
+    which is over with this step. compare: say whether the weights are as they were before vLLM slept.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -137,6 +137,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     victims: PublicationSpec | None = None
     meet: set[bytes] = field(default_factory=set)
     echo: int = 0
+    compare: bool = False
 
 
 class _Uncached(StepMetadata):
@@ -177,7 +178,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     numbers, where that changed, or nobody knew. mapped: the instances whose KV caches they can read, likewise. read: the numbers of the
     synchronous loads that are over, all workers' in the same step. links: how workers reach the offload tier, where that changed.
     shards: what they hold, by (pipeline rank, tensor rank), where the step asked. stored: keys, of rank 0, of what each rank has stored,
-    where somebody wants KV events. spans: of every load that is over.
+    where somebody wants KV events. spans: of every load that is over. same: whether workers' weights are as they were before vLLM slept, by
+    their numbers, where the step asked.
 
     Of vLLM's ways up this is the one that connectors beside ours share."""
 
@@ -190,6 +192,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     mapped: dict[int, frozenset[bytes]] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
     spans: list[LoadSpan] = field(default_factory=list)
+    same: dict[int, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of several workers: a load that one of them lost is lost."""
@@ -208,4 +211,5 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.mapped | other.mapped,
             self.read | other.read,
             self.spans + other.spans,
+            self.same | other.same,
         )

@@ -255,8 +255,6 @@ def _reasons(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> Iterat
             "--weight-transfer-config brings new weights, and KV of others must not be found: set connector.model to one name for the "
             "instances that get them together, and pause them all (with clear_cache) before they do"
         )
-    if model.sleep_mode:
-        yield "a sleeping vLLM gives the KV cache's memory away under a copy: start vLLM without --enable-sleep-mode"
     yield seed(hash_seed)
     yield chunk_misfit(chunk_size, model.block_size, "engine.chunk_size")
 

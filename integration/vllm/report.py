@@ -18,7 +18,7 @@ MOST_STORED = 4096
 
 class Reporter:
     """In the worker's main thread. failed, read, spans, flushed: see `WorkerReport`; all are sent once. introduce: the scheduler asks what
-    this worker holds. number: of all workers."""
+    this worker holds. same: whether its weights are as they were, where it asks. number: of all workers."""
 
     def __init__(self, place: tuple[int, int], number: int, rank: int, events: bool) -> None:
         """place: pipeline and tensor rank. rank: of this one's part of a chunk. events: whether somebody wants to know what is stored."""
@@ -27,6 +27,7 @@ class Reporter:
         self.refuse("it was given no KV caches")
         self.failed, self.read, self.spans = set[str](), set[int](), list[LoadSpan]()
         self.flushed = self.introduce = False
+        self.same: bool | None = None
         self._segments: frozenset[SegmentId] = frozenset()
         self._link = Link()
         self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)
@@ -49,7 +50,8 @@ class Reporter:
         segments, link, introduce = self._readable(), self._reached(), self.introduce
         mapped = self._neighbours.mapped if self._neighbours is not None else self._mapped
         new_segments, new_link, new_mapped = introduce or segments != self._segments, link != self._link, mapped != self._mapped
-        if not (self.failed or self.read or self.spans or self.flushed or self._stored or new_segments or new_link or new_mapped):
+        told = self.failed or self.read or self.spans or self.flushed or self._stored or self.same is not None
+        if not (told or new_segments or new_link or new_mapped):
             return None
         stored = [self._stored.popleft() for _ in range(len(self._stored))]
         report = WorkerReport(
@@ -62,8 +64,9 @@ class Reporter:
             {self.number: mapped} if new_mapped else {},
             self.read,
             self.spans,
+            {self.number: self.same} if self.same is not None else {},
         )
-        self.read, self.spans = set(), []
+        self.read, self.spans, self.same = set(), [], None
         self.failed, self.flushed, self._segments, self._link, self._mapped = set(), False, segments, link, mapped
         return report
 

@@ -15,7 +15,7 @@ from vcache_backend.config import Config
 from vcache_backend.metadata_server.messages import MAX_KEYS
 from vcache_backend.transfer.keys import state_keys
 
-from . import compat, exportable, group_publications, groups, hints, request_params, traces
+from . import compat, exportable, group_publications, groups, hints, request_params, sleeping, traces
 from .awaited import Awaited
 from .completions import Completions
 from .events import Announcer
@@ -89,6 +89,7 @@ class SchedulerSide:
         self.instance = Introduction(config, model, self._hash_block, refused, self.publications)
         self.lookups = Lookups(self.instance, self._size, meter, self._parts)
         self._awaited = Awaited(self.lookups)
+        self._nap = sleeping.Nap(self.instance.workers)
         # What others find in place, vLLM announces as what its own KV cache holds.
         if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
             self.instance.announcer = Announcer(self.instance.ranks)
@@ -124,7 +125,7 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request: ask for its chunks, for the answer is here when vLLM comes to it."""
-        if self.instance.keys is None and not self.instance.open():
+        if self._nap.due or (self.instance.keys is None and not self.instance.open()):
             return
         tracked, whole = self._track(request), len(request.block_hashes) // self._hashes
         tokens = min(whole * self._size, self._most(request))
@@ -143,7 +144,7 @@ class SchedulerSide:
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """How many tokens after the first `local`, which vLLM has itself, the pool has; and whether they come between steps. None: ask
         again in the next step."""
-        if self.instance.waits() or (self._recomputes and self._builds_on_load(request, local)):
+        if self._naps() or self.instance.waits() or (self._recomputes and self._builds_on_load(request, local)):
             return None, False
         self._learn()
         tracked = self._track(request)
@@ -257,7 +258,7 @@ class SchedulerSide:
         introduce = self.instance.keys is None and not self.instance.over
         name = self.publications.instance if introduce and self.publications is not None else b""
         unmet, self._unmet = self._unmet, set()
-        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name, meet=unmet)
+        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name, meet=unmet, compare=self._nap.due)
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
         """What they store in it, which blocks get a new owner, and what else was found for loads that wait."""
@@ -307,9 +308,13 @@ class SchedulerSide:
         """Forget every chunk of the namespace, those on their way included; False if the server did not answer. Before the first step
         nobody knows which namespace that is: then it is done before anything is looked up (where vLLM is paused for new weights, it ends
         on a False)."""
+        self._drop_answers()
+        if sleeping.keeps_weights():
+            # Until all workers have said that they did, nothing is looked up.
+            self._nap.begin()
+            return True
         # Until the steps under way are over, and what they store is cleared too, nothing is looked up.
         self._flush = self._clearing = True
-        self._drop_answers()
         if self.publications is not None:
             self.publications.reset()
         cleared = self.instance.clear()
@@ -451,11 +456,23 @@ class SchedulerSide:
             self._evict(lost, known.values())
         self.instance.reads(report.segments, report.mapped)
         self.instance.note(report.shards, report.links)
+        if self._nap.note(report.same) is False:
+            self._new_weights()
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)
         if report.flushed and self._clearing:
             # Steps of before the reset may have stored since; what they have not committed yet never comes.
             self._clearing = self._flush = not self.instance.clear()
+
+    def _naps(self) -> bool:
+        """Whether a request is to wait until it is known what vLLM's sleep has left of the weights."""
+        if self._nap.due and not self.instance.refused and self._nap.gives_up():
+            self._new_weights()
+        return self._nap.due and not self.instance.refused
+
+    def _new_weights(self) -> None:
+        log.warning("vcache: since vLLM slept its weights may be others, so what the pool has of this namespace is forgotten")
+        self.reset()
 
     def _builds_on_load(self, request: Any, local: int) -> bool:
         """Whether vLLM's own cache would have the request begin with what another one's load brings in this step. If that fails vLLM has

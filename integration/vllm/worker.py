@@ -34,7 +34,7 @@ from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .. import amx, memory_budget, round_trip
-from . import compat, exportable, groups, model_spec
+from . import compat, exportable, groups, model_spec, sleeping
 from .in_place import InPlace
 from .metadata import LoadSpan, LoadSpec, Shard, StepMetadata
 from .replicas import Replica
@@ -131,6 +131,9 @@ class WorkerSide:
                     each, lead = of_chunk.blocks, of_chunk.lead
                 self.in_place = InPlace(exportable.begin(self._model.device_type, vllm.__version__), each, lead, shows)
         self._worker: _Worker | None = None
+        """None too while vLLM sleeps, and has no KV cache."""
+        self._asleep: _Worker | None = None
+        self._weights = sleeping.Weights(self._model.device_type)
         self._meta, self._open = StepMetadata(), False
         """Of the last step, and whether it is under way."""
         self._models: tuple[int, int] | None = None
@@ -231,6 +234,7 @@ class WorkerSide:
         self._lost += meta.loads
         self.report.introduce = meta.introduce
         self.report.read |= {meta.echo} if meta.echo else set()
+        self.report.same = self._weights.ask(meta.compare)
         worker = self._worker
         if worker is None:
             return
@@ -307,9 +311,41 @@ class WorkerSide:
         if self.in_place is not None:
             self.in_place.measure(self._meter)
 
+    def sleep(self) -> None:
+        """vLLM takes the KV cache's memory away: end all that reads or writes it. Until `wake` nothing does. May be called again."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        self._asleep = worker
+        self._settle_synchronous()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for loading in self._asynchronous:
+            loading.cancel()
+        for loading in self._asynchronous:
+            while not loading.advance() and time.monotonic() < deadline:
+                loading.wait(IDLE_SECONDS)
+            loading.abandon()
+            # vLLM waits for the end of this one, and its bytes are gone in any case.
+            self._lost.append(loading.spec)
+        self._asynchronous.clear()
+        if not worker.session.flush(max(deadline - time.monotonic(), 0.0)):
+            log.warning("vcache: what was stored last is not in the pool yet, as vLLM goes to sleep")
+        self._weights.note()
+
+    def wake(self) -> None:
+        """The KV cache's memory is back, at the same addresses. May be called again, and without `sleep`."""
+        worker, self._asleep = self._asleep, None
+        if worker is None:
+            return
+        wrong = round_trip.through_pool(worker.session, worker.kv)
+        self._worker = worker
+        if wrong:
+            self.close()
+            raise VCacheError(f"vcache caches nothing after vLLM's sleep: {wrong}")
+
     def close(self) -> None:
         """Let copies end, and leave the pool; the chunks stay there."""
-        worker, self._worker = self._worker, None
+        worker, self._worker, self._asleep = self._worker or self._asleep, None, None
         if self.in_place is not None:
             # vLLM may end before it has made its KV cache.
             self.in_place.exporter.close()

@@ -1,0 +1,170 @@
+"""Sleep mode, from vLLM 0.33 on: it takes the KV cache's memory away and gives new memory at the same addresses. The pool stays.
+
+vLLM asks its connector for a reset before it sleeps, as it does where new weights come. What the pool has is right for as long as the
+weights are the same, so a reset for a sleep that keeps them is put off: every worker takes a digest of its weights before they go, and
+compares it in the first step after waking, before anything is looked up. Whatever is not shown to be as it was: the namespace is reset.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from time import monotonic
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from vcache_backend.vram_pool import checksum, cuda_segment
+
+log = logging.getLogger("vllm.vcache")
+
+CONFIRM_SECONDS = 10.0
+"""How long the first request after waking waits for all workers to say whether their weights are as they were."""
+_CORE, _CUMEM, _TAG = "vllm.v1.engine.core", "vllm.device_allocator.cumem", "weights"
+_KEEPS = 1
+"""The level of a sleep that keeps the weights."""
+
+
+def refusal(model_config: Any) -> str | None:
+    """Why an instance that may sleep caches nothing, in one line with what to change; None if it may."""
+    if not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
+        return (
+            "a sleeping vLLM before 0.33 gives the KV cache's memory away under a copy: start vLLM without --enable-sleep-mode, "
+            "or take vLLM 0.33"
+        )
+    backend = str(getattr(model_config, "sleep_mode_backend", "cumem"))
+    if backend != "cumem":
+        return f"what sleep mode's backend {backend} does to memory is not known: set --sleep-mode-backend cumem"
+    return None
+
+
+# ---- in the scheduler
+
+
+def keeps_weights() -> bool:
+    """Whether the reset that vLLM is just asking its connector for belongs to a sleep that keeps the weights. It does not say so, but who
+    asked is on the stack. What is not recognised is a reset like any other."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _CORE:
+            name, found = frame.f_code.co_name, frame.f_locals
+            if name == "sleep":
+                return found.get("level") == _KEEPS
+            if name == "release_kv_cache_memory":
+                return True
+            if name == "engine_idle_callback":
+                return _level(found.get("future")) == _KEEPS
+        frame = frame.f_back
+    return False
+
+
+def _level(paused: object) -> object:
+    """The level of the sleep that waits for the future of a pause; None if none does."""
+    for callback in getattr(paused, "_done_callbacks", ()):
+        code: CodeType | None = getattr(callback, "__code__", None)
+        if getattr(callback, "__qualname__", "").startswith("EngineCore.sleep.") and code is not None:
+            cells = dict(zip(code.co_freevars, callback.__closure__ or (), strict=True))
+            return cells["level"].cell_contents if "level" in cells else None
+    return None
+
+
+class Nap:
+    """In the scheduler's thread: whether the reset for a sleep is still put off. due: workers are to say whether their weights are as they
+    were, and nothing is looked up until all have."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self.due = False
+        self._said: dict[int, bool] = {}
+        self._until = 0.0
+
+    def begin(self) -> None:
+        """vLLM is about to sleep. May be called again before it has woken up."""
+        self.due, self._said, self._until = True, {}, 0.0
+
+    def note(self, same: Mapping[int, bool]) -> bool | None:
+        """What workers say, by their numbers: True once all weights are as they were, False once they are not, None before."""
+        if not self.due:
+            return None
+        self._said |= same
+        if all(self._said.values()) and len(self._said) < self._workers:
+            return None
+        self.due = False
+        return all(self._said.values())
+
+    def gives_up(self) -> bool:
+        """A request waits: whether it has been for `CONFIRM_SECONDS`, so that the weights count as new."""
+        self._until = self._until or monotonic() + CONFIRM_SECONDS
+        if monotonic() < self._until:
+            return False
+        self.due = False
+        return True
+
+
+# ---- in a worker
+
+
+class Stretch(NamedTuple):
+    """Memory of a GPU."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+class Weights:
+    """A worker's, as they were when it last fell asleep. Its main thread's."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._before: bytes | None = None
+        self._kept = False
+        self._same: bool | None = None
+
+    def note(self) -> None:
+        """vLLM takes memory away now. What was noted counts on until the scheduler has heard how it compares: there may have been new
+        weights since."""
+        if not self._kept:
+            self._kept, self._before = True, self._digest()
+
+    def ask(self, due: bool) -> bool | None:
+        """Whether the weights are as noted, where the scheduler still wants to know: that is `due`. False where nobody can say."""
+        if not due:
+            if self._same is not None:
+                self._kept, self._same, self._before = False, None, None
+            return None
+        if self._same is None:
+            self._same = self._before is not None and self._digest() == self._before
+        return self._same
+
+    def _digest(self) -> bytes | None:
+        """None where it cannot be had; then weights count as new."""
+        try:
+            tensors = [_bytes_of(region, self._device_type) for region in regions()]
+            return checksum.digest(tensors) if tensors else None
+        except Exception:  # the integration's outermost line: vLLM sleeps all the same
+            log.exception("vcache: nobody knows whether the weights stay as they are, so the next waking resets the namespace")
+            return None
+
+
+def regions() -> Iterator[Stretch]:
+    """Where vLLM's weights lie that sleep mode takes away; none while one of them is away, or where that is not known."""
+    allocator = getattr(sys.modules.get(_CUMEM), "CuMemAllocator", None)
+    instance = getattr(allocator, "instance", None)
+    held = [(address, data) for address, data in instance.pointer_to_data.items() if data.tag == _TAG] if instance else []
+    if not any(data.is_asleep for _, data in held):
+        for address, data in sorted(held, key=lambda one: one[0]):
+            yield Stretch(address, data.handle[1])
+
+
+def _bytes_of(region: Stretch, device_type: str) -> torch.Tensor:
+    if device_type == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * region.nbytes).from_address(region.address), dtype=torch.uint8)
+    return cuda_segment.view(region, torch.cuda.current_device())
