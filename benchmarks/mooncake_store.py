@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,16 +122,15 @@ class Provider(Part):
 
 
 class Depot:
-    """A master, and one provider for each of `providers`, in bytes. flags: the master's own. ports: gives so many that are free."""
+    """A master, and one provider for each of `providers`, in bytes. flags: the master's own."""
 
-    def __init__(
-        self, folder: Path, providers: Sequence[int], *, ports: Callable[[int], list[int]] = free_ports, **flags: Any
-    ) -> None:
-        self._folder, self._ports = folder, ports
+    def __init__(self, folder: Path, providers: Sequence[int], **flags: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
         self.providers: list[Provider] = []
         self._undo = ExitStack()
         try:
-            self.master = self._undo.enter_context(Master(folder, ports(2), **flags))
+            self.master = self._undo.enter_context(Master(folder, free_ports(2), **flags))
             for nbytes in providers:
                 self.lend(nbytes)
         except BaseException:
@@ -146,7 +145,7 @@ class Depot:
 
     def lend(self, nbytes: int) -> Provider:
         """One more provider."""
-        (port,) = self._ports(1)
+        (port,) = free_ports(1)
         self.providers.append(self._undo.enter_context(Provider(self._folder, port, self.master, nbytes)))
         return self.providers[-1]
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from processes import SECONDS, free_ports
+from processes import SECONDS
 
-from benchmarks import mooncake_store
-from benchmarks.mooncake_store import missing
+from benchmarks.mooncake_store import Depot, missing
 from vcache_backend.config import MooncakeConfig
 from vcache_backend.offload.client import OffloadProcess
 from vcache_backend.offload.verbs import STORED, StoreDown
@@ -26,14 +25,6 @@ BIN = Path(sys.executable).parent
 MIB = 1 << 20
 MISSING = missing()
 needs_mooncake = pytest.mark.skipif(bool(MISSING), reason=MISSING or "Mooncake is here")
-
-
-class Depot(mooncake_store.Depot):
-    """A real store on ports that no other test has."""
-
-    def __init__(self, folder: Path, providers: Sequence[int] = (64 * MIB,), **flags: Any) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        super().__init__(folder, providers, ports=free_ports, **flags)
 
 
 class Raw:

@@ -12,7 +12,6 @@ import functools
 import multiprocessing
 import os
 import pickle
-import random
 import resource
 import select
 import signal
@@ -53,25 +52,6 @@ def eventually(what: Callable[[], Any], seconds: float = SECONDS) -> Any:
             return answer
         assert time.monotonic() < deadline, f"not true within {seconds:g} s"
         time.sleep(0.01)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on, below those the kernel gives to connections; nobody else of a run of these tests is given
-    them: each of its processes has every `_SIDE_BY_SIDE`th, and gives each once."""
-    ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _SIDE_BY_SIDE
-    ports: list[int] = []
-    while len(ports) < count:
-        port = 20_000 + _SIDE_BY_SIDE * random.SystemRandom().randrange(12_000 // _SIDE_BY_SIDE) + ours
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            if port not in _ports:
-                ports.append(port)
-                _ports.add(port)
-    return ports
-
-
-_SIDE_BY_SIDE = 8
-_ports: set[int] = set()
 
 
 class Process:

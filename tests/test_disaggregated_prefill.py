@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from processes import PATIENT, ROOT, Child, Worker, eventually, free_ports
+from processes import PATIENT, ROOT, Child, Worker, eventually
 from test_vllm_processes import counted, serving
 from vllm_cases import forking, new_tokens, node
 
+from benchmarks.processes import free_ports
 from benchmarks.results import Row
 from benchmarks.vllm.pd import Samples, rows
 from vcache_backend.metadata_server.client import Client

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_cases import Depot, needs_mooncake, own_depot
-from processes import SECONDS, free_ports
+from mooncake_cases import needs_mooncake, own_depot
+from processes import SECONDS
 from typer.testing import CliRunner
 
+from benchmarks.mooncake_store import Depot
+from benchmarks.processes import free_ports
 from vcache_backend.cli import app
 from vcache_backend.config import Config, from_dict
 from vcache_backend.doctor import Finding, check_offload, check_packages

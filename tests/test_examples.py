@@ -20,9 +20,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from mooncake_cases import needs_mooncake
-from processes import ROOT, SECONDS, Child, containers, eventually, free_ports
+from processes import ROOT, SECONDS, Child, containers, eventually
 from vllm_cases import know_model, missing
 
+from benchmarks.processes import free_ports
 from vcache_backend import config as configuration
 from vcache_backend import doctor
 from vcache_backend.config import ByteSize

@@ -14,9 +14,10 @@ import pytest
 import vllm_cases
 from kv_cases import CHUNK, FLASH
 from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
-from mooncake_cases import Depot, Raw, depot, needs_mooncake, own_depot
+from mooncake_cases import Raw, depot, needs_mooncake, own_depot
 from processes import QUICK, SECONDS, eventually
 
+from benchmarks.mooncake_store import Depot
 from vcache_backend.offload import objects
 
 if TYPE_CHECKING:

@@ -21,10 +21,11 @@ from typing import Any
 import pytest
 from engine_cases import Cache, layout_of, node
 from instance_cases import instance_id, join, keys, publish, show
-from processes import ROOT, Child, Stage, eventually, free_ports, stage
+from processes import ROOT, Child, Stage, eventually, stage
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.processes import free_ports
 from vcache_backend.config import split_address
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client

@@ -6,10 +6,11 @@ import pytest
 import torch
 from engine_cases import Node, get
 from kv_cases import CHUNK, FLASH, MLA, PACKED_HND, Arrangement, Cache, places, prompt
-from mooncake_cases import Depot, depot, needs_mooncake
+from mooncake_cases import depot, needs_mooncake
 from offload_cases import LENGTH, ROOMY, engine, model, nodes, through
 from processes import SECONDS
 
+from benchmarks.mooncake_store import Depot
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.store import store

@@ -11,11 +11,12 @@ import pytest
 import torch
 from engine_cases import Node, get, node, put
 from kv_cases import CHUNK, Cache, layout_of, prompt
-from mooncake_cases import Depot, Raw, depot, needs_mooncake, own_depot
+from mooncake_cases import Raw, depot, needs_mooncake, own_depot
 from offload_cases import LENGTH, ROOMY, TIER, engine, model, nodes, through
 from processes import QUICK, SECONDS, eventually
 from test_cli import vcache
 
+from benchmarks.mooncake_store import Depot
 from vcache_backend import engine as engine_module
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout

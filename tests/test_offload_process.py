@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_cases import MIB, Depot, Raw, depot, needs_mooncake, new_names, own_depot
+from mooncake_cases import MIB, Raw, depot, needs_mooncake, new_names, own_depot
 from processes import SECONDS, Child, eventually
 
+from benchmarks.mooncake_store import Depot
 from vcache_backend.config import MooncakeConfig, OffloadConfig, mooncake_environment
 from vcache_backend.errors import ConfigError
 from vcache_backend.offload.client import OffloadProcess

@@ -12,12 +12,13 @@ from engine_cases import Node, node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_cases import CHUNK, Cache, places, prompt
-from mooncake_cases import Depot, depot
+from mooncake_cases import depot
 from neighbour_cases import HOST
 from offload_cases import LENGTH, engine, model, nodes, through
 from processes import eventually
 from resident_cases import Owner, Reader, owner
 
+from benchmarks.mooncake_store import Depot
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces

@@ -11,8 +11,8 @@ from contextlib import closing
 from importlib import import_module
 
 import pytest
-from mooncake_cases import MIB, Depot, Raw, needs_mooncake, own_depot
-from processes import PATIENT, eventually, free_ports
+from mooncake_cases import MIB, Raw, needs_mooncake, own_depot
+from processes import PATIENT, eventually
 from vllm_cases import (
     BLOCK,
     CHUNK,
@@ -31,6 +31,8 @@ from vllm_cases import (
 )
 from vllm_offload_cases import BUFFERS, CHUNK_BYTES, HITS, ROOM, Two, loaded
 
+from benchmarks.mooncake_store import Depot
+from benchmarks.processes import free_ports
 from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey, Location

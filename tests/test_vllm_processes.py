@@ -14,7 +14,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from processes import PATIENT, ROOT, Child, containers, eventually, free_ports
+from processes import PATIENT, ROOT, Child, containers, eventually
 from test_documents import COMMANDS, commands
 from test_start_server import end_servers
 from vllm_cases import (
@@ -36,6 +36,7 @@ from vllm_cases import (
     serve,
 )
 
+from benchmarks.processes import free_ports
 from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server.client import Client
 

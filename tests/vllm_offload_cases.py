@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mooncake_cases import Depot
 from processes import eventually
 from vllm_cases import CHUNK, QUICK, TOKEN_BYTES, Answer, Instance, Node, new_tokens
+
+from benchmarks.mooncake_store import Depot
 
 CHUNK_BYTES = CHUNK * TOKEN_BYTES
 ROOM = 16

@@ -124,10 +124,9 @@ class Session:
 
     def lookup(self, keys: list[ChunkKey], ranks: int = 1) -> int:
         """How many leading chunks are there for all `ranks` ranks (keys of rank 0), in the pool or the offload tier. No lease."""
-        return self.lookup_offloaded(keys, ranks, self.client.lookup(keys, ranks)) if keys else 0
-
-    def lookup_offloaded(self, keys: list[ChunkKey], ranks: int, found: int) -> int:
-        """`lookup`, where the first `found` chunks are known to be in the pool and the next one is not."""
+        if not keys:
+            return 0
+        found = self.client.lookup(keys, ranks)
         return found if self.tier is None else self.tier.extend(self.client, keys, ranks, found)
 
     def contains(self, key: ChunkKey) -> int:
