@@ -47,8 +47,7 @@ class Program:
 
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.name, self.log, self._command = name, log, command
-        given = dict(os.environ if environment is None else environment)
-        self._environment = given | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [given.get("PYTHONPATH")])])}
+        self._environment = dict(os.environ if environment is None else environment)
         self.start()
 
     def __enter__(self) -> Self:
@@ -109,10 +108,15 @@ class Program:
 
 
 class Child(Program):
-    """A program that runs `answer_commands`. What it says on standard error goes to the log."""
+    """A program of this checkout that runs `answer_commands`. What it says on standard error goes to the log."""
 
     _stdin = _stdout = subprocess.PIPE
     _buffer = b""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        given = os.environ if environment is None else environment
+        path = os.pathsep.join([str(ROOT), *filter(None, [given.get("PYTHONPATH")])])
+        super().__init__(name, command, log, {**given, "PYTHONPATH": path})
 
     def send(self, command: str, **arguments: Any) -> None:
         """Hand in a command; `answer` waits for it."""

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +83,19 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     roles = (("kv_producer", options.machine.pool), ("kv_consumer", 0))
     transfers = [transfer(folder / "vcache.sock", options.machine.chunk, options.share, *role) for role in roles]
     with two_servers(options, ("prefill server", "decode server"), transfers, folder) as site:
-        command = [str(PROXY), "--prefill", site.servers[0].url, "--decode", site.servers[1].url, "--port", str(front)]
+        prefill, decode = (server.url for server in site.servers)
+        command = [sys.executable, str(PROXY), "--prefill", prefill, "--decode", decode, "--port", str(front)]
         command += ["--order", options.order, "--wait-seconds", str(options.wait_seconds)]
-        proxy = Process("the proxy", command, folder / "proxy.log", f"http://127.0.0.1:{front}")
-        try:
+        with Process("the proxy", command, folder / "proxy.log", f"http://127.0.0.1:{front}") as proxy:
             proxy.wait(proxy.ready, 30)
             one_round(site, proxy, prompts(options, seed=0))  # warms up
             code = report(options, site, one_round(site, proxy, prompts(options, seed=1)), **UNSTORED)
             if options.stay:
                 print(f'send completions to {proxy.url}/v1/completions, model "{site.model}"; Ctrl-C ends', flush=True)
-                proxy.process.wait()
+                while proxy.alive:
+                    time.sleep(1)
                 raise proxy.failure("ended")
             return code
-        finally:
-            proxy.kill()
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +29,10 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.status import summary
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # benchmarks come with the repository, and are not installed
+
+from benchmarks.processes import Program, module  # noqa: E402 - vcache itself is the one that is installed
+
 NEW_TOKENS = 16
 TAIL = 8
 """Tokens after the last whole chunk: fewer than a block, so that a hit of whole blocks and one of whole chunks end at the same token,
@@ -83,33 +85,22 @@ CPU = Machine(
 # ---- processes
 
 
-class Process:
-    """A Python program in a process group of its own, which ends with this one. What it prints goes to its log."""
+class Process(Program):
+    """A program that says how far it is, and why it failed. url: where it answers HTTP, if it does."""
 
     def __init__(
         self, name: str, command: list[str], log: Path, url: str = "", environment: dict[str, str] | None = None
     ) -> None:
-        self.name, self.log, self.url, self.started = name, log, url, time.monotonic()
+        self.url, self.started = url, time.monotonic()
+        log.unlink(missing_ok=True)
         # Settings of whoever runs this are not for the children: they have theirs.
         inherited = {key: value for key, value in os.environ.items() if key not in ("VCACHE_CONFIG", "VCACHE_SOCKET")}
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, *command],
-                env={**inherited, **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                process_group=0,
-                preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # PR_SET_PDEATHSIG: also if this program is killed
-            )
+        super().__init__(name, command, log, inherited | (environment or {}))
         say.print(f"{name}: starting, log {log}")
 
     def kill(self) -> None:
-        """The whole group, and reap."""
         signal.setitimer(signal.ITIMER_REAL, 0)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(20)
+        super().kill()
 
     def ready(self) -> bool:
         """Whether it answers HTTP."""
@@ -125,7 +116,7 @@ class Process:
                 lines = self.log.read_text(errors="replace").split("\n")
                 say.print(f"{self.name}: {told:g} s, {next((line for line in reversed(lines) if line), '')[:100]}", markup=False)
                 told += TELL_SECONDS
-            if self.process.poll() is not None:
+            if not self.alive:
                 raise self.failure("ended")
             if time.monotonic() - self.started > seconds:
                 raise self.failure(f"did not start in {seconds:g} s")
@@ -141,16 +132,12 @@ class Process:
 @contextmanager
 def metadata_server(socket: Path) -> Iterator[Client]:
     """`vcache serve`, answering; a client of it."""
-    server = Process(
-        "metadata server", ["-m", "vcache_backend.cli", "serve", "--socket", str(socket)], socket.with_suffix(".log")
-    )
-    try:
+    command = module("vcache_backend.cli", "serve", "--socket", str(socket))
+    with Process("metadata server", command, socket.with_suffix(".log")) as server:
         server.wait(socket.exists, 30)
         with Client(socket, ClientConfig(connect_seconds=5, request_seconds=10), reconnect=False) as client:
             client.require()
             yield client
-    finally:
-        server.kill()
 
 
 class Site(NamedTuple):
@@ -174,7 +161,7 @@ def two_servers(
     transfers: the `--kv-transfer-config` of each.
     """
     machine, model = options.machine, options.model or write_model(folder / "model", options.cpu)
-    common = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host=127.0.0.1", "--dtype=bfloat16"]
+    common = [*module("vllm.entrypoints.openai.api_server"), "--model", model, "--host=127.0.0.1", "--dtype=bfloat16"]
     common += ["--enable-prompt-tokens-details", *([] if options.model else ["--skip-tokenizer-init"]), *machine.vllm]
     common += [f"--max-model-len={max(options.lengths) + TAIL + 2 * NEW_TOKENS}", *options.vllm]
     with ExitStack() as undo:
@@ -183,8 +170,8 @@ def two_servers(
             visible = {} if options.cpu else {"CUDA_VISIBLE_DEVICES": gpu}
             command = [*common, f"--port={port}", "--kv-transfer-config", json.dumps(transfer)]
             more = QUIET | machine.environment | visible | (environment or {})
-            servers.append(Process(name, command, folder / f"{name.replace(' ', '-')}.log", f"http://127.0.0.1:{port}", more))
-            undo.callback(servers[-1].kill)
+            log = folder / f"{name.replace(' ', '-')}.log"
+            servers.append(undo.enter_context(Process(name, command, log, f"http://127.0.0.1:{port}", more)))
         for server in servers:
             server.wait(server.ready, START_SECONDS)
         yield Site(client, servers, model)
@@ -192,7 +179,6 @@ def two_servers(
 
 def write_model(folder: Path, tiny: bool) -> str:
     """A Llama with generated weights: a tiny one, or one of 1.1 billion, which takes seconds and 2 GiB of disk."""
-    sys.path.insert(0, str(ROOT))  # benchmarks come with the repository, and are not installed
     from benchmarks.vllm.scale import FULL, TINY
     from benchmarks.vllm.weights import write_model
 

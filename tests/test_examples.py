@@ -190,7 +190,7 @@ def test_the_example_shows_that_the_second_instance_reads_what_the_first_compute
 def test_a_program_that_does_not_start_is_one_error_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     serving = importlib.import_module("serving")
-    process = serving.Process("instance B", ["-c", "raise RuntimeError('no such model')"], tmp_path / "B.log")
+    process = serving.Process("instance B", [sys.executable, "-c", "raise RuntimeError('no such model')"], tmp_path / "B.log")
     with pytest.raises(serving.Failed, match=rf"instance B ended. Its log is {tmp_path}/B.log; from it:\s+RuntimeError: no such"):
         process.wait(lambda: False, 20)
 
