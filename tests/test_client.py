@@ -127,7 +127,7 @@ def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) ->
     many = [chunk_key(n, rank) for n in range(m.MAX_KEYS // 2 + 1) for rank in (0, 1)]
     fd = make_memfd(KIB * len(many))
     stage_.undo.callback(os.close, fd)
-    client.add_segment(info("s0", KIB * len(many)), fd)
+    client.add_segment(info("s" * 64, KIB * len(many)), fd)
     for _ in range(-(-len(many) // m.MAX_SLOTS)):
         reserved = client.reserve(many, KIB)
         assert len(reserved.slots) == len(many)
@@ -137,6 +137,7 @@ def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) ->
     assert client.lookup(many) == len(many)
     assert client.lookup(many[::2], ranks=2) == len(many) // 2
     assert client.contains([*many, A[:8] + b"\xff" * 18]) == [True] * len(many) + [False]
+    assert client.segments_of(many) == ["s" * 64] * len(many)
     assert len(client.acquire(many).locations) == m.MAX_KEYS
     assert client.touch(many) == client.remove(many) == len(many)
 

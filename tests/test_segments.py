@@ -250,3 +250,18 @@ def test_host_memory_may_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_device_is_a_configuration_error_that_lists_the_forms(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"pool\.device: .*expected auto, host, host:NAME .*, cuda, cuda:N or a GPU's UUID"):
         devices.resolve(spec)
+
+
+@pytest.mark.parametrize(
+    ("reader", "owner", "where"),
+    [
+        (Device("GPU-0", "cuda", 0), "GPU-0", "own"),
+        (Device("GPU-0", "cuda", 0), "GPU-1", "peer"),
+        (Device("host", "host", 0), "host", "host"),
+        (Device("host", "host", 0), "host:other", "host"),
+        (HOST, "host", "host"),
+        (HOST, "host:other", "peer"),
+    ],
+)
+def test_where_a_segment_lies_depends_on_who_reads_it(reader: Device, owner: str, where: str) -> None:
+    assert devices.where(reader, owner) == where

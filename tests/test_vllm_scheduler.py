@@ -92,7 +92,7 @@ class Side:
         eventually(lambda: self.leases() == 0)
         sizes = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": BLOCK}
         shards = {(0, rank): Shard(ShardSpec(pp_rank=0, tp_rank=rank, **sizes)) for rank in range(ranks)}
-        self.segments = frozenset(segment.id for segment in self.client.list_segments())
+        self.segments = {segment.id: "host" for segment in self.client.list_segments()}
         self.report(shards=shards, segments=dict.fromkeys(range(ranks), self.segments))
         assert self.half.instance.open()
 
@@ -449,6 +449,38 @@ def test_where_vllm_traces_a_look_up_and_a_load_are_spans_of_their_request(
         assert f"{span.context.trace_id:x}" == "ab" * 16
         assert f"{span.parent.span_id:x}" == "cd" * 8
         assert span.attributes["gen_ai.request.id"] == request.request_id
+
+
+@pytest.mark.parametrize("sync", [0, 2048])
+def test_vllm_hears_where_the_tokens_of_a_hit_lay(here: Node, make: Callable[..., Side], sync: int) -> None:
+    """By segment: of a load in the step from its lease, of one between steps the server is asked, unless all of the pool is in one place.
+    Here a segment on the own GPU, one on a peer's; the first block is vLLM's own, the last one is computed."""
+    with VCacheEngine(here.config("host:peer", 1 << 20), layout_of(Cache())), here.stage.client(device="host:peer") as peer:
+        side, (request, plain) = make(sync_below_tokens=sync), (new_request(CHUNKS * CHUNK), new_request())
+        side.put(request, 2)
+        reserved = peer.reserve(side.keys(request), NBYTES)
+        assert peer.commit(reserved.reservation) == CHUNKS - 2
+        own, far = sorted(side.client.list_segments(), key=lambda segment: segment.device)
+        side.report(segments={0: {own.id: "own", far.id: "peer"}})
+        external = (CHUNKS * CHUNK - BLOCK) - BLOCK
+        assert side.matched(request, BLOCK) == (external, not sync)
+        before = side.asked("Contains")
+        side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), external)
+        assert side.half.hit_sources(request, external) == {"device": 2 * CHUNK - BLOCK, "p2p": 3 * CHUNK - BLOCK}
+        assert side.asked("Contains") - before == (0 if sync else 1)
+        side.report(segments={0: {own.id: "own"}})
+        side.put(plain)
+        assert side.matched(plain) == (CHUNKS * CHUNK, not sync)
+        side.half.allocated(plain, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
+        assert side.half.hit_sources(plain, CHUNKS * CHUNK) == {"device": CHUNKS * CHUNK}
+        assert side.asked("Contains") - before == (0 if sync else 1)
+        announced = new_request(announced=True)
+        assert side.half.hit_sources(announced, CHUNK) == {}, "it loads nothing"
+        assert side.matched(announced) == (CHUNKS * CHUNK, True)
+        side.half.allocated(announced, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
+        side.report(segments={0: {own.id: "own", far.id: "peer"}})
+        assert side.half.hit_sources(announced, CHUNKS * CHUNK) == {"p2p": CHUNKS * CHUNK}
+        assert peer.drop_segment(far.id)
 
 
 def test_a_request_that_ends_while_it_loads_is_cancelled(asynchronous: Side) -> None:

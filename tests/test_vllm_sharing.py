@@ -347,12 +347,14 @@ def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(here: Node, a: Instan
     pooled, tokens = here.connect("pooled"), new_tokens(5 * CHUNK + 1)
     computed = here.keep(pooled, tokens)
     keep(a, tokens[: 3 * CHUNK + 1], params={"vcache": {"load": False}})
-    before = [b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in ("resident", "host")]
+    counted = [("vllm:vcache_loaded_tokens", "tier", tier) for tier in ("resident", "host")]
+    counted += [("vllm:prompt_tokens_cached_by_source", "source", source) for source in ("p2p", "host")]
+    before = [b.counter(name, **{label: value}) for name, label, value in counted]
     hit, own = keep(b, tokens), pooled.one(tokens)
     assert (hit.cached, hit.said) == (5 * CHUNK, own.said)
     assert hit.agrees(computed)
-    after = [b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in ("resident", "host")]
-    assert [now - then for now, then in zip(after, before, strict=True)] == [3 * CHUNK, 2 * CHUNK]
+    after = [b.counter(name, **{label: value}) for name, label, value in counted]
+    assert [now - then for now, then in zip(after, before, strict=True)] == 2 * [3 * CHUNK, 2 * CHUNK]
     assert a.ask("forget")
     before = c.counter("vllm:vcache_loaded_tokens", tier="resident")
     passed_on = c.one(tokens)

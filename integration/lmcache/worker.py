@@ -121,7 +121,7 @@ class PoolWorker:
     def _readable(self, lease: Lease) -> int:
         """How many leading chunks of it are within this worker's reach; their segments are mapped now."""
         known, locations = self.session.segments(), lease.locations
-        return len(locations) if {at.segment for at in locations} <= known else len(self.session.views(locations))
+        return len(locations) if known.keys() >= {at.segment for at in locations} else len(self.session.views(locations))
 
     # ---- loads
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -38,13 +39,13 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def hit_source(in_host: bool) -> Any:
-    """Where hits lie that vLLM counts by source, from 0.32 on, in its words; None before. The pool's word counts for the offload tier."""
-    try:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    except ImportError:
-        return None
-    return CacheHitSource.HOST if in_host else CacheHitSource.P2P
+def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
+    """Tokens of a hit by where they lay, from 0.32 on, which names these places so. What is not among them lay nobody knows where."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    named = {CacheHitSource(name): count for name, count in tokens.items() if count}
+    rest = external - sum(named.values())
+    return named | ({CacheHitSource.EXTERNAL_UNSPECIFIED: rest} if rest else {})
 
 
 def publishes_events(vllm_config: Any) -> bool:

@@ -50,7 +50,6 @@ class VCacheConnector(SilentConnector):
             transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
             loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config, loads, stores, self._meter)
-            self._cache_hit_source = self._scheduler.hit_source
             self._silent_if(bool(self._scheduler.instance.refused))
         else:
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -95,6 +94,15 @@ class VCacheConnector(SilentConnector):
     def _allocated(self, scheduler: SchedulerSide, request: Any, blocks: Any, external: int) -> bool:
         scheduler.allocated(request, blocks, external)
         return True
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """From 0.32 on, after `update_state_after_alloc`."""
+        found = self._hit_sources(request, num_external_tokens) if self._scheduler is not None else {}
+        return compat.hit_sources(found, num_external_tokens)
+
+    @answers({})
+    def _hit_sources(self, request: Any, external: int) -> dict[str, int]:
+        return self._scheduler.hit_sources(request, external) if self._scheduler is not None else {}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._scheduler

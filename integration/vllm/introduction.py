@@ -17,6 +17,7 @@ from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.courier import Courier
 from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.layout import checked_layout
+from vcache_backend.vram_pool.devices import Where
 
 from . import compat, model_spec
 from .events import Announcer
@@ -34,9 +35,9 @@ class Introduction:
     """In the scheduler's thread. Nothing waits longer than a call of the client may.
 
     refused: why nothing is cached, empty if something is. ranks: shards of a chunk. readable: the segments that all workers can
-    read, and mapped: the instances whose KV caches they can. keys, client, courier: once it is open, of the
-    instance's namespace. announcer: what it has published, where somebody wants KV events. shared: what this instance shares in place,
-    tables: the generations of others, and pinning: what keeps their blocks, where KV caches are shared so.
+    read, places: where segments lie for the first one, and mapped: the instances whose KV caches all can read. keys, client, courier:
+    once it is open, of the instance's namespace. announcer: what it has published, where somebody wants KV events. shared: what this
+    instance shares in place, tables: the generations of others, and pinning: what keeps their blocks, where KV caches are shared so.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class Introduction:
         self.client: Client | None = None
         self.courier: Courier | None = None
         self.readable: frozenset[SegmentId] = frozenset()
+        self.places: Mapping[SegmentId, Where] = {}
         self.mapped: frozenset[bytes] = frozenset()
         self.pinning: Pinning | None = None
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
         self.workers = model.pp_size * model.tp_size
-        self._segments: dict[int, frozenset[SegmentId]] = {}
+        self._segments: dict[int, Mapping[SegmentId, Where]] = {}
         self._mapped: dict[int, frozenset[bytes]] = {}
         self.offload: OffloadLookup | None = None
         self.refused = ""
@@ -105,12 +107,13 @@ class Introduction:
         if links and self.offload is not None:
             self.offload.note(links)
 
-    def reads(self, segments: Mapping[int, frozenset[SegmentId]], mapped: Mapping[int, frozenset[bytes]]) -> None:
+    def reads(self, segments: Mapping[int, Mapping[SegmentId, Where]], mapped: Mapping[int, frozenset[bytes]]) -> None:
         """What workers can read, by their numbers, where that changed."""
         self._segments |= segments
         self._mapped |= mapped
         if len(self._segments) == self.workers:
-            self.readable = frozenset.intersection(*self._segments.values())
+            self.readable = frozenset.intersection(*map(frozenset, self._segments.values()))
+            self.places = self._segments[0]
         if len(self._mapped) == self.workers:
             self.mapped = frozenset.intersection(*self._mapped.values())
 

@@ -9,6 +9,7 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
+from vcache_backend.vram_pool.devices import Where
 
 from .model_spec import ShardSpec
 
@@ -174,9 +175,10 @@ class LoadSpan(NamedTuple):
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler, after a step. failed: requests whose loads did not hold, or that built on blocks of one whose did not.
-    flushed: every store of the steps so far has its reservation, so that a reset ends it. segments: those that workers can read, by their
-    numbers, where that changed, or nobody knew. mapped: the instances whose KV caches they can read, likewise. read: the numbers of the
-    synchronous loads that are over, all workers' in the same step. links: how workers reach the offload tier, where that changed.
+    flushed: every store of the steps so far has its reservation, so that a reset ends it. segments: those that workers can read, and
+    where they lie for them, by workers' numbers, where that changed, or nobody knew. mapped: the instances whose KV caches they can
+    read, likewise. read: the numbers of the synchronous loads that are over, all workers' in the same step. links: how workers reach
+    the offload tier, where that changed.
     shards: what they hold, by (pipeline rank, tensor rank), where the step asked. stored: keys, of rank 0, of what each rank has stored,
     where somebody wants KV events. spans: of every load that is over. same: whether workers' weights are as they were before vLLM slept, by
     their numbers, where the step asked.
@@ -185,7 +187,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     failed: set[str] = field(default_factory=set)
     flushed: bool = False
-    segments: dict[int, frozenset[SegmentId]] = field(default_factory=dict)
+    segments: dict[int, dict[SegmentId, Where]] = field(default_factory=dict)
     links: dict[int, Link] = field(default_factory=dict)
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
     stored: dict[int, list[ChunkKey]] = field(default_factory=dict)

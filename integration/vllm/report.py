@@ -7,6 +7,7 @@ from collections import deque
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId, of_rank
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.devices import Where
 
 from .metadata import Link, LoadSpan, Shard, WorkerReport
 from .model_spec import ShardSpec
@@ -28,7 +29,7 @@ class Reporter:
         self.failed, self.read, self.spans = set[str](), set[int](), list[LoadSpan]()
         self.flushed = self.introduce = False
         self.same: bool | None = None
-        self._segments: frozenset[SegmentId] = frozenset()
+        self._segments: dict[SegmentId, Where] = {}
         self._link = Link()
         self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)
         self._neighbours: Neighbours | None = None
@@ -72,7 +73,7 @@ class Reporter:
 
     # ---- inside
 
-    def _readable(self) -> frozenset[SegmentId]:
+    def _readable(self) -> dict[SegmentId, Where]:
         if self._session is None:
             return self._segments
         try:

@@ -15,7 +15,7 @@ from vcache_backend.config import Config
 from vcache_backend.metadata_server.messages import MAX_KEYS
 from vcache_backend.transfer.keys import state_keys
 
-from . import compat, exportable, group_publications, groups, hints, request_params, sleeping, traces
+from . import compat, exportable, group_publications, groups, hints, hit_sources, request_params, sleeping, traces
 from .awaited import Awaited
 from .completions import Completions
 from .events import Announcer
@@ -59,9 +59,7 @@ class SchedulerSide:
         self._loads_allowed, self._stores_allowed, self._least = loads, stores, config.connector.min_hit_tokens
         self._block = model.block_size
         self._per_chunk = self._size // self._block
-        in_host = config.pool.device.startswith("host") or (config.pool.device == "auto" and model.device_type == "cpu")
         in_place = config.connector.share == "in_place"
-        self.hit_source = compat.hit_source(in_host and not in_place)
         self._recomputes = model.recomputes
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._hashes = self._size // self._hash_block
@@ -220,6 +218,13 @@ class SchedulerSide:
             self.savings.loading(request.request_id, external)
         if answer is not None:
             answer.lease = None
+
+    def hit_sources(self, request: Any, external: int) -> dict[str, int]:
+        """The tokens of the load that was `allocated` last, by where they lay: see `hit_sources.split`."""
+        load = next((load for load in reversed(self._loads) if load.request_id == request.request_id and not load.lost), None)
+        return (
+            {} if load is None else hit_sources.split(self.instance, self._requests[load.request_id], load, external, self._size)
+        )
 
     def lost(self, request: Any, blocks: Any, external: int) -> None:
         """vLLM counts on a load that `allocated` could not describe: let the workers say that it failed."""

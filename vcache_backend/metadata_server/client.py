@@ -74,6 +74,10 @@ class Client(ResidentCalls):
         replies = list(self._in_parts(keys, m.Contains, m.Present))
         return msgspec.structs.replace(replies[0], present=[there for reply in replies for there in reply.present])
 
+    def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
+        """For each key the segment in which its chunk lies, "" where it is not there. An older server says nothing: []."""
+        return [id_ for reply in self._in_parts(keys, lambda part: m.Contains(part, True), m.Present) for id_ in reply.segments]
+
     def acquire(self, keys: list[m.ChunkKey], ranks: int = 1) -> m.Leased:
         """Lease the leading run, of at most `MAX_KEYS` chunks. ranks: of chunks of so many parts (keys of rank 0), whose locations come
         chunk by chunk; parts of one more may follow."""

@@ -64,6 +64,11 @@ class Directory(SegmentDirectory):
         """For each key whether its chunk is there."""
         return list(map(self.contents.live.among(keys).__contains__, keys))
 
+    def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
+        """For each key the segment in which its chunk lies, "" where it is not there."""
+        there = self.contents.live.among(keys)
+        return [entry.segment.id if (entry := there.get(key)) is not None else "" for key in keys]
+
     def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
         """Lease the leading run. It becomes recent when the lease ends, its first chunk most."""
         entries = list[Entry]() if self.leases.full(client.id, len(keys)) else self.contents.live.leading(keys)

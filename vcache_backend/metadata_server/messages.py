@@ -369,9 +369,10 @@ class Release(Request, frozen=True, tag="release"):
 
 
 class Contains(Request, frozen=True, tag="contains"):
-    """→ `Present`, one answer a key; no lease, no effect on recency."""
+    """→ `Present`, one answer a key; no lease, no effect on recency. `where`: and in which segment."""
 
     keys: Keys
+    where: bool = False
 
 
 class Touch(Request, frozen=True, tag="touch"):
@@ -685,10 +686,11 @@ class Verdict(Reply, frozen=True, tag="verdict"):
 
 
 class Present(Reply, frozen=True, tag="present"):
-    """`epoch`: of the keys' namespace."""
+    """`epoch`: of the keys' namespace. `segments`: one a key, where that was asked, "" of one that is not there."""
 
     present: list[bool]
     epoch: int = 0
+    segments: list[str] = []
 
 
 class Latency(msgspec.Struct, frozen=True, array_like=True):

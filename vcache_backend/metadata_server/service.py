@@ -98,8 +98,9 @@ class Service:
                 return m.Count(directory.abort(client, reservation)), None
             case m.Renew(lease):
                 return m.Verdict(directory.renew(lease)), None
-            case m.Contains(keys):
-                return m.Present(directory.contains(keys), directory.epochs.of(keys)), None
+            case m.Contains(keys, where):
+                segments = directory.segments_of(keys) if where else []
+                return m.Present(directory.contains(keys), directory.epochs.of(keys), segments), None
             case m.Touch(keys):
                 return m.Count(directory.touch(keys)), None
             case m.Remove(keys, force):

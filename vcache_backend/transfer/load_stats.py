@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vcache_backend.vram_pool.devices import where
 from vcache_backend.vram_pool.paged import PagedKV
 
 if TYPE_CHECKING:
@@ -36,11 +37,9 @@ class LoadStats:
         device = self._session.device
         # Of the first and the last chunk only a part may be wanted; in all it is every token.
         of_own, each = tokens * own // count, tokens * self.token_bytes // count
-        own_is = "own" if device.medium == "cuda" else "host"
-        other_is = "peer" if device.medium == "cuda" or device.ordinal is None else "host"
-        for where, brought in ((own_is, of_own), (other_is, tokens - of_own)):
+        for owner, brought in ((device.name, of_own), ("", tokens - of_own)):
             if brought:
-                self.tokens[where] += brought
+                self.tokens[where(device, owner)] += brought
         self.data_seconds += seconds
         stats = self._session.stats
         stats.add_time("retrieve_copy", seconds)

@@ -136,9 +136,9 @@ class Session:
             return 0
         return 1 if self.tier is not None and self.tier.lookup([key], answer.epoch) else -1
 
-    def segments(self) -> frozenset[SegmentId]:
-        """Those whose chunks this worker can read."""
-        return frozenset(info.id for info in self.pool.mapped())
+    def segments(self) -> dict[SegmentId, devices.Where]:
+        """Those whose chunks this worker can read, and where they lie for it."""
+        return {info.id: devices.where(self.device, info.device) for info in self.pool.mapped()}
 
     def views(self, locations: Sequence[Location]) -> list[SlotView]:
         """Addresses of the leading locations this process can reach. Hold them until the copy is complete."""

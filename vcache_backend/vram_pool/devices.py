@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -15,6 +16,8 @@ from vcache_backend.errors import ConfigError, SegmentError
 from vcache_backend.metadata_server.messages import Medium
 from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.cuda_driver import Link
+
+Where = Literal["own", "peer", "host"]
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -30,6 +33,14 @@ class Device(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return self.name if self.ordinal is None else f"{self.name} (cuda:{self.ordinal})"
+
+
+def where(reader: Device, owner: str) -> Where:
+    """Where memory of the device named `owner` lies for `reader`: on its own GPU, on a peer's, in host memory. Where no GPU reads, host
+    memory of another name stands for a peer's."""
+    if reader.medium == "host" and (reader.ordinal is not None or owner == reader.name):
+        return "host"
+    return "own" if owner == reader.name else "peer"
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
