@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..processes import ChildFailed
+from ..processes import Child, ChildFailed
 from ..results import Clock, Row, fraction
 from . import equality, latency
 from .fleet import Fleet
@@ -44,12 +44,11 @@ def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int)
     if states and (size := fleet.instance(f"{kind}_alone").ask("about")["block_size"]) != scale.chunk:
         raise ChildFailed(f"vLLM has blocks of {size} tokens where {scale.chunk} were due: nothing would be cached")
     rows = equality.agreeing(fleet, prompts, kind) + equality.sensitive(fleet, prompts, kind, 1)
-    if states:
-        rows += _states_matter(fleet, prompts, kind)
     counts = {scale.lengths[name]: 1 if scale.cpu else count for name, count in LENGTHS.items()}
     found = equality.equal(fleet, clock, prompts.hits(counts, 0), prompts, kind)
     rows += [msgspec.structs.replace(one, case=f"{prefix}groups_equal_{kind}") for one in found]
-    return [*rows, *_first_token(fleet, clock, prompts, kind, rounds, prefix)]
+    rows += _first_token(fleet, clock, prompts, kind, rounds, prefix)
+    return rows + _states_matter(fleet, prompts, kind) if states else rows
 
 
 def together(rows: Sequence[Row]) -> list[Row]:
@@ -66,19 +65,26 @@ def together(rows: Sequence[Row]) -> list[Row]:
 
 def _states_matter(fleet: Fleet, prompts: Prompts, kind: str) -> list[Row]:
     """What `equal` rests on too: with other states in the first layer a hit in vLLM's own cache ends otherwise, and with the right ones as
-    before."""
-    alone, good = fleet.instance(f"{kind}_alone"), []
+    before. Last, as it meddles with memory: what fails here costs no other row."""
+    alone, good, failed = fleet.instance(f"{kind}_alone"), list[bool](), ""
     for length in fleet.scale.few:
-        hit = prompts.whole(length)
-        alone.ask("generate", equality.SECONDS, tokens=hit.first, count=1)
-        said = list[str]()
-        for turned in (False, True, False):
-            if turned or said:
-                alone.ask("turn_states", equality.SECONDS)
-            said.append(equality.said(equality.reference(alone, fleet, hit)))
-        good.append(said[0] == said[2] != said[1])
-    what = "prompts whose answer after a prefix-cache hit is another while a bit of each byte of layer 0's states is, and then the same"
-    return [fraction(f"{fleet.rows}_state_matters_{kind}", good, what)]
+        try:
+            good.append(_state_matters(fleet, prompts.whole(length), alone))
+        except RuntimeError as error:
+            good, failed = [], f"; failed: {error!s:.200}"
+            break
+    what = "prompts whose answer after a prefix-cache hit is another while a bit of each byte of what layer 0 keeps is, and then the same"
+    return [fraction(f"{fleet.rows}_state_matters_{kind}", good, what + failed)]
+
+
+def _state_matters(fleet: Fleet, hit: Hit, alone: Child) -> bool:
+    alone.ask("generate", equality.SECONDS, tokens=hit.first, count=1)
+    said = list[str]()
+    for turned in (False, True, False):
+        if turned or said:
+            alone.ask("turn_states", equality.SECONDS)
+        said.append(equality.said(equality.reference(alone, fleet, hit)))
+    return said[0] == said[2] != said[1]
 
 
 def _meet(fleet: Fleet, prompts: Ended, kind: str) -> None:
