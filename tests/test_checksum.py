@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -89,11 +88,6 @@ def test_the_construction_stays_what_it_is_called() -> None:
     assert (checksum.NAME, bytes(slot[-TRAILER_BYTES:].numpy()).hex()) == ("ml64x2-2", "09e2f43abb3ff4673fc5aac1ab33c3cd")
 
 
-@pytest.mark.parametrize(("nbytes", "room"), [(8, 32), (16, 32), (24, 48), (4096, 4112)])
-def test_a_trailer_is_aligned_behind_its_chunk(nbytes: int, room: int) -> None:
-    assert sealed_bytes(nbytes) == room
-
-
 # ---- what it sees
 
 
@@ -108,59 +102,6 @@ def test_every_flipped_bit_of_a_slot_is_seen() -> None:
             assert not fits(slot, nbytes=nbytes), f"bit {bit} of byte {at}"
             raw[at] ^= 1 << bit
     assert fits(slot, nbytes=nbytes)
-
-
-def test_two_flipped_bits_are_seen_wherever_they_are() -> None:
-    """The highest bits of words are where a sum modulo 2^64 is weakest: over 64-bit words no two of them would be seen."""
-    nbytes = 3 * ROW
-    slot = sealed(nbytes)
-    words = slot[:nbytes].view(torch.int32).numpy()
-    random = np.random.default_rng(1)
-    for bit in (0, 15, 31):
-        mask = np.array([1 << bit], dtype=np.uint32).view(np.int32)
-        for _ in range(200):
-            pair = random.choice(len(words), 2, replace=False)
-            words[pair] ^= mask
-            assert not fits(slot, nbytes=nbytes), f"bit {bit} of words {pair}"
-            words[pair] ^= mask
-    assert fits(slot, nbytes=nbytes)
-
-
-@pytest.mark.parametrize("size", [4, 8, 64, 4096, ROW])
-def test_swapped_words_and_pages_are_seen(size: int) -> None:
-    nbytes = 4 * ROW
-    slot = sealed(nbytes)
-    parts = slot[:nbytes].view(-1, size)
-    for first, second in [(0, 1), (0, len(parts) - 1), (1, len(parts) // 2)]:
-        for _ in range(2):
-            assert fits(slot, nbytes=nbytes)
-            parts[[first, second]] = parts[[second, first]]
-            assert not fits(slot, nbytes=nbytes)
-            parts[[first, second]] = parts[[second, first]]
-
-
-def test_another_key_is_seen_to_its_rank() -> None:
-    slot = sealed(4096)
-    assert not fits(slot, nbytes=4096, number=1)
-    other_rank = key(0)[:-1] + b"\2"
-    assert HOST.verify(views([slot]), [other_rank], 4096, DONE).bad() == [0]
-
-
-def test_another_length_is_seen() -> None:
-    """A chunk that ends in zeros has the sums of the shorter one."""
-    slot = torch.zeros(sealed_bytes(64), dtype=torch.uint8)
-    HOST.seal(views([slot]), [key(0)], 64, DONE)
-    slot[32:48] = slot[64:80]
-    assert not fits(slot, nbytes=32)
-
-
-@pytest.mark.parametrize("value", [0, 0xFF, 0xA5])
-def test_a_slot_of_one_value_is_seen(value: int) -> None:
-    slot = sealed(4096)
-    slot[:4096] = value
-    assert not fits(slot, nbytes=4096)
-    slot[:] = value
-    assert not fits(slot, nbytes=4096)
 
 
 def test_bad_slots_are_named_among_good_ones() -> None:

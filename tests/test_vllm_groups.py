@@ -532,23 +532,6 @@ def test_chunks_that_are_announced_are_waited_for_and_what_is_for_one_reader_goe
     assert pair.b.again(tokens, params={"vcache": {"store": False}}).cached == 0
 
 
-@HERE
-def test_chunks_that_do_not_fit_their_checksums_are_computed_with_all_before_them(here: Node, pairs: Callable[..., Pair]) -> None:
-    model = pairs("sfsf", 64).model
-    sums, tokens = here.connect("sums", {"engine": {"checksum": True}}, model=model), new_tokens(HIT + 5)
-    before, cold = here.stats().chunks, sums.one(tokens)
-    here.stored(before + HIT // CHUNK)
-    own = sums.one(tokens)
-    hit = sums.again(tokens)
-    with here.corrupted():
-        wrong = sums.again(tokens)
-    # What it stored meanwhile is wrong by now.
-    here.empty()
-    assert (cold.cached, own.cached, hit.cached, wrong.cached) == (0, HIT, HIT, 0)
-    assert hit.said == own.said
-    assert wrong.agrees(cold)
-
-
 # ---- in place
 
 

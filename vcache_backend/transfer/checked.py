@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from vcache_backend.errors import ChecksumError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.vram_pool.copier import Completion, Mark
+from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 if TYPE_CHECKING:
@@ -25,19 +24,12 @@ STUCK_SECONDS = 10.0
 """How long a scatter is waited for whose slots cannot be looked at."""
 
 
-def scatter(
-    session: Session, kv: PagedKV, copy: CopyPlan, views: Sequence[SlotView], keys: Sequence[ChunkKey], after: Mark | None
-) -> Completion:
-    """Scatter in one launch, as `Copier.scatter` does, and look at the slots' checksums behind it, if there are any.
+def looked_at(session: Session, kv: PagedKV, views: Sequence[SlotView], keys: Sequence[ChunkKey], copy: Completion) -> Completion:
+    """A copy under way that reads `views`, and perhaps more, with a look at the slots' checksums behind it, if there are any.
 
     keys: of the chunks in `views`. The answer's `done` and `wait` raise ChecksumError where a slot does not fit; the chunk is then
     counted and on its way out of the pool.
     """
-    return looked_at(session, kv, views, keys, session.copier.scatter(kv, copy, views, after))
-
-
-def looked_at(session: Session, kv: PagedKV, views: Sequence[SlotView], keys: Sequence[ChunkKey], copy: Completion) -> Completion:
-    """The same for a copy under way that reads `views`, and perhaps more."""
     if session.sealer is None or not views:
         return copy
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.transfer.checked import looked_at, scatter
+from vcache_backend.transfer.checked import looked_at
 from vcache_backend.transfer.sources import LoadContext, Part, Settled, Source
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import Int64s
@@ -123,10 +123,11 @@ def _launched(context: LoadContext, plan: CopyPlan, pieces: list[Piece]) -> Comp
     views = [view for piece in pieces for view in piece.views]
     keys = [key for piece in pieces if piece.views for key in context.keys[piece.first : piece.first + piece.count]]
     if len(views) == pieces[-1].first + pieces[-1].count - pieces[0].first:
-        return scatter(session, kv, plan, views, keys, context.mark)
-    rows, origins = _rows(plan, pieces)
-    local = all(piece.local for piece in pieces)
-    copy = session.copier.pull(kv, rows, origins, context.mark, (pieces, views), local=local)
+        copy = session.copier.scatter(kv, plan, views, context.mark)
+    else:
+        rows, origins = _rows(plan, pieces)
+        local = all(piece.local for piece in pieces)
+        copy = session.copier.pull(kv, rows, origins, context.mark, (pieces, views), local=local)
     return looked_at(session, kv, views, keys, copy)
 
 
