@@ -212,7 +212,7 @@ class Follower(Reader):
 
 def prepare_host() -> None:
     """Before processes are made: what they inherit."""
-    from .vllm.fleet import CPU_ENVIRONMENT, ENVIRONMENT
+    from .vllm.environment import CPU_ENVIRONMENT, ENVIRONMENT
 
     cpu = {} if torch.cuda.is_available() else CPU_ENVIRONMENT | {"NUMBA_NUM_THREADS": "1"}
     # The engine in the process that is stopped and killed, on GPUs too.

@@ -24,7 +24,8 @@ import msgspec
 
 from .results import Clock, Report, Row
 from .vllm import death, dp, equality, failures, groups, latency, offload, pd, scheduling, sleep
-from .vllm.fleet import Fleet, container
+from .vllm.environment import container
+from .vllm.fleet import Fleet
 from .vllm.instances import KINDS
 from .vllm.prompts import Prompts
 from .vllm.scale import GIB, SCALES

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import inplace_campaign
-from benchmarks.inplace_campaign import CPU
 from benchmarks.inplace_instance import Control
+from benchmarks.inplace_levels import CPU
+from benchmarks.inplace_rows import control_row, rows
+from benchmarks.inplace_run import bad, campaign, run_control
 
 
 @pytest.mark.timeout(300)
 def test_no_byte_out_of_a_live_kv_cache_is_wrong_though_blocks_are_used_again_while_they_are_read() -> None:
-    result = inplace_campaign.campaign(loads=1000, seed=7, pause=0.15, level=CPU._replace(stops=0.005))
+    result = campaign(loads=1000, seed=7, pause=0.15, level=CPU._replace(stops=0.005))
     seen = result.outcomes
     assert (seen.wrong, result.wrong) == (0, [])
     assert (seen.raised, result.ended) == (0, 0)
@@ -19,12 +20,12 @@ def test_no_byte_out_of_a_live_kv_cache_is_wrong_though_blocks_are_used_again_wh
     assert seen.reuse_hits >= 10
     assert seen.kept > 0
     assert seen.pinned_refused == 0
-    assert all(row.ok for row in inplace_campaign.rows(result, 1000))
+    assert all(row.ok for row in rows(result, 1000))
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("control", inplace_campaign.CPU.controls)
+@pytest.mark.parametrize("control", CPU.controls)
 def test_it_is_seen_where_a_rule_of_the_protocol_is_broken(control: Control) -> None:
-    result = inplace_campaign.run_control(control, seed=7, level=CPU._replace(stops=0.01, control_loads=0))
-    assert inplace_campaign.bad(control, result.outcomes) > 0
-    assert inplace_campaign.control_row(control, result, "cpu").ok
+    result = run_control(control, seed=7, level=CPU._replace(stops=0.01, control_loads=0))
+    assert bad(control, result.outcomes) > 0
+    assert control_row(control, result, "cpu").ok

@@ -23,8 +23,9 @@ from benchmarks.processes import Child, ChildFailed
 from benchmarks.results import Report, Row, fraction, read, row
 from benchmarks.vllm import latency
 from benchmarks.vllm.answers import Answer
+from benchmarks.vllm.environment import descends
 from benchmarks.vllm.equality import said
-from benchmarks.vllm.fleet import Fleet, descends
+from benchmarks.vllm.fleet import Fleet
 from benchmarks.vllm.instances import KINDS
 from benchmarks.vllm.probe import Probe
 from benchmarks.vllm.prompts import Prompts

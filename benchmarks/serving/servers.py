@@ -17,13 +17,12 @@ from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
 
 from ..processes import ChildFailed, MetadataServer, Program, free_ports, module
-from ..vllm.fleet import ENVIRONMENT
+from ..vllm.environment import CPU_ENVIRONMENT, ENVIRONMENT
 from ..vllm.scale import GIB
 from .systems import SYSTEMS, Sizes, mp_arguments, serve_arguments
 
 START_SECONDS = 300.0
 END_SECONDS = 20.0
-CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 COUNTERS = {
     "queries": "vllm:prefix_cache_queries_total",
     "own": "vllm:prefix_cache_hits_total",

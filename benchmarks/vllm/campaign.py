@@ -29,7 +29,7 @@ from ..inplace_instance import Outcomes, Settings, Told, forced_lately, stop_sel
 from ..inplace_reader import Slowly, believe_copies, live_as
 from ..processes import die_with_parent
 from .answers import Answer
-from .fleet import CPU_ENVIRONMENT, ENVIRONMENT
+from .environment import CPU_ENVIRONMENT, ENVIRONMENT
 from .scale import TINY, Scale
 from .settings import BOTH
 from .weights import write_model
@@ -61,7 +61,8 @@ SLOW, SLOW_SECONDS = 0.3, 0.3
 
 def prepare_host() -> None:
     """Before processes are made: what they inherit."""
-    os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT | {"NUMBA_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"})
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "NUMBA_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT | own)
 
 
 class Engine:

@@ -18,9 +18,10 @@ import msgspec
 from ..processes import Program, free_ports, module
 from ..results import Clock, Row, fraction, row
 from ..serving.client import Answer, complete
-from ..serving.servers import CPU_ENVIRONMENT, START_SECONDS, healthy
+from ..serving.servers import START_SECONDS, healthy
 from ..serving.systems import MODEL, SIZES, serve_arguments
-from .fleet import ENVIRONMENT, Fleet, visible
+from .environment import CPU_ENVIRONMENT, ENVIRONMENT, visible
+from .fleet import Fleet
 from .latency import TAIL
 from .prompts import Prompts
 

@@ -12,13 +12,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -30,6 +27,7 @@ from vcache_backend.metadata_server.messages import ServerStats
 from ..mooncake_store import Depot
 from ..processes import HOST, PATIENT, Child, ChildFailed, MetadataServer, free_ports, module
 from ..results import Row, none
+from .environment import CPU_ENVIRONMENT, ENVIRONMENT, container, descends, visible
 from .instances import INSTANCES, KINDS, Spec
 from .scale import Scale
 from .settings import Integration, arguments, lmcache_file
@@ -45,28 +43,6 @@ STATES_SECONDS = 0.1
 """Between looks at whether there are more states; those of one prompt come as its steps end."""
 SAVED = (b"saved AOT compiled function", b"Directly load AOT compilation")
 """What vLLM logs once there is compiled code that others can load."""
-ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",
-    "PYTHONUNBUFFERED": "1",
-    # As vLLM sets it for workers in processes of their own; with many threads small host tensors take milliseconds at times.
-    "OMP_NUM_THREADS": "1",
-    # Kernels chosen by rule, not by trial (see `settings.arguments` too).
-    "TORCHINDUCTOR_DETERMINISTIC": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "LMCACHE_TRACK_USAGE": "false",
-    "LMCACHE_DISABLE_BANNER": "1",
-}
-CPU_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCH_COMPILE_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-    # By itself vLLM binds every instance to the same core.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 
 
 class Fleet:
@@ -352,39 +328,3 @@ class Fleet:
         alone = (self._isolated or kind.isolated) and kind.gpus == 1
         given["CUDA_VISIBLE_DEVICES"] = visible(spec.gpu).split(",")[0] if alone else visible(spec.gpu)
         return given | kind.environment
-
-
-@cache
-def container() -> list[str]:
-    """Before a command: what gives it namespaces of pids, network and IPC of its own, with a loopback; empty where that is forbidden."""
-    apart = ["unshare", "--pid", "--net", "--ipc", "--mount-proc", "--fork", "--kill-child", sys.executable, "-c", _UP]
-    with suppress(OSError):
-        if not subprocess.run([*apart, sys.executable, "-c", ""], capture_output=True, check=False).returncode:
-            return apart
-    return []
-
-
-_UP = (
-    "import fcntl, os, socket, struct, sys; fcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh14x', b'lo', 1)); "
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
-
-
-def descends(pid: int, ancestor: int) -> bool:
-    """Whether process `pid` is `ancestor`, or was started by it, or by one that it started."""
-    while pid > 1 and pid != ancestor:
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-    return pid == ancestor
-
-
-def visible(gpu: int) -> str:
-    """CUDA_VISIBLE_DEVICES for an instance on a GPU of this run, the first being 0: that one, then the other of its pair.
-
-    The run's are those in its own CUDA_VISIBLE_DEVICES, so that a host of four may do two runs at a time; a single one does for what
-    is not timed.
-    """
-    own = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
-    return ",".join((own[gpu], own[gpu ^ 1])) if len(own) > 1 else own[0]

@@ -1,0 +1,113 @@
+"""What campaigns in place are made of: how many processes of which kind, what happens to them, and how much must have been seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .forked import SECONDS
+from .inplace_instance import Control, Role, Settings
+from .inplace_reader import live
+
+LOADS = 100_000
+STOPS = 0.0005
+
+
+class Level(NamedTuple):
+    """What a campaign is made of. counts: of processes by role; mishaps: how often each comes, in shares. stops: as in `Settings`. loads:
+    that must bring something, and the share of them to be refused by their verdicts. controls: and how many loads each has at least,
+    for how many seconds at most. pinned: of the loads, the share to begin with pins that hold. seconds: what the campaign itself takes
+    at most. silence: seconds after which a process that says nothing has ended. prepare: fills the shared folder."""
+
+    life: Callable[[Settings, Connection], None]
+    counts: dict[Role, int]
+    mishaps: dict[str, int]
+    stops: float
+    loads: int
+    reuse_hits: float
+    controls: Sequence[Control]
+    control_loads: int
+    control_seconds: float
+    pinned: float = 0.0
+    seconds: float = float("inf")
+    silence: float = SECONDS
+    prepare: Callable[[Path], None] = lambda folder: None
+
+
+CPU = Level(
+    life=live,
+    counts={"owner": 4, "reader": 6},
+    mishaps={
+        "owner killed": 4,
+        "reader killed": 2,
+        "owner stopped": 8,
+        "reader stopped": 8,
+        "server killed": 1,
+        "server stopped": 1,
+    },
+    stops=STOPS,
+    loads=LOADS,
+    reuse_hits=0.01,
+    controls=("no verdict", "counted late", "published early", "pins unseen"),
+    control_loads=5000,
+    control_seconds=120.0,
+    pinned=0.1,
+)
+
+
+def whole_requests() -> Level:
+    """Real vLLM on the CPU."""
+    from .vllm import campaign as vllm
+
+    vllm.prepare_host()
+    return Level(
+        life=vllm.live,
+        counts={"vllm": 3},
+        mishaps={"vllm killed": 1, "vllm stopped": 30, "server killed": 1, "server stopped": 2},
+        stops=0.01,
+        loads=1000,
+        reuse_hits=0.05,
+        pinned=0.1,
+        controls=("no verdict", "pins unseen", "no connector"),
+        control_loads=400,
+        control_seconds=240.0,
+        seconds=900.0,
+        silence=240.0,
+        prepare=vllm.prepare,
+    )
+
+
+def live_caches() -> Level:
+    """KV caches of live vLLMs, two on two GPUs, one on the CPU, and readers that are none. With a start of vLLM in it."""
+    from . import inplace_live as caches
+
+    caches.prepare_host()
+    on_gpus = torch.cuda.is_available()
+    return Level(
+        life=caches.live,
+        counts={"owner": 2, "reader": 24} if on_gpus else {"owner": 1, "reader": 2},
+        mishaps={
+            "owner killed": 1,
+            "reader killed": 8,
+            "owner stopped": 90,
+            "reader stopped": 100,
+            "server killed": 5,
+            "server stopped": 8,
+        },
+        stops=0.001,
+        loads=20_000,
+        reuse_hits=0.05,
+        controls=("no verdict",),
+        control_loads=1000,
+        control_seconds=120.0,
+        seconds=450.0,
+        silence=300.0,
+        prepare=caches.prepare,
+    )
+
+
+LEVELS: dict[str, Callable[[], Level]] = {"cpu": lambda: CPU, "vllm": whole_requests, "gpu": live_caches}

@@ -1,0 +1,192 @@
+"""One run of a campaign in place: its processes, what happens to them, and what they have seen."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from vcache_backend.config import ByteSize, Config, EngineConfig, PoolConfig, ServerConfig
+
+from .forked import Forked, Waker, hear
+from .inplace_instance import EACH, Control, Outcomes, Role, Settings
+from .inplace_levels import CPU, Level
+from .kv import BLOCK_SIZE
+from .processes import ChildFailed
+from .soak.chaos import QUICK
+from .soak.node import Node
+
+PAUSE = 0.5
+"""Seconds between two mishaps, on average."""
+LONGEST_STOP = 0.6
+SERVER_STOP = 1.2
+PROGRESS_SECONDS = 15.0
+MOST_ENDED, MOST_AT_FIRST = 20, 3
+"""Processes that end by themselves, until a campaign is given up; and before anything was loaded or answered."""
+NOWHERE = Path()
+
+
+class Instance(Forked):
+    """The process of one, in its place: `number` stays when it is started again."""
+
+    def __init__(self, life: Callable[[Settings, Connection], None], settings: Settings, number: int) -> None:
+        super().__init__(life, settings, Path(settings.log))
+        self.role, self.number = settings.role, number
+
+
+class Result(msgspec.Struct):
+    """Of one run. ended: processes that nobody had told to end, or that were silent."""
+
+    seed: int
+    seconds: float
+    outcomes: Outcomes
+    mishaps: Counter[str]
+    stops: int
+    ended: int
+    wrong: list[str]
+
+
+class Campaign:
+    """All processes of one run, which are gone behind the context. One thread."""
+
+    def __init__(self, level: Level, seed: int, shared: Path, control: Control = "") -> None:
+        self.outcomes, self.mishaps, self.wrong, self.ended = Outcomes(), Counter[str](), list[str](), 0
+        self._level, self._shared = level, str(shared)
+        self._seed, self._control, self._starts = seed, control, 0
+        self._dice, self._waker = random.Random(f"mishaps {seed}"), Waker(str(seed), LONGEST_STOP)
+        self._server_wakes = float("inf")
+        with ExitStack() as undo:
+            self._folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-inplace-")))
+            self._node = Node(self._folder / "node", self._folder / "server.log")
+            undo.callback(self._node.kill)
+            self._node.restart()
+            self._here: list[Instance] = []
+            undo.callback(self._kill_all)
+            for role, count in level.counts.items():
+                self._here += [self._start(role, len(self._here) + number) for number in range(count)]
+            self._undo = undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def run(self, over: Callable[[Outcomes, float], bool], pause: float) -> Result:
+        """Until `over` says so of what was counted, and of the seconds that took. pause: between two mishaps, on average."""
+        started = shown = time.monotonic()
+        due = started + pause
+        while not over(self.outcomes, (now := time.monotonic()) - started):
+            self._hear()
+            self._waker.look([instance.pid for instance in self._here])
+            if now > self._server_wakes:
+                self._server_wakes = float("inf")
+                self._node.signal(signal.SIGCONT)
+            self._node.look()
+            if now > due:
+                due = now + self._dice.uniform(0, 2 * pause)
+                self._mishap()
+            if now - shown > PROGRESS_SECONDS:
+                shown = now
+                self._show(now - started)
+        ended, seconds = self.ended + self._node.ended, time.monotonic() - started
+        return Result(self._seed, round(seconds, 1), self.outcomes, self.mishaps, self._waker.stops, ended, self.wrong)
+
+    def _hear(self) -> None:
+        """What instances have told by now."""
+        for number, told in hear(self._here, self._level.silence):
+            if told is not None:
+                self.outcomes.add(told.outcomes)
+                self.wrong += told.wrong
+                continue
+            self.ended += 1
+            print(self._here[number].tail(), file=sys.stderr, flush=True)
+            most = MOST_ENDED if self.outcomes.loads or self.outcomes.answers else MOST_AT_FIRST
+            if self.ended > most:
+                raise ChildFailed(f"{self.ended} processes ended by themselves")
+            self._again(number)
+
+    def _mishap(self) -> None:
+        what = self._dice.choices(list(self._level.mishaps), list(self._level.mishaps.values()))[0]
+        self.mishaps[what] += 1
+        who, _, how = what.partition(" ")
+        if who == "server" and how == "killed":
+            self._server_wakes = float("inf")
+            self._node.restart()
+        elif who == "server":
+            self._server_wakes = time.monotonic() + self._dice.uniform(0, SERVER_STOP)
+            self._node.signal(signal.SIGSTOP)
+        else:
+            chosen = self._dice.choice([instance for instance in self._here if instance.role == who])
+            if how == "killed":
+                self._again(chosen.number)
+            else:
+                with suppress(ProcessLookupError):
+                    os.kill(chosen.pid, signal.SIGSTOP)
+
+    def _show(self, seconds: float) -> None:
+        seen = self.outcomes
+        asked = f"{seen.answers:,} answers, " if seen.answers else ""
+        said = f"{asked}{seen.loads:,} loads, {seen.reuse_hits:,} refused by their verdicts, {seen.wrong} wrong"
+        print(f"{seconds:5.0f} s: {said}, {self.mishaps.total()} mishaps", file=sys.stderr, flush=True)
+
+    # ---- processes
+
+    def _start(self, role: Role, number: int) -> Instance:
+        self._starts += 1
+        config = Config(
+            server=ServerConfig(socket=str(self._node.path)),
+            client=QUICK,
+            pool=PoolConfig(device="host", segment_bytes=ByteSize(0)),
+            engine=EngineConfig(chunk_size=EACH * BLOCK_SIZE),
+        )
+        log, seed = str(self._folder / f"{role}{number}.log"), f"{self._seed} {self._starts}"
+        settings = Settings(config, role, seed, log, self._level.stops, self._control, self._shared, number)
+        return Instance(self._level.life, settings, number)
+
+    def _again(self, number: int) -> None:
+        """Kill it, if it lives, and start another one in its place, which has another name."""
+        self._here[number].kill()
+        self._here[number] = self._start(self._here[number].role, number)
+
+    def _kill_all(self) -> None:
+        for instance in self._here:
+            instance.kill()
+
+
+def campaign(loads: int, seed: int, pause: float = PAUSE, level: Level = CPU, shared: Path = NOWHERE) -> Result:
+    """loads: those that bring something; and so many are refused by their verdicts as the level says."""
+    with Campaign(level, seed, shared) as made:
+        return made.run(
+            lambda seen, passed: (seen.loads >= loads and seen.reuse_hits >= level.reuse_hits * loads) or passed > level.seconds,
+            pause,
+        )
+
+
+def run_control(control: Control, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
+    """Until something is wrong, where it must be, and there are so many loads or five times as many answers, or for as long as the
+    level says."""
+
+    def over(seen: Outcomes, passed: float) -> bool:
+        least = level.control_loads
+        enough = seen.answers >= 5 * least if control == "no connector" else bad(control, seen) > 0 and seen.loads >= least
+        return enough or passed > level.control_seconds
+
+    with Campaign(level, seed, shared, control) as made:
+        return made.run(over, PAUSE)
+
+
+def bad(control: Control, seen: Outcomes) -> int:
+    """How much went wrong that the control is to show."""
+    return seen.pinned_refused if control == "pins unseen" else seen.wrong
