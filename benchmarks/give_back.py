@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import MAX_SLOTS, ChunkKey
+from vcache_backend.metadata_server.messages import MAX_SLOTS, ChunkKey, Medium
 from vcache_backend.vram_pool import devices, segment
 from vcache_backend.vram_pool.devices import Device
 
@@ -35,16 +35,18 @@ def run() -> list[Row]:
 
 def _of(device: Device) -> list[Row]:
     count, on_host = KEPT // CHUNK_BYTES, device.medium == "host"
-    with metadata_server() as path, Client(path, PATIENT) as client, segment.create(device, WHOLE) as owned:
+    near = device.name, device.medium
+    with metadata_server() as path, Client(path, PATIENT, *near) as client, segment.create(device, WHOLE) as owned:
         client.add_segment(owned.info, owned.fd)
         if on_host:
             mmap.mmap(owned.fd, WHOLE).madvise(_MADV_POPULATE_WRITE, 0, 2 * KEPT)
         keys = [key(number) for number in range(2 * count)]
         for start in range(0, len(keys), MAX_SLOTS):
-            client.commit(client.reserve(keys[start : start + MAX_SLOTS], CHUNK_BYTES).reservation)
+            stored = client.commit(client.reserve(keys[start : start + MAX_SLOTS], CHUNK_BYTES).reservation)
+            assert stored == len(keys[start : start + MAX_SLOTS]), f"{stored} chunks stored"
         client.remove(keys[:count])
         times, over = list[float](), threading.Event()
-        reader = threading.Thread(target=_read, args=(path, keys[count : count + 64], times, over))
+        reader = threading.Thread(target=_read, args=(path, near, keys[count : count + 64], times, over))
         reader.start()
         time.sleep(SECONDS)
         began, rest = time.perf_counter(), len(times)
@@ -69,9 +71,9 @@ def _of(device: Device) -> list[Row]:
     ]
 
 
-def _read(path: Path, keys: list[ChunkKey], times: list[float], over: threading.Event) -> None:
+def _read(path: Path, near: tuple[str, Medium], keys: list[ChunkKey], times: list[float], over: threading.Event) -> None:
     """One read every other millisecond: how long each took, in ms."""
-    with Client(path, PATIENT) as client:
+    with Client(path, PATIENT, *near) as client:
         while not over.wait(0.002):
             began = time.perf_counter()
             client.release(client.acquire(keys).lease)

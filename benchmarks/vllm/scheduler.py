@@ -36,12 +36,13 @@ class _InChunks:
         self._plain = self.kv_cache_manager.get_computed_blocks
         self.kv_cache_manager.get_computed_blocks = self._computed
 
-    def _computed(self, request: Any) -> Any:
-        """As `KVCacheManager.get_computed_blocks`: blocks, their tokens, and the boundary only hybrid models have."""
+    def _computed(self, request: Any, *most_tokens: int | None) -> Any:
+        """As `KVCacheManager.get_computed_blocks`: blocks, their tokens, and the boundary only hybrid models have. vLLM 0.33 has a bound of
+        its own, which requests that ask are not given."""
         asked = _asked(request)
         chunk = asked.get("chunk")
         if not chunk:
-            return self._plain(request)
+            return self._plain(request, *most_tokens)
         manager = self.kv_cache_manager
         blocks, tokens = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens)[:2]
         tokens -= tokens % chunk

@@ -263,7 +263,9 @@ class WorkerSide:
         """Fill the blocks that this step's model run needs: what is queued from now on comes after it."""
         self._models = self._here()
         for loading in self._synchronous:
-            loading.advance()
+            # Of what has begun ahead only what is missing: verdicts have time until the model runs.
+            if not loading.launched:
+                loading.advance()
             loading.follow()
 
     def store(self) -> None:

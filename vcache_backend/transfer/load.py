@@ -144,6 +144,11 @@ class Load:
         """Leading chunks that are in place or on their way."""
         return self._parts[-1].first + self._parts[-1].count if self._parts else self.loaded
 
+    @property
+    def launched(self) -> bool:
+        """Whether all of it is on its way, or in place, or nothing more of it is launched."""
+        return self._over or self.reached >= self._end
+
     def follow(self) -> None:
         """What is queued in the current stream from now on comes behind the copies that are under way; only after a `mark`, else it does
         so anyway."""
