@@ -132,9 +132,10 @@ class Serving:
         """A byte of every block of the KV cache's first layer, exclusive or `mask`."""
         self._llm.collective_rpc(flip_kv, args=(offset, mask))
 
-    def turn_states(self) -> None:
-        """A bit of every byte of the states in the model's first layer; a second time takes it back."""
-        self._llm.collective_rpc(flip_states)
+    def turn_states(self) -> int:
+        """A bit of every byte of the states of a layer in vLLM's own prefix cache; a second time takes it back. Of so many blocks."""
+        (blocks,) = self._llm.collective_rpc(flip_states)
+        return int(blocks)
 
     def reset(self) -> bool:
         """Empty vLLM's own prefix cache."""

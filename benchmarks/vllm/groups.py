@@ -21,17 +21,20 @@ LENGTHS = {"1k": 12, "4k": 12, "16k": 8}
 """How many hits of each."""
 LONG = "16k"
 MEETINGS = 5
+STATES_TAIL = 2
+"""Tokens after the last whole chunk. Convolutions look back at two or three; one token alone would be a decode."""
 STATES = ("state_mamba2", "state_conv", "state_gdn")
 """Kinds of models with states, of which one row tells together."""
 
 
 class Ended(Prompts):
-    """Prompts of whole chunks and some tokens more."""
+    """Prompts of whole chunks and some tokens more: behind states of which the last token must look back itself, since the others are a few
+    of thousands that it attends to."""
 
     def whole(self, length: int) -> Hit:
-        chunk = self._scale.chunk
-        prompt = self.new(max(length // chunk, 1) * chunk + latency.TAIL)
-        return Hit(f"{length}", prompt, prompt, len(prompt) - latency.TAIL)
+        chunk, tail = self._scale.chunk, STATES_TAIL if self._scale.state_bytes else latency.TAIL
+        prompt = self.new(max(length // chunk, 1) * chunk + tail)
+        return Hit(f"{length}", prompt, prompt, len(prompt) - tail)
 
 
 def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int) -> list[Row]:
@@ -73,7 +76,7 @@ def _states_matter(fleet: Fleet, prompts: Prompts, kind: str) -> list[Row]:
         except RuntimeError as error:
             good, failed = [], f"; failed: {error!s:.200}"
             break
-    what = "prompts whose answer after a prefix-cache hit is another while a bit of each byte of what layer 0 keeps is, and then the same"
+    what = "prompts whose answer after a prefix-cache hit is another while a bit of each byte of a layer's states is, and then the same"
     return [fraction(f"{fleet.rows}_state_matters_{kind}", good, what + failed)]
 
 
@@ -81,8 +84,8 @@ def _state_matters(fleet: Fleet, hit: Hit, alone: Child) -> bool:
     alone.ask("generate", equality.SECONDS, tokens=hit.first, count=1)
     said = list[str]()
     for turned in (False, True, False):
-        if turned or said:
-            alone.ask("turn_states", equality.SECONDS)
+        if (turned or said) and not alone.ask("turn_states", equality.SECONDS):
+            return False
         said.append(equality.said(equality.reference(alone, fleet, hit)))
     return said[0] == said[2] != said[1]
 

@@ -218,9 +218,9 @@ INSTANCES = {
     **_trio("ngram_", "ngram"),
     **_trio("gemma3_", "gemma3", alone=""),
     **_trio("gptoss_", "gptoss", alone=""),
-    **_trio("state_mamba2_", "state_mamba2", alone=""),
-    **_trio("state_conv_", "state_conv", alone=""),
-    **_trio("state_gdn_", "state_gdn", alone=""),
+    **_trio("state_mamba2_", "state_mamba2", alone="known"),
+    **_trio("state_conv_", "state_conv", alone="known"),
+    **_trio("state_gdn_", "state_gdn", alone="known"),
     **_trio("failing_", "steady", "probed"),
     **_trio("below_eager_", "eager", below=True),
 }

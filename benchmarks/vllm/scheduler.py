@@ -8,17 +8,24 @@ whole chunks, and of such a prompt all but the last block, as vLLM itself.
 
 `probed`: a request may ask what the KV connector costs the scheduler, or that the chunks it has been promised get lost (`probe`).
 
-Both are functions that vLLM calls as it would the class; they take the scheduler that vLLM would have taken.
+`known`: `states` says which blocks hold states that vLLM's own prefix cache has, to code in the same process.
+
+All are functions that vLLM calls as it would the class; they take the scheduler that vLLM would have taken.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from .probe import Probe
+
+_schedulers: list[Any] = []
+"""Those of this process that are `known`."""
 
 
 def _asked(request: Any) -> dict[str, Any]:
@@ -74,6 +81,14 @@ class _Probed:
         return output
 
 
+class _Known:
+    """Mixed into a scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _schedulers.append(self)
+
+
 class ChunkScheduler(_InChunks, Scheduler):  # type: ignore[misc]
     """`in_chunks` without asynchronous scheduling."""
 
@@ -90,6 +105,24 @@ class AsyncProbedScheduler(_Probed, AsyncScheduler):  # type: ignore[misc]
     """`probed` with it."""
 
 
+class KnownScheduler(_Known, Scheduler):  # type: ignore[misc]
+    """`known` without asynchronous scheduling."""
+
+
+class AsyncKnownScheduler(_Known, AsyncScheduler):  # type: ignore[misc]
+    """`known` with it."""
+
+
+def states() -> list[int]:
+    """The blocks of this process's `known` scheduler that hold states in vLLM's own prefix cache."""
+    (scheduler,) = _schedulers
+    manager = scheduler.kv_cache_manager
+    groups = manager.kv_cache_config.kv_cache_groups
+    kept = {number for number, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec)}
+    blocks = manager.block_pool.blocks
+    return [block.block_id for block in blocks if block.block_hash is not None and get_group_id(block.block_hash) in kept]
+
+
 def in_chunks(vllm_config: Any, **given: Any) -> Any:
     """For instances that others are compared with."""
     kind = AsyncChunkScheduler if vllm_config.scheduler_config.async_scheduling else ChunkScheduler
@@ -99,4 +132,10 @@ def in_chunks(vllm_config: Any, **given: Any) -> Any:
 def probed(vllm_config: Any, **given: Any) -> Any:
     """For instances whose connector is timed or tried."""
     kind = AsyncProbedScheduler if vllm_config.scheduler_config.async_scheduling else ProbedScheduler
+    return kind(vllm_config=vllm_config, **given)
+
+
+def known(vllm_config: Any, **given: Any) -> Any:
+    """For instances whose states are meddled with."""
+    kind = AsyncKnownScheduler if vllm_config.scheduler_config.async_scheduling else KnownScheduler
     return kind(vllm_config=vllm_config, **given)

@@ -17,6 +17,8 @@ def scale_weights(model: Any) -> int:
 
     Runs in vLLM's worker, which finds it by its module's name.
     """
+    # On CPUs vLLM has put most matrices where they cannot be scaled: what goes into them is.
+    norm = 1.0 if all(parameter.numel() for parameter in model.parameters()) else 20.0
     for name, parameter in model.named_parameters():
         if "conv" in name and parameter.dim() == 3:
             parameter.data.mul_(1000)
@@ -28,7 +30,7 @@ def scale_weights(model: Any) -> int:
             rates = torch.linspace(math.log(1e-4), math.log(0.1), parameter.numel(), device=parameter.device)
             parameter.data.copy_(rates if name.endswith("_log") else -rates.exp())
         elif "norm" in name:
-            parameter.data.fill_(1)
+            parameter.data.fill_(norm)
     return sum(1 for _ in model.parameters())
 
 
@@ -55,15 +57,23 @@ def flip_kv(worker: Any, offset: int, mask: int) -> None:
         torch.cuda.synchronize(cache.device)
 
 
-def flip_states(worker: Any) -> None:
-    """In vLLM's worker: the highest bit of all bytes that the model's first layer keeps; of a model that begins with states, theirs."""
+def flip_states(worker: Any) -> int:
+    """In vLLM's worker, beside a `known` scheduler: the highest bit of all bytes of its prefix cache's states, where the first layer that
+    keeps any has its own; other tables' first layers lie there too. No token's KV is touched. How many blocks that are."""
     import torch
 
-    held = worker.model_runner.kv_caches[0]
-    for cache in held if isinstance(held, list | tuple) else [held]:
-        cache.copy_((cache.contiguous().view(torch.uint8) ^ 0x80).view(cache.dtype).view(cache.shape))
-        if cache.is_cuda:
-            torch.cuda.synchronize(cache.device)
+    from .scheduler import states
+
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    first = next(layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), tuple))
+    blocks = torch.tensor(states(), dtype=torch.long, device=first[0].device)
+    for state in first:
+        bits = torch.tensor(0x80, dtype=torch.uint8, device=state.device)
+        held = state[blocks].contiguous()
+        state[blocks] = (held.view(torch.uint8) ^ bits).view(held.dtype)
+    if first[0].is_cuda:
+        torch.cuda.synchronize(first[0].device)
+    return len(blocks)
 
 
 def write_model(folder: Path, scale: Scale) -> Path:
