@@ -136,7 +136,8 @@ class Case(NamedTuple):
     def unpolluted(self, reader: Instance) -> None:
         """The reader has nothing wrong in vLLM's own prefix cache: its next requests use that."""
         longer = self.tokens + self.computed.tokens
-        # The first may find nothing: what a load in the step did not fill was taken out of that cache.
+        # The first may find nothing: what a load in the step did not fill was taken out of that cache, and vLLM, which has computed it
+        # again for the same request, took it for known (`num_cached_block`).
         first, own, further = reader.one(self.tokens), reader.one(self.tokens), reader.one(longer)
         assert first.agrees(self.computed)
         assert own.agrees(self.computed)

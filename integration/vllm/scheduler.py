@@ -492,7 +492,8 @@ class SchedulerSide:
 
     def _evict(self, lost: set[int], requests: Iterable[Tracked]) -> None:
         """A load in the step did not fill these: vLLM's own cache is not to have them, nor what was computed behind them. vLLM computes
-        them again, but not if their request is preempted before, or ends."""
+        them again, but not if their request is preempted before, or ends. It notes them no second time for the same request
+        (`num_cached_block`): the next one with this prompt computes them once more."""
         behind = [dropwhile(lambda block: block not in lost, one.rows[0]) for one in requests]
         self.prefix_cache.evict_blocks(lost.union(*behind))
 
