@@ -36,7 +36,7 @@ from vllm.v1.request import Request
 
 from vcache_backend.config import ConnectorConfig
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.integration.vllm import groups, lookups, savings, scheduler
+from vcache_backend.integration.vllm import compat, groups, lookups, savings, synchronous
 from vcache_backend.integration.vllm.metadata import REFUSED, LoadSpan, Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model_spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import SchedulerSide
@@ -263,7 +263,7 @@ def test_of_many_that_arrive_at_once_no_more_are_leased_than_a_step_may_wait_for
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others may wait long: their chunks would be kept from eviction meanwhile."""
-    monkeypatch.setattr(scheduler, "MOST_SYNCHRONOUS", 2 * CHUNKS * CHUNK)
+    monkeypatch.setattr(synchronous, "MOST_SYNCHRONOUS", 2 * CHUNKS * CHUNK)
     requests, before = [new_request() for _ in range(5)], side.asked()
     for request in requests:
         side.put(request)
@@ -328,10 +328,10 @@ def test_one_lease_speaks_for_all_ranks_until_all_have_read_and_nothing_is_store
     eventually(lambda: side.leases() == 0)
     side.report(segments={1: side.segments})
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler, "MAX_KEYS", 2 * CHUNKS - 1)
+        patch.setattr(synchronous, "MAX_KEYS", 2 * CHUNKS - 1)
         assert side.matched(request) == (3 * CHUNK, True)
     # What is new of it would come too late, and in disaggregated prefill somebody waits for it.
-    request.max_tokens = scheduler.LATE
+    request.max_tokens = synchronous.LATE
     assert side.matched(request) == (3 * CHUNK, True)
     request.max_tokens += 1
     assert side.matched(request) == (3 * CHUNK, False)
@@ -583,7 +583,7 @@ def test_where_a_load_cannot_fail_by_request_it_runs_in_the_step_or_not_at_all(
     make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sync: int
 ) -> None:
     """As before vLLM 0.30. Chunks are stored all the same."""
-    monkeypatch.setattr(scheduler.compat, "fails_by_request", lambda: False)
+    monkeypatch.setattr(compat, "fails_by_request", lambda: False)
     side, request, other = make(window=WINDOW, sync_below_tokens=sync), new_request(), new_request()
     assert len([line for line in caplog.messages if "none is loaded" in line]) == (not sync)
     side.put(request)

@@ -12,31 +12,25 @@ from typing import Any
 import msgspec
 
 from vcache_backend.config import Config
-from vcache_backend.metadata_server.messages import MAX_KEYS
-from vcache_backend.transfer.keys import state_keys
 
 from . import compat, exportable, group_publications, groups, hints, hit_sources, request_params, sleeping, traces
 from .awaited import Awaited
 from .completions import Completions
 from .events import Announcer
 from .introduction import Introduction
+from .load_specs import LoadSpecs
 from .lookups import Lookups, Tracked
 from .metadata import LoadSpec, StepMetadata, WorkerReport
-from .model_spec import ModelSpec
 from .publications import NEVER, Publications
 from .resident_pool import NUMBERS
 from .savings import Savings
 from .stats import Meter
+from .synchronous import SynchronousLoads, most_tokens
 from .unconfirmed import Unconfirmed
 from .victims import Victims
 
 log = logging.getLogger("vllm.vcache")
 
-MOST_SYNCHRONOUS = 65_536
-"""Tokens that the synchronous loads of one step may bring: 8 GiB of an 8B model, 25 ms from another GPU, a tenth of `GRACE_SECONDS`."""
-LATE = 2
-"""Steps after which all workers have said that a load held, so that what was computed with it is stored: a request must last longer. In
-disaggregated prefill it does not, and its tokens are waited for elsewhere."""
 _LOADS_NOTHING = (
     "vcache: chunks are stored, and none is loaded: several block tables need vLLM 0.30, or loads in the step, which tensor and pipeline "
     "parallelism, engine.checksum and connector.sync_below_tokens: 0 rule out"
@@ -69,9 +63,9 @@ class SchedulerSide:
         """None where all layers look at all tokens by one block table."""
         self._parts = self._groups.parts if self._groups is not None else 0
         # vLLM copies a state on before it asks us to load what the step needs.
-        self._sync_below = 0 if self._parts else _sync_below(vllm_config, config, model, several)
+        below = 0 if self._parts else most_tokens(vllm_config, config, model, several)
         self._asynchronous = self._groups is None or compat.fails_by_request()
-        if not self._asynchronous and not self._sync_below and not refused:
+        if not self._asynchronous and not below and not refused:
             log.warning(_LOADS_NOTHING)
         self._tables = len(kv_cache_config.kv_cache_groups)
         if self._groups is not None:
@@ -86,6 +80,8 @@ class SchedulerSide:
                 refused = self._share_in_place(config, kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens)
         self.instance = Introduction(config, model, self._hash_block, refused, self.publications)
         self.lookups = Lookups(self.instance, self._size, meter, self._parts)
+        self._synchronous = SynchronousLoads(below, model.recomputes, self._size, self.instance)
+        self._specs = LoadSpecs(config, stores, self._groups, self._block, self._parts, self.instance)
         self._awaited = Awaited(self.lookups)
         self._nap = sleeping.Nap(self.instance.workers)
         # What others find in place, vLLM announces as what its own KV cache holds.
@@ -100,8 +96,6 @@ class SchedulerSide:
         self.prefix_cache: Any = None
         """vLLM's `BlockPool`, once it is known."""
         self._requests: dict[str, Tracked] = {}
-        self._scheduled: dict[str, int] = {}
-        self._promised = self._leased_ahead = 0
         self._unconfirmed = Unconfirmed(self.lookups)
         self._pinned: set[str] = set()
         """Requests of the step that is being planned."""
@@ -133,11 +127,7 @@ class SchedulerSide:
         if lacking < 0 or not tracked.loads or self._clearing or tracked.params.announced or self._has(request, lacking):
             return
         if self.lookups.name(tracked, whole):
-            lease = (
-                self.publications is None and self._fits_step(tracked, tokens) and self._leased_ahead + tokens <= MOST_SYNCHRONOUS
-            )
-            self._leased_ahead += tokens if lease else 0
-            self.lookups.send(tracked, whole, lease)
+            self.lookups.send(tracked, whole, self._synchronous.leases_ahead(tracked, tokens, self._requests))
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """How many tokens after the first `local`, which vLLM has itself, the pool has; and whether they come between steps. None: ask
@@ -156,64 +146,24 @@ class SchedulerSide:
         if tracked.pinned:
             self._pinned.add(request.request_id)
         if synchronous:
-            self._promised += tokens
+            self._synchronous.promise(tokens)
         else:
             self.lookups.drop(tracked)
         return tokens, tokens > 0 and not synchronous
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """vLLM has reserved `blocks` for the request: load `external` tokens into them."""
-        tracked = self._requests[request.request_id]
-        size, first, asked, answer = self._size, tracked.local // self._size, tracked.params, tracked.answer
-        end = tracked.supplied = tracked.local + external
-        stop, blocks_end = -(-end // size), end // self._block
-        rows, several = blocks.get_block_ids(), self._groups
-        if several is None:
-            chosen, skip = rows[0][first * self._per_chunk : blocks_end], tracked.local // self._block - first * self._per_chunk
-        else:
-            chosen, skip = several.wanted(rows, tracked.local, end), 0
-        lease = answer.lease_from(first) if answer is not None else None
-        # Also where the pool had it all: it may lose some before it is read.
-        offload = lease is None and not asked.announced and self.instance.offload is not None and self.instance.offload.usable
-        offload = offload and not tracked.pinned and not self._parts
-        promote = offload and self._stores_allowed and asked.store and not tracked.consumes and self.publications is None
-        load = LoadSpec(
-            request_id=request.request_id,
-            keys=tracked.keys[first:stop] + state_keys(tracked.keys[stop - 1 : stop], self._parts),
-            blocks=chosen,
-            skip=skip,
-            stop=len(chosen),
-            wait_seconds=self._wait_seconds(tracked) if asked.announced else 0.0,
-            consume=tracked.consumes,
-            lease=lease,
-            pinned=tracked.pinned,
-            offload=offload,
-            promote=promote,
-            prefix=tracked.keys[:first] if offload else [],
-            residents=answer.residents_of(first, stop) if answer is not None else {},
-            number=self._unconfirmed.number(),
-        )
+        tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
+        tracked.supplied = tracked.local + external
+        load = self._specs.of(tracked, rows, self._unconfirmed.number())
+        first, answer = tracked.local // self._size, tracked.answer
         hints.tell(self.instance.courier, tracked.keys, first, load.residents)
-        # What comes from the pool is there already, unless it was meant for one reader. Of what comes from the offload tier only whole
-        # chunks will be.
-        partial = promote and answer is not None and answer.offloaded
-        if self.publications is None:
-            self._completions.stored(tracked, max(tracked.stored, end // size if partial else stop))
-        else:
-            # What it has loaded is published as if computed here, once it is there.
-            self._completions.own(tracked, rows, anew=True)
-            self.publications.loads(tracked, tracked.local // self._completions.place)
-            if self.publications.duplicates is not None:
-                self.publications.duplicates.note(tracked, load, first)
-            if asked.announced:
-                self._awaited.add(tracked, first, stop, load.wait_seconds)
-        if partial:
-            self._completions.expect(tracked, first, end // size)
+        self._stands(tracked, load, rows, first)
         self._loads.append(load)
         tracked.loading = not load.synchronous
         if self._spans is not None:
             self._spans.loading(tracked, external, load.synchronous)
-        if not asked.announced and not tracked.consumes:
+        if not tracked.params.announced and not tracked.consumes:
             # What is meant for this reader alone was computed for it: nothing is saved.
             self.savings.loading(request.request_id, external)
         if answer is not None:
@@ -228,27 +178,8 @@ class SchedulerSide:
 
     def lost(self, request: Any, blocks: Any, external: int) -> None:
         """vLLM counts on a load that `allocated` could not describe: let the workers say that it failed."""
-        tracked = self._requests.get(request.request_id)
-        lease = tracked.answer.lease if tracked is not None and tracked.answer is not None else None
-        chosen: list[int] = blocks.get_block_ids()[0]
-        first = tracked.local // self._block if tracked is not None else 0
-        stop = min(first - (-external // self._block), len(chosen))
-        if self._groups is not None:
-            chosen = [block for row in blocks.get_block_ids() for block in row if block != groups.NULL]
-            first, stop = 0, len(chosen)
-        self._loads.append(
-            LoadSpec(
-                request_id=request.request_id,
-                keys=[],
-                blocks=chosen,
-                skip=first,
-                stop=stop,
-                lease=lease,
-                pinned=tracked is not None and tracked.pinned,
-                lost=True,
-                number=self._unconfirmed.number(),
-            )
-        )
+        tracked, number = self._requests.get(request.request_id), self._unconfirmed.number()
+        self._loads.append(self._specs.lost(request.request_id, tracked, blocks.get_block_ids(), external, number))
 
     def begin(self, output: Any) -> StepMetadata:
         """What the workers load in the step that `output` describes."""
@@ -256,7 +187,7 @@ class SchedulerSide:
         self._unconfirmed.begin(loads, self._requests)
         cancelled, self._cancelled = self._cancelled, set()
         flush, self._flush = self._flush, False
-        self._scheduled, self._promised, self._leased_ahead = output.num_scheduled_tokens, 0, 0
+        self._synchronous.begin(output.num_scheduled_tokens)
         self.lookups.unpin(self._pinned - {load.request_id for load in loads})
         self._pinned = set()
         fresh, idle = [load.blocks for load in loads], not output.total_num_scheduled_tokens
@@ -400,7 +331,7 @@ class SchedulerSide:
             return 0, False
         if tracked.params.announced:
             return (tokens if self._asynchronous else 0), False
-        fits, in_place = self._fits_step(tracked, tokens), self.publications is not None
+        fits, in_place = self._synchronous.fits(tracked, tokens, self._requests), self.publications is not None
         answer = self.lookups.find(tracked, local // size, whole, fits and not in_place)
         external = min(answer.hits * size, most) - local
         if external < least:
@@ -412,10 +343,24 @@ class SchedulerSide:
             return 0, False
         return external, synchronous
 
-    def _wait_seconds(self, tracked: Tracked) -> float:
-        """How long what was announced to the request is waited for."""
-        asked = tracked.params.wait_seconds
-        return asked if asked is not None else self._settings.wait_seconds
+    def _stands(self, tracked: Tracked, load: LoadSpec, rows: Any, first: int) -> None:
+        """What is not stored of the request, or published, since a load brings it. first: number of the load's first chunk."""
+        end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
+        # What comes from the pool is there already, unless it was meant for one reader. Of what comes from the offload tier only whole
+        # chunks will be.
+        partial = load.promote and tracked.answer is not None and tracked.answer.offloaded
+        if self.publications is None:
+            self._completions.stored(tracked, max(tracked.stored, end if partial else stop))
+        else:
+            # What it has loaded is published as if computed here, once it is there.
+            self._completions.own(tracked, rows, anew=True)
+            self.publications.loads(tracked, tracked.local // self._completions.place)
+            if self.publications.duplicates is not None:
+                self.publications.duplicates.note(tracked, load, first)
+            if tracked.params.announced:
+                self._awaited.add(tracked, first, stop, load.wait_seconds)
+        if partial:
+            self._completions.expect(tracked, first, end)
 
     def _most(self, request: Any) -> int:
         """Tokens that may be loaded: in whole blocks, as from vLLM's own cache, which leaves the one with the last token, since that is
@@ -423,25 +368,6 @@ class SchedulerSide:
         # Of several groups chunks have what a hit needs that ends with them.
         whole = self._block if self._groups is None else self._size
         return int(request.num_tokens - 1) // whole * whole
-
-    def _fits_step(self, tracked: Tracked, tokens: int) -> bool:
-        """Whether the step that runs the request may wait for so many of its tokens.
-
-        Others would wait too; and where the load must not fail any more, it has to be over soon: nothing may run before it.
-        """
-        if not self._sync_below or tracked.params.announced or tracked.consumes:
-            return False
-        if self.instance.workers > 1 and tracked.request.max_tokens <= LATE:
-            return False
-        if self.publications is None and tokens > MAX_KEYS // self.instance.ranks * self._size:
-            # No lease is on so many chunks, and their hit would be shorter.
-            return False
-        if self._recomputes and tokens < self._sync_below:
-            return True
-        if self._promised + tokens > MOST_SYNCHRONOUS:
-            return False
-        own, living = tracked.request.request_id, self._requests
-        return all(name == own or name not in living for name in self._scheduled)
 
     def _note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
         # Also those that have ended as their step ran: what they were to fill vLLM's own cache has all the same.
@@ -496,15 +422,3 @@ class SchedulerSide:
         (`num_cached_block`): the next one with this prompt computes them once more."""
         behind = [dropwhile(lambda block: block not in lost, one.rows[0]) for one in requests]
         self.prefix_cache.evict_blocks(lost.union(*behind))
-
-
-def _sync_below(vllm_config: Any, config: Config, model: ModelSpec, several: bool) -> int:
-    """Tokens of the loads that a busy step may wait for; 0: no load is synchronous. several: block tables."""
-    sure = model.recomputes or not config.engine.checksum
-    if config.connector.share == "in_place":
-        # What lies in place is not checked by its checksum. Ranks with one model of experts, which alone know of each other, run their
-        # steps together: one that waits would hold up all.
-        sure = vllm_config.parallel_config.data_parallel_size == 1
-    # A pipeline's later stages would begin their copies when the earlier ones have computed. What is stored late, windows have passed.
-    together = model.pp_size == 1 and (model.tp_size == 1 or not several)
-    return config.connector.sync_below_tokens if together and sure else 0
