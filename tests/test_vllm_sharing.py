@@ -349,6 +349,14 @@ def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(here: Node, a: Instan
     keep(a, tokens[: 3 * CHUNK + 1], params={"vcache": {"load": False}})
     counted = [("vllm:vcache_loaded_tokens", "tier", tier) for tier in ("resident", "host")]
     counted += [("vllm:prompt_tokens_cached_by_source", "source", source) for source in ("p2p", "host")]
+
+    def heard_of_the_pool() -> bool:
+        """Where what its worker reads lies the reader's scheduler hears behind a step."""
+        here.keep(pooled, other := new_tokens(CHUNK + 1))
+        assert b.one(other).cached == CHUNK
+        return b.counter("vllm:prompt_tokens_cached_by_source", source="host") > 0
+
+    eventually(heard_of_the_pool)
     before = [b.counter(name, **{label: value}) for name, label, value in counted]
     hit, own = keep(b, tokens), pooled.one(tokens)
     assert (hit.cached, hit.said) == (5 * CHUNK, own.said)
