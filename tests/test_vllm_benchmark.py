@@ -15,13 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 from processes import Worker
 from vllm_cases import forking, missing
 
 from benchmarks.processes import Child, ChildFailed
 from benchmarks.results import Report, Row, fraction, read, row
-from benchmarks.vllm import latency
+from benchmarks.vllm import groups, latency
 from benchmarks.vllm.answers import Answer
 from benchmarks.vllm.environment import descends
 from benchmarks.vllm.equality import said
@@ -81,6 +82,13 @@ def test_as_many_tokens_fit_into_the_kv_cache_of_every_kind_of_instance(kind: st
     own = KINDS[kind].of(FULL)
     tokens = own.kv_bytes / (own.token_bytes * KINDS[kind].value_bytes / 2)
     assert tokens == FULL.kv_bytes / FULL.token_bytes
+
+
+def test_a_hit_of_a_model_with_states_brings_one_state_of_each_such_layer_and_tokens_of_the_others_alone() -> None:
+    """Granite's are 64 heads of 64 x 128, and three tokens of 4,096 + 2 x 128 values; two of its twelve layers keep tokens, of 8 x 64."""
+    own = KINDS["state_mamba2"].of(FULL)
+    assert own.token_bytes == 2 * 2 * 2 * 8 * 64
+    assert own.read_bytes(768) == 768 * own.token_bytes + 10 * 2 * (64 * 64 * 128 + 3 * (4096 + 2 * 128))
 
 
 def test_a_run_has_the_same_prompts_as_the_one_before_and_none_twice() -> None:
@@ -152,6 +160,17 @@ def test_answers_agree_where_likely_tokens_change_places_be_there_a_third_betwee
     assert one.differs(other._replace(seconds=[(1, -9.0), (870, -2.4), (1, -9.0)]))
     assert one.differs(other._replace(seconds=[(1, -9.0), (871, -2.155), (1, -9.0)]))
     assert one.differs(other._replace(logprobs=[-1.2, -2.155, -3.0]))
+
+
+def test_models_with_states_have_one_row_together_once_each_has_its_own_and_a_wrong_hit_of_one_is_seen_in_it() -> None:
+    good = [fraction(f"groups_equal_{kind}", [True] * 32, "") for kind in groups.STATES]
+    assert groups.together(good[1:]) == []
+    (whole,) = groups.together(good)
+    assert (whole.case, whole.ok, whole.runs) == ("groups_equal_state", True, 96)
+    (wrong,) = groups.together([fraction(good[0].case, [True] * 31 + [False], ""), *good[1:]])
+    assert (wrong.ok, wrong.value) == (False, 95 / 96)
+    (short,) = groups.together([good[0], msgspec.structs.replace(good[1], ok=None), good[2]])
+    assert short.ok is None
 
 
 def test_a_result_file_is_continued_and_a_case_measured_again_replaces_the_old(tmp_path: Path) -> None:

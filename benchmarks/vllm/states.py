@@ -104,6 +104,7 @@ TINY_GRANITE = _TINY | {
     "shared_intermediate_size": 256,
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "mamba_n_heads": 8,
+    "num_key_value_heads": 4,
     "mamba_d_state": 16,
     "mamba_chunk_size": 64,
 }
