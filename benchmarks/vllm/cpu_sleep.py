@@ -1,61 +1,64 @@
 """vLLM's sleep mode where its own does nothing: on the CPU.
 
-The engine's half is vLLM's. A worker does here what `gpu_worker.py` of 0.33 does, in its order, in the thread that calls it: the weights'
-memory loses its bytes and gets them back (level 1) or does not (level 2), the KV cache's holds something else afterwards.
+The engine's half is vLLM's. A worker does here what `gpu_worker.py` of 0.33 does, in its order, in the thread that calls it: weights lose
+their bytes and get them back (level 1) or do not (level 2), the KV cache holds something else afterwards.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 SOILED = 0x7B
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
+_saved: dict[int, bytes] = {}
 
 
 def install() -> None:
-    """For this process's worker, before it loads its model."""
+    """For this process's worker."""
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    CPUWorker.sleep, CPUWorker.wake_up = sleep, wake_up
+    CPUWorker.sleep, CPUWorker.wake_up, CPUWorker.discard = sleep, wake_up, discard
 
 
-def sleep(worker: Any, level: int = 1) -> None:
-    from vllm.device_allocator.cumem import CuMemAllocator
+def sleep(self: Any, level: int = 1) -> None:
+    _connector("unregister_kv_caches")
+    _saved.clear()
+    for address, nbytes in _memory(self.model_runner.get_model().parameters()):
+        if level == 1:
+            _saved[address] = ctypes.string_at(address, nbytes)
+        ctypes.memset(address, SOILED, nbytes)
+    _soil(self)
+
+
+def discard(self: Any, tags: tuple[str, ...]) -> None:
+    if KV_CACHE in tags:
+        _connector("unregister_kv_caches")
+        _soil(self)
+
+
+def wake_up(self: Any, tags: list[str] | None = None) -> None:
+    if tags is None or WEIGHTS in tags:
+        for address, there in _saved.items():
+            ctypes.memmove(address, there, len(there))
+        _saved.clear()
+    if tags is None or KV_CACHE in tags:
+        _connector("restore_kv_caches")
+
+
+def _connector(hook: str) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    if CuMemAllocator.instance is None:
-        CuMemAllocator.instance = CuMemAllocator()
-        CuMemAllocator.instance.pointer_to_data |= dict(_held(worker))
     if has_kv_transfer_group():
-        get_kv_transfer_group().unregister_kv_caches()
-    for address, data in CuMemAllocator.instance.pointer_to_data.items():
-        data.cpu_backup_tensor = ctypes.string_at(address, data.handle[1]) if (data.tag, level) == (WEIGHTS, 1) else None
-        ctypes.memset(address, SOILED, data.handle[1])
-        data.is_asleep = True
+        getattr(get_kv_transfer_group(), hook)()
 
 
-def wake_up(worker: Any, tags: list[str] | None = None) -> None:
-    from vllm.device_allocator.cumem import CuMemAllocator
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    for address, data in CuMemAllocator.instance.pointer_to_data.items():
-        if data.is_asleep and (tags is None or data.tag in tags):
-            data.is_asleep = False
-            if data.cpu_backup_tensor is not None:
-                ctypes.memmove(address, data.cpu_backup_tensor, data.handle[1])
-    if has_kv_transfer_group() and (tags is None or KV_CACHE in tags):
-        get_kv_transfer_group().restore_kv_caches()
+def _soil(worker: Any) -> None:
+    for address, nbytes in _memory(worker.model_runner.kv_caches):
+        ctypes.memset(address, SOILED, nbytes)
 
 
-def _held(worker: Any) -> Any:
-    """What sleep mode's allocator would have allocated, by address; but not what vLLM has packed for this CPU."""
-    from vllm.device_allocator import AllocationData
-
-    runner = worker.model_runner
-    for tag, tensors in ((WEIGHTS, runner.model.parameters()), (KV_CACHE, runner.kv_caches)):
-        for tensor in tensors:
-            memory = tensor.untyped_storage()
-            size = memory.nbytes() // 8 * 8
-            if size:
-                yield memory.data_ptr(), AllocationData((0, size, memory.data_ptr(), 0), tag)
+def _memory(tensors: Any) -> Iterator[tuple[int, int]]:
+    """Where they lie; but not what vLLM has packed for this CPU."""
+    return ((memory.data_ptr(), memory.nbytes()) for memory in (tensor.untyped_storage() for tensor in tensors))

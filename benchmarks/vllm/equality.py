@@ -34,12 +34,12 @@ def said(answer: dict[str, Any]) -> str:
     return json.dumps([answer["tokens"], answer["logprobs"]])
 
 
-def soil(child: Child, fleet: Fleet, prompts: Prompts) -> None:
-    """Fill every KV block of an instance with the KV of prompts that nobody asks for again."""
+def soil(child: Child, fleet: Fleet, prompts: Prompts, extra: dict[str, Any] | None = None) -> None:
+    """Fill every KV block of an instance with the KV of prompts that nobody asks for again. extra: see `Serving.generate`."""
     scale = fleet.scale
     longest, left = max(scale.lengths.values()), scale.kv_bytes // scale.token_bytes + scale.block
     while left > 0:
-        child.ask("generate", SECONDS, tokens=prompts.new(min(longest, left)), count=1)
+        child.ask("generate", SECONDS, tokens=prompts.new(min(longest, left)), count=1, extra=extra)
         left -= longest
 
 
