@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool import checksum, devices
-from vcache_backend.vram_pool.checksum import COLUMNS, GPU_PIECE, TRAILER_BYTES, Sealer, sealed_bytes
+from vcache_backend.vram_pool.checksum import COLUMNS, GPU_PIECE, TRAILER_BYTES, Sealer, digest, sealed_bytes
 from vcache_backend.vram_pool.copier import Completion, Finished
 from vcache_backend.vram_pool.cuda_copier import CudaCompletion
 from vcache_backend.vram_pool.segment import create, map_segment
@@ -134,6 +134,19 @@ def test_a_slot_without_room_for_the_trailer_is_refused_and_nothing_is_written()
     assert all(torch.equal(slot, was) for slot, was in zip(slots, before, strict=True))
 
 
+def test_a_digest_is_another_one_for_every_byte_and_every_cut() -> None:
+    memory = torch.arange(2 * ROW + 24 + 3, dtype=torch.int32).view(torch.uint8)[: 2 * ROW + 24 + 3].clone()
+    found = [digest([memory])]
+    assert digest([memory.clone()]) == found[0]
+    for at in (0, ROW, 2 * ROW + 23, 2 * ROW + 24, len(memory) - 1):
+        memory[at] ^= 1
+        found.append(digest([memory]))
+        memory[at] ^= 1
+    first, second = memory[:ROW], memory[ROW:]
+    found += [digest([first, second]), digest([second, first]), digest([first]), digest([memory[:5]]), digest([])]
+    assert len(set(found)) == len(found)
+
+
 def test_a_slot_that_was_mapped_in_vllms_inference_mode_is_sealed_outside_of_it() -> None:
     with torch.inference_mode():
         slot = noise(4096)[0]
@@ -170,6 +183,7 @@ def test_a_gpu_and_the_host_agree(nbytes: int) -> None:
     there, sealer = [slot.cuda() for slot in slots], cuda_sealer(nbytes)
     assert sealer.seal(views(there), keys, nbytes, DONE).wait(10)
     HOST.seal(views(slots), keys, nbytes, DONE)
+    assert digest(there) == digest(slots)
     assert all(torch.equal(mine.cpu(), slot) for mine, slot in zip(there, slots, strict=True))
     there[1][nbytes - 1] ^= 2
     there[4][-1] ^= 1

@@ -95,8 +95,9 @@ class Introduction:
         return not self.refused
 
     def note(self, shards: Mapping[tuple[int, int], Shard], links: Mapping[int, Link]) -> None:
-        """shards: what workers hold, by (pipeline rank, tensor rank). links: how they reach the offload tier, by their numbers."""
-        if shards and not self.over:
+        """shards: what workers hold, by (pipeline rank, tensor rank), or that one caches nothing any more. links: how they reach the
+        offload tier, by their numbers."""
+        if shards and not self.refused:
             self._shards |= {rank: shard.spec for rank, shard in shards.items()}
             problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
             if problems:

@@ -43,7 +43,8 @@ class Reporter:
             session.on_stored.append(lambda keys: self._stored.extend(of_rank(keys, 0)))
 
     def refuse(self, reason: str) -> None:
-        """The worker caches nothing."""
+        """The worker caches nothing, and the next report says so."""
+        self.introduce = True
         self._shard = Shard(ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=reason))
 
     def take(self) -> WorkerReport | None:
@@ -69,6 +70,7 @@ class Reporter:
         )
         self.read, self.spans, self.same = set(), [], None
         self.failed, self.flushed, self._segments, self._link, self._mapped = set(), False, segments, link, mapped
+        self.introduce = False
         return report
 
     # ---- inside

@@ -244,13 +244,17 @@ class SchedulerSide:
         """Forget every chunk of the namespace, those on their way included; False if the server did not answer. Before the first step
         nobody knows which namespace that is: then it is done before anything is looked up (where vLLM is paused for new weights, it ends
         on a False)."""
-        self._drop_answers()
         if sleeping.keeps_weights():
             # Until all workers have said that they did, nothing is looked up.
+            self._drop_answers()
             self._nap.begin()
             return True
+        return self._forget()
+
+    def _forget(self) -> bool:
         # Until the steps under way are over, and what they store is cleared too, nothing is looked up.
         self._flush = self._clearing = True
+        self._drop_answers()
         if self.publications is not None:
             self.publications.reset()
         cleared = self.instance.clear()
@@ -387,7 +391,10 @@ class SchedulerSide:
             self._evict(lost, known.values())
         self.instance.reads(report.segments, report.mapped)
         self.instance.note(report.shards, report.links)
-        if self._nap.note(report.same) is False:
+        same = self._nap.note(report.same)
+        if same:
+            log.info("vcache: since vLLM slept its weights are as they were, and what the pool has is found again")
+        elif same is False:
             self._new_weights()
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)
@@ -403,7 +410,7 @@ class SchedulerSide:
 
     def _new_weights(self) -> None:
         log.warning("vcache: since vLLM slept its weights may be others, so what the pool has of this namespace is forgotten")
-        self.reset()
+        self._forget()
 
     def _builds_on_load(self, request: Any, local: int) -> bool:
         """Whether vLLM's own cache would have the request begin with what another one's load brings in this step. If that fails vLLM has

@@ -7,10 +7,12 @@ compares it in the first step after waking, before anything is looked up. Whatev
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import chain
 from time import monotonic
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -122,17 +124,17 @@ class Stretch(NamedTuple):
 class Weights:
     """A worker's, as they were when it last fell asleep. Its main thread's."""
 
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
-        self._before: bytes | None = None
+    def __init__(self) -> None:
+        self._worker: Callable[[], Any] = lambda: None
+        self._before: tuple[bytes, bytes] | None = None
         self._kept = False
         self._same: bool | None = None
 
     def note(self) -> None:
-        """vLLM takes memory away now. What was noted counts on until the scheduler has heard how it compares: there may have been new
-        weights since."""
+        """vLLM's worker, whose call this is, gives memory away. What was noted counts on until the scheduler has heard how it compares:
+        there may have been new weights since."""
         if not self._kept:
-            self._kept, self._before = True, self._digest()
+            self._kept, self._before = True, self._look(_sleeper())
 
     def ask(self, due: bool) -> bool | None:
         """Whether the weights are as noted, where the scheduler still wants to know: that is `due`. False where nobody can say."""
@@ -141,30 +143,54 @@ class Weights:
                 self._kept, self._same, self._before = False, None, None
             return None
         if self._same is None:
-            self._same = self._before is not None and self._digest() == self._before
+            self._same = self._before is not None and self._look(self._worker()) == self._before
         return self._same
 
-    def _digest(self) -> bytes | None:
-        """None where it cannot be had; then weights count as new."""
+    def _look(self, worker: Any) -> tuple[bytes, bytes] | None:
+        """Where the weights lie, and what is there. None where that cannot be had; then they count as new."""
         try:
-            tensors = [_bytes_of(region, self._device_type) for region in regions()]
-            return checksum.digest(tensors) if tensors else None
+            self._worker = weakref.ref(worker)
+            tensors = list(_tensors(worker))
+            places = repr([(name, tensor.data_ptr(), tensor.nbytes, tensor.stride()) for name, tensor in tensors])
+            return blake2b(places.encode(), digest_size=16).digest(), checksum.digest(_memory(tensors))
         except Exception:  # the integration's outermost line: vLLM sleeps all the same
-            log.exception("vcache: nobody knows whether the weights stay as they are, so the next waking resets the namespace")
+            log.exception(
+                "vcache: nobody knows whether the weights stay as they are, so what the pool has is forgotten on waking"
+            )
             return None
 
 
-def regions() -> Iterator[Stretch]:
-    """Where vLLM's weights lie that sleep mode takes away; none while one of them is away, or where that is not known."""
-    allocator = getattr(sys.modules.get(_CUMEM), "CuMemAllocator", None)
-    instance = getattr(allocator, "instance", None)
-    held = [(address, data) for address, data in instance.pointer_to_data.items() if data.tag == _TAG] if instance else []
-    if not any(data.is_asleep for _, data in held):
-        for address, data in sorted(held, key=lambda one: one[0]):
-            yield Stretch(address, data.handle[1])
+def _sleeper() -> Any:
+    """vLLM's worker that gives memory away, from the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in ("sleep", "discard") and hasattr(worker := frame.f_locals.get("self"), "model_runner"):
+            return worker
+        frame = frame.f_back
+    raise LookupError("no worker of vLLM's asks")
 
 
-def _bytes_of(region: Stretch, device_type: str) -> torch.Tensor:
-    if device_type == "cpu":
-        return torch.frombuffer((ctypes.c_uint8 * region.nbytes).from_address(region.address), dtype=torch.uint8)
-    return cuda_segment.view(region, torch.cuda.current_device())
+def _tensors(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's, and a draft model's."""
+    draft = worker.get_draft_model() if hasattr(worker, "get_draft_model") else None
+    for number, model in enumerate(model for model in (worker.model_runner.get_model(), draft) if model is not None):
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            yield f"{number} {name}", tensor
+
+
+def _memory(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """All that sleep mode's allocator has made for weights, among it what is no parameter; and what of `tensors` lies elsewhere."""
+    allocator = getattr(getattr(sys.modules.get(_CUMEM), "CuMemAllocator", None), "instance", None)
+    made = allocator.pointer_to_data if allocator is not None else {}
+    held = [Stretch(address, data.handle[1]) for address, data in sorted(made.items()) if data.tag == _TAG]
+    if any(data.is_asleep for data in made.values() if data.tag == _TAG):
+        raise LookupError("some of the weights are away")
+    found = [cuda_segment.view(one, torch.cuda.current_device()) for one in held]
+    seen = set[int]()
+    for _, tensor in tensors:
+        memory = tensor.untyped_storage()
+        within = any(one.address <= memory.data_ptr() < one.address + one.nbytes for one in held)
+        if memory.nbytes() and not within and memory.data_ptr() not in seen:
+            seen.add(memory.data_ptr())
+            found.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory))
+    return found

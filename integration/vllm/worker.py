@@ -133,7 +133,7 @@ class WorkerSide:
         self._worker: _Worker | None = None
         """None too while vLLM sleeps, and has no KV cache."""
         self._asleep: _Worker | None = None
-        self._weights = sleeping.Weights(self._model.device_type)
+        self._weights = sleeping.Weights()
         self._meta, self._open = StepMetadata(), False
         """Of the last step, and whether it is under way."""
         self._models: tuple[int, int] | None = None
@@ -207,7 +207,7 @@ class WorkerSide:
         return bool(self._refused) and not groups.hidden(self._kv_config)
 
     def refuse(self, reason: str) -> None:
-        """Cache nothing, and let the scheduler know."""
+        """Cache nothing, and let the scheduler know: also after it has begun."""
         self.report.refuse(reason)
         try:
             with Client(self._config.server.path, self._config.client, reconnect=False) as server:
@@ -232,7 +232,7 @@ class WorkerSide:
         self._meta, self._open = meta, True
         # None of them must get lost, whatever happens here: vLLM waits for its end, or counts on its bytes.
         self._lost += meta.loads
-        self.report.introduce = meta.introduce
+        self.report.introduce |= meta.introduce
         self.report.read |= {meta.echo} if meta.echo else set()
         self.report.same = self._weights.ask(meta.compare)
         worker = self._worker
@@ -332,6 +332,9 @@ class WorkerSide:
         self._asynchronous.clear()
         if not worker.session.flush(max(deadline - time.monotonic(), 0.0)):
             log.warning("vcache: what was stored last is not in the pool yet, as vLLM goes to sleep")
+        if worker.kv.device.type == "cuda":
+            # As vLLM has done before it asked, and does afterwards: our tables go with its own.
+            torch.cuda.synchronize(worker.kv.device)
         self._weights.note()
 
     def wake(self) -> None:
@@ -339,11 +342,10 @@ class WorkerSide:
         worker, self._asleep = self._asleep, None
         if worker is None:
             return
-        wrong = round_trip.through_pool(worker.session, worker.kv)
         self._worker = worker
-        if wrong:
+        if wrong := round_trip.through_pool(worker.session, worker.kv):
             self.close()
-            raise VCacheError(f"vcache caches nothing after vLLM's sleep: {wrong}")
+            self.refuse(f"after vLLM's sleep {wrong}")
 
     def close(self) -> None:
         """Let copies end, and leave the pool; the chunks stay there."""
