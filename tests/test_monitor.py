@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -367,3 +368,14 @@ def test_a_log_for_machines_is_an_object_a_line_and_says_that_nothing_is_read_ag
     assert (status, [one["level"] for one in told]) == (0, ["info", "warning", "info"])
     assert told[2].keys() == {"time", "level", "logger", "pid", "message"}
     assert (told[2]["logger"], told[2]["pid"]) == ("vcache_backend.metadata_server.server", server.pid)
+
+
+def test_a_log_for_people_says_when_and_which_process(alone: Stage) -> None:
+    server = alone.server(metrics=":0")
+    beside = server.expect("metrics and a page at").split()
+    server.signal(signal.SIGTERM)
+    status, rest = server.wait()
+    own = rest.splitlines()[-1].split()
+    assert (status, own[2:4]) == (0, [str(server.pid), "INFO"])
+    assert beside[2].isdigit()
+    assert datetime.fromisoformat(" ".join(own[:2]))

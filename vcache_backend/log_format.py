@@ -26,7 +26,7 @@ class _JsonLine(logging.Formatter):
 
 def begin(kind: LogFormat) -> None:
     """Log from INFO on, in this process."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s")
     if kind == "json":
         for handler in logging.getLogger().handlers:
             handler.setFormatter(_JsonLine())
