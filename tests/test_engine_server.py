@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from engine_cases import ROOMY, Node, get, here, node, put, said
 from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
-from processes import PATIENT, QUICK, SECONDS, eventually, hasty, hung
+from processes import PATIENT, QUICK, SECONDS, eventually, hasty, hung, make_memfd
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
@@ -164,6 +165,29 @@ def test_a_writer_that_wakes_after_a_restart_without_a_journal_writes_over_nobod
     writer.resume()
     writer.answer()
     assert get(owner, theirs, other) == 2 * CHUNK
+
+
+def test_in_each_life_of_the_server_a_worker_says_once_why_it_stores_nothing(
+    here: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody has lent memory by hand, and nobody had it mapped when the server died."""
+    server = here.serve()
+    fd = make_memfd(ROOMY)
+    here.client().add_segment(m.SegmentInfo(m.SegmentId("f0f0f0f0f0f0"), "host:b", "host", ROOMY), fd)
+    os.close(fd)
+    server.kill()
+    server, mine = here.serve(), Cache()
+    engine = here.engine("host:a", 0, layout_of(mine))
+    client, why = engine._session.client, "not stored: no host segment is registered, and 1 of before the server's restart"
+    for life in (1, 2):
+        # It takes new chunks again after a moment.
+        eventually(lambda life=life: put(engine, mine, prompt(CHUNK)) or caplog.text.count(why) == life)
+        put(engine, mine, prompt(CHUNK))
+        assert caplog.text.count(why) == life
+        before = client.epoch
+        server.kill()
+        server = here.serve()
+        eventually(lambda before=before: client.epoch != before)
 
 
 def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_have_yet_to_unmap(here: Node) -> None:

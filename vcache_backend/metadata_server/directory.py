@@ -235,12 +235,21 @@ class Directory(SegmentDirectory):
         """Why no chunk of this size can ever have a slot now, if so."""
         largest = max((segment.end for segment in self.contents.placement.usable(client)), default=-1)
         if largest < 0:
-            advice = "start a worker with pool.segment_bytes > 0 or `vcache segment add`"
-            return m.Refusal.NO_SEGMENT, f"no {client.medium} segment is registered; {advice}"
+            return m.Refusal.NO_SEGMENT, self._no_segment(client)
         if nbytes > largest:
             have = f"the largest {client.medium} segment has {largest:,} B"
             return m.Refusal.TOO_LARGE, f"a chunk needs {nbytes:,} B but {have}; set pool.segment_bytes >= {nbytes}"
         return None, ""
+
+    def _no_segment(self, client: Peer) -> str:
+        """Why there is none in which this client can store, and what to do about it."""
+        placement, medium = self.contents.placement, client.medium
+        unusable = any(segment.medium == medium for segment in placement.in_state("live"))
+        absent = sum(segment.medium == medium for segment in placement.in_state("absent"))
+        what = f"this worker can map no {medium} segment that is there" if unusable else f"no {medium} segment is registered"
+        if absent:
+            what += f", and {absent} of before the server's restart, unless somebody has them mapped, are gone"
+        return f"{what}; start a worker with pool.segment_bytes > 0 or `vcache segment add`"
 
     def _free_slots_of(self, process: records.ProcessId) -> Steps:
         while ids := self.reservations.of_writer(process):

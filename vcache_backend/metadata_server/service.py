@@ -222,7 +222,9 @@ class Service:
         """Memory of before that nothing proves to be as the journal says: an earlier writer may still write there."""
         lost = self.directory.forget_absent([id_] if known else [])
         why = "no journal knows it" if not known else f"no witness proves the journal; {lost} chunks are lost"
-        log.warning("segment %s is not taken again: %s. Its worker lends fresh memory", id_, why)
+        log.warning(
+            "segment %s is not taken again: %s. A worker lends fresh memory; what `vcache segment add` lent, add again", id_, why
+        )
         return m.Added(0, taken=False)
 
     def _open_segment(self, id_: m.SegmentId) -> tuple[m.Reply, Descriptor]:

@@ -34,6 +34,8 @@ class EngineStats:
         self._times = {name: Histogram() for name in TIMES}
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
+        self._said: dict[str, int] = {}
+        """Reasons, and in which life of the server each was said last."""
         self._owners: dict[bytes, tuple[int, int]] = {}
         """By instance: bytes, and refused chunks. The newest last."""
         self.updates = 0
@@ -72,6 +74,12 @@ class EngineStats:
         with self._lock:
             self._failures[cause] += 1
             return self._failures[cause]
+
+    def unsaid(self, reason: str, epoch: int) -> bool:
+        """Whether this is to be said: once in each life of the server."""
+        with self._lock:
+            before, self._said[reason] = self._said.get(reason), epoch
+            return before != epoch
 
     def miss(self, call: str, error: Exception) -> int:
         """Count a failure, and say each cause once. Always 0."""

@@ -63,7 +63,7 @@ def store(
         if reserved.reservation:
             committer.give_back(reserved.reservation)
         return None
-    _note_refusals(stats, reserved)
+    _note_refusals(stats, reserved, session.client.epoch)
     # A process that was stopped meanwhile writes nothing.
     launch_by = asked + reserved.seconds * LAUNCH_WITHIN
     pending = _gather(session, places, keys, chunks, [*prefix, *keys[: chunks[0]]], reserved, launch_by, mark)
@@ -108,9 +108,11 @@ def _gather(
     return PendingStore(completion, sealed, reserved.reservation, named, prefix, tokens, copy.nbytes, views)
 
 
-def _note_refusals(stats: EngineStats, reserved: Reserved) -> None:
+def _note_refusals(stats: EngineStats, reserved: Reserved, epoch: int) -> None:
     for slot in reserved.slots:
         if not isinstance(slot, Location):
             stats.count(**{f"not_stored_{_REFUSALS.get(Refusal(slot), 'no_slot')}": 1})
-    if reserved.reason and stats.failed(f"not_stored: {reserved.reason}") == 1:
-        log.warning("chunks are not stored: %s", reserved.reason)
+    if reserved.reason:
+        stats.failed(f"not_stored: {reserved.reason}")
+        if stats.unsaid(reserved.reason, epoch):
+            log.warning("chunks are not stored: %s", reserved.reason)
