@@ -18,16 +18,20 @@ QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--dis
 
 def main() -> None:
     from processes import Child
-    from vllm_cases import CHUNK, new_tokens, node
+    from vllm_cases import CHUNK, Prompt, new_tokens, node
 
-    in_place = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
+    pooled = {"connector": {"min_hit_tokens": CHUNK, "model": "tiny-llama"}}
+    in_place = {"connector": pooled["connector"] | {"share": "in_place"}}
     with tempfile.TemporaryDirectory() as folder, node(Path(folder)) as here:
-        instances = here.connect("a", in_place), here.connect("b", in_place), here.connect("c")
+        instances = here.connect("a", in_place), here.connect("b", in_place), here.connect("c", pooled)
         options = ["--socket", str(here.socket), "--listen", ":0", "--every", "0.5"]
         shown = here.undo.enter_context(Child([sys.executable, "-m", "vcache_backend.monitor", *options]))
         address = shown.expect("metrics and a page at").split("//")[1].strip()
         choice = random.Random(4)
-        heads, until = [new_tokens(choice.choice((2, 4, 6)) * CHUNK) for _ in range(6)], time.monotonic() + SECONDS
+        for instance in instances * 3:
+            # So they learn what a token takes that is computed, and with it what hits save.
+            instance.run(*(Prompt(new_tokens(12 * CHUNK), max_tokens=1) for _ in range(2)), together=True)
+        heads, until = [new_tokens(choice.choice((4, 6, 8)) * CHUNK) for _ in range(6)], time.monotonic() + SECONDS
         while time.monotonic() < until:
             asked = choice.choice(instances)
             asked.one(choice.choice(heads) + new_tokens(choice.choice((10, 70))), max_tokens=4)
@@ -38,7 +42,7 @@ def main() -> None:
             "chromium",
             *QUIET,
             f"--user-data-dir={folder}/browser",
-            "--window-size=1200,1090",
+            "--window-size=1200,1150",
             "--virtual-time-budget=3000",
         ]
         subprocess.run([*command, f"--screenshot={ROOT / 'docs' / 'page.png'}", f"http://{address}/"], check=True, timeout=60)
