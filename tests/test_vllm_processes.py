@@ -14,8 +14,8 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+from page_commands import COMMANDS, commands
 from processes import PATIENT, ROOT, Child, containers, eventually
-from test_documents import COMMANDS, commands
 from test_start_server import end_servers
 from vllm_cases import (
     ANSWER_SECONDS,

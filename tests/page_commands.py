@@ -1,0 +1,286 @@
+"""The commands that stand in the pages, and by which rule each is run: as it stands, in a root of its own, or, where it would take a
+machine, a cluster or an hour, as far as what it names is there and understands it. What no rule knows fails."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from mooncake_cases import BIN, MISSING
+from processes import ROOT, SECONDS, Child
+from typer.testing import CliRunner
+
+from benchmarks import run_on
+from vcache_backend.cli import app
+from vcache_backend.config import Config
+
+COMMANDS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+"""Pages whose commands these are."""
+STARTS = "vcache|make|python3?|pip|vllm|apt-get|systemctl|curl|examples/|benchmarks/|scripts/|tests/|.venv/bin/python"
+TEXTS = ("vcache caches nothing", "vcache stepped aside", "vcache.", "vcache: ")
+"""What begins like a command and is none: lines of a log, settings."""
+VLLM = find_spec("vllm")
+ROUTES = next(Path(VLLM.origin).parent.glob("entrypoints/serve/**/cache/api_router.py"), None) if VLLM and VLLM.origin else None
+_FENCED = r"^ *```{}\n(.*?)^ *```$"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The blocks of a page in this language."""
+    return re.findall(_FENCED.format(language), page.read_text(), re.S | re.M)
+
+
+def commands(page: Path) -> Iterator[str]:
+    """All commands of a page: lines of consoles, joined where they go on, and what stands in the text or in the table of commands."""
+    for block in blocks(page, "console"):
+        for line in block.replace("\\\n", " ").splitlines():
+            shown = re.sub(r"^\s*\S*\$ |\s+#.*| &$|\s+&\s+#.*", "", line).strip().removesuffix("&").strip()
+            yield from (one.strip() for one in shown.split(" && "))
+    text = re.sub(_FENCED.format(r"\w*"), "", page.read_text(), flags=re.S | re.M)
+    for first, more in re.findall(r"^\| `(vcache \w+ [^`]+)`((?:, `[^`]+`)+) \|", text, re.M):
+        yield from (f"{' '.join(first.split()[:2])} {other}" for other in re.findall("`([^`]+)`", more))
+    for inline in re.findall("`([^`]+)`", text):
+        found = " ".join(inline.split())
+        if re.match(rf"({STARTS})( |$|\w+\.\w+)", found) and " " in found and not found.startswith(TEXTS):
+            yield found
+
+
+class Place(NamedTuple):
+    """Where commands run. given: what stands for the names that the pages have, and the server's socket. folder: a test's own."""
+
+    given: dict[str, str]
+    folder: Path
+    monkeypatch: pytest.MonkeyPatch
+
+
+def check(command: str, place: Place) -> None:
+    """Run a command of a page by its rule."""
+    for text in re.findall(r"'(\{\".*?\})'", command):
+        msgspec.convert(json.loads(text).get("kv_connector_extra_config", {}), Config)
+    words = [word for word in shlex.split(re.sub(r"\[(--\w[^]]*|[A-Z]+)\]", r"\1", command)) if word != "--watch"]
+    while re.match("[A-Z_]+=", words[0]):
+        words.pop(0)
+    words[0] = words[0].removeprefix(".venv/bin/").removeprefix("/opt/vcache/bin/")
+    rule = next((rule for begins, rule in RULES.items() if re.match(begins, f"{' '.join(words)} ")), None)
+    assert rule is not None, f"no rule for {command!r}"
+    rule(words, place)
+
+
+def _said(*command: str | Path) -> str:
+    # These tests may be run by `make`, which hands its own variables on.
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS * 3, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout + ran.stderr
+
+
+@functools.cache
+def _help(*command: str) -> str:
+    return _said(*command, "--help")
+
+
+def _options(words: list[str]) -> list[str]:
+    return [word.partition("=")[0] for word in words if word.startswith("--")]
+
+
+# ---- ours
+
+
+def _vcache(words: list[str], place: Place) -> None:
+    """As it stands, against a server of the test's."""
+    place.monkeypatch.chdir(place.folder if "init" in words else ROOT)
+    place.monkeypatch.setenv("VCACHE_SOCKET", place.given["VCACHE_SOCKET"])
+    arguments = [place.given.get(word, word) for word in words[1:]]
+    if "ID" in arguments:
+        added = CliRunner().invoke(app, ["segment", "add", "--device", "host:page", "--bytes", "1MiB", "--json"])
+        arguments[arguments.index("ID")] = json.loads(added.stdout)["id"]
+    elif arguments in (["segment", "add"], ["segment", "drop"], ["segment", "resize"], ["plan"], ["doctor", "--model"]):
+        arguments = [*arguments[:2], "--help"]  # named without what it is about
+    if arguments[:2] == ["config", "init"]:
+        arguments = arguments[:2]
+    if arguments[0] in ("demo", "mooncake"):
+        arguments.append("--help")  # test_demo and test_examples run them
+    result = CliRunner().invoke(app, arguments)
+    fails = {"doctor": "fail", "clear": "no offload tier"}.get(arguments[0], "?")
+    assert result.exit_code == 0 or (result.exit_code == 1 and fails in result.output), (result.output, result.exception)
+
+
+def _serve(words: list[str], place: Place) -> None:
+    words += [place.given["FILE"]] if words[-1] == "--config" else []
+    with Child(
+        [sys.executable, "-m", "vcache_backend.cli", *words[1:]], VCACHE_SOCKET=str(place.folder / "s" / "s.sock")
+    ) as server:
+        server.expect("serving")
+
+
+def _completion(words: list[str], place: Place) -> None:
+    """In a shell, whose next one completes."""
+    asks = 'COMP_WORDS=(vcache segment re); COMP_CWORD=2; _vcache_completion vcache; echo "${COMPREPLY[@]}"'
+    environment = {"HOME": str(place.folder), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    for script in (shlex.join(words), f". ~/.bashrc; {asks}"):
+        ran = subprocess.run(
+            ["bash", "-c", f"{script}\n:"], env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    assert ran.stdout == "resize\n", ran.stderr
+
+
+def _module(words: list[str], place: Place) -> None:
+    """Understands these options: it runs for longer than a test may."""
+    name, arguments = ("benchmarks", words[2:]) if words[0] == "vcache" else (words[2], words[3:])
+    found, said = find_spec(name), io.StringIO()
+    package = found is not None and found.submodule_search_locations
+    place.monkeypatch.setattr(sys, "argv", [name, *arguments, "--help"])
+    with pytest.raises(SystemExit) as ended, redirect_stdout(said):
+        import_module(f"{name}.__main__" if package else name).main()
+    assert not ended.value.code
+    assert not [word for word in _options(arguments) if word not in said.getvalue()]
+
+
+def _run_on(words: list[str], place: Place) -> None:
+    """Writes what the page has; here into a copy of it."""
+    copy = place.folder / run_on.PAGE.name
+    shutil.copy(run_on.PAGE, copy)
+    before = copy.read_text()
+    place.monkeypatch.setattr(run_on, "PAGE", copy)
+    assert run_on.main(words[3:]) == 0
+    assert copy.read_text() == before
+
+
+def _program(words: list[str], place: Place) -> None:
+    """Is there, and has these options, or the part that is named."""
+    program, *arguments = words[1:] if words[0] in ("python", "python3") else words
+    example = program.startswith("examples/") and program.endswith(".py")
+    said = _help(sys.executable, program) if example else (ROOT / program).read_text()
+    assert not [word for word in _options(arguments) if word not in said]
+    plain = [word for word in arguments[:1] if re.fullmatch("[a-z]+", word)]
+    assert all(re.search(rf"\b{word}(\(\)|\))", said) for word in plain), f"{program} knows no {plain}"
+
+
+def _make(words: list[str], place: Place) -> None:
+    """What its recipes run is checked like any other command."""
+    recipes = _said("make", "-n", *words[1:]).splitlines()
+    assert recipes
+    for line in recipes:
+        check(line, place)
+
+
+def _linter(words: list[str], place: Place) -> None:
+    verb = [word for word in words[1:2] if not word.startswith("-")] if words[0] == "ruff" else []
+    said = _help(str(Path(sys.executable).with_name(words[0])), *verb)
+    assert not [word for word in _options(words) if word not in said]
+
+
+# ---- others'
+
+
+def _pip(words: list[str], place: Place) -> None:
+    """From a checkout, whose extras there are: test_deploy makes its wheel, tests/new_user.py installs it."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert words[1] == "install"
+    assert words[2].startswith("/path/to/vcache")
+    assert set(re.findall(r"\w+", words[2].partition("[")[2])) <= set(extras)
+
+
+def _venv(words: list[str], place: Place) -> None:
+    _said(sys.executable, "-m", "venv", "--without-pip", place.folder / words[-1].lstrip("/"))
+    assert (place.folder / words[-1].lstrip("/") / "bin" / "python").exists()
+
+
+def _pytest(words: list[str], place: Place) -> None:
+    """These are its tests."""
+    said = _help(sys.executable, "-m", "pytest")
+    short = [word for word in words[3:] if re.fullmatch("-[a-z]", word)]
+    assert not [word for word in [*_options(words[3:]), *short] if not re.search(rf"(?<!\S){re.escape(word)}\b", said)]
+
+
+def _vllm(words: list[str], place: Place) -> None:
+    """vLLM itself reads them all in one process, in another test."""
+    said = (ROOT / "tests" / "test_vllm_processes.py").read_text()
+    assert "def test_vllm_understands_its_commands_as_the_pages_have_them(" in said
+
+
+def _curl(words: list[str], place: Place) -> None:
+    path, _, parameter = words[-1].rpartition("8000/")[2].partition("?")
+    routes = ROUTES.read_text() if ROUTES is not None else pytest.skip("needs vLLM")
+    assert f'"/{path}"' in routes
+    assert f"{parameter.partition('=')[0]}: bool" in routes
+
+
+def _mooncake(words: list[str], place: Place) -> None:
+    if MISSING:
+        pytest.skip(MISSING)
+    ran = subprocess.run([str(BIN / words[0]), "--help"], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert not [word for word in words[1:] if f"-{word.lstrip('-').partition('=')[0]} (" not in ran.stdout]
+
+
+# ---- the machine's
+
+
+def _export(words: list[str], place: Place) -> None:
+    files = [word.partition("=")[2] for word in words[1:]]
+    assert all((ROOT / file).exists() for file in files if "/" in file and not file.startswith("{"))
+
+
+def _copy(words: list[str], place: Place) -> None:
+    """Into a root of its own."""
+    *sources, into = words[1:]
+    target = place.folder / into.lstrip("/")
+    (target if into.endswith("/") else target.parent).mkdir(parents=True, exist_ok=True)
+    _said("cp", *sources, target)
+
+
+def _systemctl(words: list[str], place: Place) -> None:
+    """In a root of its own, in which nothing can be started: our unit is found by its name, and wanted by a target that there is."""
+    if shutil.which("systemctl") is None:
+        pytest.skip("needs systemctl, of Debian's systemd")
+    _copy(["cp", f"deploy/{words[-1]}.service", "/etc/systemd/system/"], place)
+    _said("systemctl", f"--root={place.folder}", *(word for word in words[1:] if word != "--now"))
+    (wanted,) = (place.folder / "etc" / "systemd" / "system").glob("*.wants/*")
+    assert (wanted.parent.name, wanted.name) == ("multi-user.target.wants", f"{words[-1]}.service")
+
+
+def _apt(words: list[str], place: Place) -> None:
+    """Debian has it. scripts/setup.sh installs it for these tests."""
+    if shutil.which("apt-get") is None:
+        pytest.skip("needs apt-get, of Debian")
+    assert not [word for word in words[2:] if word not in (ROOT / "scripts" / "setup.sh").read_text()]
+    _said("apt-get", "install", "--simulate", *words[2:])
+
+
+RULES: dict[str, Callable[[list[str], Place], None]] = {
+    "vcache --install-completion ": _completion,
+    "vcache serve ": _serve,
+    "vcache bench ": _module,
+    "vcache ": _vcache,
+    "make ": _make,
+    "(ruff|mypy) ": _linter,
+    "pip install ": _pip,
+    "python3? -m venv ": _venv,
+    "python3? -m pytest ": _pytest,
+    "python3? -m benchmarks.run_on ": _run_on,
+    "python3? -m ": _module,
+    "(python3? )?(examples|benchmarks|scripts|tests)/": _program,
+    "vllm serve ": _vllm,
+    "curl ": _curl,
+    "mooncake_": _mooncake,
+    "export ": _export,
+    "cp ": _copy,
+    "systemctl ": _systemctl,
+    "apt-get install ": _apt,
+}
+"""By how a command begins; the first one counts."""
