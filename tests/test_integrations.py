@@ -165,13 +165,6 @@ def test_a_miss_is_vllms_ordinary_prefill(reader: Instance, aside: Instance) -> 
     assert missed.said == alone.said
 
 
-def test_less_than_a_chunk_is_not_stored(here: Node, pooled: None, a: Instance, reader: Instance) -> None:
-    tokens, before = new_tokens(CHUNK - 8), here.stats().chunks
-    assert (a.one(tokens).cached, reader.one(tokens).cached) == (0, 0)
-    here.keep(a, new_tokens(CHUNK))
-    assert here.stats().chunks == before + 1
-
-
 def test_a_prompt_computed_in_several_steps_is_stored_whole(here: Node, a: Instance, reader: Instance) -> None:
     tokens = new_tokens(13 * CHUNK + 1)
     here.keep(a, tokens)

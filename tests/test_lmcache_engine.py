@@ -78,18 +78,6 @@ def test_tokens_that_vllm_has_are_never_written(served: Pool) -> None:
     assert served.settled()
 
 
-def test_what_is_there_is_not_stored_again(pair: Pair) -> None:
-    served, first, second = pair
-    first.store(chunks(3))
-    before = served.stats().counters["committed"]
-    first.store(chunks(3))
-    second.store(chunks(3))
-    assert (served.stats().counters["committed"], served.stats().chunks) == (before, 3)
-    second.store(chunks(4))
-    assert (served.stats().counters["committed"], served.stats().chunks) == (before + 1, 4)
-    assert said(second.retrieve(chunks(4))) == all_of(4 * CHUNK)
-
-
 def test_chunks_that_the_mask_leaves_out_are_not_stored(pair: Pair) -> None:
     served, writer, reader = pair
     writer.store(chunks(4), skip=2 * CHUNK)

@@ -29,11 +29,6 @@ def b(here: Node, a: Instance) -> Instance:
     return here.start("b")
 
 
-@pytest.fixture(scope="module")
-def other(here: Node, a: Instance) -> Instance:
-    return here.start("other", {"chunk_size": 2 * CHUNK})
-
-
 def test_a_tag_keeps_requests_apart_and_a_forged_one_opens_nothing(here: Node, a: Instance, b: Instance) -> None:
     """That of a salt is ours to make. One that LMCache could not hash is not cached at all."""
     from vcache_backend.integration.lmcache.scope import TAG, scope
@@ -53,19 +48,6 @@ def test_a_tag_keeps_requests_apart_and_a_forged_one_opens_nothing(here: Node, a
     here.keep(a, new_tokens(CHUNK))
     assert here.stats().chunks == before + 1
     assert b.one(tokens).agrees(answer)
-
-
-def test_another_chunk_size_is_another_world(here: Node, a: Instance, other: Instance) -> None:
-    tokens = new_tokens(4 * CHUNK + 1)
-    computed, before = here.keep(a, tokens), here.stats().chunks
-    first = other.one(tokens)
-    assert first.cached == 0
-    assert first.agrees(computed)
-    assert len(here.stats().namespaces) >= 2
-    here.stored(before + 2)
-    again = other.again(tokens)
-    assert again.cached == 4 * CHUNK
-    assert again.agrees(computed)
 
 
 def test_without_a_hash_seed_it_steps_aside_and_says_so_once(here: Node, a: Instance) -> None:
