@@ -60,6 +60,13 @@ def scheduling(folder: Path) -> Iterator[Node]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """For the tests that import it."""
+    with scheduling(tmp_path_factory.mktemp("in-place")) as made:
+        yield made
+
+
 class Published(NamedTuple):
     """One chunk of one step."""
 

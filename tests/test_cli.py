@@ -18,25 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from processes import ROOT, SECONDS, Child, Stage
-from rich.console import Console
 from typer.testing import CliRunner
 
-from vcache_backend import __version__, command, config, status
+from vcache_backend import __version__, command, config
 from vcache_backend.cli import app
-from vcache_backend.metadata_server.messages import (
-    InstanceStats,
-    Latency,
-    Mismatch,
-    ReadStats,
-    Reported,
-    SegmentId,
-    SegmentInfo,
-    ServerStats,
-    StillMapped,
-)
 
 VCACHE = [sys.executable, "-m", "vcache_backend.cli"]
 EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash")
@@ -65,31 +52,6 @@ COMMANDS = [
 
 TALL = 7
 """Lines of a small window."""
-SEGMENT = SegmentInfo(
-    id=SegmentId("0123456789ab"),
-    device="GPU-3c1f",
-    medium="cuda",
-    nbytes=8 << 30,
-    used=6 << 30,
-    chunks=1536,
-    leased=3,
-    reserved=2,
-    evictions=7,
-)
-STATS = ServerStats(
-    epoch=5,
-    uptime_seconds=93784,
-    clients=3,
-    chunks=1536,
-    leases=1,
-    reservations=1,
-    quarantined=0,
-    counters={"lookup_chunks": 200, "lookup_hits": 150, "acquire_chunks": 0, "acquire_hits": 0, "evicted": 7},
-    latency={"lookup": Latency(40, 12.5, 80.25), "clear": Latency(0, 0, 0)},
-    segments=[SEGMENT],
-    namespaces={"00ff00ff00ff00ff": "llama bf16"},
-    rss_bytes=50 << 20,
-)
 
 
 def vcache(*arguments: str, expect: int = 0) -> Any:
@@ -97,13 +59,6 @@ def vcache(*arguments: str, expect: int = 0) -> Any:
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == expect, (result.stdout, result.stderr, result.exception)
     return result
-
-
-def text_of(renderable: Any, width: int = 160) -> str:
-    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    with console.file:
-        console.print(renderable)
-    return console.export_text()
 
 
 # ---- without a server
@@ -234,129 +189,6 @@ def test_the_readme_names_only_commands_and_targets_that_exist() -> None:
     assert set(re.findall(r"[`/]vcache ([a-z]+)", readme)) == commands
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test"} <= set(re.findall(r"(?:`|\$ )make ([a-z]+)", readme)) <= targets
-
-
-# ---- the picture
-
-
-def test_status_shows_segments_hits_counters_and_latencies() -> None:
-    text = text_of(status.render(STATS))
-    for part in (
-        "1 d 2 h",
-        "0123456789ab",
-        "GPU-3c1f",
-        "75%",
-        "6 GiB",
-        "8 GiB",
-        "1,536",
-        "75.0%",
-        "12.5",
-        "80.2",
-        "llama bf16",
-        "50 MiB",
-    ):
-        assert part in text
-    assert "clear" not in text
-    assert "saved" not in text
-    told = text_of(status.render(msgspec.structs.replace(STATS, saved={"00": 190.0, "11": 10.5})))
-    assert "Hits: about 3 min 20 s of prefill saved" in told
-
-
-def test_status_shows_what_happened_since_the_last_look_but_for_a_restart_and_whose_slots_wait() -> None:
-    later = status.plain(STATS)["counters"] | {"evicted": 27}
-    now = msgspec.structs.replace(STATS, counters=later, quarantined_slots={4711: 1024})
-    assert "a second" not in text_of(status.render(now)) + text_of(
-        status.render(now, msgspec.structs.replace(STATS, epoch=6), 2.0)
-    )
-    rows = [line.split() for line in text_of(status.render(now, STATS, 2.0)).splitlines()]
-    assert ["evicted", "27", "10"] in rows
-    assert ["4711", "1,024"] in rows
-    assert "vcache segment add" in text_of(status.segments_table([]))
-    gone = text_of(status.segments_table([SEGMENT, msgspec.structs.replace(SEGMENT, state="absent")]), 80)
-    assert gone.count("absent") == 2
-    assert "vcache segment add" in " ".join(gone.split())
-
-
-def test_eighty_columns_cut_no_cell_and_show_what_is_wrong_first() -> None:
-    """Columns are left out instead, and reports are few."""
-    uuid, told = "GPU-3c1f5a3e-1111-2222-3333-444444444444", "its first words, and how it went on, and what to do about all that"
-    segments = [msgspec.structs.replace(SEGMENT, device=uuid, nbytes=1023 << 20, used=1007 << 20, chunks=131_072), SEGMENT]
-    reports = [Reported(1e9 + number, "error", 4_194_303, uuid, f"report {number}: {told}") for number in range(12)]
-    stats = msgspec.structs.replace(STATS, segments=segments, reports=reports, counters={"evicted": 7, "clients": 0})
-    lines = text_of(status.render(stats), 80).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "…" not in "".join(lines)
-    shown = " ".join(line.strip() for line in lines)
-    assert ["0123456789ab", "GPU-3c1f5a3e", "98%", "1007", "MiB", "1023", "MiB", "131,072"] in [
-        line.split()[:8] for line in lines
-    ]
-    assert shown.index("Reports") < shown.index("Segments") < shown.index("Counters")
-    assert [f"report {number}:" in shown for number in (11, 7, 6)] == [True, True, False]
-    lately = text_of(status.render(status.lately(stats, 1e9 + 3), reports=None))
-    assert [f"report {number}:" in lately for number in (11, 3, 2)] == [True, True, False]
-    assert "clients " not in shown.partition("Counters")[2]
-
-
-def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
-    """And the JSON has all of each."""
-    uuid = "GPU-3c1f5a3e-1111-2222-3333-444444444444"
-    whole = InstanceStats("ab" * 16, uuid, 4_194_303, 2_097_152, 131_072, 34)
-    other = InstanceStats("cd" * 16, uuid, 0, 0, 0, 272, 8, "its scheduler")
-    stats = msgspec.structs.replace(STATS, instances=[whole, other])
-    alone = text_of(status.render(msgspec.structs.replace(stats, segments=[])))
-    assert "vcache segment add" not in alone, "nobody needs a pool"
-    lines = text_of(status.instances_table(stats.instances), 80).splitlines()
-    assert max(map(len, lines)) <= 80
-    rows = [line.split() for line in lines]
-    assert ["abababab", "GPU-3c1f5a3e", "4194303", "1", "34", "2,097,152", "131,072", "shared"] in rows
-    assert ["cdcdcdcd", "GPU-3c1f5a3e", "–", "8", "272", "0", "0"] in [row[:7] for row in rows]
-    assert "lacks" in " ".join(rows[3])
-    assert "share in place" in text_of(status.render(stats))
-    kept = msgspec.structs.replace(STATS, still_mapped=[StillMapped("ef" * 16, uuid, 4711, True)])
-    (row,) = [line for line in text_of(status.render(kept)).splitlines() if "efefefef" in line]
-    assert " ".join(row.split()) == "efefefef GPU-3c1f5a3e 4711 stopped: continue it, or kill it"
-    assert len(row.rstrip()) <= 80
-    read = msgspec.structs.replace(STATS, instances=[whole], reads=[ReadStats(4_194_302, uuid, "ab" * 16, 1 << 40, 1_000_000)])
-    (row,) = [line for line in text_of(status.render(read)).splitlines() if "4194302" in line]
-    assert " ".join(row.split()) == f"4194302 {uuid[:12]} abababab {uuid[:12]} 1 TiB 1,000,000"
-    assert len(row.rstrip()) <= 80
-    busy = [ReadStats(pid, uuid, "ab" * 16, nbytes, 0) for pid, nbytes in ((7, 5), (8, 4), (9, 1), (8, 3))]
-    text = text_of(status.render(msgspec.structs.replace(STATS, reads=busy)))
-    assert re.findall(r"^(\d) .*?(\d) B", text, re.MULTILINE) == [("8", "4"), ("8", "3"), ("7", "5"), ("9", "1")]
-    assert "share in place" not in text_of(status.render(STATS))
-    assert status.summary(stats)["instances"][0] == status.plain(whole)
-    assert status.summary(stats)["instances"][0]["id"] == "ab" * 16
-
-
-def test_who_does_not_share_is_shown_with_both_values_and_what_to_do() -> None:
-    """A name that reads like markup is a name."""
-    values = [("17", ["pid 1 on host"]), ("[/b]", ["pid 2 on host", "pid 3 on host"])]
-    mismatch = Mismatch("llama", "extra.hash_probe", values, "start all with the same PYTHONHASHSEED")
-    stats = msgspec.structs.replace(STATS, mismatches=[mismatch], namespaces={"aa": "[/red]"})
-    text = text_of(status.render(stats), 200)
-    for part in ("Not shared", "extra.hash_probe", "17", "[/b]", "pid 2 on host, pid 3 on host", "same PYTHONHASHSEED", "[/red]"):
-        assert part in text
-    assert status.summary(stats)["mismatches"][0]["advice"] == mismatch.advice
-    assert "Not shared" not in text_of(status.render(STATS))
-
-
-def test_eighty_columns_say_who_does_not_share_whatever_the_model_s_path_and_a_value_that_is_empty() -> None:
-    path, who = "/models/" + "x" * 100, "GPU-3c1f5a3e-1111-2222-3333-444444444444"
-    values = [("", [f"pid 4711 on {who}"]), ("7", [f"pid 4712 on {who}", f"pid 4713 on {who}"])]
-    mismatch = Mismatch(path, "extra.hash_root", values, "start all with the same PYTHONHASHSEED")
-    lines = text_of(status.render(msgspec.structs.replace(STATS, mismatches=[mismatch])), 80).splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= 80
-    assert [line.split()[:1] for line in lines[:2]] == [["up"], ["chunks"]]
-    words = " ".join(lines).split()
-    assert {"instances", "what", "extra.hash_root", "–", "4711", "4713", "GPU-3c1f5a3e", "PYTHONHASHSEED"} <= {*words}
-    assert sum(word.count("x") for word in words if set(word) == {"x"}) >= 90
-
-
-def test_the_summary_is_named_fields_and_rates() -> None:
-    summary = json.loads(json.dumps(status.summary(STATS)))
-    assert summary["segments"][0]["device"] == "GPU-3c1f"
-    assert summary["latency"]["lookup"] == {"count": 40, "p50_us": 12.5, "p99_us": 80.25}
-    assert summary["hit_rates"] == {"lookup": 0.75, "acquire": None}
 
 
 # ---- with a server

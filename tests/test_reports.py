@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from processes import Child, Stage, stage
-from test_cli import STATS, text_of, vcache
+from test_cli import vcache
+from test_status import STATS, text_of
 
 from vcache_backend import doctor, status
 from vcache_backend.config import ServerConfig, from_dict

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, BLOCKS, CHUNK, EACH, Engine, engines, new_tokens, scheduling
+from in_place_cases import BLOCK, BLOCKS, CHUNK, EACH, Engine, engines, here, new_tokens, scheduling
 from neighbour_cases import NAMESPACE, instance
 from processes import eventually
 from vllm_cases import missing
@@ -26,13 +26,8 @@ from vcache_backend.metadata_server.messages import MAX_BLOCKS
 from vcache_backend.resident import pins
 from vcache_backend.resident.generations import Generations
 
+__all__ = ["here"]
 pytestmark = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with scheduling(tmp_path_factory.mktemp("in-place")) as made:
-        yield made
 
 
 @pytest.fixture

@@ -1,0 +1,181 @@
+"""`vcache doctor --model` and `vcache plan`: what a model's own file tells before vLLM starts."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import pytest
+from test_doctor import config, only
+
+from vcache_backend.config import Config, ConnectorConfig
+from vcache_backend.doctor import diagnose
+from vcache_backend.doctor.plan import plan
+
+__all__ = ["config"]
+
+LLAMA = {
+    "architectures": ["L"],
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+MLA = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+MIXED = ["sliding_attention", "full_attention"] * 16
+
+
+@pytest.mark.parametrize(
+    ("model", "token", "said"),
+    [
+        (LLAMA | {"torch_dtype": "bfloat16"}, 131072, "32 layers of full attention: cached; 8 KV heads of 128, bfloat16"),
+        (LLAMA | {"head_dim": 64, "dtype": "float32"}, 65536, "16 bits (float32 in the file)"),
+        (LLAMA | {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, 65536, "8 KV heads of 128, fp8"),
+        (LLAMA | {"sliding_window": 4096, "use_sliding_window": False}, 131072, "32 layers of full attention: cached"),
+        ({"text_config": MLA, "architectures": ["V"]}, 70272, "(V): 61 layers of full attention: cached; one row of 576 numbers"),
+        (LLAMA | {"layer_types": ["chunked_attention"] * 24 + ["full_attention"] * 8}, 131072, "32 layers of full attention"),
+        (
+            LLAMA | {"layer_types": MIXED, "sliding_window": 128},
+            98304,
+            "16 layers of full attention, 16 layers with a window of 128 tokens: cached",
+        ),
+        # Of tables of 6 layers one lacks two, whose places are nobody's.
+        (
+            LLAMA | {"num_hidden_layers": 34, "model_type": "gemma3_text", "sliding_window": 1024},
+            4096 * 35,
+            "29 layers with a window",
+        ),
+        (LLAMA | {"sliding_window": 4096}, 131072, "32 layers with a window of 4,096 tokens: cached"),
+        (
+            LLAMA | {"mamba_d_state": 128, "layer_types": ["mamba", "attention"] * 16},
+            65536,
+            "16 layers of full attention, 16 layers with a state: cached",
+        ),
+        (
+            LLAMA | {"linear_num_value_heads": 32, "full_attention_interval": 4},
+            32768,
+            "8 layers of full attention, 24 layers with a state: cached",
+        ),
+        (LLAMA | {"mamba_d_state": 128}, 0, "nothing of it is cached: all layers keep a state"),
+        (MLA | {"index_head_dim": 128}, 0, "pages of several sizes"),
+    ],
+)
+def test_a_models_own_file_tells_whether_it_is_cached_and_what_a_token_takes(
+    config: Config, tmp_path: Path, model: dict[str, object], token: int, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    first, *more = diagnose(config, str(tmp_path))
+    assert said in first.detail
+    if not token:
+        assert (first.status, bool(first.advice), more) == ("fail", True, [])
+        return
+    chunks, pool = more
+    assert chunks.detail.startswith(f"{token:,} B a token, ")
+    assert ("its state, as much as 3 more" in chunks.detail) == ("full_attention_interval" in model)
+    assert f"1 GiB of pool holds {(1 << 30) // (256 * token):,} chunks, " in pool.detail
+    assert (first.status, chunks.status, pool.status) == ("ok", "ok", "ok")
+    off = msgspec.structs.replace(config, connector=ConnectorConfig())
+    (unasked, *_) = diagnose(off, str(tmp_path))
+    assert ("set connector.states: true" in unasked.advice) == (unasked.status == "fail") == ("with a state" in first.detail)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no config.json in"),
+        ("[]", "it holds a list"),
+        ("{", "cannot be read"),
+        ('{"num_hidden_layers": 2, "model_type": "nobody knows"}', "has no num_key_value_heads"),
+        ("[" * 100_000, "cannot be read"),
+        (json.dumps(LLAMA | {"architectures": 7}), "TypeError"),
+        (json.dumps(LLAMA | {"quantization_config": "x"}), "AttributeError"),
+        (json.dumps(LLAMA | {"sliding_window": True}), "a window of 1 tokens"),
+        (json.dumps(LLAMA | {"head_dim": math.inf}), "OverflowError"),
+        (json.dumps(LLAMA | {"hybrid_override_pattern": "-"}), "no layers"),
+        (json.dumps(LLAMA | {"num_hidden_layers": 10**30}), "B a token"),
+        (json.dumps(MLA | {"kv_lora_rank": 1.5}), "65.5 numbers"),
+    ],
+)
+def test_what_cannot_be_told_of_a_model_is_said_with_what_would_help(
+    config: Config, tmp_path: Path, text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    finding = only(iter(diagnose(config, str(tmp_path))))
+    assert (finding.status, said in finding.detail) == ("warn", True), finding
+    assert only(plan(str(tmp_path), config, gpus=1)).status == "fail"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-this-name/model"])
+def test_a_name_that_cannot_be_looked_for_is_a_finding(config: Config, name: str) -> None:
+    finding = only(iter(diagnose(config, name)))
+    assert (finding.status, finding.advice) == ("warn", f"`hf download {name} config.json`, or name its folder")
+
+
+def test_a_file_of_no_model_is_not_read(config: Config, tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "1,099,511,627,776 B" in only(iter(diagnose(config, str(tmp_path)))).detail
+
+
+def test_a_models_file_says_nothing_to_the_terminal(config: Config, tmp_path: Path) -> None:
+    told = LLAMA | {"architectures": ["\x1b[2J" + "x" * 1000], "dtype": "\x1b[1m"}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    detail = diagnose(config, str(tmp_path))[0].detail
+    assert "(\\x1b[2Jxxx" in detail
+    assert len(detail) < 300 + len(str(tmp_path))
+    assert detail.isprintable()
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_a_models_own_code_never_runs(tmp_path: Path) -> None:
+    """Not even where somebody says yes to all that is asked."""
+    ours = {"model_type": "ours", "auto_map": {"AutoConfig": "ours.Ours"}}
+    (tmp_path / "config.json").write_text(json.dumps(ours))
+    (tmp_path / "ours.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Ours: pass\n")
+    command = [sys.executable, "-m", "vcache_backend.cli", "doctor", "--model", str(tmp_path)]
+    ran = subprocess.run(command, input=b"y\n" * 9, capture_output=True, timeout=60, check=False)
+    assert b"has no num_hidden_layers" in b" ".join(ran.stdout.split()), ran
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_is_looked_for_in_hugging_faces_cache_and_nowhere_else(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    finding = only(iter(diagnose(config, "org/name")))
+    assert (finding.status, finding.advice.startswith("`hf download org/name config.json`")) == ("warn", True)
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("c0ffee")
+    (snapshot / "config.json").write_text(json.dumps(LLAMA))
+    assert diagnose(config, "org/name")[0].status == "ok"
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_what_a_models_file_leaves_out_transformers_says(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    assert "32 KV heads of 128" in diagnose(config, str(tmp_path))[0].detail
+
+
+def test_a_plan_says_what_gpus_lend_and_what_is_left_of_them(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    _, _, pool, vllm = plan(str(tmp_path), config, gpus=8, tokens=500_000, gpu_bytes=80 << 30)
+    # 1,954 chunks of 32 MiB, 245 on each but one.
+    assert (pool.advice, pool.detail) == (
+        "pool.segment_bytes: 8 GiB",
+        "8 GPUs that lend 8 GiB each hold 2,048 chunks, 524,288 tokens",
+    )
+    assert (vllm.status, vllm.advice) == ("ok", "--gpu-memory-utilization 0.85")
+    *_, vllm = plan(str(tmp_path), config, gpus=1, tokens=500_000, gpu_bytes=80 << 30)
+    assert (vllm.status, vllm.advice.startswith("lend less")) == ("warn", True)
+    *_, pool = plan(str(tmp_path), config, gpus=2)
+    assert pool.detail.startswith("2 GPUs that lend 1 MiB each hold 0 chunks")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"mamba_d_state": 128}))
+    assert only(plan(str(tmp_path), config, gpus=8)).status == "fail"
