@@ -32,7 +32,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vcache_backend.integration.vllm import lookups
+from vcache_backend.integration.vllm import lookups, tracked
 from vcache_backend.integration.vllm.metadata import PublicationSpec, Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model_spec import ShardSpec
 from vcache_backend.resident import pins
@@ -53,7 +53,7 @@ def scheduling(folder: Path) -> Iterator[Node]:
         # It would import vLLM in another process, to look at one class.
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         patch.setattr(lookups, "AHEAD_SECONDS", SECONDS)
-        patch.setattr(lookups, "FRESH_SECONDS", SECONDS)
+        patch.setattr(tracked, "FRESH_SECONDS", SECONDS)
         patch.setattr(pins, "_LATE", int(SECONDS * 1e9))
         made.serve()
         write_model(made.path.parent / "model")

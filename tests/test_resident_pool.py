@@ -20,10 +20,10 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from vcache_backend.integration.vllm import duplicates
 from vcache_backend.integration.vllm.duplicates import Duplicates
-from vcache_backend.integration.vllm.lookups import Tracked
 from vcache_backend.integration.vllm.metadata import LoadSpec
 from vcache_backend.integration.vllm.request_params import DEFAULT
 from vcache_backend.integration.vllm.resident_pool import GENERATIONS, NUMBERS, ResidentPool
+from vcache_backend.integration.vllm.tracked import Tracked
 from vcache_backend.resident import pins
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.pins import Pins

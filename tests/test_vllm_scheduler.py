@@ -36,7 +36,7 @@ from vllm.v1.request import Request
 
 from vcache_backend.config import ConnectorConfig
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.integration.vllm import compat, groups, lookups, savings, synchronous
+from vcache_backend.integration.vllm import compat, groups, lookups, savings, synchronous, tracked
 from vcache_backend.integration.vllm.metadata import REFUSED, LoadSpan, Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model_spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import SchedulerSide
@@ -57,7 +57,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         patch.setenv("PYTHONHASHSEED", "0")
         # However slow the machine is.
         patch.setattr(lookups, "AHEAD_SECONDS", SECONDS)
-        patch.setattr(lookups, "FRESH_SECONDS", SECONDS)
+        patch.setattr(tracked, "FRESH_SECONDS", SECONDS)
         kv_cache_utils.init_none_hash(sha256)
         made.serve()
         made.undo.enter_context(VCacheEngine(made.config("host", 4 << 20), layout_of(Cache())))

@@ -6,8 +6,9 @@ from time import monotonic
 
 import msgspec
 
-from .lookups import Lookups, Tracked
+from .lookups import Lookups
 from .replicas import Replica
+from .tracked import Tracked
 
 AGAIN_SECONDS = 0.005
 """How often the chunks of one load are asked for beside a model run; in idle steps, of some 2 ms, each time."""

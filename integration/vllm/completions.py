@@ -16,10 +16,10 @@ from vcache_backend.transfer.keys import state_keys
 from .events import block_stored
 from .groups import Groups
 from .introduction import Introduction
-from .lookups import Lookups, Tracked
+from .lookups import Lookups
 from .metadata import StepMetadata, StoreSpec
-from .publications import NEVER
 from .resident_pool import NUMBERS
+from .tracked import NEVER, Tracked
 
 
 class Completions:

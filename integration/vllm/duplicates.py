@@ -6,7 +6,7 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from vcache_backend.transfer.resident import ResidentChunk
 from .metadata import LoadSpec
 from .replicas import Replica
 from .resident_pool import GENERATIONS, NUMBERS
-
-if TYPE_CHECKING:
-    from .lookups import Tracked
+from .tracked import Tracked
 
 log = logging.getLogger("vllm.vcache")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,7 @@ from .groups import NULL, Groups
 from .metadata import PublicationSpec
 from .publications import Publications
 from .replicas import Replica, choose_with_windows
-
-if TYPE_CHECKING:
-    from .lookups import Tracked
+from .tracked import Tracked
 
 log = logging.getLogger("vllm.vcache")
 

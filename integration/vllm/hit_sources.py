@@ -8,8 +8,8 @@ from contextlib import suppress
 from vcache_backend.errors import VCacheError
 
 from .introduction import Introduction
-from .lookups import Tracked
 from .metadata import LoadSpec
+from .tracked import Tracked
 
 NAMES = {"own": "device", "peer": "p2p", "host": "host"}
 """Where segments lie, in vLLM's words. Another instance's KV cache is `p2p`; of the offload tier, which may lie anywhere, vLLM's own

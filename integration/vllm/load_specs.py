@@ -9,8 +9,8 @@ from vcache_backend.transfer.keys import state_keys
 
 from . import groups
 from .introduction import Introduction
-from .lookups import Tracked
 from .metadata import LoadSpec
+from .tracked import Tracked
 
 
 class LoadSpecs:

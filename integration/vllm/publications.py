@@ -6,7 +6,7 @@ import logging
 import secrets
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +21,9 @@ from .hints import Hints
 from .metadata import PublicationSpec
 from .replicas import Replica, choose
 from .resident_pool import GENERATIONS, NUMBERS, ResidentPool
-
-if TYPE_CHECKING:
-    from .lookups import Tracked
+from .tracked import NEVER, Tracked
 
 log = logging.getLogger("vllm.vcache")
-NEVER = 1 << 62
-"""Blocks that no request has."""
 Lies = tuple[Sequence[int], Sequence[int]]
 """A chunk's blocks, and their generations."""
 

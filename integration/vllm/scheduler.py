@@ -19,13 +19,14 @@ from .completions import Completions
 from .events import Announcer
 from .introduction import Introduction
 from .load_specs import LoadSpecs
-from .lookups import Lookups, Tracked
+from .lookups import Lookups
 from .metadata import LoadSpec, StepMetadata, WorkerReport
-from .publications import NEVER, Publications
+from .publications import Publications
 from .resident_pool import NUMBERS
 from .savings import Savings
 from .stats import Meter
 from .synchronous import SynchronousLoads, most_tokens
+from .tracked import NEVER, Tracked
 from .unconfirmed import Unconfirmed
 from .victims import Victims
 

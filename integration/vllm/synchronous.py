@@ -9,8 +9,8 @@ from vcache_backend.config import Config
 from vcache_backend.metadata_server.messages import MAX_KEYS
 
 from .introduction import Introduction
-from .lookups import Tracked
 from .model_spec import ModelSpec
+from .tracked import Tracked
 
 MOST_SYNCHRONOUS = 65_536
 """Tokens that the synchronous loads of one step may bring: 8 GiB of an 8B model, 25 ms from another GPU, a tenth of `GRACE_SECONDS`."""

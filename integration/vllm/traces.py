@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from .lookups import Tracked
 from .metadata import LoadSpan
+from .tracked import Tracked
 
 MOST_LOADS = 1024
 """Of which workers have not said that they are over; the oldest one's span ends then."""

@@ -8,8 +8,9 @@ from itertools import count
 from typing import Any
 
 from .groups import NULL
-from .lookups import Lookups, Tracked
+from .lookups import Lookups
 from .metadata import LoadSpec
+from .tracked import Tracked
 
 
 class Unconfirmed:
