@@ -115,6 +115,17 @@ def test_eighty_columns_cut_no_cell_and_show_what_is_wrong_first() -> None:
     assert "clients " not in shown.partition("Counters")[2]
 
 
+def test_names_as_long_as_there_may_be_go_on_in_the_next_line_and_no_number_is_cut() -> None:
+    long = {"id": SegmentId("x" * 64), "device": "host:" + "y" * 60, "medium": "host"}
+    full = msgspec.structs.replace(SEGMENT, **long, nbytes=1023 << 20, used=1007 << 20, chunks=131_072)
+    _, header, *lines = text_of(status.segments_table([full, SEGMENT]), 80).splitlines()
+    assert max(map(len, (header, *lines))) <= 80
+    assert [header.split()[at] for at in (0, 1, -3, -2, -1)] == ["segment", "device", "used", "size", "chunks"]
+    assert lines[0].split()[2:] == ["98%", "1007", "MiB", "1023", "MiB", "131,072"]
+    assert ["".join(lines).count(letter) for letter in "xy"] == [64, 60]
+    assert lines[-1].split()[:2] == ["0123456789ab", "GPU-3c1f"]
+
+
 def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
     """And the JSON has all of each."""
     uuid = "GPU-3c1f5a3e-1111-2222-3333-444444444444"

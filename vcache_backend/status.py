@@ -147,8 +147,8 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
         name = info.device[:12] if info.medium == "cuda" else info.device
         rows.append((info.id, name, bar(fraction), f"{fraction:4.0%}", size(info.used), size(whole), *counts, state))
     columns = (
-        "segment",
-        "device",
+        "~segment",
+        "~device",
         "-occupancy",
         "",
         ">used",
