@@ -378,9 +378,10 @@ def naps(serving: Any) -> list[tuple[bool | None, ...]]:
     return found
 
 
-def test_before_vllm_tells_of_it_and_with_backends_that_nobody_knows_sleep_mode_is_refused(b: Instance) -> None:
-    told, untold, strange = b.ask(refusals)
+def test_sleep_mode_is_refused_before_vllm_tells_of_it_with_backends_that_nobody_knows_and_unless_asked_for(b: Instance) -> None:
+    told, untold, strange, unasked = b.ask(refusals)
     assert told is None
+    assert unasked.endswith("set connector.sleep: true")
     assert untold.endswith("start vLLM without --enable-sleep-mode, or take vLLM 0.33")
     assert strange.endswith("set --sleep-mode-backend cumem")
 
@@ -398,9 +399,14 @@ def refusals(serving: Any) -> list[str | None]:
 
     found, kept = [], base.KVConnectorBase_V1
     try:
-        for kind, backend in ((Told, "cumem"), (Untold, "cumem"), (Told, "criu")):
+        for kind, backend, wanted in (
+            (Told, "cumem", True),
+            (Untold, "cumem", True),
+            (Told, "criu", True),
+            (Told, "cumem", False),
+        ):
             base.KVConnectorBase_V1 = kind
-            found.append(sleeping.refusal(SimpleNamespace(sleep_mode_backend=backend)))
+            found.append(sleeping.refusal(SimpleNamespace(sleep_mode_backend=backend), wanted))
     finally:
         base.KVConnectorBase_V1 = kept
     return found

@@ -157,6 +157,7 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     sync_below_tokens: Annotated[int, msgspec.Meta(ge=0)] = 2048
     store: Literal["all", "prompt"] = "all"
     states: bool = False
+    sleep: bool = False
     wait_seconds: Positive = 10.0
     consume_once: bool = False
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"

@@ -74,6 +74,8 @@ def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, A
     more = {path.removeprefix("vcache."): value for path, value in integration.settings(spec).items()}
     if KINDS[spec.kind].states:
         more["connector.states"] = "true"
+    if "enable_sleep_mode" in KINDS[spec.kind].arguments:
+        more["connector.sleep"] = "true"
     lends = 0 if spec.role == "consumer" else scale.pool_bytes
     # A chunk of one token less is not made of whole blocks.
     return our_connector(integration.socket, lends, scale.chunk - spec.refused, more) | (

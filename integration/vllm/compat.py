@@ -67,7 +67,7 @@ def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec,
     size = settings.engine.chunk_size
     reason = model_spec.refusal(model, size, hash_seed(vllm_config))
     if model.sleep_mode:
-        reason = reason or sleeping.refusal(vllm_config.model_config)
+        reason = reason or sleeping.refusal(vllm_config.model_config, settings.connector.sleep)
     try:
         if groups.read(kv_cache_config, size).states:
             if not fails_by_request():

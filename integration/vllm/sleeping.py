@@ -31,8 +31,8 @@ _KEEPS = 1
 """The level of a sleep that keeps the weights."""
 
 
-def refusal(model_config: Any) -> str | None:
-    """Why an instance that may sleep caches nothing, in one line with what to change; None if it may."""
+def refusal(model_config: Any, wanted: bool) -> str | None:
+    """Why an instance that may sleep caches nothing, in one line with what to change; None if it may. wanted: `connector.sleep`."""
     if not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return (
             "a sleeping vLLM before 0.33 gives the KV cache's memory away under a copy: start vLLM without --enable-sleep-mode, "
@@ -41,7 +41,7 @@ def refusal(model_config: Any) -> str | None:
     backend = str(getattr(model_config, "sleep_mode_backend", "cumem"))
     if backend != "cumem":
         return f"what sleep mode's backend {backend} does to memory is not known: set --sleep-mode-backend cumem"
-    return None
+    return None if wanted else "with sleep mode nothing is cached but on trial: set connector.sleep: true"
 
 
 # ---- in the scheduler
