@@ -97,6 +97,11 @@ def test_an_absent_file_is_an_error_that_names_it() -> None:
         config.load("nowhere.yaml")
 
 
+def test_what_never_ends_is_no_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"^/dev/zero: more than 1,048,576 B, which is no configuration$"):
+        config.load("/dev/zero")
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [("8 GiB", 8 << 30), ("512MiB", 512 << 20), ("1.5 kib", 1536), ("4GB", 4 * 10**9), ("2 TiB", 2 << 40), ("4096", 4096)],

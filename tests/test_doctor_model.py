@@ -117,6 +117,16 @@ def test_a_name_that_cannot_be_looked_for_is_a_finding(config: Config, name: str
     assert (finding.status, finding.advice) == ("warn", f"`hf download {name} config.json`, or name its folder")
 
 
+def test_where_nobody_may_look_is_a_finding_and_no_bug_of_ours(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a folder of others' is to a user; here a name that no file can have, since root may look everywhere."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    finding = only(iter(diagnose(config, "x" * 300)))
+    assert (finding.status, finding.advice) == ("warn", "name a folder that this user may read")
+    assert finding.detail.endswith("config.json cannot be looked at: File name too long")
+
+
 def test_a_file_of_no_model_is_not_read(config: Config, tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(1 << 40)

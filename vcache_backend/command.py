@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", "-c", metavar="PATH", help="YAML file; without it VCACHE_CONFIG, without that the defaults."),
+    # Whether it can be read, reading it tells, in one line.
+    typer.Option(
+        "--config", "-c", metavar="PATH", readable=False, help="YAML file; without it VCACHE_CONFIG, without that the defaults."
+    ),
 ]
 Socket = Annotated[Path | None, typer.Option("--socket", metavar="PATH", help="The server's socket, whatever the file says.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

@@ -22,6 +22,8 @@ _LARGEST_FIRST = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 
 MAX_BYTES = 1 << 48
 MAX_SOCKET_PATH = 107
 """Bytes: what Linux has room for in a socket's address."""
+MAX_FILE_BYTES = 1 << 20
+"""Of a configuration, which has some kilobytes."""
 HOST_DEVICE = re.compile(r"host(:[A-Za-z0-9_.-]{1,64})?")
 _GPU_DEVICE = re.compile(r"cuda(:\d{1,4})?|(?i:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 DEVICE_FORMS = "auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID (nvidia-smi -L)"
@@ -347,9 +349,12 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
     if path is None:
         return {}, "defaults", {}
     try:
-        text = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: more than {MAX_FILE_BYTES:,} B, which is no configuration")
     try:
         values = msgspec.yaml.decode(text)
     except msgspec.DecodeError as error:

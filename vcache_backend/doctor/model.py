@@ -146,6 +146,15 @@ def _refusal(kv: ModelKv, in_place: bool, states: bool) -> tuple[str, str]:
 def find(name: str) -> Path:
     """Where its `config.json` is. Raises UnknownModel."""
     try:
+        return _found(name)
+    except OSError as error:
+        raise UnknownModel(
+            f"{error.filename} cannot be looked at: {error.strerror}; name a folder that this user may read"
+        ) from error
+
+
+def _found(name: str) -> Path:
+    try:
         folder = Path(name).expanduser()
         there = folder.is_dir()
     except (OSError, RuntimeError):  # no name of a folder, or of none that may be looked at
