@@ -49,6 +49,11 @@ def looked_at(session: Session, kv: PagedKV, views: Sequence[SlotView], keys: Se
     return CheckedScatter(copy, look, drop)
 
 
+def of_copier(copy: Completion) -> Completion:
+    """The copy alone, as its copier has given it: see `Copier.fence`."""
+    return copy.copy if isinstance(copy, CheckedScatter) else copy
+
+
 def slot_bytes(session: Session, nbytes: int) -> int:
     """Of a slot for a chunk of `nbytes`, with its checksum if it has one. Raises LayoutError where such chunks can have none."""
     if session.sealer is None:
@@ -65,21 +70,21 @@ class CheckedScatter:
     """
 
     def __init__(self, copy: Completion, look: Look, tell: Callable[[list[int]], None]) -> None:
-        self._copy, self._look, self._tell = copy, look, tell
+        self.copy, self._look, self._tell = copy, look, tell
         self._lock = threading.Lock()
         self._bad: list[int] | None = None
 
     def done(self) -> bool:
-        return self._copy.done() and self._look.over.done() and self._right()
+        return self.copy.done() and self._look.over.done() and self._right()
 
     def wait(self, timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
-        return self._copy.wait(timeout_s) and self._look.over.wait(max(until - time.monotonic(), 0.0)) and self._right()
+        return self.copy.wait(timeout_s) and self._look.over.wait(max(until - time.monotonic(), 0.0)) and self._right()
 
     @property
     def seconds(self) -> float | None:
         """Of the scatter."""
-        return self._copy.seconds
+        return self.copy.seconds
 
     def _right(self) -> bool:
         with self._lock:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vcache_backend.errors import ChecksumError, VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.checked import of_copier
 from vcache_backend.transfer.held import HeldChunk, HeldSource
 from vcache_backend.transfer.leases import AskedLease, Lease
 from vcache_backend.transfer.load_stats import LoadStats
@@ -154,10 +155,11 @@ class Load:
         so anyway."""
         try:
             for part in self._parts:
-                self._session.copier.fence(part.moving)
+                self._session.copier.fence(of_copier(part.moving))
         except Exception as error:  # noqa: BLE001 - what is not known to be right does not count
             self._fail("copy")
-            self._session.miss("load", error)
+            with suppress(Exception):
+                self._session.miss("load", error)
 
     def found(self, residents: Mapping[int, ResidentChunk]) -> None:
         """These chunks, by number, lie in the KV caches of the neighbours by now. If there are none, no more are waited for."""

@@ -156,6 +156,8 @@ class CudaCopier:
     def fence(self, copy: Completion) -> None:
         if isinstance(copy, CudaCompletion):
             torch.cuda.current_stream(self.device).wait_event(copy.end)
+        elif not isinstance(copy, Finished):
+            raise TypeError(f"a {type(copy).__name__} is no copy of this copier: nothing would wait for it")
 
     def close(self) -> None:
         for stream in (self._gathers, self._scatters):
