@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole, KVConnectorWorkerMetadata
 
 from vcache_backend.errors import VCacheError
@@ -26,9 +25,6 @@ from .silent import SilentConnector
 from .worker import WorkerSide
 
 log = logging.getLogger("vllm.vcache")
-
-_workers: WeakValueDictionary[str, WorkerSide] = WeakValueDictionary()
-"""Of this process, by the id of their engine: where vLLM has one GPU an engine, the scheduler's half runs beside its worker's."""
 
 
 class VCacheConnector(SilentConnector):
@@ -58,7 +54,7 @@ class VCacheConnector(SilentConnector):
             # All of them move the same tokens.
             self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
             self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
-            self._worker = _workers[self._engine] = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
+            self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
 
     def _silent_if(self, refused: bool) -> None:
         """Where an instance is refused, that is so for good."""
@@ -121,9 +117,13 @@ class VCacheConnector(SilentConnector):
 
     @answers(None)
     def _begin_ahead(self, output: Any, meta: StepMetadata) -> None:
-        worker = _workers.get(self._engine)
-        if worker is not None and any(load.synchronous for load in meta.loads) and not compat.writes_blocks_first(output):
-            worker.begin_ahead(meta)
+        if not any(load.synchronous for load in meta.loads) or compat.writes_blocks_first(output):
+            return
+        # Another connector beside it (MultiConnector) may still read the blocks: vLLM's OffloadingConnector stores what the last step
+        # computed only before the next one runs (`handle_preemptions`).
+        alone = get_kv_transfer_group() if has_kv_transfer_group() else None
+        if isinstance(alone, VCacheConnector) and alone._engine == self._engine and alone._worker is not None:
+            alone._worker.begin_ahead(meta)
 
     @answers(None)
     def _scheduled(self, scheduler: SchedulerSide, output: Any, meta: StepMetadata) -> None:

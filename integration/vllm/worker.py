@@ -261,12 +261,13 @@ class WorkerSide:
 
     def load_synchronously(self) -> None:
         """Fill the blocks that this step's model run needs: what is queued from now on comes after it."""
-        self._models = self._here()
         for loading in self._synchronous:
             # Of what has begun ahead only what is missing: verdicts have time until the model runs.
             if not loading.launched:
                 loading.advance()
             loading.follow()
+        # Last, since it may raise.
+        self._models = self._here()
 
     def store(self) -> None:
         """Copy out what the step's model run, all of it queued, completes."""
