@@ -20,7 +20,7 @@
 #     hostpool  our connector with a pool in host memory: equality, TTFT, a restart
 #     deploy    data parallel ranks of one `vllm serve`; instances in containers of their own: in the pool, then in place
 #     four      two instances on four GPUs: TP=2 (equality, TTFT), PP=2 (equality, a restart); in the pool, then in place; some 500 s
-#     campaign  live KV caches of two vLLMs under load, read by others while they are used again (at most 450 s with the start), and its
+#     campaign  live KV caches of two vLLMs under load, read by others while they are used again (at most 540 s with the start), and its
 #               control (at most 120 s)
 #   Serving at equal VRAM, our KV caches in place in turn with one peer (alone, offload, mp, pool); estimates from the runs of
 #   2026-11-21: servers start in some 60 s, `prefix` takes 17 to 28 s, `trace` 20, 600 unfiltered requests 80 to 100. RUNS=0,1,2 by default.

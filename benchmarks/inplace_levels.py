@@ -104,7 +104,7 @@ def live_caches() -> Level:
         controls=("no verdict",),
         control_loads=1000,
         control_seconds=120.0,
-        seconds=450.0,
+        seconds=540.0,
         silence=300.0,
         prepare=caches.prepare,
     )

@@ -40,7 +40,7 @@ from .inplace_reader import Reader, Slowly, believe_copies, live_as
 
 SHAPE = "shape.json"
 MOST_CHUNKS = 16
-REMEMBERED, DRAWN = 1024, 16
+REMEMBERED, DRAWN = 1024, 32
 """So many publications are remembered. Of so many of them the oldest is loaded that is still there: its blocks are used again next."""
 SLOW, SLOW_SECONDS = 0.4, 0.4
 START_SECONDS = 240.0
