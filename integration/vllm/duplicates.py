@@ -6,9 +6,11 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from vcache_backend.resident.generations import Generations, GenerationView, UInt64s
 from vcache_backend.transfer.resident import ResidentChunk
@@ -27,6 +29,7 @@ two H200s, to 0.808, all there is; of its conversations it stays what it is."""
 
 MOST_LOOKED = 128
 """Copies that are of no use any more, and are passed over at once: thousands, of an owner that is gone, would hold up a step for 20 ms."""
+_USERS = attrgetter("ref_cnt")
 
 
 class Copy(NamedTuple):
@@ -73,7 +76,7 @@ class Duplicates:
         if not copied or (tracked.request.num_tokens - tracked.local - copied) * SHORT > copied:
             return
         # Where nothing is given away, after resets too, they would become more and more.
-        while self._copies and not self._intact(self._copies[0]):
+        while self._copies and not self._intact([self._copies[0]])[0]:
             self._copies.popleft()
         blocks, generations = array(NUMBERS), array(GENERATIONS)
         for one in copies:
@@ -101,32 +104,45 @@ class Duplicates:
         needed, block = min(count, queue.num_free_blocks), queue.fake_free_list_head.next_free_block
         while needed > 0 and (block.block_hash is None or self._next[block.block_id] == counters[block.block_id]):
             needed, block = needed - 1, block.next_free_block
-        chosen: list[Any] = []
-        for _ in range(min(MOST_LOOKED + needed // self._each, len(self._copies))):
-            if len(chosen) >= needed:
-                break
-            chosen += self._taken(self._copies.popleft())
+        chosen, looks = list[Any](), min(MOST_LOOKED + needed // self._each, len(self._copies))
+        while len(chosen) < needed and looks:
+            some = [self._copies.popleft() for _ in range(min(looks, -(-(needed - len(chosen)) // self._each)))]
+            looks -= len(some)
+            chosen += self._taken(some)
+        # Mostly these are the next already: what was read first was used last.
+        there = 0
+        while there < len(chosen) and chosen[there] is block:
+            there, block = there + 1, block.next_free_block
         # None is out of the queue if another one fails.
-        for block in reversed(chosen):
-            queue.remove(block)
-            queue.prepend_n([block])
-        numbers = [block.block_id for block in chosen]
+        for one in reversed(chosen[there:]):
+            queue.remove(one)
+            queue.prepend_n([one])
+        numbers = [one.block_id for one in chosen]
         self._next[numbers] = counters[numbers]
 
-    def _intact(self, one: Copy) -> bool:
-        """Whether its blocks hold what they held, and nobody has used them since."""
-        marked, now = self._marked[one.blocks], self._generations.counters[one.blocks]
-        return bool((marked == one.generations).all() and (marked == now).all())
+    def _intact(self, some: list[Copy]) -> npt.NDArray[np.bool_]:
+        """Whether the blocks of each hold what they held, and nobody has used them since."""
+        blocks = np.frombuffer(b"".join([one.blocks for one in some]), dtype="<u4")
+        generations = np.frombuffer(b"".join([one.generations for one in some]), dtype="<u8")
+        same = (self._marked[blocks] == generations) & (self._generations.counters[blocks] == generations)
+        intact: npt.NDArray[np.bool_] = same.reshape(-1, self._each).all(axis=1)
+        return intact
 
-    def _taken(self, one: Copy) -> list[Any]:
-        """Its blocks, the last one first; none if somebody uses them or has since, or its owner has lost its own."""
-        if not self._intact(one):
-            return []
-        blocks, (owner, *lies) = [self._pool.blocks[number] for number in one.blocks], one.theirs
-        view = self._view(owner)
-        if any(block.ref_cnt for block in blocks) or view is None:
-            return []
-        theirs = ResidentChunk.unpacked(owner, *lies)
-        if not view.leading(theirs.blocks, theirs.generations, self._each):
-            return []
-        return blocks[::-1]
+    def _taken(self, some: list[Copy]) -> list[Any]:
+        """Their blocks, the last one of each first; none of one that somebody uses or has since, or whose owner has lost its own."""
+        right, taken = self._intact(some), list[Any]()
+        for owner in {one.theirs[0] for one in some}:
+            numbers, view = [number for number, one in enumerate(some) if one.theirs[0] == owner], self._view(owner)
+            theirs = ResidentChunk.unpacked(
+                owner, *(b"".join([some[number].theirs[part] for number in numbers]) for part in (1, 2))
+            )
+            whole = view is not None and len(theirs.blocks) == len(theirs.generations) == len(numbers) * self._each
+            if view is None or not whole:
+                right[numbers] = False
+            else:
+                right[numbers] &= view.right(theirs.blocks, theirs.generations).reshape(-1, self._each).all(axis=1)
+        for number in np.flatnonzero(right).tolist():
+            blocks = [self._pool.blocks[block] for block in reversed(some[number].blocks)]
+            if not any(map(_USERS, blocks)):
+                taken += blocks
+        return taken
