@@ -25,6 +25,7 @@ from vllm_cases import (
     QUIET,
     SCATTER,
     START_SECONDS,
+    TINY,
     TOKEN_BYTES,
     Answer,
     Instance,
@@ -233,6 +234,22 @@ def test_vllms_own_offloading_connector_brings_what_it_has_and_ours_what_others_
     assert offloads.counter("vllm:vcache_loaded_tokens") == LENGTH, "the second time it was not ours"
     for one in (writer, offloads):
         one.close()
+
+
+def test_what_another_connector_still_stores_is_not_overwritten_by_a_load_of_ours(here: Node) -> None:
+    """vLLM's OffloadingConnector copies what the last step of a request has computed only when the next one runs, which may give its blocks
+    to somebody else: a load of ours must not have begun by then."""
+    first, second = new_tokens(6 * CHUNK + 1), new_tokens(6 * CHUNK + 1)
+    writer = here.connect("writer")
+    here.keep(writer, second)
+    given = beside(here, OFFLOADING, ours_first=True)
+    with here.alone("small", kv_transfer_config=given, **TINY) as small:
+        right = small.one(first, max_tokens=1, params={"vcache": {"store": False}})
+        assert small.one(second).cached == 6 * CHUNK, "ours, into blocks that were the first one's"
+        again = small.one(first, max_tokens=1)
+        assert again.cached == 6 * CHUNK, "from the other connector"
+        assert again.agrees(right)
+    writer.close()
 
 
 OFFLOADING = {
