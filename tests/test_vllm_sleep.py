@@ -96,6 +96,24 @@ def replace(serving: Any) -> None:
     serving.llm.apply_model(_replace)
 
 
+def remember(serving: Any) -> None:
+    serving.llm.apply_model(_remember)
+
+
+def reload(serving: Any) -> None:
+    """What was remembered, to where it was."""
+    serving.llm.apply_model(_reload)
+
+
+def _remember(model: Any) -> None:
+    model.remembered = {name: one.clone() for name, one in model.named_parameters()}
+
+
+def _reload(model: Any) -> None:
+    for name, one in model.named_parameters():
+        one.data.copy_(model.remembered[name])
+
+
 def _overwrite(model: Any) -> None:
     model.model.norm.weight.data.neg_()
 
@@ -261,6 +279,40 @@ def test_new_weights_before_a_second_sleep_find_nothing_after_it(here: Node, a: 
         assert a.one(tokens, params=UNSTORED).cached == 0
 
 
+def test_what_was_said_of_the_weights_after_one_sleep_counts_for_no_other(here: Node, a: Instance) -> None:
+    """A request that went away had them compared, and no step came behind that before they were changed."""
+    tokens = new_tokens(4 * CHUNK + 1)
+    here.keep(a, tokens)
+    a.ask(sleep)
+    a.ask(wake)
+    a.add("leaves", tokens)
+    a.step(1)
+    a.ask("abort", "leaves")
+    with new_weights(a):
+        a.ask(sleep)
+        a.ask(wake)
+        assert a.one(tokens, params=UNSTORED).cached == 0
+
+
+def test_a_request_that_came_during_a_sleep_and_left_has_nothing_compared(here: Node, a: Instance) -> None:
+    """vLLM runs a step for it, without any model: the weights may be away, or new ones on their way."""
+    tokens = new_tokens(4 * CHUNK + 1)
+    here.keep(a, tokens)
+    a.ask(sleep)
+    a.add("leaves", tokens)
+    a.ask("abort", "leaves")
+    a.step(1)
+    a.ask(wake)
+    assert a.one(tokens).cached == 4 * CHUNK
+    a.ask(sleep)
+    a.add("leaves too", tokens)
+    a.ask("abort", "leaves too")
+    a.ask(wake)
+    a.step(1)
+    with new_weights(a):
+        assert a.one(tokens, params=UNSTORED).cached == 0
+
+
 def test_a_pause_and_a_reset_during_a_sleep_empty_the_pool_at_once(here: Node, a: Instance) -> None:
     for act in ("pause", "reset"):
         here.keep(a, new_tokens(4 * CHUNK + 1))
@@ -277,6 +329,20 @@ def test_a_sleep_that_loses_the_weights_empties_the_pool_at_once(here: Node, onc
     once.ask(sleep, 2)
     assert here.stats().chunks == 0
     once.ask(wake)
+    assert once.one(tokens).cached == 0
+
+
+def test_weights_of_before_a_sleep_that_lost_them_are_compared_with_nothing_later(here: Node, once: Instance) -> None:
+    """What was computed since is of others, though they come back."""
+    tokens = new_tokens(4 * CHUNK + 1)
+    once.ask(remember)
+    once.ask(sleep, 2)
+    once.ask(wake)
+    once.ask(reload)
+    with new_weights(once):
+        here.keep(once, tokens)
+        once.ask(sleep)
+        once.ask(wake)
     assert once.one(tokens).cached == 0
 
 
@@ -358,9 +424,9 @@ def resets(serving: Any) -> dict[str, dict[str, bool]]:
 
 def test_weights_count_as_they_were_once_all_workers_say_so_and_as_others_once_one_does(b: Instance) -> None:
     before, once, again = b.ask(naps)
-    assert before == (None, False)
-    assert once == (None, True, None, True, False)
-    assert again == (None, False, False)
+    assert before == (None, 0)
+    assert once == (None, 1, None, True, 0)
+    assert again == (None, 3, False, 0)
 
 
 def naps(serving: Any) -> list[tuple[bool | None, ...]]:
@@ -368,13 +434,13 @@ def naps(serving: Any) -> list[tuple[bool | None, ...]]:
     from vcache_backend.integration.vllm.sleeping import Nap
 
     nap = Nap(2)
-    found: list[tuple[bool | None, ...]] = [(nap.note({0: True}), nap.due)]
+    found: list[tuple[bool | None, ...]] = [(nap.note({0: (0, True)}), nap.due)]
     nap.begin()
-    found.append((nap.note({0: True}), nap.due, nap.note({0: True}), nap.note({1: True}), nap.due))
+    found.append((nap.note({0: (1, True)}), nap.due, nap.note({0: (1, True)}), nap.note({1: (1, True)}), nap.due))
     nap.begin()
-    nap.note({0: True})
+    nap.note({0: (2, True)})
     nap.begin()
-    found.append((nap.note({1: True}), nap.note({0: False}), nap.due))
+    found.append((nap.note({0: (2, False), 1: (3, True)}), nap.due, nap.note({0: (3, False)}), nap.due))
     return found
 
 

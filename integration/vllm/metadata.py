@@ -121,7 +121,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     a new owner. introduce: say what you hold. instance: under which name to show the KV cache to others, in a step that introduces;
     empty if it is not to be shown. found: more of `LoadSpec.residents`, by request, for loads that wait for chunks;
     none: no more will come. meet: instances whose KV caches are to be mapped for later loads. echo: a number to be told as that of a load
-    which is over with this step. compare: say whether the weights are as they were before vLLM slept.
+    which is over with this step. nap: the number of a sleep of vLLM's of which nobody has said how it left the weights; 0: of none.
+    compare: say it.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -138,6 +139,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     victims: PublicationSpec | None = None
     meet: set[bytes] = field(default_factory=set)
     echo: int = 0
+    nap: int = 0
     compare: bool = False
 
 
@@ -180,8 +182,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     read, likewise. read: the numbers of the synchronous loads that are over, all workers' in the same step. links: how workers reach
     the offload tier, where that changed.
     shards: what they hold, by (pipeline rank, tensor rank), where the step asked. stored: keys, of rank 0, of what each rank has stored,
-    where somebody wants KV events. spans: of every load that is over. same: whether workers' weights are as they were before vLLM slept, by
-    their numbers, where the step asked.
+    where somebody wants KV events. spans: of every load that is over. same: for which nap workers were asked, and whether their weights are
+    as they were before vLLM slept, by their numbers, where the step asked.
 
     Of vLLM's ways up this is the one that connectors beside ours share."""
 
@@ -194,7 +196,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     mapped: dict[int, frozenset[bytes]] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
     spans: list[LoadSpan] = field(default_factory=list)
-    same: dict[int, bool] = field(default_factory=dict)
+    same: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of several workers: a load that one of them lost is lost."""

@@ -19,7 +19,7 @@ MOST_STORED = 4096
 
 class Reporter:
     """In the worker's main thread. failed, read, spans, flushed: see `WorkerReport`; all are sent once. introduce: the scheduler asks what
-    this worker holds. same: whether its weights are as they were, where it asks. number: of all workers."""
+    this worker holds. same: for which nap it asks for the weights, and whether they are as they were. number: of all workers."""
 
     def __init__(self, place: tuple[int, int], number: int, rank: int, events: bool) -> None:
         """place: pipeline and tensor rank. rank: of this one's part of a chunk. events: whether somebody wants to know what is stored."""
@@ -28,7 +28,7 @@ class Reporter:
         self.refuse("it was given no KV caches")
         self.failed, self.read, self.spans = set[str](), set[int](), list[LoadSpan]()
         self.flushed = self.introduce = False
-        self.same: bool | None = None
+        self.same: tuple[int, bool] | None = None
         self._segments: dict[SegmentId, Where] = {}
         self._link = Link()
         self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)

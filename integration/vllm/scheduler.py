@@ -195,7 +195,8 @@ class SchedulerSide:
         introduce = self.instance.keys is None and not self.instance.over
         name = self.publications.instance if introduce and self.publications is not None else b""
         unmet, self._unmet = self._unmet, set()
-        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name, meet=unmet, compare=self._nap.due)
+        nap, asked = self._nap.due, self._nap.asked
+        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name, meet=unmet, nap=nap, compare=asked)
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
         """What they store in it, which blocks get a new owner, and what else was found for loads that wait."""
@@ -407,7 +408,7 @@ class SchedulerSide:
         """Whether a request is to wait until it is known what vLLM's sleep has left of the weights."""
         if self._nap.due and not self.instance.refused and self._nap.gives_up():
             self._new_weights()
-        return self._nap.due and not self.instance.refused
+        return bool(self._nap.due) and not self.instance.refused
 
     def _new_weights(self) -> None:
         log.warning("vcache: since vLLM slept its weights may be others, so what the pool has of this namespace is forgotten")

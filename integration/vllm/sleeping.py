@@ -2,7 +2,7 @@
 
 vLLM asks its connector for a reset before it sleeps, as it does where new weights come. What the pool has is right for as long as the
 weights are the same, so a reset for a sleep that keeps them is put off: every worker takes a digest of its weights before they go, and
-compares it in the first step after waking, before anything is looked up. Whatever is not shown to be as it was: the namespace is reset.
+compares it when the first request after waking waits to be looked up. Whatever is not shown to be as it was: the namespace is reset.
 """
 
 from __future__ import annotations
@@ -75,27 +75,35 @@ def _level(paused: object) -> object:
 
 
 class Nap:
-    """In the scheduler's thread: whether the reset for a sleep is still put off. due: workers are to say whether their weights are as they
-    were, and nothing is looked up until all have."""
+    """In the scheduler's thread: whether the reset for a sleep is still put off. due: the number of the nap for which workers are to say
+    whether their weights are as they were, and nothing is looked up until all have; 0: none. What they say for an earlier nap, which may
+    be heard late, counts for no other: new weights may have come in between."""
 
     def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self.due = False
+        self._workers, self._naps = workers, 0
+        self.due = 0
         self._said: dict[int, bool] = {}
         self._until = 0.0
 
     def begin(self) -> None:
         """vLLM is about to sleep. May be called again before it has woken up."""
-        self.due, self._said, self._until = True, {}, 0.0
+        self._naps += 1
+        self.due, self._said, self._until = self._naps, {}, 0.0
 
-    def note(self, same: Mapping[int, bool]) -> bool | None:
-        """What workers say, by their numbers: True once all weights are as they were, False once they are not, None before."""
+    @property
+    def asked(self) -> bool:
+        """Whether workers are to say it in the next step. Not before a request waits: vLLM also runs steps, without a model, for requests
+        that came and left while it slept, and the weights that it goes on with are not there yet."""
+        return bool(self.due and self._until)
+
+    def note(self, same: Mapping[int, tuple[int, bool]]) -> bool | None:
+        """What workers say of their naps, by their numbers: True once all weights are as they were, False once some are not; else None."""
         if not self.due:
             return None
-        self._said |= same
+        self._said |= {worker: right for worker, (nap, right) in same.items() if nap == self.due}
         if all(self._said.values()) and len(self._said) < self._workers:
             return None
-        self.due = False
+        self.due = 0
         return all(self._said.values())
 
     def gives_up(self) -> bool:
@@ -103,7 +111,7 @@ class Nap:
         self._until = self._until or monotonic() + CONFIRM_SECONDS
         if monotonic() < self._until:
             return False
-        self.due = False
+        self.due = 0
         return True
 
 
@@ -128,7 +136,7 @@ class Weights:
         self._worker: Callable[[], Any] = lambda: None
         self._before: tuple[bytes, bytes] | None = None
         self._kept = False
-        self._same: bool | None = None
+        self._same: tuple[int, bool] | None = None
 
     def note(self) -> None:
         """vLLM's worker, whose call this is, gives memory away. What was noted counts on until the scheduler has heard how it compares:
@@ -136,14 +144,15 @@ class Weights:
         if not self._kept:
             self._kept, self._before = True, self._look(_sleeper())
 
-    def ask(self, due: bool) -> bool | None:
-        """Whether the weights are as noted, where the scheduler still wants to know: that is `due`. False where nobody can say."""
-        if not due:
-            if self._same is not None:
-                self._kept, self._same, self._before = False, None, None
+    def ask(self, nap: int, due: bool) -> tuple[int, bool] | None:
+        """Where it is due: whether the weights are as noted, for this nap of the scheduler's. False where nobody can say. 0: it wants to
+        know nothing, or has heard, so that the next sleep's are those to note."""
+        if not nap:
+            self._kept, self._same, self._before = False, None, None
+        if not nap or not due:
             return None
-        if self._same is None:
-            self._same = self._before is not None and self._look(self._worker()) == self._before
+        if self._same is None or self._same[0] != nap:
+            self._same = nap, self._before is not None and self._look(self._worker()) == self._before
         return self._same
 
     def _look(self, worker: Any) -> tuple[bytes, bytes] | None:

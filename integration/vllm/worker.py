@@ -234,7 +234,7 @@ class WorkerSide:
         self._lost += meta.loads
         self.report.introduce |= meta.introduce
         self.report.read |= {meta.echo} if meta.echo else set()
-        self.report.same = self._weights.ask(meta.compare)
+        self.report.same = self._weights.ask(meta.nap, meta.compare)
         worker = self._worker
         if worker is None:
             return
