@@ -257,3 +257,15 @@ def engines(here: Node, shown: bool = False) -> Iterator[Callable[..., Engine]]:
             return engine
 
         yield make
+
+
+@pytest.fixture
+def make(here: Node) -> Iterator[Callable[..., Engine]]:
+    """For the tests that import it, as is the next one."""
+    with engines(here) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(make: Callable[..., Engine]) -> Engine:
+    return make()

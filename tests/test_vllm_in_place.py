@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, EACH, Engine, engines, here, lying, new_tokens
+from in_place_cases import BLOCK, CHUNK, EACH, Engine, engine, engines, here, lying, make, new_tokens
 from vllm_cases import missing
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
@@ -23,19 +23,8 @@ from vllm.v1.request import Request, RequestStatus
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
 from vcache_backend.transfer.resident import ResidentChunk
 
-__all__ = ["here"]
+__all__ = ["engine", "here", "make"]
 pytestmark = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
-
-
-@pytest.fixture
-def make(here: Node) -> Iterator[Callable[..., Engine]]:
-    with engines(here) as made:
-        yield made
-
-
-@pytest.fixture
-def engine(make: Callable[..., Engine]) -> Engine:
-    return make()
 
 
 # ---- what a step publishes

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_cases import ROOMY, Node, UnfinishedCopier
-from in_place_cases import CHUNK, Engine, engines, here, lying, new_tokens
+from in_place_cases import CHUNK, Engine, engine, here, lying, make, new_tokens
 from kv_cases import Cache, layout_of
 from processes import SECONDS, eventually
 from vllm_cases import missing
@@ -34,19 +34,8 @@ from vcache_backend.transfer import publisher
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 
-__all__ = ["here"]
+__all__ = ["engine", "here", "make"]
 pytestmark = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
-
-
-@pytest.fixture
-def make(here: Node) -> Iterator[Callable[..., Engine]]:
-    with engines(here) as made:
-        yield made
-
-
-@pytest.fixture
-def engine(make: Callable[..., Engine]) -> Engine:
-    return make()
 
 
 # ---- what is saved in the pool
