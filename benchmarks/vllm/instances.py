@@ -73,18 +73,7 @@ GPT_OSS: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "torch_dtype": "bfloat16",
 }
-TINY: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "query_pre_attn_scalar": 64,
-    "sliding_window": 64,
-    "vocab_size": 1024,
-    "max_position_embeddings": 4096,
-}
+TINY = states.TINY | {"query_pre_attn_scalar": 64, "sliding_window": 64}
 """Of either of them, on the CPU."""
 
 

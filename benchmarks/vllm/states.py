@@ -15,7 +15,7 @@ _USUAL: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-_TINY: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 256,
     "num_hidden_layers": 4,
@@ -25,6 +25,7 @@ _TINY: dict[str, Any] = {
     "vocab_size": 1024,
     "max_position_embeddings": 4096,
 }
+"""Of any shape, on the CPU."""
 
 GRANITE = _USUAL | {
     "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -100,7 +101,7 @@ QWEN3_NEXT = _USUAL | {
     "norm_topk_prob": True,
     "rms_norm_eps": 1e-6,
 }
-TINY_GRANITE = _TINY | {
+TINY_GRANITE = TINY | {
     "shared_intermediate_size": 256,
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "mamba_n_heads": 8,
@@ -108,8 +109,8 @@ TINY_GRANITE = _TINY | {
     "mamba_d_state": 16,
     "mamba_chunk_size": 64,
 }
-TINY_LFM2 = _TINY | {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 256, "block_dim": 256, "block_ff_dim": 256}
-TINY_QWEN3_NEXT = _TINY | {
+TINY_LFM2 = TINY | {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 256, "block_dim": 256, "block_ff_dim": 256}
+TINY_QWEN3_NEXT = TINY | {
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]),
     "num_key_value_heads": 4,
     "head_dim": 256,
