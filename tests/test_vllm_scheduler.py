@@ -205,7 +205,7 @@ def test_an_answer_of_before_a_reset_is_no_answer_after_it(make: Callable[..., S
         assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, not sync)
     assert side.half.reset()
     assert side.half._track(request).answer is None
-    side.half._clearing = False
+    side.half._resets.clearing = False
     assert side.matched(request) == (0, False)
     eventually(lambda: side.leases() == 0)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from vcache_backend.config import Config
 
-from . import compat, exportable, group_publications, groups, hints, hit_sources, request_params, sleeping, traces
+from . import compat, exportable, group_publications, groups, hints, hit_sources, request_params, traces
 from .awaited import Awaited
 from .completions import Completions
 from .events import Announcer
@@ -22,6 +22,7 @@ from .load_specs import LoadSpecs
 from .lookups import Lookups
 from .metadata import LoadSpec, StepMetadata, WorkerReport
 from .publications import Publications
+from .resets import Resets
 from .resident_pool import NUMBERS
 from .savings import Savings
 from .stats import Meter
@@ -84,7 +85,7 @@ class SchedulerSide:
         self._synchronous = SynchronousLoads(below, model.recomputes, self._size, self.instance)
         self._specs = LoadSpecs(config, stores, self._groups, self._block, self._parts, self.instance)
         self._awaited = Awaited(self.lookups)
-        self._nap = sleeping.Nap(self.instance.workers)
+        self._resets = Resets(self.instance, self._drop_answers)
         # What others find in place, vLLM announces as what its own KV cache holds.
         if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
             self.instance.announcer = Announcer(self.instance.ranks)
@@ -104,7 +105,6 @@ class SchedulerSide:
         """Instances that the worker is to map."""
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
-        self._clearing = self._flush = False
 
     # ---- vLLM's questions
 
@@ -118,14 +118,14 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request: ask for its chunks, for the answer is here when vLLM comes to it."""
-        if self._nap.due or (self.instance.keys is None and not self.instance.open()):
+        if self._resets.nap.due or (self.instance.keys is None and not self.instance.open()):
             return
         tracked, whole = self._track(request), len(request.block_hashes) // self._hashes
         tokens = min(whole * self._size, self._most(request))
         if self._groups is not None:
             whole = tokens // self._size
         lacking = tokens - self._least
-        if lacking < 0 or not tracked.loads or self._clearing or tracked.params.announced or self._has(request, lacking):
+        if lacking < 0 or not tracked.loads or self._resets.clearing or tracked.params.announced or self._has(request, lacking):
             return
         if self.lookups.name(tracked, whole):
             self.lookups.send(tracked, whole, self._synchronous.leases_ahead(tracked, tokens, self._requests))
@@ -133,9 +133,9 @@ class SchedulerSide:
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """How many tokens after the first `local`, which vLLM has itself, the pool has; and whether they come between steps. None: ask
         again in the next step."""
-        if self._naps() or self.instance.waits() or (self._recomputes and self._builds_on_load(request, local)):
+        if self._resets.waits() or self.instance.waits() or (self._recomputes and self._builds_on_load(request, local)):
             return None, False
-        self._learn()
+        self._resets.learn()
         tracked = self._track(request)
         tracked.local, tracked.supplied, tracked.loaded = local, local, NEVER
         tokens, synchronous = self._matched(tracked, local)
@@ -187,7 +187,6 @@ class SchedulerSide:
         loads, self._loads = self._loads, []
         self._unconfirmed.begin(loads, self._requests)
         cancelled, self._cancelled = self._cancelled, set()
-        flush, self._flush = self._flush, False
         self._synchronous.begin(output.num_scheduled_tokens)
         self.lookups.unpin(self._pinned - {load.request_id for load in loads})
         self._pinned = set()
@@ -195,13 +194,15 @@ class SchedulerSide:
         introduce = self.instance.keys is None and not self.instance.over
         name = self.publications.instance if introduce and self.publications is not None else b""
         unmet, self._unmet = self._unmet, set()
-        nap, asked = self._nap.due, self._nap.asked
-        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name, meet=unmet, nap=nap, compare=asked)
+        nap, flush = self._resets.nap, self._resets.flushes()
+        return StepMetadata(
+            loads, [], fresh, cancelled, flush, idle, False, introduce, name, meet=unmet, nap=nap.due, compare=nap.asked
+        )
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
         """What they store in it, which blocks get a new owner, and what else was found for loads that wait."""
-        self._learn()
-        meta.found = {} if self._clearing else self._awaited.found(meta.idle)
+        self._resets.learn()
+        meta.found = {} if self._resets.clearing else self._awaited.found(meta.idle)
         meta.echo = self._unconfirmed.others(output, self._requests)
         unsure = self._unconfirmed.blocks(self._groups is not None, self.instance.workers)
         self._completions.plan(output, self._requests, meta, unsure)
@@ -243,27 +244,8 @@ class SchedulerSide:
             self.lookups.drop(tracked)
 
     def reset(self) -> bool:
-        """Forget every chunk of the namespace, those on their way included; False if the server did not answer. Before the first step
-        nobody knows which namespace that is: then it is done before anything is looked up (where vLLM is paused for new weights, it ends
-        on a False)."""
-        if sleeping.keeps_weights():
-            # Until all workers have said that they did, nothing is looked up.
-            self._drop_answers()
-            self._nap.begin()
-            return True
-        return self._forget()
-
-    def _forget(self) -> bool:
-        # Until the steps under way are over, and what they store is cleared too, nothing is looked up.
-        self._flush = self._clearing = True
-        self._drop_answers()
-        if self.publications is not None:
-            self.publications.reset()
-        cleared = self.instance.clear()
-        if self.publications is not None and cleared:
-            # What steps under way publish, or save in the pool, is of an epoch that is over.
-            self._flush = self._clearing = False
-        return cleared or not self.instance.over
+        """See `Resets.reset`."""
+        return self._resets.reset()
 
     def close(self) -> None:
         """Idempotent."""
@@ -281,11 +263,6 @@ class SchedulerSide:
         elif self.publications is not None and config.pool.lent:
             self.victims = Victims(self.publications, step_tokens // self._block)
         return refused
-
-    def _learn(self) -> None:
-        """Others may have read here, or reset the namespace."""
-        if self.publications is not None and self.publications.learn():
-            self._drop_answers()
 
     def _drop_answers(self) -> None:
         for tracked in self._requests.values():
@@ -325,7 +302,7 @@ class SchedulerSide:
 
     def _matched(self, tracked: Tracked, local: int) -> tuple[int | None, bool]:
         """Tokens after the first `local` that come from the pool, and whether their load is synchronous. None: some are still to come."""
-        if not tracked.loads or self._clearing or local % self._block or not self.instance.open():
+        if not tracked.loads or self._resets.clearing or local % self._block or not self.instance.open():
             return 0, False
         request, size, least = tracked.request, self._size, self._least
         most, whole = self._most(request), len(request.block_hashes) // self._hashes
@@ -393,26 +370,9 @@ class SchedulerSide:
             self._evict(lost, known.values())
         self.instance.reads(report.segments, report.mapped)
         self.instance.note(report.shards, report.links)
-        same = self._nap.note(report.same)
-        if same:
-            log.info("vcache: since vLLM slept its weights are as they were, and what the pool has is found again")
-        elif same is False:
-            self._new_weights()
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)
-        if report.flushed and self._clearing:
-            # Steps of before the reset may have stored since; what they have not committed yet never comes.
-            self._clearing = self._flush = not self.instance.clear()
-
-    def _naps(self) -> bool:
-        """Whether a request is to wait until it is known what vLLM's sleep has left of the weights."""
-        if self._nap.due and not self.instance.refused and self._nap.gives_up():
-            self._new_weights()
-        return bool(self._nap.due) and not self.instance.refused
-
-    def _new_weights(self) -> None:
-        log.warning("vcache: since vLLM slept its weights may be others, so what the pool has of this namespace is forgotten")
-        self._forget()
+        self._resets.note(report)
 
     def _builds_on_load(self, request: Any, local: int) -> bool:
         """Whether vLLM's own cache would have the request begin with what another one's load brings in this step. If that fails vLLM has
