@@ -8,8 +8,9 @@
 #     equal     200 hits through each integration beside each other, a flipped byte, a restart; compiled, with their control
 #     kinds     failures, eager, TP=2 (both integrations); fp8, MLA, ngram
 #     groups    models of several block tables, shapes of Gemma 3 and gpt-oss: equal, sensitive, TTFT; gpt-oss needs the part of MOE=1, too
-#     states    models whose layers keep states: Granite 4 (Mamba-2), LFM 2 (short convolutions), Qwen3-Next (gated delta nets; its kernels
-#               of experts): equal, sensitive, TTFT. Wants vLLM 0.30 or later, where SITE says; ours of 0.33 beside torch 2.11, unpacked apart:
+#     states    models whose layers keep states: Granite 4 (Mamba-2; with CUDA graphs, too), LFM 2 (short convolutions), Qwen3-Next (gated
+#               delta nets; its kernels of experts): equal, sensitive, TTFT. Wants vLLM 0.30 or later, where SITE says; ours of 0.33 beside
+#               torch 2.11, unpacked apart:
 #                 SITE=/tmp/site33 benchmarks/gpu_night.sh states vllm33.tar.xz c33.tar.xz m33.tar.xz deps.tar.xz
 #               (deps.tar.xz is that of 0.26; without FlashInfer, FlashAttention 2 and quack, which it does not need.)
 #     sleep     hits after a sleep, and none with new weights; one GPU, vLLM 0.33 as `states` has it
@@ -162,7 +163,7 @@ case $call in
     vllm vllm 520 gemma3,gptoss --share in_place --isolated --rounds 9
     ;;
   states)
-    vllm vllm 520 state_mamba2,state_conv,state_gdn --pool-gib 8 --isolated --rounds 9
+    vllm vllm 520 state_mamba2,state_conv,state_gdn,state_graphs --pool-gib 8 --isolated --rounds 9
     ;;
   sleep)
     vllm vllm 400 sleep --isolated

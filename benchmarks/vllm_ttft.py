@@ -161,6 +161,7 @@ PARTS: dict[str, Part] = {
         OURS,
         in_place=False,
     ),
+    "state_graphs": _groups("state_graphs", 90, cpu=False),
 }
 """In the order they are run in; a part's number is the seed of its prompts, so new ones go to the end. In place: what an instance computed
 goes with it (`restart`); what a promise needs is in its owner's memory, not in the server's (`failures`); without a pool nothing goes
@@ -178,6 +179,7 @@ APART = (
     ("fp8", "mla", "ngram"),
     ("gemma3", "gptoss"),
     groups.STATES,
+    ("state_graphs",),
     ("sleep",),
 )
 """Parts whose instances start when all that others need is gone; those of one group start together, on the CPU each alone."""

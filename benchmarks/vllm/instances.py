@@ -103,7 +103,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shares_code(self) -> bool:
         """Whether vLLM compiles it and keeps that for other processes. It keeps nothing where batches are invariant."""
-        return not self.arguments.get("enforce_eager") and "VLLM_BATCH_INVARIANT" not in self.environment
+        compiles = not self.arguments.get("enforce_eager") and self.arguments.get("compilation_config", {}).get("mode") != 0
+        return compiles and "VLLM_BATCH_INVARIANT" not in self.environment
 
     def of(self, scale: Scale) -> Scale:
         """The scale as instances of this kind have it: as many tokens fit into their KV cache as into the plain one's."""
@@ -141,6 +142,7 @@ KINDS = {
     # Nobody tries which of Triton's kernels is the fastest: instances that choose others differ in the last bit.
     "state_mamba2": Kind(model=states.GRANITE, tiny=states.TINY_GRANITE, states=True, block=768, **states.EAGER),
     "state_conv": Kind(model=states.LFM2, tiny=states.TINY_LFM2, states=True, block=256, **states.EAGER),
+    "state_graphs": Kind(model=states.GRANITE, tiny=states.TINY_GRANITE, states=True, block=768, **states.GRAPHS),
     # By itself vLLM takes FlashInfer on Hopper, be it there or not.
     "state_gdn": Kind(
         model=states.QWEN3_NEXT,
@@ -210,6 +212,7 @@ INSTANCES = {
     **_trio("state_mamba2_", "state_mamba2", alone="known"),
     **_trio("state_conv_", "state_conv", alone="known"),
     **_trio("state_gdn_", "state_gdn", alone="known"),
+    **_trio("state_graphs_", "state_graphs", alone="known"),
     **_trio("failing_", "steady", "probed"),
     **_trio("below_eager_", "eager", below=True),
 }

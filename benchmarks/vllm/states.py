@@ -6,6 +6,8 @@ from typing import Any
 
 EAGER: dict[str, Any] = {"arguments": {"enforce_eager": True}, "environment": {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}}
 """How instances of them start."""
+GRAPHS: dict[str, Any] = EAGER | {"arguments": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}}
+"""Or with CUDA graphs of their decode steps, and nothing compiled: what vLLM 0.33 compiles wants a newer torch than GPU hosts have."""
 _USUAL: dict[str, Any] = {
     "vocab_size": 32000,
     "max_position_embeddings": 131072,
