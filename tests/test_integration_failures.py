@@ -411,9 +411,10 @@ PLACES = [
         f"{OURS}.scheduler:SchedulerSide.{name}"
         for name in ("arrived", "matched", "allocated", "add_stores", "update", "finished")
     ),
-    *(f"{OURS}.worker:WorkerSide.{name}" for name in ("store", "measured", "_note")),
+    *(f"{OURS}.worker:WorkerSide.{name}" for name in ("store", "measured")),
     *(f"{OURS}.stores:Stores.{name}" for name in ("fence", "start", "_over")),
-    f"{OURS}.worker:Loading.__init__",
+    f"{OURS}.loads:Loads._note",
+    f"{OURS}.loading:Loading.__init__",
     *(f"{OURS}.stats:Meter.{name}" for name in ("loaded", "count", "take")),
     *(f"{LOAD}.{name}" for name in ("_launch", "_settle")),
     *(SCATTER, RELEASE),
@@ -424,7 +425,9 @@ PLACES = [
 (`begin`, `invalid`)."""
 IN_STEP_PLACES = [
     f"{OURS}.scheduler:SchedulerSide.allocated",
-    *(f"{OURS}.worker:{name}" for name in ("WorkerSide.load_synchronously", "WorkerSide._note", "Loading.__init__")),
+    f"{OURS}.worker:WorkerSide.load_synchronously",
+    f"{OURS}.loads:Loads._note",
+    f"{OURS}.loading:Loading.__init__",
     f"{LOAD}._launch",
     *(SCATTER, RELEASE),
 ]

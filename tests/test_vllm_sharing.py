@@ -20,7 +20,7 @@ from vcache_backend.resident.pins import HOLD_SECONDS
 pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
 
 PULL = "vcache_backend.vram_pool.copier:HostCopier.pull"
-NOTE = "vcache_backend.integration.vllm.worker:WorkerSide._note"
+NOTE = "vcache_backend.integration.vllm.loads:Loads._note"
 VERDICT = "vcache_backend.transfer.resident:_ResidentPiece.settle"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler:SchedulerSide.allocated"
 MAPPING = "vcache_backend.metadata_server.resident_calls:ResidentCalls.open_cache"

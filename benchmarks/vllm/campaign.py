@@ -151,7 +151,7 @@ class Whole(Engine):
 
     def watch(self, worker: Any) -> None:
         """See each load, and slow some down."""
-        session, note = worker._worker.session, worker._note
+        session, note = worker._worker.session, worker.loads._note
         scheduler = self.engine.engine_core.engine_core.scheduler
         publications, instance = scheduler.connector._scheduler.publications, scheduler.connector._scheduler.instance
         tell_forced(publications._pool, self._settings, publications.instance)
@@ -175,7 +175,7 @@ class Whole(Engine):
                 if outcomes.add_pinned(not loading.invalid, time.monotonic_ns() >= until, forced):
                     self.told.wrong.append(f"request {loading.spec.request_id} refused under a pin: {loading.cause}")
 
-        worker._note = noted
+        worker.loads._note = noted
         self.stops_behind(scheduler.connector, "get_num_new_matched_tokens", "looked up")
         self.stops_behind(scheduler.kv_cache_manager.block_pool, "get_new_blocks", "handed out")
         self.stops_behind(worker, "begin", "step begun")

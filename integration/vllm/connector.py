@@ -225,15 +225,15 @@ class VCacheConnector(SilentConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """From 0.30 on, in place of `get_finished`."""
         recving = self.get_finished(finished_req_ids)[1] or set()
-        return compat.transfer_results(recving, self._worker.failed() if self._worker is not None else set())
+        return compat.transfer_results(recving, self._worker.loads.failed() if self._worker is not None else set())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """RuntimeError, which ends the engine, where tokens may be wrong that vLLM would take for right; see docs/adr/0004."""
         if self._worker is None:
             return set()
-        invalid = self._worker.invalid()
-        if self._worker.unsafe:
-            raise RuntimeError(f"vcache: {self._worker.unsafe}, and this vLLM cannot recompute such a step")
+        invalid = self._worker.loads.invalid()
+        if self._worker.loads.unsafe:
+            raise RuntimeError(f"vcache: {self._worker.loads.unsafe}, and this vLLM cannot recompute such a step")
         return invalid
 
     @answers(None)

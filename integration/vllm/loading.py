@@ -1,0 +1,82 @@
+"""One load of a worker's, and what it needs of the worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from vcache_backend.metadata_server.messages import of_rank
+from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.transfer import load as transfer
+from vcache_backend.transfer.leases import FOREIGN, Lease
+from vcache_backend.transfer.places import BlockPlaces
+from vcache_backend.transfer.resident import ResidentChunk
+from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.copier import Mark
+from vcache_backend.vram_pool.paged import PagedKV
+
+from .metadata import LoadSpec
+from .replicas import Replica
+
+
+class Attached(NamedTuple):
+    """What loads and stores share, once the KV caches are known. block_size: tokens of the blocks that vLLM numbers."""
+
+    session: Session
+    kv: PagedKV
+    block_size: int
+    neighbours: Neighbours | None = None
+
+
+class Loading(transfer.Load):
+    """The load of one request's blocks."""
+
+    def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark) -> None:
+        """mark: a point in the model's stream; who owned these blocks before has no work queued after it."""
+        session, held, lease = worker.session, spec.lease, None
+        keys = of_rank(spec.keys, session.rank)
+        if held is not None:
+            own = held.locations[session.rank :: held.ranks][: len(keys)]
+            lease = Lease(held.id, keys, own, held.deadline, held.seconds, FOREIGN)
+        residents = unpacked(spec.residents)
+        if residents and worker.kv.shares:
+            # What of a chunk is not read may hold anything by now.
+            rows = np.array(spec.blocks).reshape(len(keys), -1) >= 0
+            residents = {number: one.only(rows[number]) for number, one in residents.items()}
+        super().__init__(
+            session,
+            BlockPlaces(worker.kv, session.chunk_size, spec.blocks, worker.block_size, spec.skip, spec.stop),
+            keys,
+            lease=lease,
+            mark=mark,
+            wait_seconds=spec.wait_seconds,
+            consume=spec.consume,
+            offload=spec.offload,
+            name=spec.request_id,
+            residents=residents,
+            neighbours=worker.neighbours,
+        )
+        self.began = time.time_ns()
+        self.spec, self._per_chunk = spec, worker.kv.blocks_in(session.chunk_size) * worker.kv.block_size // worker.block_size
+        self.in_place = worker.neighbours is not None
+
+    @property
+    def invalid(self) -> list[int]:
+        """Once it is over: the blocks that it should have filled and has not, vLLM's numbers."""
+        if not self.cause or self.cause == transfer.CANCELLED:
+            return []
+        missed = self.spec.blocks[max(self.loaded * self._per_chunk, self.spec.skip) : self.spec.stop]
+        return [block for block in missed if block >= 0]
+
+    @property
+    def failure(self) -> str:
+        """The cause, as it is counted."""
+        absent = "store" if self.spec.offload else "changed" if self.in_place else "lease_lost"
+        return absent if self.cause == transfer.ABSENT else self.cause
+
+
+def unpacked(residents: Mapping[int, Replica]) -> dict[int, ResidentChunk]:
+    return {chunk: ResidentChunk.unpacked(*replica) for chunk, replica in residents.items()}
