@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,12 @@ class Owner:
     def join(self) -> None:
         self.scheduler.join(NAME, NAMESPACE, self.table.blocks, 1, EACH, self.table.fd)
 
-    def publish(self, number: int, step: Step, sequence: int = 1) -> None:
+    def publish(self, number: int, step: Step, sequence: int = 1, soon: bool = True) -> None:
         """Chunk `number`, in blocks of its own."""
         blocks = [2 * number, 2 * number + 1]
         generations = self.table.counters[blocks].astype("<u8").tobytes()
-        self.publisher.submit(Publication([key(number)], np.array(blocks, dtype="<u4").tobytes(), generations, sequence), step)
+        publication = Publication([key(number)], np.array(blocks, dtype="<u4").tobytes(), generations, sequence)
+        self.publisher.submit(publication, step, soon)
 
     def found(self, *numbers: int) -> list[bool]:
         """Which of the chunks others find, each asked for by itself."""
@@ -107,6 +109,23 @@ def test_what_can_be_read_is_told_at_once(here: Node, monkeypatch: pytest.Monkey
     owner.join()
     owner.publish(1, Step())
     eventually(lambda: owner.found(1) == [True])
+    owner.close()
+
+
+def test_what_nobody_looks_for_is_told_later_or_with_what_somebody_does(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an instance has loaded lies elsewhere, too; and it is on the way to a token."""
+    monkeypatch.setattr(courier, "LATER_SECONDS", 10 * SECONDS)
+    owner, steps = Owner(here), [Step() for _ in range(3)]
+    owner.join()
+    for number, step in enumerate(steps[:2]):
+        owner.publish(number, step, soon=False)
+    time.sleep(0.05)
+    assert [step.looks for step in steps] == [0, 0, 0]
+    owner.publish(2, steps[2])
+    eventually(lambda: owner.found(0, 1, 2) == [True, True, True])
+    owner.publish(3, Step(), soon=False)
+    assert owner.publisher.flush(SECONDS)
+    assert owner.found(3) == [True]
     owner.close()
 
 

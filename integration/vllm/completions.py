@@ -173,7 +173,8 @@ class Completions:
             first = several.alive_from(rows, before, first, ready)
         self.expect(tracked, first, ready)
         if self._publications is not None:
-            meta.publications += self._publications.complete(tracked, first, ready, bool(meta.loads))
+            loaded = ready * size <= tracked.supplied
+            meta.publications += self._publications.complete(tracked, first, ready, bool(meta.loads), loaded)
             self.stored(tracked, ready)
             return
         keys, earlier = tracked.keys[first:ready], list[int]()

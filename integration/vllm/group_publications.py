@@ -79,7 +79,7 @@ class GroupPublications(Publications):
             read.append(ResidentChunk(instance, blocks[needed[chunk]], generations[needed[chunk]]))
         return read
 
-    def complete(self, tracked: Tracked, first: int, ready: int, loads: bool) -> list[PublicationSpec]:
+    def complete(self, tracked: Tracked, first: int, ready: int, loads: bool, loaded: bool) -> list[PublicationSpec]:
         """Also with those of its windows' blocks that are still there."""
         if self._pool is None or self._pool.broken:
             return []
@@ -107,7 +107,7 @@ class GroupPublications(Publications):
         made = list[PublicationSpec]()
         for some in (chosen[at : at + MAX_PUBLISHED] for at in range(0, len(chosen), MAX_PUBLISHED)):
             lies = blocks[some].astype("<u4").tobytes(), generations[some].astype("<u8").tobytes()
-            made.append(self._spec(tracked, [tracked.keys[chunk] for chunk in some.tolist()], *lies, before))
+            made.append(self._spec(tracked, [tracked.keys[chunk] for chunk in some.tolist()], *lies, before, loaded))
         return made
 
     def forget(self, tracked: Tracked, first: int) -> None:

@@ -78,7 +78,8 @@ class InPlace:
         written = session.copier.mark()
         for spec in wanted:
             keys = of_rank(spec.keys, session.rank)
-            publisher.submit(Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch), written)
+            publication = Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)
+            publisher.submit(publication, written, soon=not spec.loaded)
         return spoiled
 
     def save(self, spec: PublicationSpec, stores: Stores) -> None:

@@ -100,7 +100,8 @@ class PublicationSpec(_Spec, frozen=True):
     """Chunks of a request that others may read out of this instance's KV cache once the step is over. keys: of rank 0. blocks: those
     of all chunks in order, vLLM's numbers, and generations: theirs, packed as `Publish` has them.
 
-    sequence, epoch: see `Publish`. before: the blocks of all chunks up to the last one, in a step that also loads.
+    sequence, epoch: see `Publish`. before: the blocks of all chunks up to the last one, in a step that also loads. loaded: the request has
+    found them all, so that nobody waits for them.
     """
 
     request_id: str
@@ -110,6 +111,7 @@ class PublicationSpec(_Spec, frozen=True):
     sequence: int
     before: list[int] = []
     epoch: int = 0
+    loaded: bool = False
 
 
 @dataclass

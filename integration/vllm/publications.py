@@ -151,11 +151,11 @@ class Publications:
             self._pool.planned()
             self.hints.planned()
 
-    def complete(self, tracked: Tracked, first: int, ready: int, loads: bool) -> list[PublicationSpec]:
+    def complete(self, tracked: Tracked, first: int, ready: int, loads: bool, loaded: bool) -> list[PublicationSpec]:
         """Publish the request's chunks [first, ready) once the step is over, which has all of their tokens computed; but none that was
         published already, and none behind a block that has got another owner or another meaning since the request got it.
 
-        loads: the step loads, too.
+        loads: the step loads, too. loaded: all of these were found, here or elsewhere.
         """
         if self._pool is None or self._pool.broken:
             return []
@@ -167,7 +167,7 @@ class Publications:
         before = row[: stop * each].tolist() if loads else []
         for some in (fresh[at : at + MAX_PUBLISHED] for at in range(0, len(fresh), MAX_PUBLISHED)):
             blocks, stand = (b"".join(part) for part in zip(*(one for _, one in some), strict=True))
-            made.append(self._spec(tracked, [tracked.keys[chunk] for chunk, _ in some], blocks, stand, before))
+            made.append(self._spec(tracked, [tracked.keys[chunk] for chunk, _ in some], blocks, stand, before, loaded))
         return made
 
     def forget(self, tracked: Tracked, first: int) -> None:
@@ -226,12 +226,11 @@ class Publications:
         return True
 
     def _spec(
-        self, tracked: Tracked, keys: list[ChunkKey], blocks: bytes, generations: bytes, before: list[int]
+        self, tracked: Tracked, keys: list[ChunkKey], blocks: bytes, generations: bytes, before: list[int], loaded: bool
     ) -> PublicationSpec:
         self.sequence += 1
-        return PublicationSpec(
-            tracked.request.request_id, keys, blocks, generations, sequence=self.sequence - 1, before=before, epoch=self.epoch
-        )
+        name, sequence = tracked.request.request_id, self.sequence - 1
+        return PublicationSpec(name, keys, blocks, generations, sequence, before, self.epoch, loaded)
 
     def _void_all(self) -> None:
         (self.generations if self._pool is None else self._pool).void_all()

@@ -44,6 +44,14 @@ class Publication(NamedTuple):
     epoch: int = 0
 
 
+class _Waiting(NamedTuple):
+    """What can be read once `written` is reached. soon: it is told as soon as that."""
+
+    publication: Publication
+    written: Mark
+    soon: bool
+
+
 class Publisher(Courier):
     """Tells the server of one worker's chunks, in the order they were submitted: each only after the step that wrote it.
 
@@ -54,7 +62,7 @@ class Publisher(Courier):
     def __init__(self, client: Client, stats: EngineStats, instance: InstanceId, each: int, lead: int = 0) -> None:
         """each: blocks of a chunk. lead: of those the first ones, without which it is of no use to anybody; 0: all."""
         self._stats, self._instance, self._each, self._lead = stats, instance, each, lead or each
-        self._queue: deque[tuple[Publication, Mark]] = deque()
+        self._queue: deque[_Waiting] = deque()
         self._kept: dict[bytes, Publication] = {}
         """Of one chunk each, by the first of its blocks."""
         self._tables = Tables(client)
@@ -64,13 +72,14 @@ class Publisher(Courier):
         super().__init__(client)
         client.on_return.append(self._returned)
 
-    def submit(self, publication: Publication, written: Mark) -> None:
-        """Hand over what can be read once `written` is reached. Never blocks."""
+    def submit(self, publication: Publication, written: Mark, soon: bool = True) -> None:
+        """Hand over what can be read once `written` is reached. Never blocks. soon: others may look for it at once; else it is told after
+        `courier.LATER_SECONDS`, or with what is behind it: the step that the thread would take the interpreter from is over then."""
         with self._changed:
             if len(self._queue) >= MOST_WAITING:
                 self._stats.failed("publication_dropped")
                 return
-            self._queue.append((publication, written))
+            self._queue.append(_Waiting(publication, written, soon))
             self._changed.notify_all()
 
     def known(self, publication: Publication) -> list[Publication]:
@@ -105,15 +114,18 @@ class Publisher(Courier):
 
     def _hurries(self) -> bool:
         """Whoever is asked after this instance has answered looks for what it has computed at once."""
-        return bool(self._queue) or super()._hurries()
+        return any(one.soon for one in self._queue) or super()._hurries()
 
     def _work(self) -> None:
         super()._work()
         if self._is_due():
             self._wait()
             self._tell_again()
-        if self._queue and self._over(self._queue[0][1]):
-            publication, _ = self._queue.popleft()
+        for _ in range(len(self._queue)):
+            # A step that failed is taken out by this.
+            if not self._over(self._queue[0].written):
+                return
+            publication = self._queue.popleft().publication
             self._keep(publication)
             if not self._tell(publication) and self._knows == self._servers:
                 # Its scheduler may not have shown the generations yet, or the server is gone.
