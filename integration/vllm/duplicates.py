@@ -117,7 +117,7 @@ class Duplicates:
         for one in reversed(chosen[there:]):
             queue.remove(one)
             queue.prepend_n([one])
-        numbers = [one.block_id for one in chosen]
+        numbers = array(NUMBERS, [one.block_id for one in chosen])
         self._next[numbers] = counters[numbers]
 
     def _intact(self, some: list[Copy]) -> npt.NDArray[np.bool_]:
@@ -130,7 +130,7 @@ class Duplicates:
 
     def _taken(self, some: list[Copy]) -> list[Any]:
         """Their blocks, the last one of each first; none of one that somebody uses or has since, or whose owner has lost its own."""
-        right, taken = self._intact(some), list[Any]()
+        right, taken, pool = self._intact(some), list[Any](), self._pool.blocks
         for owner in {one.theirs[0] for one in some}:
             numbers, view = [number for number, one in enumerate(some) if one.theirs[0] == owner], self._view(owner)
             theirs = ResidentChunk.unpacked(
@@ -142,7 +142,7 @@ class Duplicates:
             else:
                 right[numbers] &= view.right(theirs.blocks, theirs.generations).reshape(-1, self._each).all(axis=1)
         for number in np.flatnonzero(right).tolist():
-            blocks = [self._pool.blocks[block] for block in reversed(some[number].blocks)]
+            blocks = [pool[block] for block in some[number].blocks[::-1]]
             if not any(map(_USERS, blocks)):
                 taken += blocks
         return taken

@@ -16,6 +16,8 @@ from vcache_backend.vram_pool.paged import Int64s
 
 UInt32s = npt.NDArray[np.uint32]
 UInt64s = npt.NDArray[np.uint64]
+_NUMBER, _GENERATION = np.dtype("<u4"), np.dtype("<u8")
+"""Read from text for each of many chunks they took almost half of the time."""
 
 
 class ResidentChunk(NamedTuple):
@@ -28,7 +30,7 @@ class ResidentChunk(NamedTuple):
     @classmethod
     def unpacked(cls, instance: bytes, blocks: bytes, generations: bytes) -> Self:
         """Little-endian numbers, as they travel. ValueError for what are none."""
-        return cls(instance, np.frombuffer(blocks, dtype="<u4"), np.frombuffer(generations, dtype="<u8"))
+        return cls(instance, np.frombuffer(blocks, dtype=_NUMBER), np.frombuffer(generations, dtype=_GENERATION))
 
     def only(self, wanted: npt.NDArray[np.bool_]) -> Self:
         """What is right if those of its blocks are right that are wanted, one at least: in place of each other one stands one of them."""
