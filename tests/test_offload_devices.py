@@ -11,6 +11,7 @@ from offload_cases import LENGTH, ROOMY, engine, model, nodes, through
 from processes import SECONDS
 
 from benchmarks.mooncake_store import Depot
+from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.store import store
@@ -30,17 +31,24 @@ def cache_on(device: str, arrangement: Arrangement = FLASH) -> Cache:
 def test_what_one_node_stored_another_reads_and_keeps(
     nodes: list[Node], depot: Depot, model: str, device: str, arrangement: Arrangement
 ) -> None:
-    cache, tokens = cache_on(device, arrangement), prompt(LENGTH)
+    cache, tokens = cache_on(device, arrangement), prompt(LENGTH + 7)
     one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
     through(one, cache, tokens)
+    (key, *_) = two.keys(tokens)
+    assert (one.contains(key), two.contains(key), two.contains(ChunkKey(bytes(26)))) == (0, 1, -1)
+    assert two.lookup(tokens) == LENGTH
     # More than one call of the uploader's: its bounce buffer is written again.
     assert two._session.uploader is not None
     two._session.uploader.most = 2
     assert get(two, cache, tokens) == LENGTH
-    assert two.get_stats()["hits"]["offload"] == 5
+    stats = two.get_stats()
+    assert (stats["hits"]["offload"], stats["bytes"]["offload"]) == (5, 5 * cache.chunk_bytes)
+    # Promoted, and not written below again.
     assert two.flush(SECONDS, through=True)
+    assert two.contains(key) == 0
     assert get(two, cache, tokens, seed=2) == LENGTH
-    assert two.get_stats()["hits"]["vram"] == 5
+    stats = two.get_stats()
+    assert (stats["hits"]["vram"], stats["offload"]["written"]) == (5, 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -54,28 +54,6 @@ def dropped(made: VCacheEngine) -> int:
     return sum(made.get_stats()["offload"]["dropped"].values())
 
 
-def test_another_node_reads_what_one_stored_and_keeps_it_in_its_own_pool(pair: tuple[VCacheEngine, VCacheEngine]) -> None:
-    one, two = pair
-    cache, tokens = Cache(), fresh(LENGTH + 7)
-    before = two.get_stats()
-    through(one, cache, tokens)
-    (key, *_) = two.keys(tokens)
-    assert (one.contains(key), two.contains(key)) == (0, 1)
-    assert two.lookup(tokens) == LENGTH
-    assert get(two, cache, tokens) == LENGTH
-    stats = two.get_stats()
-    assert [stats["hits"][tier] - before["hits"][tier] for tier in ("vram", "offload")] == [0, 5]
-    assert stats["bytes"]["offload"] - before["bytes"]["offload"] == 5 * cache.chunk_bytes
-    # Promoted, and not written below again.
-    assert two.flush(SECONDS, through=True)
-    assert two.contains(key) == 0
-    assert get(two, cache, tokens) == LENGTH
-    stats = two.get_stats()
-    assert [stats["hits"][tier] - before["hits"][tier] for tier in ("vram", "offload")] == [5, 5]
-    assert stats["offload"]["written"] == before["offload"]["written"]
-    assert two.contains(ChunkKey(bytes(26))) == -1
-
-
 @pytest.mark.parametrize("split", [False, True], ids=["", "the first one before the others"])
 def test_pool_and_store_take_turns(
     nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch, split: bool

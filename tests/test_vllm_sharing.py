@@ -331,17 +331,6 @@ def test_an_aborted_request_gives_its_blocks_back(here: Node, a: Instance, tiny:
     assert (hit.cached, hit.said) == (4 * CHUNK, own.said)
 
 
-def test_a_reset_makes_all_that_an_instance_has_void(here: Node, a: Instance, b: Instance) -> None:
-    tokens, others = new_tokens(3 * CHUNK + 1), new_tokens(3 * CHUNK + 1)
-    keep(a, tokens)
-    keep(b, others)
-    assert a.ask("forget")
-    assert b.one(tokens).cached == 0
-    keep(a, new_tokens(CHUNK + 1))
-    assert a.ask("reset")
-    assert a.again(others).cached == 0, "the whole namespace's"
-
-
 def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(here: Node, a: Instance, b: Instance, c: Instance) -> None:
     """Somebody beside them lends to it. A reader in place passes on what it had from there."""
     pooled, tokens = here.connect("pooled"), new_tokens(5 * CHUNK + 1)

@@ -152,11 +152,6 @@ class Meter:
         with self._lock:
             self._add(name, amount, label)
 
-    def observe(self, name: str, seconds: float) -> None:
-        """One observation of one of HISTOGRAMS."""
-        with self._lock:
-            self._interval().observe(name, max(seconds, 0.0))
-
     def loaded(self, stats: LoadStats) -> None:
         """A load of which something is in place."""
         asking, copying = stats.metadata_seconds, stats.data_seconds
