@@ -38,12 +38,25 @@ _NO_GPU = re.compile(r"needs \d+ GPUs?, here are")
 
 
 @pytest.fixture
-def stage_(tmp_path: Path) -> Iterator[Any]:
+def alone(tmp_path: Path) -> Iterator[Any]:
     """A `processes.Stage` of its own, without a server yet."""
     from processes import stage
 
     with stage(tmp_path) as made:
         yield made
+
+
+@pytest.fixture
+def stage_(alone: Any) -> Any:
+    """The same, but where a module's tests have one in common."""
+    return alone
+
+
+@pytest.fixture
+def stage(alone: Any) -> Any:
+    """The same with a server."""
+    alone.server()
+    return alone
 
 
 @pytest.fixture

@@ -40,12 +40,6 @@ class GpuReader:
 
 
 @pytest.fixture
-def stage(stage_: Stage) -> Stage:
-    stage_.server()
-    return stage_
-
-
-@pytest.fixture
 def reader(stage: Stage) -> Iterator[GpuReader]:
     with closing(GpuReader(stage)) as made:
         yield made

@@ -7,11 +7,10 @@ has hardly room.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_cases import BLOCK, CHUNK, TINY, Answer, Instance, Node, Prompt, missing, new_tokens, node
+from vllm_cases import BLOCK, CHUNK, TINY, Answer, Instance, Node, Prompt, here, missing, new_tokens
 from vllm_models import write_lora
 
 LONG = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}
@@ -20,6 +19,7 @@ HITS = 3 * CHUNK
 
 vllm_here = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 lmcache_here = pytest.mark.skipif(bool(missing()), reason=missing() or "LMCache is here")
+__all__ = ["here"]
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -54,12 +54,6 @@ class Fleet:
         settings = {"enable_async_loading": True} if name == "asynchronous" else {}
         kinds = {"a": LONG, "tiny": TINY, "adapters": LORA, "adapters-too": LORA}
         return self.here.start(f"lmcache-{name}", settings, **kinds.get(name, {}))
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

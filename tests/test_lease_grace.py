@@ -6,12 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
-from engine_cases import Copied, Node, node, put
+from engine_cases import Copied, Node, here, put
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
-from processes import QUICK, SECONDS, eventually, hasty, hung
+from processes import SECONDS, eventually, hasty, hung
 
 from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
@@ -24,12 +23,7 @@ from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Node]:
-    """A node on which everything is noticed quickly. No server yet."""
-    with node(tmp_path, QUICK) as made:
-        yield made
+__all__ = ["here"]
 
 
 class Reading:

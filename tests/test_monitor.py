@@ -13,7 +13,6 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 from engine_cases import Cache, layout_of, node
 from instance_cases import instance_id, join, keys, publish, show
-from processes import ROOT, Child, Stage, eventually, stage
+from processes import ROOT, Child, Stage, eventually
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -37,12 +36,6 @@ A = instance_id(1)
 SELDOM = {"vcache_instance_still_mapped"}
 """There only while an owner that has ended is still mapped."""
 MARKUP = "<img src=x onerror=alert(1)> & 'more'"
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Stage]:
-    with stage(tmp_path) as made:
-        yield made
 
 
 def needs(program: str) -> Any:

@@ -67,12 +67,6 @@ class Reader:
 
 
 @pytest.fixture
-def stage(stage_: Stage) -> Stage:
-    stage_.server()
-    return stage_
-
-
-@pytest.fixture
 def reader(stage: Stage) -> Iterator[Reader]:
     with closing(Reader(stage.client())) as made:
         yield made

@@ -127,12 +127,6 @@ class Reader:
         return trusted, wrong
 
 
-@pytest.fixture
-def stage(stage_: Stage) -> Stage:
-    stage_.server()
-    return stage_
-
-
 @contextmanager
 def living(stage: Stage, kind: Any, *arguments: Any, apart: Apart | None = None) -> Iterator[Worker]:
     with Worker(nursery("test_pins"), kind, stage.path, *arguments, name=kind.__name__, apart=apart) as one:

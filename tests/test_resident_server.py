@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from instance_cases import (
     shape,
     show,
 )
-from processes import PATIENT, QUICK, Child, Raw, Stage, eventually, hung, info, make_memfd, running, stage
+from processes import PATIENT, QUICK, Child, Raw, Stage, eventually, hung, info, make_memfd, running
 from test_directory import work_of
 
 from vcache_backend.errors import Refused, VCacheError
@@ -68,12 +67,6 @@ if os.fork() == 0:
 time.sleep(60)
 """
 )
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Stage]:
-    with stage(tmp_path) as made:
-        yield made
 
 
 @pytest.fixture

@@ -58,13 +58,6 @@ def stage_(shared: Stage) -> Iterator[Stage]:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Stage]:
-    """No server yet."""
-    with stage(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
 def raw(stage_: Stage) -> Raw:
     return stage_.raw()
 

@@ -20,12 +20,6 @@ ONE, TWO = instance(1), instance(2)
 
 
 @pytest.fixture
-def stage(stage_: Stage) -> Stage:
-    stage_.server()
-    return stage_
-
-
-@pytest.fixture
 def client(stage: Stage) -> Client:
     return stage.client()
 

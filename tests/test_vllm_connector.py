@@ -6,7 +6,6 @@ can only have it from the pool; `aside` is vLLM alone; `tiny` has hardly room. `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from vllm_cases import (
     Node,
     Prompt,
     Router,
+    here,
     meddled,
     missing,
     new_tokens,
@@ -30,13 +30,8 @@ from vllm_cases import (
     stopped_at,
 )
 
+__all__ = ["here"]
 pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -5,18 +5,11 @@ Instance `a` stores; `b` has never computed what it is asked; `other` has other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from vllm_cases import CHUNK, Instance, Node, missing, new_tokens, node
+from vllm_cases import CHUNK, Instance, Node, here, missing, new_tokens
 
+__all__ = ["here"]
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here"), pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

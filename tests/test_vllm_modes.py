@@ -10,23 +10,18 @@ from typing import Any
 
 import pytest
 from processes import eventually
-from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Answer, Instance, Node, missing, new_tokens, node
+from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Answer, Instance, Node, here, missing, new_tokens
 from vllm_models import IMAGE, write_eagle, write_eagle3, write_guessed, write_mtp, write_states, write_vision_model
 
 from vcache_backend.config import from_dict
 from vcache_backend.doctor import diagnose
 
+__all__ = ["here"]
 pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
 UNSEEDED: dict[str, str | None] = {"PYTHONHASHSEED": None}
 """This vLLM has a seed of its own for its default hash, the same everywhere."""
 LENGTH = 4 * CHUNK
 Start = Callable[..., Instance]
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

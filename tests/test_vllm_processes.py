@@ -31,6 +31,7 @@ from vllm_cases import (
     Instance,
     Node,
     beside_vllm,
+    here,
     missing,
     new_tokens,
     node,
@@ -43,6 +44,7 @@ from vcache_backend.metadata_server.client import Client
 
 WHY_NOT = missing(())
 NO_SERVER = missing(("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards"))
+__all__ = ["here"]
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "vLLM is here"), pytest.mark.timeout(300)]
 APART: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """The engine in a process of its own; its workers run what a test gives them."""
@@ -50,12 +52,6 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "worker_cls": "vllm_variants.Stage"}
 LENGTH = 4 * CHUNK
 PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm.md"]
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm")) as made:
-        yield made
 
 
 # ---- tensor parallel ranks

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import pytest
 from processes import IN_A_CONTAINER, PATIENT, SECONDS, Apart, Child, Nursery, Worker, eventually, nursery
 from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
 
@@ -504,4 +505,11 @@ def node(folder: Path, client: dict[str, float] = CLIENT, isolated: bool = False
     made = Node(folder, client, isolated)
     with made.undo:
         made.serve()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """For modules that name it in `__all__`."""
+    with node(tmp_path_factory.mktemp("vllm")) as made:
         yield made
