@@ -15,7 +15,7 @@ from engine_cases import Node, node
 from kv_cases import CHUNK, SMALL, prompt
 from neighbour_cases import instance
 from processes import QUICK, Worker, eventually
-from resident_cases import Reader, kv_mapped, owner, owner_process, shared_numbers, written
+from resident_cases import Owner, Reader, kv_mapped, owner, owner_process, shared_numbers, written
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import MAX_OWNERS
@@ -32,6 +32,12 @@ def here(tmp_path: Path) -> Iterator[Node]:
     with node(tmp_path) as made:
         made.serve()
         yield made
+
+
+def beside(here: Node, chunks: int, **more: Any) -> tuple[Owner, Reader, torch.Tensor, dict[int, ResidentChunk]]:
+    """An owner, a reader that knows it, tokens, and where the owner has computed their chunks. more: of the reader."""
+    one, reader, tokens = owner(here), Reader(here, **more), prompt(chunks * CHUNK)
+    return one, reader, tokens, one.compute(tokens, list(range(2 * chunks)))
 
 
 def asked(reader: Reader, *requests: str) -> int:
@@ -116,8 +122,7 @@ def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
 
 
 def test_what_is_not_resident_comes_from_the_pool_beside_the_rest(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(6 * CHUNK)
-    there = one.compute(tokens, list(range(12)))
+    _, reader, tokens, there = beside(here, 6, segment_bytes=ROOM)
     reader.put(tokens, [0, 2, 3])
     asked_before = asked(reader, "Acquire")
     assert reader.loaded(tokens, {number: there[number] for number in (1, 4, 5)}) == (6, "")
@@ -128,8 +133,7 @@ def test_what_is_not_resident_comes_from_the_pool_beside_the_rest(here: Node) ->
 
 
 def test_leading_resident_chunks_do_not_wait_for_the_answer_about_the_pool(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(6 * CHUNK)
-    there = one.compute(tokens, list(range(12)))
+    _, reader, tokens, there = beside(here, 6, segment_bytes=ROOM)
     reader.put(tokens, [2, 5])
     assert reader.loaded(tokens, {number: there[number] for number in (0, 1, 3, 4)}) == (6, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
@@ -141,8 +145,7 @@ def test_leading_resident_chunks_do_not_wait_for_the_answer_about_the_pool(here:
 def test_a_lost_lease_ends_the_load_at_the_first_pooled_chunk_though_resident_ones_came_with_it(
     here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(4 * CHUNK)
-    there = one.compute(tokens, list(range(8)))
+    _, reader, tokens, there = beside(here, 4, segment_bytes=ROOM)
     reader.put(tokens, [1])
     session = reader.session
     monkeypatch.setattr(session.leases, "verdict", lambda lease, end=True: False)
@@ -156,8 +159,7 @@ def test_a_lost_lease_ends_the_load_at_the_first_pooled_chunk_though_resident_on
 
 
 def test_a_chunk_that_is_nowhere_ends_the_load_before_it(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(5 * CHUNK)
-    there = one.compute(tokens, list(range(10)))
+    _, reader, tokens, there = beside(here, 5, segment_bytes=ROOM)
     reader.put(tokens, [1])
     assert reader.loaded(tokens, {number: there[number] for number in (0, 3, 4)}) == (2, loads.ABSENT)
 
@@ -174,8 +176,7 @@ def test_without_a_server_resident_chunks_are_read_all_the_same(tmp_path: Path) 
 
 
 def test_a_pooled_slot_that_does_not_fit_its_checksum_spoils_a_launch_with_resident_chunks(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM, checksum=True), prompt(3 * CHUNK)
-    there = one.compute(tokens, list(range(6)))
+    _, reader, tokens, there = beside(here, 3, segment_bytes=ROOM, checksum=True)
     reader.put(tokens, [0, 2])
     lease = reader.session.leases.acquire(reader.keys(tokens)[2:])
     assert lease is not None
@@ -190,8 +191,7 @@ def test_a_pooled_slot_that_does_not_fit_its_checksum_spoils_a_launch_with_resid
 
 
 def test_a_chunk_that_changed_before_the_launch_is_not_read_at_all(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here), prompt(4 * CHUNK)
-    there = one.compute(tokens, list(range(8)))
+    one, reader, tokens, there = beside(here, 4)
     one.reuse(5)
     assert reader.loaded(tokens, there) == (2, loads.ABSENT)
     assert reader.copier.pulls == [4]
@@ -200,8 +200,7 @@ def test_a_chunk_that_changed_before_the_launch_is_not_read_at_all(here: Node) -
 
 
 def test_a_chunk_that_changed_before_the_launch_comes_from_the_pool_if_it_is_there(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(4 * CHUNK)
-    there = one.compute(tokens, list(range(8)))
+    one, reader, tokens, there = beside(here, 4, segment_bytes=ROOM)
     reader.put(tokens, [2])
     one.reuse(5)
     assert reader.loaded(tokens, there) == (4, "")
@@ -210,8 +209,7 @@ def test_a_chunk_that_changed_before_the_launch_comes_from_the_pool_if_it_is_the
 
 @pytest.mark.parametrize("block", [0, 3, 5, 7])
 def test_of_a_block_that_is_used_again_while_it_is_read_nothing_counts_and_what_is_before_it_does(here: Node, block: int) -> None:
-    one, reader, tokens = owner(here), Reader(here), prompt(4 * CHUNK)
-    there = one.compute(tokens, list(range(8)))
+    one, reader, tokens, there = beside(here, 4)
     reader.copier.half_way = lambda: one.reuse(block)
     assert reader.loaded(tokens, there) == (block // 2, "changed")
     assert reader.stats["refused"] == 4 - block // 2
@@ -278,16 +276,14 @@ def test_an_owner_that_changed_the_generation_only_after_the_write_would_be_foun
 
 def test_without_the_verdict_wrong_bytes_would_count(here: Node) -> None:
     """The hazard is real: what the copy read is not what the chunk was."""
-    one, reader, tokens = owner(here), Reader(here), prompt(4 * CHUNK)
-    there = one.compute(tokens, list(range(8)))
+    one, reader, tokens, there = beside(here, 4)
     reader.copier.half_way = lambda: one.reuse(6)
     reader.loaded(tokens, there)
     assert reader.cache.wrong(tokens, reader.slots(len(tokens))) > 0
 
 
 def test_a_block_that_is_used_again_once_the_copy_is_over_but_not_yet_looked_at_does_not_count(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here), prompt(4 * CHUNK)
-    there = one.compute(tokens, list(range(8)))
+    one, reader, tokens, there = beside(here, 4)
     reader.copier.finished.clear()
     load = reader.load(tokens, there)
     assert not load.advance()
@@ -307,15 +303,13 @@ def test_a_changed_block_of_one_owner_does_not_touch_what_another_one_has_before
 
 
 def test_a_reset_of_the_owner_while_it_is_read_ends_the_load(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
-    there = one.compute(tokens, list(range(4)))
+    one, reader, tokens, there = beside(here, 2)
     reader.copier.half_way = one.table.void_all
     assert reader.loaded(tokens, there) == (0, "changed")
 
 
 def test_a_table_that_was_given_up_while_it_was_read_proves_nothing(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
-    there = one.compute(tokens, list(range(4)))
+    one, reader, tokens, there = beside(here, 2)
     reader.copier.half_way = one.give_up
     assert reader.loaded(tokens, there) == (0, "changed")
 
@@ -323,8 +317,7 @@ def test_a_table_that_was_given_up_while_it_was_read_proves_nothing(here: Node) 
 @pytest.mark.parametrize("wrong", ["blocks", "generations", "outside", "nobody"])
 def test_what_a_publication_cannot_mean_is_no_chunk(here: Node, wrong: str) -> None:
     """They come from others. That chunks' blocks and generations do not belong together need not show in the numbers."""
-    one, reader, tokens = owner(here), Reader(here), prompt(3 * CHUNK)
-    there = one.compute(tokens, list(range(6)))
+    _, reader, tokens, there = beside(here, 3)
     second = there[1]
     there[1] = {
         "blocks": second._replace(blocks=second.blocks[:1]),
@@ -339,8 +332,7 @@ def test_what_a_publication_cannot_mean_is_no_chunk(here: Node, wrong: str) -> N
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_an_owner_with_chunks_of_another_size_is_not_read(here: Node, blocks: int) -> None:
     """Who says that half of our chunk is one of its own: and publishes such, or such as ours."""
-    one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
-    there = one.compute(tokens, list(range(4)))
+    one, reader, tokens, there = beside(here, 2)
     there = {n: at._replace(blocks=at.blocks[:blocks], generations=at.generations[:blocks]) for n, at in there.items()}
     one.client.join(one.name, b"resident", one.table.blocks, 1, 1, one.table.fd)
     assert reader.loaded(tokens, there) == (0, loads.ABSENT)
@@ -415,8 +407,7 @@ def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over_and
 
 
 def test_a_load_that_nobody_wants_any_more_lets_go_once_its_copy_is_over(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here), prompt(3 * CHUNK)
-    there = one.compute(tokens, list(range(6)))
+    _, reader, tokens, there = beside(here, 3)
     reader.copier.finished.clear()
     load = reader.load(tokens, there)
     assert not load.advance()
@@ -429,8 +420,7 @@ def test_a_load_that_nobody_wants_any_more_lets_go_once_its_copy_is_over(here: N
 
 
 def test_a_load_whose_first_part_changed_lets_go_of_the_others(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(4 * CHUNK)
-    there = one.compute(tokens, list(range(8)))
+    one, reader, tokens, there = beside(here, 4, segment_bytes=ROOM)
     reader.put(tokens, [1])
     reader.copier.finished.clear()
     load = reader.load(tokens, {number: there[number] for number in (0, 2, 3)})
@@ -445,8 +435,7 @@ def test_a_load_whose_first_part_changed_lets_go_of_the_others(here: Node) -> No
 
 @pytest.mark.parametrize(("error", "left"), [(VCacheError("planted"), 0), (RuntimeError("planted"), 1)])
 def test_a_launch_that_failed_lets_go_only_if_nothing_of_it_runs(here: Node, error: Exception, left: int) -> None:
-    one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
-    there = one.compute(tokens, list(range(4)))
+    _, reader, tokens, there = beside(here, 2)
 
     def fail() -> None:
         raise error
@@ -485,16 +474,14 @@ class Broken(threading.Event):
 
 
 def test_a_copy_that_failed_on_the_device_lets_go(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here), prompt(2 * CHUNK)
-    there = one.compute(tokens, list(range(4)))
+    _, reader, tokens, there = beside(here, 2)
     reader.copier.finished = Broken()
     assert reader.loaded(tokens, there) == (0, "copy")
     assert launches(reader) == 0
 
 
 def test_removing_what_was_loaded_is_about_the_pool(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here, segment_bytes=ROOM), prompt(3 * CHUNK)
-    there = one.compute(tokens, list(range(6)))
+    _, reader, tokens, there = beside(here, 3, segment_bytes=ROOM)
     reader.put(tokens, [1])
     load = reader.load(tokens, {number: there[number] for number in (0, 2)}, consume=True)
     assert load.run(10) == 3
