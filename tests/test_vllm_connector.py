@@ -124,6 +124,15 @@ def test_the_copy_of_a_load_in_the_step_begins_before_vllm_has_prepared_the_mode
     assert (answer.cached, answer.said) == (3 * CHUNK, right.said)
 
 
+def test_the_model_run_waits_for_the_copies_of_its_load(here: Node, a: Instance, b: Instance) -> None:
+    """They are on a stream of their own. What the step looks up behind the model, whether they are over, would come too late."""
+    tokens = new_tokens(3 * CHUNK + 1)
+    computed = here.keep(a, tokens)
+    with meddled(b, f"{SCATTER},fence", "late"):
+        answer = b.one(tokens)
+    assert (answer.cached, answer.agrees(computed)) == (3 * CHUNK, True)
+
+
 def test_a_conversation_finds_what_was_said_before(here: Node, a: Instance, b: Instance) -> None:
     """Chunks that an answer completes are stored, and are a prefix of the next prompt."""
     tokens, before = new_tokens(3 * CHUNK - 10), here.stats().chunks

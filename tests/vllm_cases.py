@@ -265,7 +265,8 @@ def stopped_at(instance: Instance, place: str) -> Iterator[Place]:
 
 @contextmanager
 def meddled(instance: Instance, place: str, action: str, value: Any = None, times: int = FOREVER) -> Iterator[None]:
-    """Every call of `place`, at most `times`: `raise`, `count`, or `slow` (what it returns is done `value` seconds later, or at the end).
+    """Every call of `place`, at most `times`: `raise`, `count`, `slow` (what it returns is done `value` seconds later, or at the end), or
+    `late` (of a copier's copies and its `fence`: bytes move once they are waited for).
 
     Fails if no call came by, except of `count`. After a test that fails the instance is not `untouched`.
     """

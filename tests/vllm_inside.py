@@ -6,6 +6,7 @@ happens there is real: a test holds the process at the place and meanwhile kills
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -271,6 +272,8 @@ class Serving:
                 raise RuntimeError(f"raised in {name} on purpose")
             if action == "stop":
                 _stop(value, args[1:])
+            if action == "late":
+                return args[1].wait(0.0) if name == "fence" else Late(functools.partial(original, *args, **kwargs))
             answer = original(*args, **kwargs)
             if action == "negate":
                 _negate(answer, *value)
@@ -359,6 +362,25 @@ class Slow:
     def wait(self, timeout_s: float) -> bool:
         time.sleep(min(timeout_s, max(self.until - time.monotonic(), 0.0)))
         return self.done()
+
+
+class Late:
+    """A copy that moves its bytes once somebody waits for it, on the host or by a fence, and no sooner: as late as a GPU may."""
+
+    def __init__(self, move: Any) -> None:
+        self._move = move
+        self._copy: Any = None
+
+    @property
+    def seconds(self) -> float | None:
+        return self._copy.seconds if self._copy is not None else None
+
+    def done(self) -> bool:
+        return self._copy is not None
+
+    def wait(self, timeout_s: float) -> bool:
+        self._copy = self._copy or self._move()
+        return True
 
 
 def _negate(views: Any, chunk: int, group: int) -> None:
