@@ -36,6 +36,8 @@ MIXED = ["sliding_attention", "full_attention"] * 16
         (LLAMA | {"torch_dtype": "bfloat16"}, 131072, "32 layers of full attention: cached; 8 KV heads of 128, bfloat16"),
         (LLAMA | {"head_dim": 64, "dtype": "float32"}, 65536, "16 bits (float32 in the file)"),
         (LLAMA | {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, 65536, "8 KV heads of 128, fp8"),
+        # Half a byte a number, and a scale of one byte to 16 of them.
+        (LLAMA | {"quantization_config": {"kv_cache_quant_algo": "NVFP4"}}, 36864, "8 KV heads of 128, nvfp4"),
         (LLAMA | {"sliding_window": 4096, "use_sliding_window": False}, 131072, "32 layers of full attention: cached"),
         ({"text_config": MLA, "architectures": ["V"]}, 70272, "(V): 61 layers of full attention: cached; one row of 576 numbers"),
         (LLAMA | {"layer_types": ["chunked_attention"] * 24 + ["full_attention"] * 8}, 131072, "32 layers of full attention"),
@@ -61,7 +63,35 @@ MIXED = ["sliding_attention", "full_attention"] * 16
             32768,
             "8 layers of full attention, 24 layers with a state: cached",
         ),
-        (LLAMA | {"mamba_d_state": 128}, 0, "nothing of it is cached: all layers keep a state"),
+        # Falcon-H1: each layer has both. Kimi-Linear, Jamba, Bamba, MiniMax: the file has which layers look at all tokens, in its own way.
+        (
+            LLAMA | {"mamba_d_state": 256, "model_type": "falcon_h1"},
+            131072,
+            "32 layers of full attention, 32 layers with a state: cached",
+        ),
+        (
+            MLA | {"num_hidden_layers": 27, "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]}},
+            8064,
+            "7 layers of full attention, 20 layers with a state: cached; one row of 576 numbers",
+        ),
+        (
+            LLAMA | {"mamba_d_state": 16, "attn_layer_period": 8, "attn_layer_offset": 4},
+            16384,
+            "4 layers of full attention, 28 layers with a state: cached",
+        ),
+        (LLAMA | {"mamba_d_state": 16, "attn_layer_indices": [9, 18, 27]}, 12288, "3 layers of full attention, 29"),
+        (LLAMA | {"attn_type_list": [0, 0, 0, 1] * 8}, 32768, "8 layers of full attention, 24 layers with a state: cached"),
+        (
+            LLAMA | {"mamba_d_state": 64, "attention_head_dim": 224, "layers_block_type": ["mamba", "hybrid"] * 16},
+            16 * 2 * 8 * 224 * 2,
+            "16 layers of full attention, 32 layers with a state: cached",
+        ),
+        (
+            LLAMA | {"layers_block_type": ["mamba", "moe", "attention", "mlp"] * 8},
+            32768,
+            "8 layers of full attention, 8 layers with",
+        ),
+        ({"num_hidden_layers": 64, "state_size": 128}, 0, "nothing of it is cached: all layers keep a state"),
         (MLA | {"index_head_dim": 128}, 0, "pages of several sizes"),
     ],
 )
@@ -76,7 +106,9 @@ def test_a_models_own_file_tells_whether_it_is_cached_and_what_a_token_takes(
         return
     chunks, pool = more
     assert chunks.detail.startswith(f"{token:,} B a token, ")
-    assert ("its state, as much as 3 more" in chunks.detail) == ("full_attention_interval" in model)
+    if "full_attention_interval" in model:
+        assert "its state, as much as 3 more" in chunks.detail
+    assert ("half of that" in chunks.advice) == ("state" not in first.detail and "fp" not in first.detail)
     assert f"1 GiB of pool holds {(1 << 30) // (256 * token):,} chunks, " in pool.detail
     assert (first.status, chunks.status, pool.status) == ("ok", "ok", "ok")
     off = msgspec.structs.replace(config, connector=ConnectorConfig())
@@ -91,6 +123,7 @@ def test_a_models_own_file_tells_whether_it_is_cached_and_what_a_token_takes(
         ("[]", "it holds a list"),
         ("{", "cannot be read"),
         ('{"num_hidden_layers": 2, "model_type": "nobody knows"}', "has no num_key_value_heads"),
+        (json.dumps(LLAMA | {"mamba_d_state": 128}), "does not say which layers keep a state"),
         ("[" * 100_000, "cannot be read"),
         (json.dumps(LLAMA | {"architectures": 7}), "TypeError"),
         (json.dumps(LLAMA | {"quantization_config": "x"}), "AttributeError"),

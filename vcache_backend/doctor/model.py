@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,17 +31,27 @@ _FILL_IN = (
     "found = AutoConfig.from_pretrained(sys.argv[1], local_files_only=True, trust_remote_code=False); "
     "print(json.dumps(found.to_dict(), default=str))"
 )
-_NAMES = {"full_attention": "full", "attention": "full", "sliding_attention": "window", "chunked_attention": "full"}
+_NAMES = {
+    **dict.fromkeys(("full_attention", "attention", "chunked_attention"), ("full",)),
+    "sliding_attention": ("window",),
+    "hybrid": ("full", "state"),
+    **dict.fromkeys(("mlp", "moe"), ()),
+}
 """Of layers, as configurations name them. (vLLM gives chunked attention whole block tables, unless told not to.) All others keep states."""
 _STATES = (
     *("mamba_d_state", "ssm_state_size", "state_size", "mamba_n_heads", "linear_attn_config", "linear_num_value_heads"),
     *("conv_L_cache", "attn_type_list", "lru_width", "rwkv_hidden_size"),
 )
 """Keys that only models with states have."""
+_ATTENDING = ("attn_layer_indices", "full_attn_idxs", "full_attn_layers")
+"""Keys with the numbers of such a model's layers that look at all tokens."""
+_BOTH = ("falcon_h1",)
+"""Models of which each layer looks at all tokens and keeps a state."""
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 """Models of which every so-manieth layer alone looks at all tokens, where the file does not say."""
-_BYTES = {"float32": 2, "float8": 1, "fp8": 1}
-"""By a dtype's name. vLLM takes half the bytes of float32, unless told not to."""
+_SIXTEENTHS = {"float8": 16, "fp8": 16, "nvfp4": 9}
+"""Of a byte, by a dtype's name; else 32, since vLLM takes half the bytes of float32, unless told not to. Of 16 numbers in NVFP4 one scale
+lies beside them."""
 
 
 class UnknownModel(Exception):
@@ -50,7 +60,7 @@ class UnknownModel(Exception):
 
 class ModelKv(NamedTuple):
     """What a model keeps of each token. layers: how many of each kind: full, window, state. full_bytes, window_bytes: a token's in all
-    layers of that kind. odd: why its blocks are unlike any that are cached."""
+    layers of that kind. odd: why its blocks are unlike any that are cached. halves: whether a number has 16 bits."""
 
     architecture: str
     layers: Mapping[str, int]
@@ -59,6 +69,7 @@ class ModelKv(NamedTuple):
     window_bytes: int
     what: str
     odd: str = ""
+    halves: bool = True
 
 
 def check_model(name: str, config: Config) -> Iterator[Finding]:
@@ -85,7 +96,7 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
         "chunks",
         "ok",
         f"{chunk // size:,} B a token, {ByteSize(chunk).about} a chunk of {size} tokens, all ranks together{beside}",
-        _BLOCKS if states else _HALF,
+        _BLOCKS if states else _HALF * kv.halves,
     )
     detail = f"1 GiB of pool holds {chunks:,} chunks, {chunks * size:,} tokens"
     lent = config.pool.lent // chunk
@@ -243,20 +254,24 @@ def _kv(whole: Mapping[str, Any]) -> ModelKv:
         odd = "an encoder's output is nobody's prefix"
     elif text.get("index_head_dim") or text.get("block_configs"):
         odd = "layers of one block table have pages of several sizes"
-    size, dtype = _value_bytes(whole, text)
+    dtype = _dtype(whole, text)
+    full, window, what = _token(text, dtype) if layers["full"] + layers["window"] else (0, 0, "")
+    look, halves = int(text.get("sliding_window") or 0), dtype not in _SIXTEENTHS
+    return ModelKv(architecture, layers, look, full * layers["full"], window * layers["window"], what, odd, halves)
+
+
+def _token(text: Mapping[str, Any], dtype: str) -> tuple[int, int, str]:
+    """Bytes of a token in a layer of each kind, and what they are."""
+    size, named = _SIXTEENTHS.get(dtype, 32), dtype if dtype != "float32" else "16 bits (float32 in the file)"
     if text.get("kv_lora_rank"):
         row = text["kv_lora_rank"] + text.get("qk_rope_head_dim", 0)
-        what = f"one row of {row} numbers a token and layer (MLA), {dtype}"
-        full = window = row * size
-    else:
-        heads, dim = _number(text, _KV_HEADS), _head_dim(text)
-        what = f"{heads} KV heads of {dim}, {dtype}"
-        window = full = 2 * heads * dim * size
-        wide, of_wide = text.get("num_global_key_value_heads") or heads, text.get("global_head_dim") or dim
-        if (wide, of_wide) != (heads, dim):
-            full, what = 2 * wide * of_wide * size, f"{what}; {wide} of {of_wide} where all tokens are looked at"
-    look = int(text.get("sliding_window") or 0)
-    return ModelKv(architecture, layers, look, full * layers["full"], window * layers["window"], what, odd)
+        return row * size // 16, row * size // 16, f"one row of {row} numbers a token and layer (MLA), {named}"
+    heads, dim = _number(text, _KV_HEADS), _head_dim(text)
+    what = f"{heads} KV heads of {dim}, {named}"
+    wide, of_wide = text.get("num_global_key_value_heads") or heads, text.get("global_head_dim") or dim
+    if (wide, of_wide) != (heads, dim):
+        what = f"{what}; {wide} of {of_wide} where all tokens are looked at"
+    return 2 * wide * of_wide * size // 16, 2 * heads * dim * size // 16, what
 
 
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_heads", "n_head", "n_heads")
@@ -267,20 +282,45 @@ def _layers(text: Mapping[str, Any]) -> Counter[str]:
     count = _number(text, ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
     named = next((text[key] for key in ("layer_types", "layers_block_type", "block_types") if text.get(key)), None)
     if isinstance(named, list):
-        found = Counter(_NAMES.get(str(name), "state") for name in named)
+        found = _named(named)
     elif isinstance(text.get("hybrid_override_pattern"), str):
         marks = Counter(text["hybrid_override_pattern"])
         found = Counter(full=marks["*"], state=marks["M"])
+    elif text.get("model_type") in _BOTH:
+        found = Counter(full=count, state=count)
     elif any(text.get(key) for key in _STATES):
-        full = count // int(text.get("full_attention_interval") or count + 1)
+        full = _attending(text, count)
         found = Counter(full=full, state=count - full)
     else:
         found = _windows(text, count)
     # The last ones of some models read what earlier ones keep.
     shared = int(text.get("num_kv_shared_layers") or 0)
     if shared and isinstance(named, list):
-        found -= Counter(_NAMES.get(str(name), "state") for name in named[-shared:])
+        found -= _named(named[-shared:])
     return Counter({kind: found[kind] for kind in _KINDS if found[kind]})
+
+
+def _named(layers: Sequence[object]) -> Counter[str]:
+    return Counter(kind for name in layers for kind in _NAMES.get(str(name), ("state",)))
+
+
+def _attending(text: Mapping[str, Any], count: int) -> int:
+    """Of a model's layers of which some keep a state, those that look at all tokens."""
+    if text.get("full_attention_interval"):
+        return count // int(text["full_attention_interval"])
+    if text.get("attn_layer_period"):
+        return len(range(int(text.get("attn_layer_offset") or 0), count, int(text["attn_layer_period"])))
+    if text.get("attn_type_list"):
+        return list(text["attn_type_list"]).count(1)
+    beside = text.get("linear_attn_config") or {}
+    listed = next((one[key] for one in (text, beside) for key in _ATTENDING if one.get(key)), None)
+    if listed is not None:
+        return len(listed)
+    if any(text.get(key) for key in _KV_HEADS):
+        raise UnknownModel(
+            "its config.json does not say which layers keep a state; install transformers here, or start vLLM and see its log"
+        )
+    return 0
 
 
 def _windows(text: Mapping[str, Any], count: int) -> Counter[str]:
@@ -292,8 +332,9 @@ def _windows(text: Mapping[str, Any], count: int) -> Counter[str]:
 
 
 def _head_dim(text: Mapping[str, Any]) -> int:
-    if text.get("head_dim"):
-        return int(text["head_dim"])
+    named = text.get("head_dim") or text.get("attention_head_dim")
+    if named:
+        return int(named)
     return _number(text, ("hidden_size", "n_embd", "d_model")) // _number(text, ("num_attention_heads", "n_head", "n_heads"))
 
 
@@ -304,11 +345,12 @@ def _number(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
     return int(found)
 
 
-def _value_bytes(whole: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, str]:
-    """Of a number in the KV cache, as vLLM's `auto` takes it, and its name."""
+def _dtype(whole: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """Of a number in the KV cache, as vLLM's `auto` takes it."""
     dtype = next((str(one[key]) for one in (text, whole) for key in ("dtype", "torch_dtype") if one.get(key)), "bfloat16")
     quantized = whole.get("quantization_config") or {}
-    if quantized.get("kv_cache_scheme") or quantized.get("kv_cache_quant_algo"):
-        return 1, "fp8"
-    dtype = printable(dtype.removeprefix("torch."))
-    return _BYTES.get(dtype, 2), dtype if dtype != "float32" else "16 bits (float32 in the file)"
+    scheme = quantized.get("kv_cache_scheme") or quantized.get("kv_cache_quant_algo")
+    if scheme:
+        bits = scheme.get("num_bits") if isinstance(scheme, dict) else scheme
+        return "nvfp4" if str(bits).lower() in ("4", "nvfp4") else "fp8"
+    return printable(dtype.removeprefix("torch."))
