@@ -38,6 +38,8 @@ WHAT = {
     "in place: data parallel ranks": r"inplace_dp_hits",
     "serving at equal VRAM": r"vllm_serving_vcache_\w+_requests_per_second",
     "through LMCache": r"lmcache_equal",
+    "the connector's own tests": r"connector_tests_(?!groups)\w+",
+    "the same of several block tables": r"connector_tests_groups",
 }
 """Words, and the rows that say so. Where all of a file's are right, or have no limit, its day counts."""
 _BEGIN, _END = "<!-- python -m benchmarks.run_on --write -->\n", "<!-- end -->\n"

@@ -29,7 +29,6 @@ import vllm.lora.resolver
 import vllm.model_executor.layers.quantization.online.base
 import vllm.model_executor.models.llama
 import vllm.renderers.hf
-import vllm.triton_utils.dispatcher
 import vllm.v1.attention.backends.cpu_attn
 import vllm.v1.core.sched.scheduler
 import vllm.v1.engine.llm_engine
@@ -44,8 +43,9 @@ from vllm_models import picture
 
 registry._run_in_subprocess = lambda look: look()
 """What it finds out about a model it would find out in a process that has to import vLLM first, for ten seconds."""
-current_platform.register_triton_kernel_overrides()
-type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+if current_platform.register_triton_kernel_overrides is not None:
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 """Stand-ins for Triton's kernels are put in once, not by each instance. It looks at every name of every module, and fails at numba's."""
 _context = multiprocessing.get_context
 multiprocessing.get_context = lambda method=None: _context("fork" if method == "spawn" else method)
@@ -61,8 +61,9 @@ def _rotate_flat(positions: Any, query: Any, key: Any, *more: Any, **named: Any)
 
 
 vllm._custom_ops.rotary_embedding = _rotate_flat
-with suppress(ImportError):
-    importlib.import_module("lmcache.integration.vllm.vllm_v1_adapter")
+for later in ("lmcache.integration.vllm.vllm_v1_adapter", "vllm.triton_utils.dispatcher"):
+    with suppress(ImportError):
+        importlib.import_module(later)
 PATIENCE_SECONDS = 60.0
 POISON = 0x40
 """Twice it is 3.0 in bfloat16: a number that tells, and whose weight of zero is zero."""
