@@ -59,6 +59,8 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm.md"]
 
 SYNCHRONOUS = "vcache_backend.transfer.load:Load.hold"
 """A place where only loads come by that are part of a step."""
+AHEAD = "vcache_backend.integration.vllm.worker:WorkerSide.begin_ahead"
+"""Where a copy begins when its step is planned, before other connectors have heard of the step."""
 
 
 @contextmanager
@@ -214,13 +216,18 @@ def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(h
 
 
 def test_vllms_own_offloading_connector_brings_what_it_has_and_ours_what_others_have(here: Node) -> None:
+    """It reads what the last step computed when the next one is planned already: until then no copy of ours may fill those blocks."""
     tokens = new_tokens(LENGTH + 1)
     writer, offloads = (
         here.connect("writer"),
-        here.alone("offloads", APART, kv_transfer_config=beside(here, OFFLOADING, ours_first=False)),
+        here.alone("offloads", kv_transfer_config=beside(here, OFFLOADING, ours_first=False)),
     )
     computed = here.keep(writer, tokens)
-    from_pool = offloads.one(tokens)
+    with at_rank(offloads, 0, f"{AHEAD}|{SYNCHRONOUS}") as beside_it:
+        from_pool = offloads.one(tokens)
+    with at_rank(writer, 0, f"{AHEAD}|{SYNCHRONOUS}") as alone:
+        writer.again(tokens)
+    assert (beside_it, alone) == ([1], [2]), "a load in the step, which begins ahead where ours is alone"
     eventually(lambda: offloads.counter("vllm:vcache_loaded_tokens") == LENGTH)
     own, offloaded = offloads.one(tokens), offloads.again(tokens)
     assert (from_pool.cached, own.cached, offloaded.cached) == (LENGTH, LENGTH, LENGTH)
