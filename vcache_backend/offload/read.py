@@ -54,7 +54,6 @@ class Staged(NamedTuple):
     """One chunk that came. epoch: the one it was stored in. payload: 1-D uint8 on the host, valid until it is given back: the chunk's
     bytes, or, with a codec, what decodes to them."""
 
-    key: ChunkKey
     epoch: int
     payload: torch.Tensor
     codec: Codec | None
@@ -205,7 +204,7 @@ class Fetch:
         with self._arrived:
             if good and index < self._end:
                 payload = buffer.memory[HEADER_BYTES:]
-                self._staged[index] = Staged(self.keys[index], self.epoch, payload, self._bound.codec, buffer)
+                self._staged[index] = Staged(self.epoch, payload, self._bound.codec, buffer)
                 self._moved = self._reader.now()
                 self._came = came = self._came + 1
                 self._arrived.notify_all()
