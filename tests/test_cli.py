@@ -112,7 +112,9 @@ def test_a_shell_completes_commands_and_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["status"], ["status", "--json"], ["clear"], ["segment", "list"], ["segment", "drop", "x"]], ids=" ".join
+    "arguments",
+    [["status"], ["status", "--json"], ["clear"], ["segment", "list"], ["segment", "drop", "x"]],
+    ids=" ".join,
 )
 def test_without_a_server_there_is_one_line_and_exit_code_1(arguments: list[str], tmp_path: Path) -> None:
     path = tmp_path / "none.sock"
@@ -122,12 +124,18 @@ def test_without_a_server_there_is_one_line_and_exit_code_1(arguments: list[str]
     assert str(path) in result.stderr
 
 
+def test_of_a_server_that_was_never_there_a_watcher_is_told_once(tmp_path: Path) -> None:
+    watch = [*VCACHE, "status", "--watch", "--socket", str(tmp_path / "none.sock")]
+    ran = subprocess.run(watch, capture_output=True, text=True, timeout=SECONDS)
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1), ran
+
+
 @pytest.mark.parametrize(
     ("command", "place", "said"),
     [
         ("status", "plain", "is no socket"),
         ("status", "x" * 108, "--socket: socket must be a path of at most 107 bytes"),
-        ("serve", ".", "--socket: socket must"),
+        ("serve", "/", "--socket: socket must"),
     ],
     ids=["plain-file", "too-long", "no-name"],
 )
@@ -135,7 +143,7 @@ def test_a_bad_socket_is_one_line_that_tells_nobody_to_start_a_server(
     command: str, place: str, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "plain").touch()
-    complaint = vcache(command, "--socket", place if place == "." else str(tmp_path / place), expect=1).stderr
+    complaint = vcache(command, "--socket", str(tmp_path / place), expect=1).stderr
     assert (said in complaint, complaint.count("\n"), "start one" in complaint) == (True, 1, False)
 
 
@@ -151,6 +159,7 @@ def test_config_check_accepts_a_good_file_and_names_the_mistake_in_a_bad_one(tmp
         ("pool: {device: gpu0}", "device must be auto, host, "),
         (f"server: {{socket: /{'x' * 108}}}", "107 bytes"),
         ("server: {socket: here/vcache.sock}", "write the whole path"),
+        (f"server: {{socket: {ROOT}}}", f"{ROOT} is there and is no socket"),
     ):
         path.write_text("# of mine\n" + text)
         message = vcache("config", "check", str(path), expect=1).stderr
@@ -162,6 +171,7 @@ def test_config_init_writes_a_file_that_is_whole_and_overwrites_none(tmp_path: P
     vcache("config", "init", str(path))
     assert path.read_bytes() == (ROOT / "configs" / "vcache.yaml").read_bytes()
     assert "File exists" in vcache("config", "init", str(path), "--like", "two-gpus", expect=1).stderr
+    assert vcache("config", "init", "-").stdout == path.read_text()
     assert vcache("config", "check", str(path)).stdout == f"{path}: ok\n"
 
 
@@ -172,6 +182,14 @@ def test_config_show_writes_every_default_out_and_can_be_read_again(tmp_path: Pa
     assert loaded.server.path == Path("/run/x.sock")
     assert loaded.pool == config.Config().pool
     assert json.loads(vcache("config", "show", "--json").stdout)["pool"]["segment_bytes"] is None
+
+
+def test_a_socket_of_the_command_line_is_meant_from_the_folder_it_is_typed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = json.loads(vcache("config", "show", "--json", "--socket", "here.sock").stdout)
+    assert shown["server"]["socket"] == str(tmp_path / "here.sock")
 
 
 def test_doctor_fails_exactly_when_a_finding_does() -> None:

@@ -6,6 +6,7 @@ loads torch. An error of ours is one line on stderr and exit code 1; wrong usage
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -52,6 +53,8 @@ def _root(
 
 def main() -> None:
     """The entry point `vcache`."""
+    # Of its connection a command speaks itself.
+    logging.getLogger("vcache_backend.metadata_server.channel").setLevel(logging.ERROR)
     with terminal.whatever_it_shows():
         app(prog_name="vcache")
 
@@ -70,8 +73,6 @@ def _seconds(text: str) -> float:
 @app.command()
 def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
     """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments; it never touches a GPU."""
-    import logging
-
     from vcache_backend import log_format
     from vcache_backend.metadata_server.server import serve as run
 
@@ -165,7 +166,9 @@ def clear(
 
 @config_app.command("init")
 def config_init(
-    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="The new file; nothing is overwritten.")] = Path("vcache.yaml"),
+    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="The new file; nothing is overwritten. -: show it.")] = Path(
+        "vcache.yaml"
+    ),
     like: Annotated[str, typer.Option(metavar="NAME", help="Which file; an unknown name lists them.")] = "vcache",
 ) -> None:
     """Write a commented configuration file: every key with its default and the reason to change it, or a short one."""
@@ -174,6 +177,8 @@ def config_init(
     files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     if like not in files:
         raise typer.BadParameter(f"Expected one of {', '.join(files)}, got {like!r}", param_hint="--like")
+    if str(path) == "-":
+        return typer.echo(files[like].read_text("utf-8"), nl=False)
     try:
         with path.open("xb") as made:
             made.write(files[like].read_bytes())
@@ -197,6 +202,8 @@ def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -
     for finding in check_socket(loaded):
         if finding.status == "fail":
             raise ConfigError(f"{at}{finding.detail}; {finding.advice}")
+    if loaded.server.path.exists() and not loaded.server.path.is_socket():
+        raise ConfigError(f"{at}{loaded.server.path} is there and is no socket; remove it, or name another path")
     typer.echo(f"{path}: ok")
 
 

@@ -66,8 +66,9 @@ def group(text: str, root: bool = False) -> typer.Typer:
 
 
 def load(path: Path | None, socket: Path | None) -> config.Config:
+    """What is in force for one command. A `socket` of the command line is meant from the folder that it is typed in."""
     loaded = config.load(path)
-    return loaded if socket is None else config.with_socket(loaded, str(socket), "--socket")
+    return loaded if socket is None else config.with_socket(loaded, str(socket.absolute()), "--socket")
 
 
 def client(path: Path | None, socket: Path | None, reconnect: bool = False) -> Client:

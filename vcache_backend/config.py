@@ -29,9 +29,17 @@ _GPU_DEVICE = re.compile(r"cuda(:\d{1,4})?|(?i:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-
 DEVICE_FORMS = "auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID (nvidia-smi -L)"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {unit.upper(): size for unit, size in _LARGEST_FIRST}
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
-PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+KV_AXES = ("part", "block", "token", "head", "dim")
+"""Names of a KV tensor's axes: K and V; which block; token in the block; KV head; elements of one head (of K and V where packed)."""
+MOST_SECONDS = 1_000_000
+"""Eleven days: nothing waits for ever, and the kernel's timers end at 24 days."""
+
+Positive = Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
+Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
+"""Of a user or a group; the one number more means none to the kernel."""
 
 
 class ByteSize(int):
@@ -48,6 +56,8 @@ class ByteSize(int):
 
     @classmethod
     def _within(cls, nbytes: float) -> ByteSize:
+        if nbytes < 0:
+            raise ValueError("Expected at least 0 bytes")
         if nbytes > MAX_BYTES:
             raise ValueError(f"Expected at most {MAX_BYTES >> 40:,} TiB")
         return cls(nbytes)
@@ -92,14 +102,14 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     journal: bool = True
     max_chunks: PositiveInt = 4_000_000
     max_clients: PositiveInt = 1024
-    allow_uids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
-    allow_gids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
+    allow_uids: list[Id] = []
+    allow_gids: list[Id] = []
     metrics: str = ""
     metrics_hosts: list[Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z._-]+\Z")]] = []
     log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
-        if self.socket and not Path(self.socket).name:
+        if self.socket and (self.socket.endswith("/") or not Path(self.socket).name or not self.socket.isprintable()):
             raise ValueError(f"socket must be the path of a file, got {self.socket!r}")
         if len(os.fsencode(self.socket)) > MAX_SOCKET_PATH:
             raise ValueError(f"socket must be a path of at most {MAX_SOCKET_PATH} bytes, got {self.socket!r}")
@@ -121,7 +131,7 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
     heartbeat_seconds: Positive = 1.0
     retry_seconds: Positive = 0.1
     retry_max_seconds: Positive = 2.0
-    server_uid: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    server_uid: Id | None = None
 
 
 class PoolConfig(_Section, frozen=True, kw_only=True):
@@ -144,10 +154,17 @@ class PoolConfig(_Section, frozen=True, kw_only=True):
 class EngineConfig(_Section, frozen=True, kw_only=True):
     """Chunks, and the KV caches they are copied from and to."""
 
-    chunk_size: PositiveInt = 256
+    chunk_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
     max_inflight_stores: PositiveInt = 64
     kv_axes: str = ""
     checksum: bool = False
+
+    def __post_init__(self) -> None:
+        names = self.kv_axes.split()
+        if names and (len(set(names)) < len(names) or not {"block", "token"} <= set(names) <= set(KV_AXES)):
+            raise ValueError(
+                f"kv_axes must be different words of {', '.join(KV_AXES)}, with block and token among them, got {self.kv_axes!r}"
+            )
 
 
 class ConnectorConfig(_Section, frozen=True, kw_only=True):
@@ -168,7 +185,7 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     event_medium: str = "CPU"
 
     def __post_init__(self) -> None:
-        if self.event_medium.upper() in ("", "GPU", "DEVICE"):
+        if self.event_medium.strip().upper() in ("", "GPU", "DEVICE"):
             raise ValueError(
                 f"event_medium must be another one than that of vLLM's own prefix cache, got {self.event_medium!r}: what leaves one "
                 "would be taken for gone from both"
@@ -188,8 +205,10 @@ class MooncakeConfig(_Section, frozen=True, kw_only=True):
     rpc_seconds: Positive = 1.0
 
     def __post_init__(self) -> None:
-        if not split_address(self.master, "master", absent="")[0]:
+        if not all(split_address(self.master, "master", absent="")):
             raise ValueError(f"master must be HOST:PORT, got {self.master!r}")
+        if self.metadata != "P2PHANDSHAKE" and "://" not in self.metadata:
+            raise ValueError(f"metadata must be P2PHANDSHAKE or a URL, got {self.metadata!r}")
         if self.protocol == "tcp" and self.devices:
             raise ValueError(f"devices ({self.devices!r}) are for protocol: rdma")
 
@@ -203,8 +222,8 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
     min_bandwidth: ByteSize | None = None
     staging_bytes: ByteSize = ByteSize(1 << 30)
     queue_chunks: PositiveInt = 4096
-    readers: PositiveInt = 2
-    writers: PositiveInt = 1
+    readers: Threads = 2
+    writers: Threads = 1
     lookup_seconds: Positive = 0.05
     get_seconds: Positive = 2.0
     call_seconds: Positive = 10.0

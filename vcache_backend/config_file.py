@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import yaml
@@ -24,6 +24,8 @@ def lines(text: bytes, source: str) -> dict[str, int]:
             return
         for key, value in node.value:
             path, line = f"{at}.{key.value}", key.start_mark.line + 1
+            if not key.tag.endswith((":str", ":merge")):
+                raise ConfigError(f"{source}: line {line}: a key is a name, and this is none to YAML: {key.value!r}")
             if path in found and key.value != "<<":
                 raise ConfigError(f"{source}: line {line}: `{path[1:]}` is there again, after line {found[path]}; remove one")
             found[path] = line
@@ -36,6 +38,9 @@ def lines(text: bytes, source: str) -> dict[str, int]:
 def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
     """What YAML's reader says of a text that is none, in one line, with the line of the text."""
     told = error.__context__
+    if isinstance(told, yaml.reader.ReaderError):
+        at = len(text[: told.position].splitlines())
+        return f"line {max(1, at)}: not YAML: {told.reason}"
     said, mark = getattr(told, "problem", None) or str(error).partition("\n")[0], getattr(told, "problem_mark", None)
     return (f"line {min(mark.line, len(text.splitlines()) - 1) + 1}: " if mark is not None else "") + f"not YAML: {said}"
 
@@ -57,7 +62,7 @@ def explained(error: str, kind: type, where: dict[str, int]) -> str:
         path += f".{unknown[1]}"
         close = get_close_matches(unknown[1], names, 1)
         hint = f"; did you mean `{close[0]}`?" if close else f"; there are {', '.join(names)}"
-    elif "Invalid enum value" in error:
+    elif get_origin(expected) is Literal:
         hint = f"; expected {' or '.join(map(str, get_args(expected)))}"
     elif "got `null`" in error and names:
         hint = "; nothing stands under it: remove it"

@@ -18,11 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vcache_backend.config import KV_AXES
 from vcache_backend.errors import LayoutError
 
 Int64s = npt.NDArray[np.int64]
-AXES = ("part", "block", "token", "head", "dim")
-"""Names for `axes`: K and V; which block; token in the block; KV head; elements of one head (of K and V where they are packed)."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 _KNOWN = {
     3: ("block token dim",),
@@ -85,7 +84,7 @@ class PagedKV:
     ) -> PagedKV:
         """Recognise the layout of `kvcaches`, one tensor a layer, from shapes and strides.
 
-        block_size: tokens a block. axes: what each axis of the tensors is, words of `AXES` with spaces between, such as
+        block_size: tokens a block. axes: what each axis of the tensors is, words of `KV_AXES` with spaces between, such as
         `"part block token head dim"`; needed where shapes leave a doubt.
         Raises LayoutError, which names the layer and what to pass: unknown, ambiguous, not dense, or layers that differ.
         """
@@ -244,8 +243,8 @@ class _Layer:
 
     def _named(self, axes: str) -> tuple[str, ...]:
         names, shape = tuple(axes.split()), self.tensor.shape
-        if len(set(names)) < len(names) or not {"block", "token"} <= set(names) <= set(AXES):
-            raise self.error(f"axes {axes!r} must be different words of {', '.join(AXES)}, with block and token among them")
+        if len(set(names)) < len(names) or not {"block", "token"} <= set(names) <= set(KV_AXES):
+            raise self.error(f"axes {axes!r} must be different words of {', '.join(KV_AXES)}, with block and token among them")
         if len(names) != len(shape) or shape[names.index("token")] != self.block_size:
             raise self.error(f"axes {axes!r} do not fit: {len(shape)} axes are needed, and a token axis of {self.block_size}")
         return names
