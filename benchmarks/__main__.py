@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 try:
+    import msgspec
     import torch
 
     from . import copies, engine, give_back, inplace_campaign, journal_mutations, metadata, mooncake, turns
@@ -40,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--commit", default="", help="the commit measured, where git cannot tell")
     options = parser.parse_args(arguments)
-    report, failed = Report(options.out, options.commit), []
+    try:
+        report, failed = Report(options.out, options.commit), list[str]()
+    except (OSError, msgspec.MsgspecError, LookupError, TypeError) as error:
+        parser.error(f"argument --out: {options.out}: {error}")
     for name in options.only or SUBJECTS:
         if why := _why_not(name, bool(options.only)):
             print(f"{name}: skipped, {why}", file=sys.stderr)

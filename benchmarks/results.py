@@ -159,6 +159,10 @@ class Report:
         self.rows: dict[str, Row] = {}
         if path is not None and path.exists():
             self.rows = {row.case: row for row in read(path)}
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".new").write_bytes(b"")  # what cannot be written is said before anything is measured
+            path.with_suffix(".new").unlink()
 
     @property
     def missed(self) -> bool:

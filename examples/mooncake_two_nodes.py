@@ -60,6 +60,8 @@ def main() -> int:
     parser.add_argument("--master", default="127.0.0.1:50051", help="HOST:PORT of mooncake_master")
     parser.add_argument("--tokens", type=int, default=1024, help="length of the prompt, a multiple of 256")
     given = parser.parse_args()
+    if given.tokens < 256 or given.tokens % 256:
+        parser.error(f"--tokens: a multiple of 256 is needed, not {given.tokens}")
     prompt, slots = torch.randint(0, 100_000, (given.tokens,)), torch.arange(given.tokens)
     a_cache, b_cache = kv_caches(given.tokens // BLOCK), kv_caches(given.tokens // BLOCK)
     for layer in a_cache:

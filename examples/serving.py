@@ -269,22 +269,31 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def gpus_here() -> int:
+    """How many torch would use. It comes with vLLM, and takes seconds to import."""
+    from torch.cuda import device_count
+
+    return device_count()
+
+
 def main(made: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Path], int], needs: tuple[str, ...]) -> int:
     """Parse, run, tidy up. The exit code: 1 with one message if it fails, 130 after Ctrl-C, 143 after SIGTERM."""
     options, count = made.parse_args(), len(made.get_default("ports"))
+    if absent := [name for name in needs if find_spec(name) is None]:
+        get = f"pip install '{ROOT}[{','.join(absent)}]'; without a GPU: scripts/setup.sh vllm, and .venv/bin/python"
+        made.exit(1, f"{made.prog}: this Python has no {' and no '.join(absent)}: {sys.executable}; {get}\n")
     if len(options.ports) != count:
         made.error(f"--ports: {count} are needed; {len(options.ports)} were given")
+    if len(set(options.ports)) != count or not all(0 < port < 65536 for port in options.ports):
+        made.error(f"--ports: {count} different ones from 1 to 65535 are needed, not {','.join(map(str, options.ports))}")
     options.machine = machine = CPU if options.cpu else GPU
     options.lengths = sorted(max(machine.chunk, n - n % machine.chunk) for n in options.lengths or machine.lengths)
     options.gpus = ["", ""] if options.cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
-    if len(options.gpus) != 2:
+    if len(options.gpus) != 2 or (not options.cpu and gpus_here() < 2):
         made.error("two GPUs are needed: see CUDA_VISIBLE_DEVICES, or --cpu")
     signal.signal(signal.SIGTERM, ended)
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-example-"))
     try:
-        if absent := [name for name in needs if find_spec(name) is None]:
-            get = f"pip install '{ROOT}[{','.join(absent)}]'; without a GPU: scripts/setup.sh vllm, and .venv/bin/python"
-            raise Failed(f"this Python has no {' and no '.join(absent)}: {sys.executable}; {get}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         code = run(options, folder)
         if code == 0 and not options.logs:

@@ -217,15 +217,32 @@ def test_a_python_without_any_package_is_told_what_to_install(program: list[str]
     assert (ran.returncode, ran.stderr.count("\n"), "pip install '/path/to/vcache[" in ran.stderr) == (1, 1, True), ran.stderr
 
 
-def test_without_vllm_or_two_gpus_it_says_so() -> None:
+def test_without_vllm_it_says_so() -> None:
     hidden = f"import sys, runpy; sys.modules['vllm'] = None; sys.path.insert(0, {str(EXAMPLE.parent)!r})"
     code = f"{hidden}; runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"
     with Child([sys.executable, "-c", code, "--cpu"]) as child:
         status, said = child.wait()
     assert (status, "has no vllm" in said, said.count("\n")) == (1, True, 1)
-    with Child([sys.executable, str(EXAMPLE)], CUDA_VISIBLE_DEVICES="0") as child:
+    with Child([sys.executable, "-c", code, "--ports", "1"], CUDA_VISIBLE_DEVICES="0") as child:
         status, said = child.wait()
-    assert (status, "--cpu" in said) == (2, True)
+    assert (status, "has no vllm" in said, said.count("\n")) == (1, True, 1), "what to install is said before anything else"
+
+
+@NEEDS_VLLM
+@pytest.mark.parametrize(
+    ("arguments", "visible", "why"),
+    [
+        ([], "0", "two GPUs are needed"),
+        ([], "", "two GPUs are needed"),
+        (["--lengths", "128"], "none,here", "two GPUs are needed"),
+        (["--cpu", "--ports", "8100,8100"], "", "--ports: 2 different ones"),
+        (["--cpu", "--ports", "8100,65536"], "", "--ports: 2 different ones from 1 to 65535"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_before_anything_starts(arguments: list[str], visible: str, why: str) -> None:
+    with Child([sys.executable, str(EXAMPLE), *arguments], CUDA_VISIBLE_DEVICES=visible) as child:
+        status, said = child.wait()
+    assert (status, why in said, "starting" in said) == (2, True, False), said
 
 
 # ---- a Mooncake store

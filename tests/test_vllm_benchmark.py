@@ -20,6 +20,7 @@ import pytest
 from processes import Worker
 from vllm_cases import forking, missing
 
+from benchmarks import __main__ as bench
 from benchmarks.processes import Child, ChildFailed
 from benchmarks.results import Report, Row, fraction, read, row
 from benchmarks.vllm import groups, latency
@@ -180,6 +181,18 @@ def test_a_result_file_is_continued_and_a_case_measured_again_replaces_the_old(t
     Report(path, "two", "_again").add([row("b", "ms", [4.0], 1.0, what="")])
     assert [(row.case, row.value) for row in read(path)] == [("a", 1.0), ("b", 3.0), ("b_again", 4.0)]
     assert json.loads(path.read_text())["commit"] == "two"
+
+
+@pytest.mark.parametrize("text", [None, "x", "{}", "[]"], ids=["a-folder", "no-json", "no-rows", "no-object"])
+def test_a_result_file_that_cannot_be_continued_is_refused_before_anything_is_measured(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    path.mkdir() if text is None else path.write_text(text)
+    monkeypatch.setitem(bench.SUBJECTS, "turns", list)
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--only", "turns", "--out", str(path)])
+    assert str(path) in capsys.readouterr().err
 
 
 # ---- the probe in the engine core
