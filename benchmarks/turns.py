@@ -6,6 +6,7 @@ turns: processor time, which other processes on the machine do not change, and t
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import socket
@@ -44,7 +45,9 @@ def run() -> list[Row]:
             owned = undo.enter_context(segment.create(Device(name, "host"), CHUNKS * CHUNK_BYTES))
             client.add_segment(owned.info, owned.fd)
         store(client, 2 * CHUNKS)
-        hostile = [multiprocessing.get_context("spawn").Process(target=_attack, args=(path, what)) for what in ATTACKS]
+        hostile = [
+            multiprocessing.get_context("spawn").Process(target=_attack, args=(path, what), daemon=True) for what in ATTACKS
+        ]
         for process in hostile:
             process.start()
         latencies = _behave(path)
@@ -80,6 +83,7 @@ def _behave(path: Path) -> list[float]:
 
 
 def _attack(path: Path, what: str) -> None:
+    logging.disable()  # of every connection that is lost, as it is meant to be
     end, number = time.monotonic() + SECONDS, list(ATTACKS).index(what)
     while time.monotonic() < end:
         with suppress(VCacheError, OSError), Client(path, PATIENT) as client:

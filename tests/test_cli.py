@@ -88,6 +88,7 @@ def test_version_names_the_package_and_the_protocol() -> None:
         ["nonsense"],
         ["status", "--nonsense"],
         ["status", "--since", "5"],
+        ["status", "--watch", "--every", "inf"],
         ["segment", "add", "--device", "host"],
         ["segment", "add", "--device", "host", "--bytes", "much"],
         ["segment", "add", "--device", "host", "--bytes", "0"],

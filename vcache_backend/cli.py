@@ -95,7 +95,7 @@ def status(
     config_file: ConfigFile = None,
     socket: Socket = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Stay and refresh, until Ctrl-C.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="How often --watch refreshes.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="How often --watch refreshes.")] = 1.0,
     since: Annotated[
         float | None,
         typer.Option(metavar="AGE", parser=_seconds, help="Only reports of the last `90s`, `5m`, `2h` or `1d`, all of them."),
