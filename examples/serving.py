@@ -134,10 +134,16 @@ def metadata_server(socket: Path) -> Iterator[Client]:
     """`vcache serve`, answering; a client of it."""
     command = module("vcache_backend.cli", "serve", "--socket", str(socket))
     with Process("metadata server", command, socket.with_suffix(".log")) as server:
-        server.wait(socket.exists, 30)
+        server.wait(lambda: serves(socket), 30)
         with Client(socket, ClientConfig(connect_seconds=5, request_seconds=10), reconnect=False) as client:
             client.require()
             yield client
+
+
+def serves(socket: Path) -> bool:
+    """Whether a metadata server answers; the socket of one that was killed is still there."""
+    with Client(socket, ClientConfig(connect_seconds=5, request_seconds=10), reconnect=False) as client:
+        return client.connected
 
 
 class Site(NamedTuple):

@@ -195,6 +195,15 @@ def test_a_program_that_does_not_start_is_one_error_with_its_log(tmp_path: Path,
         process.wait(lambda: False, 20)
 
 
+def test_a_socket_that_a_server_left_behind_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    serving, path = importlib.import_module("serving"), tmp_path / "vcache.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(str(path))
+    with serving.metadata_server(path) as client:
+        assert client.stats().chunks == 0
+
+
 @NEEDS_VLLM
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_ends_what_it_started(tmp_path: Path, number: signal.Signals) -> None:
