@@ -412,6 +412,30 @@ def test_what_was_loaded_is_not_stored_again_unless_the_load_failed(asynchronous
     assert stored(side.step((request, PROMPT))) == [(CHUNKS, list(range(CHUNKS * CHUNK // BLOCK)), 0)]
 
 
+def test_spans_of_instances_that_vllm_gave_one_seed_have_names_of_their_own(
+    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenTelemetry draws them from Python's generator, which vLLM seeds alike in every instance."""
+    pytest.importorskip("opentelemetry.sdk.trace", reason="no SDK of OpenTelemetry is installed")
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    state = random.getstate()
+    for _ in range(2):
+        side, request = make(), new_request()
+        random.seed(0)
+        assert side.matched(request)[0] == 0
+    random.setstate(state)
+    one, other = (span.context for span in exporter.get_finished_spans())
+    assert one.span_id != other.span_id
+    assert one.trace_id != other.trace_id
+
+
 @pytest.mark.parametrize("sync", [0, 2048])
 def test_where_vllm_traces_a_look_up_and_a_load_are_spans_of_their_request(
     make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, sync: int

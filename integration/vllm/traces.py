@@ -3,6 +3,7 @@ them, the workers' by the times that they report: no process needs an exporter b
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -36,7 +37,12 @@ class Spans:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._tracer, self._context = trace.get_tracer("vcache"), TraceContextTextMapPropagator().extract
+        self._tracer: Any = trace.get_tracer("vcache")
+        self._context = TraceContextTextMapPropagator().extract
+        if hasattr(
+            self._tracer, "id_generator"
+        ):  # the SDK's own draws from the generator that vLLM seeds alike in every instance
+            self._tracer.id_generator = _Names()
         self._within, self._workers = trace.set_span_in_context, workers
         self._known: set[str] = set()
         self._loads: dict[str, tuple[Any, list[int]]] = {}
@@ -90,6 +96,19 @@ class Spans:
         context = self._context(tracked.request.trace_headers or {})
         said = {"gen_ai.request.id": tracked.request.request_id} | said
         return self._tracer.start_span(what, context, attributes=said, start_time=time.time_ns() - int(seconds * 1e9))
+
+
+class _Names:
+    """Of spans and traces, from the system's random numbers, as the SDK asks for them."""
+
+    def generate_span_id(self) -> int:
+        return secrets.randbelow((1 << 64) - 1) + 1
+
+    def generate_trace_id(self) -> int:
+        return secrets.randbelow((1 << 128) - 1) + 1
+
+    def is_trace_id_random(self) -> bool:
+        return True
 
 
 def _said(one: LoadSpan) -> dict[str, Any]:
