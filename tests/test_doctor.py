@@ -31,9 +31,7 @@ from vcache_backend.vram_pool.cuda_driver import Driver
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     tmp_path.chmod(0o700)
-    return from_dict(
-        {"server": {"socket": str(tmp_path / "s")}, "pool": {"segment_bytes": "1 MiB"}, "connector": {"states": True}}
-    )
+    return from_dict({"server": {"socket": str(tmp_path / "s")}, "pool": {"segment_bytes": "1 MiB"}})
 
 
 @pytest.fixture

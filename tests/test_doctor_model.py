@@ -9,11 +9,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import msgspec
 import pytest
 from test_doctor import config, only
 
-from vcache_backend.config import Config, ConnectorConfig
+from vcache_backend.config import Config
 from vcache_backend.doctor import diagnose
 from vcache_backend.doctor.plan import plan
 
@@ -111,9 +110,6 @@ def test_a_models_own_file_tells_whether_it_is_cached_and_what_a_token_takes(
     assert ("half of that" in chunks.advice) == ("state" not in first.detail and "fp" not in first.detail)
     assert f"1 GiB of pool holds {(1 << 30) // (256 * token):,} chunks, " in pool.detail
     assert (first.status, chunks.status, pool.status) == ("ok", "ok", "ok")
-    off = msgspec.structs.replace(config, connector=ConnectorConfig())
-    (unasked, *_) = diagnose(off, str(tmp_path))
-    assert ("set connector.states: true" in unasked.advice) == (unasked.status == "fail") == ("with a state" in first.detail)
 
 
 @pytest.mark.parametrize(

@@ -295,13 +295,9 @@ def test_states_that_nobody_can_tell_the_tokens_of_are_refused_and_so_is_vllm_be
     config = vllm_config(use_v2_model_runner=False)
     model = compat.read_model(config, caches(spec()), "named")
     monkeypatch.setattr(compat, "hash_seed", lambda config: "0")
-    for results, asked, refused in (
-        (object, True, None),
-        (None, True, "take vLLM 0.30"),
-        (object, False, "set connector.states: true"),
-    ):
+    settings = from_dict({"engine": {"chunk_size": 64}})
+    for results, refused in ((object, None), (None, "take vLLM 0.30")):
         monkeypatch.setattr(compat, "_results", results)
-        settings = from_dict({"engine": {"chunk_size": 64}, "connector": {"states": asked}})
         reason = compat.refusal(config, caches(state(), spec()), model, settings)
         assert reason is refused is None or refused in str(reason)
 
@@ -389,7 +385,7 @@ class Pair:
         few: dict[str, Any] = {"kv_cache_memory_bytes": 45 * BLOCK * TOKEN_BYTES} if in_place else {}
         if states:
             # Hits end with vLLM's blocks, and states are where steps end.
-            few, share = {"block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK}, {"states": True}
+            few, share = {"block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK}, {}
         name = f"{layers}{window}{'-in-place' * in_place}"
         # What vLLM's own cache keeps of each step, to compare with.
         kept = {"prefix_cache_retention_interval": CHUNK} if states else {}

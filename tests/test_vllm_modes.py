@@ -245,7 +245,7 @@ def test_a_model_with_states_is_served_in_place_as_without_us_and_the_doctor_kno
     model, tokens, in_place = (
         write_states(here.folder / "states"),
         new_tokens(LENGTH + 1),
-        {"connector": {"share": "in_place", "states": True}},
+        {"connector": {"share": "in_place"}},
     )
     b = start(in_place, model=str(model))
     caches_nothing(here, b, "Mamba's blocks are rewritten without being allocated anew")

@@ -72,8 +72,6 @@ def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, A
     if integration.of(spec) != "vllm":
         return {"kv_connector": "LMCacheConnectorV1", **BOTH}
     more = {path.removeprefix("vcache."): value for path, value in integration.settings(spec).items()}
-    if KINDS[spec.kind].states:
-        more["connector.states"] = "true"
     if "enable_sleep_mode" in KINDS[spec.kind].arguments:
         more["connector.sleep"] = "true"
     lends = 0 if spec.role == "consumer" else scale.pool_bytes

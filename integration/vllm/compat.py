@@ -69,11 +69,8 @@ def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec,
     if model.sleep_mode:
         reason = reason or sleeping.refusal(vllm_config.model_config, settings.connector.sleep)
     try:
-        if groups.read(kv_cache_config, size).states:
-            if not fails_by_request():
-                reason = reason or "layers that keep a state need asynchronous loads that may fail: take vLLM 0.30 or a later one"
-            if not settings.connector.states:
-                reason = reason or "layers that keep a state are cached on trial only: set connector.states: true"
+        if groups.read(kv_cache_config, size).states and not fails_by_request():
+            reason = reason or "layers that keep a state need asynchronous loads that may fail: take vLLM 0.30 or a later one"
     except LayoutError as error:
         return reason or str(error)
     return reason

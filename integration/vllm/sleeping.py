@@ -41,7 +41,7 @@ def refusal(model_config: Any, wanted: bool) -> str | None:
     backend = str(getattr(model_config, "sleep_mode_backend", "cumem"))
     if backend != "cumem":
         return f"what sleep mode's backend {backend} does to memory is not known: set --sleep-mode-backend cumem"
-    return None if wanted else "with sleep mode nothing is cached but on trial: set connector.sleep: true"
+    return None if wanted else "with sleep mode nothing is cached unless that is asked for: set connector.sleep: true"
 
 
 # ---- in the scheduler

@@ -82,7 +82,7 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
         return
     layers = ", ".join(f"{count} layers {_KINDS[kind]}" for kind, count in kv.layers.items()).replace("{}", f"{kv.window:,}")
     known = f"{name} ({kv.architecture}): {layers}"
-    reason, advice = _refusal(kv, config.connector.share == "in_place", config.connector.states)
+    reason, advice = _refusal(kv, config.connector.share == "in_place")
     if reason:
         yield Finding("model", "fail", f"{known}: nothing of it is cached: {reason}", advice)
         return
@@ -134,7 +134,7 @@ def _table(kv: ModelKv) -> int:
     return many if many < 1.5 * few else few
 
 
-def _refusal(kv: ModelKv, in_place: bool, states: bool) -> tuple[str, str]:
+def _refusal(kv: ModelKv, in_place: bool) -> tuple[str, str]:
     """As `integration.vllm.compat.refusal` would say it, and what to change; the advice alone where it is cached."""
     if kv.odd:
         return kv.odd, "no setting changes it; vLLM serves all the same"
@@ -142,8 +142,6 @@ def _refusal(kv: ModelKv, in_place: bool, states: bool) -> tuple[str, str]:
         return "all layers keep a state, and none keeps tokens", "no setting changes it; vLLM serves all the same"
     if kv.layers.get("state") and in_place:
         return "vLLM copies states from block to block without allocating them", "set connector.share: pool"
-    if kv.layers.get("state") and not states:
-        return "layers that keep a state are cached on trial only", "set connector.states: true, with vLLM 0.30 or a later one"
     if kv.layers.get("state"):
         return "", "vLLM 0.30 or a later one; before, nothing of it is cached, and 0.26 does not start with our connector"
     if in_place and kv.layers.get("window") and not kv.layers.get("full"):
