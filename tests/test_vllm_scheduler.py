@@ -210,6 +210,21 @@ def test_an_answer_of_before_a_reset_is_no_answer_after_it(make: Callable[..., S
     eventually(lambda: side.leases() == 0)
 
 
+def test_what_workers_say_of_a_reset_does_not_end_a_later_one(side: Side) -> None:
+    """Steps that were planned between the two may still store what is of weights before the later one."""
+    request = new_request()
+    assert side.half.reset()
+    first = side.step()
+    assert side.half.reset()
+    second = side.step()
+    side.report(flushed=first.flush)
+    side.put(request)
+    assert side.matched(request) == (0, False)
+    side.report(flushed=second.flush)
+    assert not side.half._resets.clearing
+    assert side.matched(request) == (0, False)
+
+
 @ways
 def test_what_was_sent_ahead_is_asked_once(make: Callable[..., Side], sync: int, ahead: bool) -> None:
     side, request = make(sync_below_tokens=sync), new_request()

@@ -119,19 +119,19 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to workers, one a step.
 
     fresh: blocks that get a new owner in this step, in lists. cancelled: requests that ended while their load was under way.
-    flush: say when the stores of earlier steps have begun. idle: no model runs in this step. opaque: nobody knows which blocks get
-    a new owner. introduce: say what you hold. instance: under which name to show the KV cache to others, in a step that introduces;
-    empty if it is not to be shown. found: more of `LoadSpec.residents`, by request, for loads that wait for chunks;
-    none: no more will come. meet: instances whose KV caches are to be mapped for later loads. echo: a number to be told as that of a load
-    which is over with this step. nap: the number of a sleep of vLLM's of which nobody has said how it left the weights; 0: of none.
-    compare: say it.
+    flush: a number to be told when the stores of earlier steps have begun; 0: none. idle: no model runs in this step. opaque: nobody
+    knows which blocks get a new owner. introduce: say what you hold. instance: under which name to show the KV cache to others, in a
+    step that introduces; empty if it is not to be shown. found: more of `LoadSpec.residents`, by request, for loads that wait for
+    chunks; none: no more will come. meet: instances whose KV caches are to be mapped for later loads. echo: a number to be told as that
+    of a load which is over with this step. nap: the number of a sleep of vLLM's of which nobody has said how it left the weights; 0: of
+    none. compare: say it.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
     stores: list[StoreSpec] = field(default_factory=list)
     fresh: list[list[int]] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
-    flush: bool = False
+    flush: int = 0
     idle: bool = False
     opaque: bool = False
     introduce: bool = False
@@ -179,18 +179,18 @@ class LoadSpan(NamedTuple):
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler, after a step. failed: requests whose loads did not hold, or that built on blocks of one whose did not.
-    flushed: every store of the steps so far has its reservation, so that a reset ends it. segments: those that workers can read, and
-    where they lie for them, by workers' numbers, where that changed, or nobody knew. mapped: the instances whose KV caches they can
-    read, likewise. read: the numbers of the synchronous loads that are over, all workers' in the same step. links: how workers reach
-    the offload tier, where that changed.
-    shards: what they hold, by (pipeline rank, tensor rank), where the step asked. stored: keys, of rank 0, of what each rank has stored,
-    where somebody wants KV events. spans: of every load that is over. same: for which nap workers were asked, and whether their weights are
-    as they were before vLLM slept, by their numbers, where the step asked.
+    flushed: the number with which the step asked: every store so far has its reservation, so that a reset ends it. segments: those that
+    workers can read, and where they lie for them, by workers' numbers, where that changed, or nobody knew. mapped: the instances whose
+    KV caches they can read, likewise. read: the numbers of the synchronous loads that are over, all workers' in the same step. links:
+    how workers reach the offload tier, where that changed. shards: what they hold, by (pipeline rank, tensor rank), where the step
+    asked. stored: keys, of rank 0, of what each rank has stored, where somebody wants KV events. spans: of every load that is over.
+    same: for which nap workers were asked, and whether their weights are as they were before vLLM slept, by their numbers, where the
+    step asked.
 
     Of vLLM's ways up this is the one that connectors beside ours share."""
 
     failed: set[str] = field(default_factory=set)
-    flushed: bool = False
+    flushed: int = 0
     segments: dict[int, dict[SegmentId, Where]] = field(default_factory=dict)
     links: dict[int, Link] = field(default_factory=dict)
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         }
         return WorkerReport(
             self.failed | other.failed,
-            self.flushed or other.flushed,
+            max(self.flushed, other.flushed),
             self.segments | other.segments,
             self.links | other.links,
             self.shards | other.shards,

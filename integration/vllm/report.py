@@ -27,7 +27,7 @@ class Reporter:
         self._session: Session | None = None
         self.refuse("it was given no KV caches")
         self.failed, self.read, self.spans = set[str](), set[int](), list[LoadSpan]()
-        self.flushed = self.introduce = False
+        self.introduce, self.flushed = False, 0
         self.same: tuple[int, bool] | None = None
         self._segments: dict[SegmentId, Where] = {}
         self._link = Link()
@@ -69,7 +69,7 @@ class Reporter:
             {self.number: self.same} if self.same is not None else {},
         )
         self.read, self.spans, self.same = set(), [], None
-        self.failed, self.flushed, self._segments, self._link, self._mapped = set(), False, segments, link, mapped
+        self.failed, self.flushed, self._segments, self._link, self._mapped = set(), 0, segments, link, mapped
         self.introduce = False
         return report
 

@@ -19,6 +19,8 @@ class Resets:
         """drop: what was found for requests, and nothing was loaded of, is of before."""
         self._instance, self._drop = instance, drop
         self.clearing = self._flush = False
+        self._number = 0
+        """Of the last reset: what workers say of earlier ones says nothing of the steps between."""
         self.nap = sleeping.Nap(instance.workers)
 
     def reset(self) -> bool:
@@ -42,10 +44,10 @@ class Resets:
         if self._instance.shared is not None and self._instance.shared.learn():
             self._drop()
 
-    def flushes(self) -> bool:
-        """A step is planned: whether workers are to say when the stores of earlier steps have begun."""
+    def flushes(self) -> int:
+        """A step is planned: the number of the reset for which workers are to say when the stores of earlier steps have begun; 0: none."""
         flush, self._flush = self._flush, False
-        return flush
+        return self._number if flush else 0
 
     def note(self, report: WorkerReport) -> None:
         """What workers say of their weights, and of stores."""
@@ -54,7 +56,7 @@ class Resets:
             log.info("vcache: since vLLM slept its weights are as they were, and what the pool has is found again")
         elif same is False:
             self._new_weights()
-        if report.flushed and self.clearing:
+        if self.clearing and report.flushed == self._number:
             # Steps of before the reset may have stored since; what they have not committed yet never comes.
             self.clearing = self._flush = not self._instance.clear()
 
@@ -67,6 +69,7 @@ class Resets:
     def _forget(self) -> bool:
         # Until the steps under way are over, and what they store is cleared too, nothing is looked up.
         self._flush = self.clearing = True
+        self._number += 1
         self._drop()
         if self._instance.shared is not None:
             self._instance.shared.reset()

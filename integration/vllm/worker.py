@@ -167,7 +167,8 @@ class WorkerSide:
             if worker.neighbours is not None:
                 worker.neighbours.expects(instance)
         # A step without a model run stores nothing, and older releases do not call `store` in it.
-        self.report.flushed |= meta.flush and meta.idle
+        if meta.idle:
+            self.report.flushed = meta.flush or self.report.flushed
         self._stores.fence(meta)
         self.loads.begin(worker, meta)
 
@@ -187,7 +188,7 @@ class WorkerSide:
         if self._meta.publications and self.in_place is not None:
             self.report.failed |= self.in_place.publish(self._meta.publications, unfilled)
         # Nothing is waited for: whatever reservation there is by now, the scheduler's next reset makes it void.
-        self.report.flushed |= self._meta.flush
+        self.report.flushed = self._meta.flush or self.report.flushed
 
     def finished(self) -> set[str]:
         """Requests whose asynchronous load is over, held or not. Launches what can be launched."""
