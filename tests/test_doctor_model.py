@@ -26,6 +26,17 @@ LLAMA = {
     "num_key_value_heads": 8,
 }
 MLA = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+MIMO = {
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "sliding_window": 128,
+    "hybrid_layer_pattern": [0, *[1] * 4, *[0, *[1] * 5] * 7, 0],
+}
 MIXED = ["sliding_attention", "full_attention"] * 16
 
 
@@ -90,6 +101,33 @@ MIXED = ["sliding_attention", "full_attention"] * 16
             32768,
             "8 layers of full attention, 8 layers with",
         ),
+        # MiMo V2: K and V of a head differ in size, and windows have more heads. A chunk of 256 tokens has the last 128 of a window.
+        (MIMO, (9 * 4 * 256 + 5 * 9 * 8 * 128) * 320 * 2 // 256, "9 layers of full attention, 39 layers with a window of 128"),
+        # Step 3.5: layers that guess ahead stand behind the others. Nemotron-NAS: some layers attend to nothing.
+        (
+            LLAMA | {"num_key_value_heads": None, "num_attention_groups": 4, "layer_types": [*["full_attention"] * 32, "x"]},
+            65536,
+            "32 layers of full attention: cached; 4 KV heads of 128",
+        ),
+        (
+            LLAMA | {"block_configs": [{"attention": {"n_heads_in_group": 4}}, {"attention": {"no_op": True}}] * 16},
+            65536,
+            "16 layers of full attention: cached; 8 KV heads of 128",
+        ),
+        (LLAMA | {"block_configs": [{"attention": {"n_heads_in_group": n}} for n in (4, 8)] * 16}, 0, "pages of several sizes"),
+        (LLAMA | {"layer_group_size": 8}, 16384, "4 layers of full attention, 28 layers with a state: cached"),
+        (
+            LLAMA | {"sliding_window": 4096, "sliding_window_pattern": "LLLG"},
+            131072,
+            "8 layers of full attention, 24 layers with",
+        ),
+        ({"model_type": "longcat_flash", "num_layers": 28} | MLA, 64512, "56 layers of full attention: cached; one row"),
+        (
+            {"layers_block_type": ["attention"] * 4, "num_attention_heads": 8, "head_dim": 128},
+            16384,
+            "4 layers of full attention",
+        ),
+        ({"is_encoder_decoder": True, "num_hidden_layers": 12, "d_model": 768}, 0, "an encoder's output is nobody's prefix"),
         ({"num_hidden_layers": 64, "state_size": 128}, 0, "nothing of it is cached: all layers keep a state"),
         (MLA | {"index_head_dim": 128}, 0, "pages of several sizes"),
     ],
@@ -110,6 +148,27 @@ def test_a_models_own_file_tells_whether_it_is_cached_and_what_a_token_takes(
     assert ("half of that" in chunks.advice) == ("state" not in first.detail and "fp" not in first.detail)
     assert f"1 GiB of pool holds {(1 << 30) // (256 * token):,} chunks, " in pool.detail
     assert (first.status, chunks.status, pool.status) == ("ok", "ok", "ok")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "token", "said"),
+    [("FP8", 65536, "fp8"), ("NVFP4", 36864, "nvfp4"), ("INT8", 131072, "bfloat16"), (None, 131072, "bf")],
+)
+def test_modelopts_own_file_tells_what_the_kv_cache_is_quantized_to_where_the_models_does_not(
+    config: Config, tmp_path: Path, algorithm: str | None, token: int, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": algorithm}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    first, chunks, _ = diagnose(config, str(tmp_path))
+    assert f"8 KV heads of 128, {said}" in first.detail
+    assert chunks.detail.startswith(f"{token:,} B a token, ")
+    # vLLM looks at it only where the model's own file says nothing.
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "fp8"}}))
+    assert "8 KV heads of 128, bfloat16" in diagnose(config, str(tmp_path))[0].detail
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "hf_quant_config.json").write_text("[]")
+    assert "hf_quant_config.json cannot be read: it holds a list" in diagnose(config, str(tmp_path))[0].detail
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ _NAMES = {
 """Of layers, as configurations name them. (vLLM gives chunked attention whole block tables, unless told not to.) All others keep states."""
 _STATES = (
     *("mamba_d_state", "ssm_state_size", "state_size", "mamba_n_heads", "linear_attn_config", "linear_num_value_heads"),
-    *("conv_L_cache", "attn_type_list", "lru_width", "rwkv_hidden_size"),
+    *("conv_L_cache", "attn_type_list", "lru_width", "rwkv_hidden_size", "layer_group_size"),
 )
 """Keys that only models with states have."""
 _ATTENDING = ("attn_layer_indices", "full_attn_idxs", "full_attn_layers")
@@ -208,24 +208,32 @@ def _filled(folder: Path) -> dict[str, Any]:
 
 def read(folder: Path) -> ModelKv:
     """Raises UnknownModel."""
-    file = folder / "config.json"
-    try:
-        if (size := file.stat().st_size) > MAX_FILE_BYTES:
-            raise ValueError(f"it has {size:,} B, too many for a model's configuration")
-        whole = json.loads(file.read_text())
-        if not isinstance(whole, dict):
-            raise ValueError(f"it holds a {type(whole).__name__}")
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnknownModel(f"{file} cannot be read: {error}") from error
+    file, beside = folder / "config.json", folder / "hf_quant_config.json"
+    whole = _read(file)
+    quantized = {}
+    if whole.get("quantization_config") is None and beside.is_file():  # as ModelOpt wrote it up to 0.29
+        quantized = {"quantization_config": _read(beside)}
     try:
         try:
-            return _checked(_kv(whole))
+            return _checked(_kv(whole | quantized))
         except UnknownModel:
             if not (filled := _filled(folder)):
                 raise
-            return _checked(_kv(filled))
+            return _checked(_kv(filled | quantized))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UnknownModel(f"{file} is not as models' are: {error!r}; start vLLM and see its log") from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        if (size := file.stat().st_size) > MAX_FILE_BYTES:
+            raise ValueError(f"it has {size:,} B, too many for a model's configuration")
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnknownModel(f"{file} cannot be read: {error}") from error
+    return found
 
 
 def _checked(kv: ModelKv) -> ModelKv:
@@ -235,7 +243,7 @@ def _checked(kv: ModelKv) -> ModelKv:
     if kv.layers.get("window") and kv.window < 2:
         raise ValueError(f"a window of {kv.window} tokens")
     token: object = kv.full_bytes + kv.window_bytes
-    if not isinstance(token, int) or token > MAX_TOKEN_BYTES or (token < 1 and not kv.layers.get("state")):
+    if not isinstance(token, int) or token > MAX_TOKEN_BYTES or (token < 1 and not kv.odd and not kv.layers.get("state")):
         raise ValueError(f"{token} B a token, {kv.what}")
     return kv
 
@@ -250,10 +258,10 @@ def _kv(whole: Mapping[str, Any]) -> ModelKv:
     odd = ""
     if whole.get("is_encoder_decoder"):
         odd = "an encoder's output is nobody's prefix"
-    elif text.get("index_head_dim") or text.get("block_configs"):
+    elif text.get("index_head_dim") or len({block.get("n_heads_in_group") for block in _attentions(text)}) > 1:
         odd = "layers of one block table have pages of several sizes"
     dtype = _dtype(whole, text)
-    full, window, what = _token(text, dtype) if layers["full"] + layers["window"] else (0, 0, "")
+    full, window, what = _token(text, dtype) if layers["full"] + layers["window"] and not odd else (0, 0, "")
     look, halves = int(text.get("sliding_window") or 0), dtype not in _SIXTEENTHS
     return ModelKv(architecture, layers, look, full * layers["full"], window * layers["window"], what, odd, halves)
 
@@ -264,23 +272,51 @@ def _token(text: Mapping[str, Any], dtype: str) -> tuple[int, int, str]:
     if text.get("kv_lora_rank"):
         row = text["kv_lora_rank"] + text.get("qk_rope_head_dim", 0)
         return row * size // 16, row * size // 16, f"one row of {row} numbers a token and layer (MLA), {named}"
-    heads, dim = _number(text, _KV_HEADS), _head_dim(text)
-    what = f"{heads} KV heads of {dim}, {named}"
+    heads, dim = _kv_heads(text), _head_dim(text)
     wide, of_wide = text.get("num_global_key_value_heads") or heads, text.get("global_head_dim") or dim
+    of_v, of_wide_v = dim, of_wide
+    if text.get("hybrid_layer_pattern"):  # MiMo V2, of which K and V differ
+        heads, dim = text.get("swa_num_key_value_heads") or heads, text.get("swa_head_dim") or dim
+        of_v, of_wide_v = text.get("swa_v_head_dim") or dim, text.get("v_head_dim") or of_wide
+    what = f"{heads} KV heads of {dim}, {named}"
     if (wide, of_wide) != (heads, dim):
         what = f"{what}; {wide} of {of_wide} where all tokens are looked at"
-    return 2 * wide * of_wide * size // 16, 2 * heads * dim * size // 16, what
+    return wide * (of_wide + of_wide_v) * size // 16, heads * (dim + of_v) * size // 16, what
 
 
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_heads", "n_head", "n_heads")
+_KV_HEADS = (
+    *("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_groups"),
+    *("num_attention_heads", "n_head", "n_heads"),
+)
+
+
+def _kv_heads(text: Mapping[str, Any]) -> int:
+    grouped = next((block.get("n_heads_in_group") for block in _attentions(text)), None)
+    return int(text["num_attention_heads"]) // int(grouped) if grouped else _number(text, _KV_HEADS)
+
+
+def _attentions(text: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of Nemotron-NAS, whose layers differ: those that attend."""
+    blocks = [block.get("attention") or {} for block in text.get("block_configs") or ()]
+    return [block for block in blocks if not (block.get("no_op") or block.get("replace_with_linear"))]
 
 
 def _layers(text: Mapping[str, Any]) -> Counter[str]:
     """How many there are of each kind."""
-    count = _number(text, ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
     named = next((text[key] for key in ("layer_types", "layers_block_type", "block_types") if text.get(key)), None)
+    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    unsaid = isinstance(named, list) and not any(text.get(name) for name in names)
+    count = len(named or ()) if unsaid else _number(text, names)
+    if text.get("model_type") == "longcat_flash" and text.get("num_layers"):
+        count = 2 * _number(text, ("num_layers",))  # each attends twice
     if isinstance(named, list):
+        named = named[:count]  # behind them may be those that guess ahead
         found = _named(named)
+    elif isinstance(text.get("hybrid_layer_pattern"), list):
+        pattern = text["hybrid_layer_pattern"][:count]
+        found = Counter(full=pattern.count(0), window=pattern.count(1))
+    elif text.get("block_configs"):
+        found = Counter(full=len(_attentions(text)))
     elif isinstance(text.get("hybrid_override_pattern"), str):
         marks = Counter(text["hybrid_override_pattern"])
         found = Counter(full=marks["*"], state=marks["M"])
@@ -304,8 +340,8 @@ def _named(layers: Sequence[object]) -> Counter[str]:
 
 def _attending(text: Mapping[str, Any], count: int) -> int:
     """Of a model's layers of which some keep a state, those that look at all tokens."""
-    if text.get("full_attention_interval"):
-        return count // int(text["full_attention_interval"])
+    if each := text.get("full_attention_interval") or text.get("layer_group_size"):
+        return count // int(each)
     if text.get("attn_layer_period"):
         return len(range(int(text.get("attn_layer_offset") or 0), count, int(text["attn_layer_period"])))
     if text.get("attn_type_list"):
@@ -325,6 +361,7 @@ def _windows(text: Mapping[str, Any], count: int) -> Counter[str]:
     if not text.get("sliding_window") or not text.get("use_sliding_window", True):
         return Counter(full=count)
     each = text.get("sliding_window_pattern") or _PATTERNS.get(str(text.get("model_type")))
+    each = len(each) if isinstance(each, str) else each  # such as LLLG
     full = count // each if isinstance(each, int) else 0
     return Counter(full=full, window=count - full)
 
@@ -347,8 +384,9 @@ def _dtype(whole: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     """Of a number in the KV cache, as vLLM's `auto` takes it."""
     dtype = next((str(one[key]) for one in (text, whole) for key in ("dtype", "torch_dtype") if one.get(key)), "bfloat16")
     quantized = whole.get("quantization_config") or {}
+    quantized = quantized | (quantized.get("quantization") or {})
     scheme = quantized.get("kv_cache_scheme") or quantized.get("kv_cache_quant_algo")
-    if scheme:
-        bits = scheme.get("num_bits") if isinstance(scheme, dict) else scheme
-        return "nvfp4" if str(bits).lower() in ("4", "nvfp4") else "fp8"
+    bits = str(scheme.get("num_bits") if isinstance(scheme, dict) else scheme).lower()
+    if bits in ("4", "nvfp4", "8", "fp8"):  # of others vLLM says that it does not know them
+        return "nvfp4" if bits in ("4", "nvfp4") else "fp8"
     return printable(dtype.removeprefix("torch."))
