@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
         ("offload:\n  policy: on", "line 2: Expected `str`, got `bool` - at `$.offload.policy`; expected off or write_through"),
         ("server:\n  journal: true\n  1: 2", "line 3: a key is a name, and this is none to YAML: '1'"),
         ("server:\n  socket: /tmp/\0", "line 2: not YAML: control characters are not allowed"),
-        ('server: {socket: "/tmp/a\\0b/c"}', "socket must be the path of a file, got '/tmp/a\\x00b/c' - at `$.server`"),
+        ('server: {socket: "/tmp/a\\0b/c"}', "socket must be a path of printable characters in UTF-8, got '/tmp/a\\x00b/c'"),
         ("server: {socket: /run/}", "socket must be the path of a file, got '/run/' - at `$.server`"),
         ("server: {socket: /}", "socket must be the path of a file, got '/' - at `$.server`"),
         ("connector: {event_medium: gpu}", "than that of vLLM's own prefix cache, got 'gpu'"),
@@ -148,6 +149,14 @@ def test_the_socket_of_the_environment_wins_over_the_file(write: Any, monkeypatc
     assert config.load(path).server.path == Path("/environment.sock")
     assert config.load(path).server.lease_seconds == 3
     assert config.load().server.path == Path("/environment.sock")
+
+
+def test_a_socket_of_the_environment_that_is_no_utf_8_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VCACHE_SOCKET", os.fsdecode(b"/tmp/\xff.sock"))
+    with pytest.raises(
+        ConfigError, match=r"^VCACHE_SOCKET: socket must be a path of printable characters in UTF-8, got '/tmp/.udcff"
+    ):
+        config.load()
 
 
 def test_the_environment_names_the_file_when_the_caller_does_not(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:

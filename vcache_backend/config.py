@@ -11,6 +11,7 @@ import math
 import os
 import re
 from pathlib import Path
+from socket import AF_INET6, inet_aton, inet_pton
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -79,7 +80,20 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
         raise ValueError(f"{name} must be HOST:PORT, got {address!r}")
     if int(found[3]) > 65535:
         raise ValueError(f"{name} must be HOST:PORT, and a port is 65535 at most, got {address!r}")
-    return found[1] or found[2] or absent, int(found[3])
+    host = found[1] or found[2]
+    try:
+        if ":" in host:
+            inet_pton(AF_INET6, host)
+        elif re.fullmatch(r"[0-9.]+", host):
+            inet_aton(host)
+    except OSError as error:
+        raise ValueError(f"{name} must be HOST:PORT, and {host} is no host, got {address!r}") from error
+    return host or absent, int(found[3])
+
+
+def _check_retries(first: float, longest: float) -> None:
+    if first > longest:
+        raise ValueError(f"retry_seconds ({first:g}) is more than retry_max_seconds ({longest:g})")
 
 
 def is_device(spec: str) -> bool:
@@ -109,7 +123,9 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
-        if self.socket and (self.socket.endswith("/") or not Path(self.socket).name or not self.socket.isprintable()):
+        if not self.socket.isprintable():
+            raise ValueError(f"socket must be a path of printable characters in UTF-8, got {self.socket!r}")
+        if self.socket and (self.socket.endswith("/") or not Path(self.socket).name):
             raise ValueError(f"socket must be the path of a file, got {self.socket!r}")
         if len(os.fsencode(self.socket)) > MAX_SOCKET_PATH:
             raise ValueError(f"socket must be a path of at most {MAX_SOCKET_PATH} bytes, got {self.socket!r}")
@@ -132,6 +148,9 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
     retry_seconds: Positive = 0.1
     retry_max_seconds: Positive = 2.0
     server_uid: Id | None = None
+
+    def __post_init__(self) -> None:
+        _check_retries(self.retry_seconds, self.retry_max_seconds)
 
 
 class PoolConfig(_Section, frozen=True, kw_only=True):
@@ -231,6 +250,11 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
     retry_seconds: Positive = 1.0
     retry_max_seconds: Positive = 15.0
     mooncake: MooncakeConfig = MooncakeConfig()
+
+    def __post_init__(self) -> None:
+        _check_retries(self.retry_seconds, self.retry_max_seconds)
+        if not self.staging_bytes:
+            raise ValueError("staging_bytes must be more than 0")
 
     def least_bandwidth(self, on_gpu: bool) -> ByteSize:
         """`min_bandwidth` in force for KV caches on a GPU, or in host memory. Where it is not set, it is what an H200 computes of an 8B
