@@ -95,6 +95,23 @@ def scripted(stage_: Stage) -> Iterator[Callable[[Callable[[list[Any]], Any]], S
 # ---- no server
 
 
+def test_a_path_from_a_folder_is_told_whole_where_no_server_is_and_as_it_is_where_the_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since it means another file in each folder."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with (
+        pytest.raises(ServerUnavailable, match=f"no metadata server at {folder}/a.sock: "),
+        Client(Path("a.sock"), QUICK) as client,
+    ):
+        client.stats()
+    folder.rmdir()
+    with pytest.raises(ServerUnavailable, match=r"no metadata server at a\.sock: "), Client(Path("a.sock"), QUICK) as client:
+        client.stats()
+
+
 def test_an_absent_server_is_no_error_until_somebody_asks_and_one_that_comes_late_is_found(stage_: Stage) -> None:
     client = stage_.client(QUICK)
     for ask in (client.require, client.stats, lambda: client.commit(1), lambda: client.clear(), lambda: client.contains([A])):

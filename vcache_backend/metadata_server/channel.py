@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -249,7 +250,10 @@ class Channel(ABC):
             case ConnectionRefusedError() if not self._path.is_socket():
                 return f"{self._path} is no socket; set server.socket to that of a metadata server"
             case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
-                return f"no metadata server at {self._path}: {error.strerror}; start one with `vcache serve`"
+                at = self._path
+                with suppress(OSError):  # of a folder that is gone nobody can tell
+                    at = at.absolute()
+                return f"no metadata server at {at}: {error.strerror}; start one with `vcache serve`"
             case OSError(errno=errno.EPROTOTYPE):
                 return f"the metadata server at {self._path} is of another version; install the same vcache-backend"
             case TimeoutError() | BlockingIOError():
