@@ -225,6 +225,17 @@ def test_what_workers_say_of_a_reset_does_not_end_a_later_one(side: Side) -> Non
     assert side.matched(request) == (0, False)
 
 
+def test_workers_are_asked_of_a_reset_until_they_have_answered(side: Side) -> None:
+    """A step that ran while vLLM slept, or whose stores raised, says nothing."""
+    assert side.half.reset()
+    first, second = side.step(), side.step()
+    side.report()
+    side.report(flushed=second.flush)
+    assert first.flush
+    assert not side.half._resets.clearing
+    assert not side.step().flush
+
+
 @ways
 def test_what_was_sent_ahead_is_asked_once(make: Callable[..., Side], sync: int, ahead: bool) -> None:
     side, request = make(sync_below_tokens=sync), new_request()

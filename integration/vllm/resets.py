@@ -18,7 +18,7 @@ class Resets:
     def __init__(self, instance: Introduction, drop: Callable[[], None]) -> None:
         """drop: what was found for requests, and nothing was loaded of, is of before."""
         self._instance, self._drop = instance, drop
-        self.clearing = self._flush = False
+        self.clearing = False
         self._number = 0
         """Of the last reset: what workers say of earlier ones says nothing of the steps between."""
         self.nap = sleeping.Nap(instance.workers)
@@ -45,9 +45,9 @@ class Resets:
             self._drop()
 
     def flushes(self) -> int:
-        """A step is planned: the number of the reset for which workers are to say when the stores of earlier steps have begun; 0: none."""
-        flush, self._flush = self._flush, False
-        return self._number if flush else 0
+        """A step is planned: the number of the reset for which workers are to say when the stores of earlier steps have begun; 0: none.
+        They are asked in each until they have: of a step while vLLM sleeps, or one whose stores raise, they say nothing."""
+        return self._number if self.clearing else 0
 
     def note(self, report: WorkerReport) -> None:
         """What workers say of their weights, and of stores."""
@@ -58,7 +58,7 @@ class Resets:
             self._new_weights()
         if self.clearing and report.flushed == self._number:
             # Steps of before the reset may have stored since; what they have not committed yet never comes.
-            self.clearing = self._flush = not self._instance.clear()
+            self.clearing = not self._instance.clear()
 
     # ---- inside
 
@@ -68,7 +68,7 @@ class Resets:
 
     def _forget(self) -> bool:
         # Until the steps under way are over, and what they store is cleared too, nothing is looked up.
-        self._flush = self.clearing = True
+        self.clearing = True
         self._number += 1
         self._drop()
         if self._instance.shared is not None:
@@ -76,5 +76,5 @@ class Resets:
         cleared = self._instance.clear()
         if self._instance.shared is not None and cleared:
             # What steps under way publish, or save in the pool, is of an epoch that is over.
-            self._flush = self.clearing = False
+            self.clearing = False
         return cleared or not self._instance.over
