@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -67,8 +68,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 class Side:
     """A scheduler's half whose workers have said what they hold."""
 
-    def __init__(self, here: Node, undo: ExitStack, window: int = 0, ranks: int = 1, **connector: Any) -> None:
-        """window: of a second block table, vLLM's first. ranks: tensor parallel ones."""
+    def __init__(
+        self, here: Node, undo: ExitStack, window: int = 0, ranks: int = 1, state: bool = False, **connector: Any
+    ) -> None:
+        """window: of a second block table, vLLM's first. ranks: tensor parallel ones. state: what the first table's layers keep."""
         self.meter, self.client = Meter(), undo.enter_context(here.client())
         config = here.config("host", chunk_size=CHUNK)
         settings = ConnectorConfig(**{"share": "pool", "min_hit_tokens": CHUNK} | connector)
@@ -83,6 +86,8 @@ class Side:
         vllm.observability_config = SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:4317")
         sizes = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 8, "dtype": torch.bfloat16}
         specs = [SlidingWindowSpec(sliding_window=window, **sizes)] if window else []
+        if state:
+            specs = [MambaSpec(block_size=BLOCK, shapes=((2, 3),), dtypes=(torch.float32,), mamba_cache_mode="align")]
         named = [KVCacheGroupSpec(["layer"], one) for one in (*specs, FullAttentionSpec(**sizes))]
         caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=named)
         self.vllm, self.config = vllm, config
@@ -392,6 +397,31 @@ def test_what_was_computed_with_another_connectors_load_is_stored_when_that_has_
     side.report(read={first.echo})
     # It failed: vLLM goes back.
     assert [len(store.keys) for store in side.step(cached=(request, 0, PROMPT, None)).stores] == [CHUNKS]
+
+
+def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(make: Callable[..., Side]) -> None:
+    """Under MultiConnector, with another connector's load in the step: also for a request that begins with what was computed behind it,
+    whose table of states has none of that load's blocks."""
+    side, request, each = make(state=True), new_request(), CHUNK // BLOCK
+    same = Request(
+        "same",
+        list(request.prompt_token_ids or ()),
+        SamplingParams(max_tokens=4),
+        None,
+        block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, sha256),
+    )
+    assert side.matched(request) == (0, False)
+    own, none = list(range(100, 100 + 5 * each)), [0] * (each - 1)
+    first = side.begun(request, CHUNK, CHUNK, ([0] * each + [*none, 200], own[: 2 * each]))
+    second = side.step(cached=(request, 2 * CHUNK, CHUNK, ([*none, 201], own[2 * each : 3 * each])))
+    assert side.matched(same, 3 * CHUNK) == (0, False)
+    rows = [0] * 2 * each + [*none, 201, *none, 202], [*own[: 3 * each], *range(300, 300 + each)]
+    third = side.begun(same, 3 * CHUNK, CHUNK, rows)
+    assert first.echo
+    assert first.stores == second.stores == third.stores == []
+    side.report(read={first.echo})
+    fourth = side.step(cached=(request, 3 * CHUNK, CHUNK, ([*none, 203], own[3 * each : 4 * each])))
+    assert [(len(store.keys), len(store.prefix)) for store in fourth.stores] == [(4, 0), (1, 4)]
 
 
 # ---- what a step stores

@@ -128,9 +128,11 @@ class Completions:
             filled = min(min(reached, tracked.request.num_tokens) // self.place, places)
             if filled > tracked.filled:
                 self._publications.fill(tracked, filled)
-        if reached >= tracked.complete_at and (not self._unsure or self._unsure.isdisjoint(tracked.rows[0])):
+        # What a table keeps of a request may be none of what the request was computed from.
+        sure = not self._unsure or all(map(self._unsure.isdisjoint, tracked.rows))
+        if reached >= tracked.complete_at and sure:
             self._complete(tracked, computed, reached, meta)
-        if self._groups is not None and self._groups.states:
+        if self._groups is not None and self._groups.states and sure:
             self._keep_states(tracked, self._groups, reached, meta)
 
     def _keep_states(self, tracked: Tracked, groups: Groups, reached: int, meta: StepMetadata) -> None:
