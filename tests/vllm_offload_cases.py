@@ -85,10 +85,10 @@ class Two:
 
         eventually(written)
         tokens, own = self.kept(a)
-        before = loaded(b, "store")
 
         def read() -> bool:
             self.empty()
+            before = loaded(b, "store")
             assert b.again(tokens).said == own.said
             return loaded(b, "store") == before + HITS
 
