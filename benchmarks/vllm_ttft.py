@@ -75,7 +75,7 @@ def _few(
     of: tuple[str, ...] = ("vllm",),
     cpu: bool = True,
     then: Callable[[Run], list[Row]] | None = None,
-    where: Callable[[], str] = lambda: "stored by the other GPU",
+    where: Callable[[], str] = lambda: "",
 ) -> Part:
     """Hits of instances of a kind, and, but for eager ones of the plain model, whether their output depends on the prompt at all.
     then: what is measured instead of the latter. where: what stores them, in words."""

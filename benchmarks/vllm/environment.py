@@ -57,11 +57,20 @@ def descends(pid: int, ancestor: int) -> bool:
     return pid == ancestor
 
 
+def peer() -> str:
+    """Where the other instance's memory lies, in words."""
+    return "the peer GPU" if len(_own()) > 1 else "the same GPU"
+
+
+def _own() -> list[str]:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+
+
 def visible(gpu: int) -> str:
     """CUDA_VISIBLE_DEVICES for an instance on a GPU of this run, the first being 0: that one, then the other of its pair.
 
-    The run's are those in its own CUDA_VISIBLE_DEVICES, so that a host of four may do two runs at a time; a single one does for what
-    is not timed.
+    The run's are those in its own CUDA_VISIBLE_DEVICES, so that a host of four may do two runs at a time. Of a single one all instances
+    are on it, and what they read of each other crosses no link.
     """
-    own = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    own = _own()
     return ",".join((own[gpu], own[gpu ^ 1])) if len(own) > 1 else own[0]

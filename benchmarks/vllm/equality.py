@@ -19,6 +19,7 @@ import msgspec
 
 from ..processes import Child
 from ..results import Clock, OutOfTime, Row, fraction
+from .environment import peer
 from .fleet import Fleet
 from .instances import INSTANCES
 from .prompts import Hit, Prompts
@@ -92,10 +93,10 @@ def equal(
     prompts: Prompts,
     kind: str = "",
     store: Callable[[Pair, Hit], object] = Pair.store,
-    where: str = "stored by the other GPU",
+    where: str = "",
 ) -> list[Row]:
     """The row over all `hits`, or over those before the time was up. kind: of the instances, by their names' prefix. store: what makes
-    a hit of `then`; where: what it does, in words."""
+    a hit of `then`; where: what it does, in words, if not the usual."""
     suffix = f"_{kind}" if kind else ""
     case, prefix = f"{fleet.rows}_equal{suffix}", f"{kind}_" if kind else ""
     pair = Pair(fleet, prefix)
@@ -117,6 +118,7 @@ def equal(
             print(f"  {hit.kind}: {_difference(expected, got, hit)}", flush=True)
         if len(good) % 20 == 0:
             print(f"  {len(good)} of {len(hits)} prompts, {sum(good)} equal, {time.monotonic() - started:.0f} s", flush=True)
+    where = where or f"stored by an instance on {peer()}"
     kinds = Counter("partial" if "+" in hit.kind else hit.kind for hit in hits[: len(good)])
     what = (
         f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit {where}, bit for bit against "

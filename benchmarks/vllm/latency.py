@@ -20,6 +20,7 @@ import msgspec
 
 from ..processes import ChildFailed
 from ..results import Clock, Row, percentile, row
+from .environment import peer
 from .fleet import Fleet
 from .instances import KINDS
 from .prompts import Prompts
@@ -146,7 +147,7 @@ def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
 def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str], kind: str = "") -> list[Row]:
     rows, begin = [], f"{fleet.rows}_{kind}" if kind else fleet.rows
     if not fleet.scale.cpu:
-        what = "the copy engine between the two GPUs in this run"
+        what = f"the copy engine from {peer()} in this run"
         rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(short)}" if short else ""
     for name, length in _lengths(fleet, kind).items():
@@ -172,13 +173,13 @@ def _judged(
     begin, gpus = f"{fleet.rows}_{kind}" if kind else fleet.rows, KINDS[kind].gpus
     most, sum_ = allowed(floor, fleet.of(kind).read_bytes(_lengths(fleet, kind)[name] - TAIL) // gpus, speed)
     ours = held["vcache"]
-    what = f"TTFT of a hit on {f'{gpus} peer GPUs' if gpus > 1 else 'the peer GPU'}; reference: {sum_}"
+    what = f"TTFT of a hit on {f'{gpus} peer GPUs' if gpus > 1 else peer()}; reference: {sum_}"
     rows = [row(f"{begin}_ttft_{name}", "ms", ours, most, what=what + missed, at_most=1.0)]
-    against = f"reference: a hit on the peer GPU {'in place' if fleet.in_place else 'through the pool'}"
+    against = f"reference: a hit on {peer()} {'in place' if fleet.in_place else 'through the pool'}"
     what, least = f"TTFT recomputing; {against}", None if kind else VS_RECOMPUTE[name]
     rows.append(row(f"{begin}_vs_recompute_{name}", "ms", held["recompute"], ours, what=what, at_least=least))
     if held["lmcache"]:
-        what = f"TTFT of a hit on the peer GPU by our connector; reference: by LMCache and the plugin, same pool{missed}"
+        what = f"TTFT of a hit on {peer()} by our connector; reference: by LMCache and the plugin, same pool{missed}"
         rows.append(row(f"{begin}_ttft_vs_lmcache_{name}", "ms", ours, held["lmcache"], what=what, at_most=1.0))
     return rows
 
@@ -287,7 +288,7 @@ def _gaps(
     case, most, unit = f"{fleet.rows}_tpot", TPOT[fleet.rows], "ms"
     calm = percentile(quiet, 99)
     who = f"gaps between tokens of {fleet.scale.running} running requests"
-    what = f"p99 of {who} while another loads from the peer GPU once a second: {loads}; reference: none loads"
+    what = f"p99 of {who} while another loads from {peer()} once a second: {loads}; reference: none loads"
     judged = f"{case}_p99{'_reader' if fleet.in_place else ''}"
     rows = [row(judged, unit, percentile(loaded, 99), calm, what=what, at_most=most, runs=len(loaded))]
     means = statistics.fmean(loaded), statistics.fmean(quiet)

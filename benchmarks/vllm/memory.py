@@ -61,10 +61,10 @@ class Memory:
         return int(torch.cuda.mem_get_info(ordinal)[0])
 
     def copy_speed(self, nbytes: int) -> list[float]:
-        """GB/s of the copy engine pulling `nbytes` from a segment of GPU 0 to GPU 1, `RUNS` times."""
+        """GB/s of the copy engine pulling `nbytes` from a segment of GPU 0 to GPU 1, or within a single one, `RUNS` times."""
         from ..copies import engine_seconds
 
-        owner, reader = resolve("cuda:0"), resolve("cuda:1")
+        owner, reader = resolve("cuda:0"), resolve(f"cuda:{min(1, torch.cuda.device_count() - 1)}")
         torch.cuda.set_device(reader.ordinal)
         with segment.create(owner, nbytes) as owned, segment.map_segment(owned.info, owned.fd, reader) as mapped:
             target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{reader.ordinal}")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ..processes import Child
 from ..results import Clock, Row, fraction, row
+from .environment import peer
 from .fleet import Fleet
 from .latency import TAIL, allowed, copy_engine
 from .prompts import Prompts
@@ -142,7 +143,7 @@ def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str =
     }
     name = f"{prefix}pd"
     found = [
-        row(f"{name}_copy_engine", "GB/s", speed, speed, what="the copy engine between the two GPUs in this run"),
+        row(f"{name}_copy_engine", "GB/s", speed, speed, what=f"the copy engine from {peer()} in this run"),
         *(row(f"{name}_{way}_ms_16k", "ms", ms[way], computed, what=what) for way, what in whats.items()),
         row(f"{name}_ttft_16k", "ms", ms["together"], most, what=said, at_most=1.0),
         fraction(f"{name}_full_hits", samples.full, f"{answers} for which every whole chunk came from the producer"),
