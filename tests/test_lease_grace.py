@@ -113,13 +113,6 @@ def test_the_server_s_silence_is_a_no(reading: Reading) -> None:
         assert not reading.concluded(GRACE_SECONDS)
 
 
-def test_a_lease_that_ended_with_its_holder_did_not_hold(here: Node) -> None:
-    reading = Reading(here, foreign=True)
-    reading.holder.close()
-    eventually(lambda: reading.leases() == 0)
-    assert not reading.concluded(GRACE_SECONDS)
-
-
 # ---- a lease that was asked for ahead
 
 
