@@ -74,8 +74,26 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
             "engine: {kv_axes: block head}",
             "kv_axes must be different words of part, block, token, head, dim, with block and token",
         ),
-        ("client: {retry_seconds: 3}", "retry_seconds (3) is more than retry_max_seconds (2) - at `$.client`"),
-        ("offload:\n  retry_seconds: 60", "line 2: retry_seconds (60) is more than retry_max_seconds (15) - at `$.offload`"),
+        (
+            "client: {retry_seconds: 3, retry_max_seconds: 2}",
+            "retry_seconds (3) is more than retry_max_seconds (2): set the first one lower, or the other one higher - at `$.client`",
+        ),
+        ("offload:\n  retry_max_seconds: 0.5", "line 2: retry_seconds (1) is more than retry_max_seconds (0.5): set the first"),
+        ("client: {request_seconds: .nan}", "Expected `float` > 0.0 - at `$.client.request_seconds`, which is nan"),
+        (
+            "client: {request_seconds: 1e-3}",
+            "got `str` - at `$.client.request_seconds`, which is '1e-3'; write digits, 0.001 for 1e-3",
+        ),
+        ("server: {journal: 'true'}", "got `str` - at `$.server.journal`, which is 'true'; write true or false"),
+        ("server: {max_chunks: 4e6}", "got `str` - at `$.server.max_chunks`, which is '4e6'; write digits, without quotes"),
+        (
+            "server: {allow_uids: [1, ann]}",
+            "Expected `int`, got `str` - at `$.server.allow_uids[1]`, which is 'ann'; write digits",
+        ),
+        ("request_seconds: 1", "line 1: Object contains unknown field `request_seconds`; did you mean `client.request_seconds`?"),
+        ("mooncake: {}", "unknown field `mooncake`; did you mean `offload.mooncake`?"),
+        ("server: {server_uid: 0}", "unknown field `server_uid` - at `$.server`; did you mean `client.server_uid`?"),
+        ("client: " + 3000 * "{a: " + "1" + 3000 * "}", "sections in sections in sections, too deep to be read"),
         ("offload: {staging_bytes: 0}", "staging_bytes must be more than 0 - at `$.offload`"),
         ("server: {metrics: '300.1.1.1:9419'}", "metrics must be HOST:PORT, and 300.1.1.1 is no host, got '300.1.1.1:9419'"),
         ("server: {metrics: '[1::2::3]:9419'}", "metrics must be HOST:PORT, and 1::2::3 is no host"),
@@ -83,7 +101,10 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
         ("offload: {mooncake: {master: 'node-1:0'}}", "master must be HOST:PORT, got 'node-1:0' - at `$.offload.mooncake`"),
         ("offload: {mooncake: {metadata: P2P}}", "metadata must be P2PHANDSHAKE or a URL, got 'P2P' - at `$.offload.mooncake`"),
         ("connector: {event_medium: ' GPU '}", "than that of vLLM's own prefix cache, got ' GPU '"),
-        ("offload:\n  policy: on", "line 2: Expected `str`, got `bool` - at `$.offload.policy`; expected off or write_through"),
+        (
+            "offload:\n  policy: on",
+            "line 2: Expected `str`, got `bool` - at `$.offload.policy`, which is True; expected off or write_through",
+        ),
         ("server:\n  journal: true\n  1: 2", "line 3: a key is a name, and this is none to YAML: '1'"),
         ("server:\n  socket: /tmp/\0", "line 2: not YAML: control characters are not allowed"),
         ('server: {socket: "/tmp/a\\0b/c"}', "socket must be a path of printable characters in UTF-8, got '/tmp/a\\x00b/c'"),
@@ -115,6 +136,13 @@ def test_a_mistake_is_an_error_that_names_the_file_and_the_place(write: Any, tex
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_first_pause_alone_moves_the_longest_one_up() -> None:
+    read = config.from_dict({"client": {"retry_seconds": 3}, "offload": {"retry_seconds": 60}})
+    assert (read.client.longest_pause, read.offload.longest_pause) == (3, 60)
+    assert (Config().client.longest_pause, Config().offload.longest_pause) == (2, 15)
+    assert config.from_dict({"client": {"retry_seconds": 3, "retry_max_seconds": 4}}).client.longest_pause == 4
 
 
 def test_an_absent_file_is_an_error_that_names_it() -> None:
@@ -163,6 +191,8 @@ def test_the_environment_names_the_file_when_the_caller_does_not(write: Any, mon
     monkeypatch.setenv("VCACHE_CONFIG", str(write("engine: {chunk_size: 64}")))
     assert config.load().engine.chunk_size == 64
     assert config.load(CONFIGS[0].parent / "vcache.yaml").engine.chunk_size == 256
+    monkeypatch.setenv("VCACHE_CONFIG", "")
+    assert config.load() == Config()
 
 
 def test_the_default_socket_lies_in_a_folder_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,6 +331,20 @@ def test_a_path_too_long_for_a_socket_fails_before_anyone_tries_it(monkeypatch: 
     assert (finding.status, "longer than the 107 bytes" in finding.detail) == ("fail", True)
 
 
+def test_a_socket_from_the_working_folder_is_shown_as_the_whole_path(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another folder it is another file."""
+    folder = config.server.path.parent
+    folder.chmod(0o700)
+    monkeypatch.chdir(folder)
+    relative = from_dict({"server": {"socket": config.server.path.name}})
+    (found,) = doctor.check_socket(relative)
+    assert found.detail.startswith(f"{config.server.path} (folder of uid ")
+    with stage(folder) as here:
+        here.path = config.server.path
+        here.server()
+        assert only(doctor.check_server(relative)).detail.startswith(f"{config.server.path} answers, ")
+
+
 def test_a_server_that_answers_is_fine_and_instances_that_cannot_share_are_named(config: Config) -> None:
     with stage(config.server.path.parent) as here:
         here.path = config.server.path

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from socket import AF_INET6, inet_aton, inet_pton
 from typing import Annotated, Any, Literal
@@ -91,9 +92,11 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
     return host or absent, int(found[3])
 
 
-def _check_retries(first: float, longest: float) -> None:
-    if first > longest:
-        raise ValueError(f"retry_seconds ({first:g}) is more than retry_max_seconds ({longest:g})")
+def _check_retries(first: float, longest: float | None) -> None:
+    if longest is not None and first > longest:
+        raise ValueError(
+            f"retry_seconds ({first:g}) is more than retry_max_seconds ({longest:g}): set the first one lower, or the other one higher"
+        )
 
 
 def is_device(spec: str) -> bool:
@@ -146,11 +149,16 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
     control_seconds: Positive = 5.0
     heartbeat_seconds: Positive = 1.0
     retry_seconds: Positive = 0.1
-    retry_max_seconds: Positive = 2.0
+    retry_max_seconds: Positive | None = None
     server_uid: Id | None = None
 
     def __post_init__(self) -> None:
         _check_retries(self.retry_seconds, self.retry_max_seconds)
+
+    @property
+    def longest_pause(self) -> float:
+        """`retry_max_seconds` in force."""
+        return max(2.0, self.retry_seconds) if self.retry_max_seconds is None else self.retry_max_seconds
 
 
 class PoolConfig(_Section, frozen=True, kw_only=True):
@@ -248,13 +256,18 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
     negative_seconds: NotNegative = 1.0
     failures: PositiveInt = 3
     retry_seconds: Positive = 1.0
-    retry_max_seconds: Positive = 15.0
+    retry_max_seconds: Positive | None = None
     mooncake: MooncakeConfig = MooncakeConfig()
 
     def __post_init__(self) -> None:
         _check_retries(self.retry_seconds, self.retry_max_seconds)
         if not self.staging_bytes:
             raise ValueError("staging_bytes must be more than 0")
+
+    @property
+    def longest_pause(self) -> float:
+        """`retry_max_seconds` in force."""
+        return max(15.0, self.retry_seconds) if self.retry_max_seconds is None else self.retry_max_seconds
 
     def least_bandwidth(self, on_gpu: bool) -> ByteSize:
         """`min_bandwidth` in force for KV caches on a GPU, or in host memory. Where it is not set, it is what an H200 computes of an 8B
@@ -278,6 +291,13 @@ class Config(_Section, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     connector: ConnectorConfig = ConnectorConfig()
     offload: OffloadConfig = OffloadConfig()
+
+
+def whole(path: Path) -> Path:
+    """For people: from a folder a path means another file in each. As it is, where the working folder is gone."""
+    with suppress(OSError):
+        return path.absolute()
+    return path
 
 
 def default_socket() -> Path:
@@ -347,7 +367,7 @@ def from_dict(values: dict[str, Any], source: str = "configuration", lines: dict
     try:
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {config_file.explained(str(error), Config, lines or {})}") from error
+        raise ConfigError(f"{source}: {config_file.explained(str(error), Config, lines or {}, values)}") from error
     share = config.connector.share
     if share == "auto" and _asks_for_pool(config):
         share = "pool"
@@ -388,7 +408,7 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
     """What the file says that `load` reads, unchecked, what to call it, and the lines of its keys. Raises ConfigError: unreadable, not
     YAML, no sections, a key twice."""
     path = path or os.environ.get("VCACHE_CONFIG")
-    if path is None:
+    if not path:
         return {}, "defaults", {}
     try:
         with open(path, "rb") as file:
@@ -398,16 +418,18 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES:,} B, which is no configuration")
     try:
-        values = msgspec.yaml.decode(text)
+        values, lines = msgspec.yaml.decode(text), config_file.lines(text, str(path))
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {config_file.not_yaml(error, text)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: sections in sections in sections, too deep to be read") from error
     if values is None:
         values = {}
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}: Expected sections (server, client, pool, engine, connector, offload), got {type(values).__name__}"
         )
-    return values, str(path), config_file.lines(text, str(path))
+    return values, str(path), lines
 
 
 def dump(config: Config) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import stat
 import time
 from collections.abc import Iterator
 
-from vcache_backend.config import MAX_SOCKET_PATH, ClientConfig, Config
+from vcache_backend.config import MAX_SOCKET_PATH, ClientConfig, Config, whole
 from vcache_backend.doctor.finding import Finding
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
@@ -27,7 +27,7 @@ def check_socket(config: Config) -> Iterator[Finding]:
         detail = f"{path} is longer than the {MAX_SOCKET_PATH} bytes a socket's path may have"
         yield Finding("socket", "fail", detail, "set a shorter server.socket")
         return
-    named = config.client.server_uid
+    named, path = config.client.server_uid, whole(path)
     try:
         fault, folder = folder_fault(path, {os.getuid(), 0} | ({named} if named is not None else set())), path.parent.lstat()
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def check_server(config: Config) -> Iterator[Finding]:
         except VCacheError as error:
             yield Finding("server", "fail", f"it connects, but does not say how it is: {error}", "see its log")
             return
-    yield Finding("server", "ok", f"{config.server.path} answers, protocol {PROTOCOL_VERSION}, epoch {stats.epoch}")
+    yield Finding("server", "ok", f"{whole(config.server.path)} answers, protocol {PROTOCOL_VERSION}, epoch {stats.epoch}")
     for mismatch in stats.mismatches:
         values = "; ".join(f"{value} ({', '.join(who)})" for value, who in mismatch.values)
         advice = mismatch.advice or "give all instances the same settings if they should share"

@@ -10,14 +10,13 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from vcache_backend.config import ClientConfig
+from vcache_backend.config import ClientConfig, whole
 from vcache_backend.errors import ProtocolError, Refused, ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
@@ -246,27 +245,23 @@ class Channel(ABC):
 
     def _no_connection(self, error: Exception) -> str:
         """Why there is none, and what to do about it: not more than is known."""
+        at = whole(self._path)
         match error:
             case ConnectionRefusedError() if not self._path.is_socket():
-                return f"{self._path} is no socket; set server.socket to that of a metadata server"
+                return f"{at} is no socket; set server.socket to that of a metadata server"
             case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
-                at = self._path
-                with suppress(OSError):  # of a folder that is gone nobody can tell
-                    at = at.absolute()
                 return f"no metadata server at {at}: {error.strerror}; start one with `vcache serve`"
             case OSError(errno=errno.EPROTOTYPE):
-                return f"the metadata server at {self._path} is of another version; install the same vcache-backend"
+                return f"the metadata server at {at} is of another version; install the same vcache-backend"
             case TimeoutError() | BlockingIOError():
                 seconds = self._config.connect_seconds
-                return (
-                    f"the metadata server at {self._path} did not answer in {seconds:g} s: it is stopped, or has too much to do"
-                )
+                return f"the metadata server at {at} did not answer in {seconds:g} s: it is stopped, or has too much to do"
             case Unwelcome() | PermissionError():
-                return f"no connection to the metadata server at {self._path}: {error}"
+                return f"no connection to the metadata server at {at}: {error}"
             case OSError(errno=None):
-                return f"no metadata server can be at {self._path}: {error}; set server.socket to a shorter one"
+                return f"no metadata server can be at {at}: {error}; set server.socket to a shorter one"
             case _:
-                return f"no connection to the metadata server at {self._path}: {error}; its log may say why"
+                return f"no connection to the metadata server at {at}: {error}; its log may say why"
 
     def _greet(self, welcome: m.Welcome) -> None:
         for line in welcome.mismatches:
@@ -299,7 +294,7 @@ class Channel(ABC):
                 continue
             self._complain()
             self._stop.wait(pause)
-            pause = min(2 * pause, self._config.retry_max_seconds)
+            pause = min(2 * pause, self._config.longest_pause)
             if not self._stop.is_set():
                 self._try_connect()
 

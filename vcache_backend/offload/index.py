@@ -93,7 +93,7 @@ class Index:
         now = time.monotonic()
         if now < self._next_try:
             return True
-        self._next_try = now + self._config.retry_max_seconds
+        self._next_try = now + self._config.longest_pause
         return False
 
     def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:

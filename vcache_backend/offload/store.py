@@ -40,7 +40,7 @@ class Store:
         self._pid = os.getpid()
         self.memory = os.memfd_create("vcache-staging", os.MFD_CLOEXEC)
         """What objects are put from and got into. Whoever wants to do that gives it its size. Open until `close`."""
-        self.breaker = Breaker(config.failures, config.retry_seconds, config.retry_max_seconds, time.monotonic)
+        self.breaker = Breaker(config.failures, config.retry_seconds, config.longest_pause, time.monotonic)
         self._process: OffloadProcess | None = None
         self._started = 0
         self._late: Future[Any] | None = None
