@@ -149,6 +149,32 @@ def test_of_too_many_that_wait_the_last_is_dropped_and_none_is_told_early(here: 
     owner.close()
 
 
+def test_a_publisher_that_is_closed_tells_no_more_than_what_it_is_telling(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a server that answers late, its queue would take minutes, and vLLM waits for its end."""
+    owner.join()
+    step, asked, answers, told = Step(over=False), threading.Event(), threading.Event(), list[list[ChunkKey]]()
+    publish = owner.client.publish
+
+    def slowly(name: Any, sequence: int, keys: list[ChunkKey], *rest: Any) -> int:
+        told.append(keys)
+        asked.set()
+        assert answers.wait(SECONDS)
+        return publish(name, sequence, keys, *rest)
+
+    monkeypatch.setattr(owner.client, "publish", slowly)
+    for number in range(3):
+        owner.publish(number, step)
+    # By then a turn has begun that has all three of them.
+    looks = step.looks + 300
+    eventually(lambda: step.looks > looks)
+    step.over = True
+    assert asked.wait(SECONDS)
+    owner.publisher.close(timeout=0.05)
+    answers.set()
+    owner.publisher._thread.join(SECONDS)
+    assert told == [[key(0)]]
+
+
 def test_a_step_that_failed_publishes_nothing_and_holds_nothing_up(owner: Owner) -> None:
     owner.join()
     broken = Step()

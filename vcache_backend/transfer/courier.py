@@ -83,7 +83,7 @@ class Courier:
             return self._changed.wait_for(lambda: not (self._has_work() or self._busy), timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Finish what there is, within `timeout` seconds, and end the thread. Idempotent."""
+        """Finish what there is, within `timeout` seconds, and end the thread, after the call that it is in. Idempotent."""
         self.flush(timeout)
         with self._changed:
             self._stopping = True
@@ -133,7 +133,7 @@ class Courier:
     def _work(self) -> None:
         """Tell what there is now, and nothing that comes in meanwhile: more important work may wait for this."""
         for _ in range(len(self._letters)):
-            if not self._client.connected:
+            if self._stopping or not self._client.connected:
                 return
             letter = self._letters.popleft()
             try:

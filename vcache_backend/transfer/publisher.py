@@ -123,7 +123,7 @@ class Publisher(Courier):
             self._tell_again()
         for _ in range(len(self._queue)):
             # A step that failed is taken out by this.
-            if not self._over(self._queue[0].written):
+            if self._stopping or not self._over(self._queue[0].written):
                 return
             publication = self._queue.popleft().publication
             self._keep(publication)
@@ -182,7 +182,7 @@ class Publisher(Courier):
                 del self._kept[first]
         total = 0
         for _, same in groupby(self._kept.values(), key=lambda one: one[3:]):
-            if (taken := self._tell(_joined(list(same)))) is None:
+            if self._stopping or (taken := self._tell(_joined(list(same)))) is None:
                 return
             total += taken
         if total or not self._kept:
