@@ -12,6 +12,7 @@ import torch
 from .forked import SECONDS
 from .inplace_instance import Control, Role, Settings
 from .inplace_reader import live
+from .vllm.environment import prepare_host
 
 LOADS = 100_000
 STOPS = 0.0005
@@ -63,7 +64,7 @@ def whole_requests() -> Level:
     """Real vLLM on the CPU."""
     from .vllm import campaign as vllm
 
-    vllm.prepare_host()
+    prepare_host(cpu=True)
     return Level(
         life=vllm.live,
         counts={"vllm": 3},
@@ -85,8 +86,8 @@ def live_caches() -> Level:
     """KV caches of live vLLMs, two on two GPUs, one on the CPU, and readers that are none. With a start of vLLM in it."""
     from . import inplace_live as caches
 
-    caches.prepare_host()
     on_gpus = torch.cuda.is_available()
+    prepare_host(cpu=not on_gpus)
     return Level(
         life=caches.live,
         counts={"owner": 2, "reader": 24} if on_gpus else {"owner": 1, "reader": 2},

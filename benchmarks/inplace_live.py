@@ -37,6 +37,7 @@ from vcache_backend.vram_pool.paged import PagedKV
 from .inplace_blocks import BlockPool
 from .inplace_instance import Outcomes, Settings, Told
 from .inplace_reader import Reader, Slowly, believe_copies, live_as
+from .processes import until
 
 SHAPE = "shape.json"
 MOST_CHUNKS = 16
@@ -102,10 +103,8 @@ class Follower(Reader):
 
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         self.dice, self.over, self.told, self.settings = dice, False, Told(Outcomes(), []), settings
-        self._folder, until = Path(settings.shared), time.monotonic() + START_SECONDS
-        while not (self._folder / SHAPE).exists():
-            assert time.monotonic() < until, "no owner has started"
-            time.sleep(0.1)
+        self._folder = Path(settings.shared)
+        assert until((self._folder / SHAPE).exists, START_SECONDS, 0.1), "no owner has started"
         shape = msgspec.json.decode((self._folder / SHAPE).read_bytes(), type=Shape)
         if settings.control == "no verdict":
             believe_copies()
@@ -208,15 +207,6 @@ class Follower(Reader):
         if record.keys:
             first = instance, blocks[:number], generations[:long]
             self._last.append(Published([ChunkKey(bytes.fromhex(key)) for key in record.keys[:MOST_CHUNKS]], first))
-
-
-def prepare_host() -> None:
-    """Before processes are made: what they inherit."""
-    from .vllm.environment import CPU_ENVIRONMENT, ENVIRONMENT
-
-    cpu = {} if torch.cuda.is_available() else CPU_ENVIRONMENT | {"NUMBA_NUM_THREADS": "1"}
-    # The engine in the process that is stopped and killed, on GPUs too.
-    os.environ.update(ENVIRONMENT | cpu | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"})
 
 
 def prepare(folder: Path) -> None:

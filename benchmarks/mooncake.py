@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from vcache_backend.offload import objects
 from .kv import GIB, KV, Size, prompt, threads, timed
 from .mooncake_raw import WAYS
 from .mooncake_store import Depot
-from .processes import PATIENT, START_SECONDS, Child, metadata_server, module
+from .processes import PATIENT, START_SECONDS, Child, metadata_server, module, until
 from .results import Row, load, row
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "host"
@@ -80,18 +79,9 @@ class Site:
         )
         made = self._undo.enter_context(VCacheEngine(config, kv.layout))
         made.register(kv.tensors)
-        if offload is not None:
-            until(lambda: made.get_stats()["offload"]["usable"])
+        if offload is not None and not until(lambda: made.get_stats()["offload"]["usable"], SECONDS):
+            raise RuntimeError(f"no offload tier: {made.get_stats()}")
         return made
-
-
-def until(what: Callable[[], Any], seconds: float = 60.0) -> None:
-    """Wait for it. Raises RuntimeError after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not so within {seconds:g} s")
-        time.sleep(0.01)
 
 
 def run() -> list[Row]:
@@ -193,7 +183,8 @@ def lookup_rows(calls: int = 2000, size: Size = TINY) -> list[Row]:
         on.flush(SECONDS, through=True)
         there = _lookups(on, off, tokens, calls)
         site.depot.master.kill()
-        until(lambda: on.lookup(unknown) == 0 and not on.get_stats()["offload"]["usable"])
+        if not until(lambda: on.lookup(unknown) == 0 and not on.get_stats()["offload"]["usable"], SECONDS):
+            raise RuntimeError(f"the master's end was not noticed: {on.get_stats()}")
         dead = _lookups(on, off, unknown, calls)
     what = f"lookup() of {size.chunks} chunks, all in the pool; reference: no offload tier; {load()}"
     one = row("mooncake_lookup_on_off", "us", *there, what=what, at_most=1.05)

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from typing import Any
 
 from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig
 
-from .processes import HOST, Program, free_ports, stopped
+from .processes import HOST, Program, free_ports, stopped, until
 
 READY_SECONDS = 60.0
 
@@ -63,8 +62,7 @@ class Part(Program):
     def stop(self) -> None:
         """From now on it hangs."""
         self.signal(signal.SIGSTOP)
-        while self.alive and not stopped(self.pid):
-            time.sleep(0.001)
+        until(lambda: not self.alive or stopped(self.pid), READY_SECONDS, 0.001)
 
     def cont(self) -> None:
         self.signal(signal.SIGCONT)

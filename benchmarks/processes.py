@@ -216,6 +216,16 @@ class MetadataServer(Program):
         self.until(self.path.exists)
 
 
+def until(what: Callable[[], Any], seconds: float, every: float = 0.01) -> bool:
+    """Wait for it, for so long at most: whether it is so."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(every)
+    return True
+
+
 def stopped(pid: int) -> bool:
     """Whether the process is stopped by a signal, or by a debugger."""
     try:

@@ -16,7 +16,7 @@ from typing import Any
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
 
-from ..processes import ChildFailed, MetadataServer, Program, free_ports, module
+from ..processes import ChildFailed, MetadataServer, Program, free_ports, module, until
 from ..vllm.environment import CPU_ENVIRONMENT, ENVIRONMENT
 from ..vllm.scale import GIB
 from .systems import SYSTEMS, Sizes, mp_arguments, serve_arguments
@@ -148,9 +148,7 @@ def _finish(programs: Sequence[Program]) -> None:
     """SIGTERM first: a server then gives back what it has in `/dev/shm` and on the GPU."""
     for program in programs:
         program.signal(signal.SIGTERM)
-    deadline = time.monotonic() + END_SECONDS
-    while any(program.alive for program in programs) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until(lambda: not any(program.alive for program in programs), END_SECONDS, 0.1)
     for program in programs:
         program.kill()
 

@@ -33,7 +33,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     errors: int
     duration: float
-    output_tokens: int
     ttft: list[float]
     tpot: list[float]
     hit_rate: float
@@ -56,7 +55,6 @@ def figures(answers: Sequence[Answer], before: Mapping[str, float], after: Mappi
         requests=len(answers),
         errors=len(answers) - len(whole),
         duration=duration,
-        output_tokens=sum(answer.tokens for answer in whole),
         ttft=[MS * (answer.first - answer.sent) for answer in whole],
         tpot=[MS * (answer.last - answer.first) / (answer.tokens - 1) for answer in whole if answer.tokens > 1],
         hit_rate=sum(answer.cached for answer in whole) / prompt if prompt else 0.0,
@@ -74,9 +72,6 @@ def raw_rows(system: str, workload: str, found: Figures, ceilings: Ceilings, wha
     def name(figure: str) -> str:
         return case(system, workload, figure)
 
-    def plain(figure: str, value: float, unit: str) -> Row:
-        return row(name(figure), unit, value, value, what=said, runs=found.requests)
-
     def timed(which: str, samples: Sequence[float]) -> list[Row]:
         made = []
         for share in (50, 99):
@@ -91,11 +86,9 @@ def raw_rows(system: str, workload: str, found: Figures, ceilings: Ceilings, wha
 
     texts = {"own": "found in vLLM's own prefix cache", "external": "found through the connector"}
     return [
-        plain("requests_per_second", found.throughput, "requests/s"),
-        plain("output_tokens_per_second", found.output_tokens / found.duration if found.duration else 0.0, "tokens/s"),
+        row(name("requests_per_second"), "requests/s", found.throughput, found.throughput, what=said, runs=found.requests),
         *timed("ttft", found.ttft),
         *timed("tpot", found.tpot),
-        plain("seconds", found.duration, "s"),
         none(name("errors"), "requests", float(found.errors), said, found.requests),
         share("hit_rate", found.hit_rate, "cached tokens of all prompt tokens"),
         *(share(f"hit_rate_{key}", value, texts[key]) for key, value in found.shares.items()),

@@ -6,6 +6,7 @@ comes out depends on the KV that was loaded. Some copies are slow, and the proce
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -29,9 +30,8 @@ from ..inplace_instance import Outcomes, Settings, Told, forced_lately, stop_sel
 from ..inplace_reader import Slowly, believe_copies, live_as
 from ..processes import die_with_parent
 from .answers import Answer
-from .environment import CPU_ENVIRONMENT, ENVIRONMENT
 from .scale import TINY, Scale
-from .settings import BOTH
+from .settings import our_connector
 from .weights import write_model
 
 TAIL, ANSWER = 8, 6
@@ -57,12 +57,6 @@ WHOLE = Size(TINY, families=12, chunks=6, at_once=3, tokens=36 * TINY.block)
 """Fewer tokens than the longest prompts need: some requests are preempted."""
 SLOW, SLOW_SECONDS = 0.3, 0.3
 """Share of the loads that go block by block, and the longest that they pause in all."""
-
-
-def prepare_host() -> None:
-    """Before processes are made: what they inherit."""
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "NUMBA_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT | own)
 
 
 class Engine:
@@ -212,17 +206,8 @@ def _sampling() -> Any:
 
 
 def _transfer(settings: Settings, size: Size) -> dict[str, Any]:
-    config = settings.config
-    client = msgspec.to_builtins(config.client)
-    sections: dict[str, Any] = {"server": {"socket": config.server.socket}, "client": client, "pool": {"segment_bytes": 0}}
-    sections |= {"engine": {"chunk_size": size.scale.chunk}}
-    sections |= {"connector": {"share": "in_place", "min_hit_tokens": size.scale.chunk}}
-    return {
-        "kv_connector": "VCacheConnector",
-        "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
-        "kv_connector_extra_config": sections,
-        **BOTH,
-    }
+    client = {f"client.{name}": json.dumps(value) for name, value in msgspec.to_builtins(settings.config.client).items()}
+    return our_connector(settings.config.server.path, 0, size.scale.chunk, client | {"connector.share": "in_place"})
 
 
 def answer_all(folder: str, pipe: Connection) -> None:

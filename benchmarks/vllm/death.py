@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..processes import Child
+from ..processes import Child, until
 from ..results import Clock, Row, fraction, row
 from .fleet import OWNERS, Fleet
 from .prompts import Prompts
@@ -39,8 +39,7 @@ def owner_death(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
         free = _host(b) if fleet.scale.cpu else _gpu(fleet)
         started = time.monotonic()
         fleet.kill("a")
-        while not free() and time.monotonic() < started + PATIENCE:
-            time.sleep(0.002)
+        until(free, PATIENCE, 0.002)
         samples.append(1e3 * (time.monotonic() - started))
     fleet.instance("a")
     what = "from an owner's SIGKILL, with a reader that has its KV cache mapped, until that memory is free"

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
 
-from ..processes import Program, free_ports, module
+from ..processes import Program, free_ports, module, until
 from ..results import Clock, Row, fraction, row
 from ..serving.client import Answer, complete
 from ..serving.servers import START_SECONDS, healthy
@@ -87,9 +86,9 @@ def _ask(port: int, prompt: list[int], rank: int) -> Answer:
 
 def _until_shared(fleet: Fleet, chunks: int) -> None:
     """Until others can find so many; what is late is told of by the hit that is too short."""
-    deadline = time.monotonic() + STORED_SECONDS
-    while time.monotonic() < deadline:
+
+    def shared() -> bool:
         stats = fleet.pool.stats()
-        if stats.chunks + sum(one.resident for one in stats.instances) >= chunks:
-            return
-        time.sleep(0.005)
+        return stats.chunks + sum(one.resident for one in stats.instances) >= chunks
+
+    until(shared, STORED_SECONDS, 0.005)

@@ -31,6 +31,12 @@ CPU_ENVIRONMENT = {
 }
 
 
+def prepare_host(cpu: bool) -> None:
+    """Before processes are made that are stopped and killed with vLLM's engine in them: what they inherit."""
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ.update(ENVIRONMENT | own | (CPU_ENVIRONMENT | {"NUMBA_NUM_THREADS": "1"} if cpu else {}))
+
+
 @cache
 def container() -> list[str]:
     """Before a command: what gives it namespaces of pids, network and IPC of its own, with a loopback; empty where that is forbidden."""

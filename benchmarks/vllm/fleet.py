@@ -25,7 +25,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ServerStats
 
 from ..mooncake_store import Depot
-from ..processes import HOST, PATIENT, Child, ChildFailed, MetadataServer, free_ports, module
+from ..processes import HOST, PATIENT, Child, ChildFailed, MetadataServer, free_ports, module, until
 from ..results import Row, none
 from .environment import CPU_ENVIRONMENT, ENVIRONMENT, container, descends, visible
 from .instances import INSTANCES, KINDS, Spec
@@ -38,6 +38,7 @@ STORE_POOLS = 2
 """The store holds as much as the pool of two instances."""
 OWNERS = 2
 """In place, how many times as large as a reader's the KV cache of who computes is."""
+BACK_SECONDS = 20.0
 WRITTEN_SECONDS = 0.3
 STATES_SECONDS = 0.1
 """Between looks at whether there are more states; those of one prompt come as its steps end."""
@@ -153,13 +154,10 @@ class Fleet:
         scale = self.of(kind)
         return write_model(self.cache / f"model{kind and '_' + kind}_{scale.name}", scale)
 
-    def _await_compiled(self, name: str, seconds: float = START_SECONDS) -> None:
+    def _await_compiled(self, name: str) -> None:
         """Until others can load what this one compiled; or until it has started or failed, which is told of later."""
-        child, deadline = self._children[name], time.monotonic() + seconds
-        while (
-            not child.has_answered and time.monotonic() < deadline and not any(said in child.log.read_bytes() for said in SAVED)
-        ):
-            time.sleep(0.2)
+        child = self._children[name]
+        until(lambda: child.has_answered or any(said in child.log.read_bytes() for said in SAVED), START_SECONDS, 0.2)
         print(f"  {name}: compiled after {time.monotonic() - self._waiting[name]:.0f} s", flush=True)
 
     def instance(self, name: str, seconds: float = START_SECONDS) -> Child:
@@ -275,7 +273,7 @@ class Fleet:
             self._children["memory"] = child
         return self._children["memory"]
 
-    def revive(self, before: ServerStats, seconds: float = 20.0) -> None:
+    def revive(self, before: ServerStats) -> None:
         """Start the metadata server again after its end; wait until all who were connected `before` are, and their segments too."""
         self.server.kill()
         self.server.start()
@@ -286,7 +284,7 @@ class Fleet:
                 return now.clients >= before.clients and len(now.segments) >= len(before.segments)
             return False
 
-        self.server.until(back, seconds)
+        self.server.until(back, BACK_SECONDS)
 
     # ---- the offload tier
 
@@ -305,13 +303,10 @@ class Fleet:
             )
         return self._depot
 
-    def below(self, objects: int, seconds: float = 20.0) -> bool:
+    def below(self, objects: int) -> bool:
         """Wait until the store holds so many, and the last of them whole."""
-        deadline = time.monotonic() + seconds
-        while self.depot.objects() < objects:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
+        if not until(lambda: self.depot.objects() >= objects, BACK_SECONDS):
+            return False
         # An object counts from when its writing begins.
         time.sleep(WRITTEN_SECONDS)
         return True

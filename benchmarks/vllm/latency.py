@@ -5,7 +5,7 @@ All on otherwise idle GPUs, one request at a time unless said otherwise, the var
 Prompts of hits end `TAIL` tokens after their last whole chunk, as almost all do: then a hit in vLLM's own prefix cache, by our connector
 and through LMCache leaves the same tokens to compute. Of a prompt that ends with a chunk vLLM and our connector compute the last block,
 LMCache the last token, which vLLM 0.26 takes for a decode: one whole CUDA graph where the others launch one a layer and wait for the
-host. The row `4k_whole` shows such a prompt.
+host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ EVERY = 1.0
 OFTEN = 0.1
 TAIL = 8
 """Tokens after the last whole chunk: fewer than a block."""
-WHOLE = "4k"
 REPEATS = {"1k": 3, "4k": 3}
 """How often a round asks short prompts, 1 for all others: the host takes most of their time, and its times spread."""
 
@@ -98,8 +97,7 @@ def first_token(
 def _lengths(fleet: Fleet, kind: str = "") -> dict[str, int]:
     """Of the prompts, by the name rows give them: in whole chunks, of which a model with states has larger ones."""
     scale = fleet.of(kind)
-    lengths = {name: max(length // scale.chunk, 1) * scale.chunk for name, length in scale.lengths.items()}
-    return {name: length + TAIL for name, length in lengths.items()} | {f"{WHOLE}_whole": lengths[WHOLE]}
+    return {name: max(length // scale.chunk, 1) * scale.chunk + TAIL for name, length in scale.lengths.items()}
 
 
 def _names(variant: str, kind: str) -> tuple[str, str]:
@@ -234,12 +232,11 @@ def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     quiet = [MS * gap for result in of[0.0] for gap in result["gaps"]]
     loaded = [MS * gap for result in of[EVERY] for gap in (*result["gaps"], *result["beside"])]
     often = [MS * gap for result in of[OFTEN] for gap in (*result["gaps"], *result["beside"])]
-    beside = [MS * gap for result in results for gap in result["beside"]]
     done = [load for result in of[EVERY] for load in result["loads"]]
     full = sum(cached == scale.hit(length) for _, cached in done)
     share = sum(len(result["beside"]) for result in of[EVERY]) / max(1, len(loaded))
     loads_ = f"{len(done)} loads of {length} tokens ({full} full hits), {share:.2%} of the gaps hold one"
-    rows = _gaps(fleet, quiet, loaded, often, beside, loads_)
+    rows = _gaps(fleet, quiet, loaded, often, loads_)
     return [*rows, _owner(fleet, clock, prompts, loads)] if fleet.in_place else rows
 
 
@@ -282,21 +279,14 @@ def _owner(fleet: Fleet, clock: Clock, prompts: Prompts, loads: Sequence[list[in
     return row(case, "ms", percentile(gaps[True], 99), calm, what=what, at_most=TPOT["inplace"], runs=len(gaps[True]))
 
 
-def _gaps(
-    fleet: Fleet, quiet: list[float], loaded: list[float], often: list[float], beside: list[float], loads: str
-) -> list[Row]:
+def _gaps(fleet: Fleet, quiet: list[float], loaded: list[float], often: list[float], loads: str) -> list[Row]:
     case, most, unit = f"{fleet.rows}_tpot", TPOT[fleet.rows], "ms"
     calm = percentile(quiet, 99)
     who = f"gaps between tokens of {fleet.scale.running} running requests"
     what = f"p99 of {who} while another loads from {peer()} once a second: {loads}; reference: none loads"
     judged = f"{case}_p99{'_reader' if fleet.in_place else ''}"
     rows = [row(judged, unit, percentile(loaded, 99), calm, what=what, at_most=most, runs=len(loaded))]
-    means = statistics.fmean(loaded), statistics.fmean(quiet)
-    rows.append(row(f"{case}_mean", unit, *means, what=f"mean of the same {who}", runs=len(loaded)))
     if often:
         what = f"p99 of {who}, a load of the same size every {OFTEN:g} s; reference: none"
         rows.append(row(f"{case}_p99_10_loads_a_second", unit, percentile(often, 99), calm, what=what, runs=len(often)))
-    if beside:
-        what = f"median of {who} in the steps a load came in; reference: median with none"
-        rows.append(row(f"{case}_step_with_load", unit, beside, quiet, what=what))
     return rows

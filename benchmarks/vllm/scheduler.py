@@ -15,6 +15,7 @@ All are functions that vLLM calls as it would the class; they take the scheduler
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_group_id
@@ -89,30 +90,6 @@ class _Known:
         _schedulers.append(self)
 
 
-class ChunkScheduler(_InChunks, Scheduler):  # type: ignore[misc]
-    """`in_chunks` without asynchronous scheduling."""
-
-
-class AsyncChunkScheduler(_InChunks, AsyncScheduler):  # type: ignore[misc]
-    """`in_chunks` with it."""
-
-
-class ProbedScheduler(_Probed, Scheduler):  # type: ignore[misc]
-    """`probed` without asynchronous scheduling."""
-
-
-class AsyncProbedScheduler(_Probed, AsyncScheduler):  # type: ignore[misc]
-    """`probed` with it."""
-
-
-class KnownScheduler(_Known, Scheduler):  # type: ignore[misc]
-    """`known` without asynchronous scheduling."""
-
-
-class AsyncKnownScheduler(_Known, AsyncScheduler):  # type: ignore[misc]
-    """`known` with it."""
-
-
 def states() -> list[int]:
     """The blocks of this process's `known` scheduler that hold states in vLLM's own prefix cache."""
     (scheduler,) = _schedulers
@@ -123,19 +100,14 @@ def states() -> list[int]:
     return [block.block_id for block in blocks if block.block_hash is not None and get_group_id(block.block_hash) in kept]
 
 
-def in_chunks(vllm_config: Any, **given: Any) -> Any:
-    """For instances that others are compared with."""
-    kind = AsyncChunkScheduler if vllm_config.scheduler_config.async_scheduling else ChunkScheduler
-    return kind(vllm_config=vllm_config, **given)
+def _with(addition: type) -> Callable[..., Any]:
+    """vLLM's own scheduler with this mixed in, asynchronous or not as the instance's is; called as vLLM calls the class."""
+
+    def make(vllm_config: Any, **given: Any) -> Any:
+        plain = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+        return type(addition.__name__, (addition, plain), {})(vllm_config=vllm_config, **given)
+
+    return make
 
 
-def probed(vllm_config: Any, **given: Any) -> Any:
-    """For instances whose connector is timed or tried."""
-    kind = AsyncProbedScheduler if vllm_config.scheduler_config.async_scheduling else ProbedScheduler
-    return kind(vllm_config=vllm_config, **given)
-
-
-def known(vllm_config: Any, **given: Any) -> Any:
-    """For instances whose states are meddled with."""
-    kind = AsyncKnownScheduler if vllm_config.scheduler_config.async_scheduling else KnownScheduler
-    return kind(vllm_config=vllm_config, **given)
+in_chunks, probed, known = _with(_InChunks), _with(_Probed), _with(_Known)
