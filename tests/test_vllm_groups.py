@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from processes import eventually
-from vllm_cases import BLOCK, CHUNK, SCATTER, VIEWS, Answer, Node, Prompt, meddled, missing, new_tokens, node, stopped_at
+from processes import PATIENT, eventually
+from vllm_cases import BLOCK, CHUNK, FOREVER, SCATTER, VIEWS, Answer, Node, Prompt, meddled, missing, new_tokens, node, stopped_at
 from vllm_models import TOKEN_BYTES, write_model, write_states
 from vllm_objects import vllm_config
 
@@ -35,6 +35,8 @@ from vcache_backend.config import EngineConfig, from_dict
 from vcache_backend.doctor import model
 from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.integration.vllm import compat, groups, model_spec
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.transfer.keys import state_keys
 
 HERE = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 HIT = 15 * CHUNK
@@ -239,6 +241,11 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
     for wrong in ([0, 0, 4, 5], [0, 0, 0, 0], [0, 0, 0]):
         with pytest.raises(ValueError, match="other states than the one at token 64"):
             found.wanted([wrong, *rows[1:]], 0, 64)
+    more = [[*rows[0], 8], [*rows[1], 15], [*rows[2], 0, 9], [*rows[3], 10]]
+    assert found.running(more, 64) == [8, 9, 10, -1]
+    for wrong in (rows, [[*rows[0], 8], *rows[1:]], [*more[:3], [*rows[3], 0]]):
+        with pytest.raises(ValueError, match="no block in which it goes on from token 64"):
+            found.running(wrong, 64)
     assert found.ended(rows, 64, []) == {64: [5, 6, 7]}
     assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32), (3, 8, 32), (0, 9, 48)]) == {32: [3, 4, 8]}
     assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32)]) == {}
@@ -418,6 +425,8 @@ def pairs(here: Node) -> Callable[..., Pair]:
     return functools.cache(lambda layers, window, in_place=False: Pair(here, layers, window, in_place))
 
 
+SYNCHRONOUS, LOOKUPS = "vcache_backend.transfer.load:Load.hold", "vcache_backend.integration.vllm.lookups:Lookups"
+"""Where only loads come by that are part of a step, and where the scheduler asks for them."""
 STATES = "cfcf"
 """Layers of the model with states."""
 
@@ -437,7 +446,9 @@ def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
     for reader in (pair.a, pair.b):
         reader.forget()
         reader.ask("poison")
+        reader.ask("meddle", SYNCHRONOUS, "count", None, FOREVER)
         hit = reader.one(tokens[: HIT + 5])
+        assert reader.ask("leave_alone") == {SYNCHRONOUS: int(reader is pair.a)}
         assert (hit.cached, hit.said) == (HIT, own.said), reader.name
         # And one a table for the tokens that are computed.
         assert reader.ask("written") == pair.needed() + pair.tables, reader.name
@@ -508,6 +519,26 @@ def test_a_request_whose_load_fails_is_computed_from_its_start(
     assert failed.cached == 0
     assert failed.agrees(cold)
     assert pair.b.again(tokens).cached == HIT
+
+
+@HERE
+def test_a_state_that_goes_before_a_lease_is_on_it_fails_no_step(here: Node, pairs: Callable[..., Pair]) -> None:
+    pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
+    before, known = here.stats().chunks, set(here.chunk_keys())
+    cold = pair.a.one(tokens)
+    pair.kept(here, before)
+    stored = eventually(lambda: len(new := set(here.chunk_keys()) - known) == HIT // CHUNK + pair.states and new)
+
+    def evict() -> None:
+        with Client(here.socket, PATIENT, reconnect=False) as client:
+            assert client.remove([key for key in state_keys(list(stored), 1) if key in stored]) == pair.states
+
+    with stopped_at(pair.a, f"{LOOKUPS}._hold") as place:
+        pair.a.forget()
+        (failed,) = place.while_there(evict, Prompt(tokens))
+    assert failed.cached == 0
+    assert failed.agrees(cold)
+    here.unleased()
 
 
 @HERE

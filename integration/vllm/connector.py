@@ -112,12 +112,12 @@ class VCacheConnector(SilentConnector):
             side.stop_stores(meta)
             self.note_failure("build_connector_meta", error)
         self._scheduled(side, scheduler_output, meta)
-        self._begin_ahead(scheduler_output, meta)
+        self._begin_ahead(side, scheduler_output, meta)
         return meta
 
     @answers(None)
-    def _begin_ahead(self, output: Any, meta: StepMetadata) -> None:
-        if not any(load.synchronous for load in meta.loads) or compat.writes_blocks_first(output):
+    def _begin_ahead(self, side: SchedulerSide, output: Any, meta: StepMetadata) -> None:
+        if not any(load.synchronous for load in meta.loads) or side.states or compat.writes_blocks_first(output):
             return
         # Another connector beside it (MultiConnector) may still read the blocks: vLLM's OffloadingConnector stores what the last step
         # computed only before the next one runs (`handle_preemptions`).

@@ -172,6 +172,14 @@ class Groups:
         found = [rows[group.number][end // group.block_size - 1 : end // group.block_size] for group in self.states]
         return [block for row in found for block in row if block != NULL]
 
+    def running(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
+        """The blocks in which the step goes on that begins with `end` tokens: vLLM has copied the state there into them. ValueError if it
+        has none."""
+        found = [row[-1] for row in (rows[group.number][end // group.block_size :] for group in self.states) if row]
+        if len(found) < len(self.states) or NULL in found:
+            raise ValueError(f"vLLM has no block in which it goes on from token {end}")
+        return found + [-1] * (self.parts * self.blocks - len(found))
+
     def ended(self, rows: Sequence[Sequence[int]], reached: int, offered: Sequence[tuple[int, int, int]]) -> dict[int, list[int]]:
         """Which states at chunks' ends, by their tokens, are in which blocks when the step is over that has computed `reached` tokens: the
         one it ends with, which the next step copies on from there, and those that vLLM says it has: group, block, tokens."""

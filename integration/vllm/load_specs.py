@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from vcache_backend.config import Config
 from vcache_backend.transfer.keys import state_keys
 
@@ -33,14 +35,21 @@ class LoadSpecs:
             chosen, skip = rows[0][begin : end // self._block], tracked.local // self._block - begin
         else:
             chosen, skip = self._several.wanted(rows, tracked.local, end), 0
+        keys = tracked.keys[first:stop] + state_keys(tracked.keys[stop - 1 : stop], self._parts)
         lease, below = answer.lease_from(first) if answer is not None else None, self._instance.offload
         # Also where the pool had it all: it may lose some before it is read.
         offload = lease is None and not asked.announced and below is not None and below.usable
         offload = offload and not tracked.pinned and not self._parts
+        if self._several is not None and self._parts and lease is not None:
+            if len(lease.locations) != len(keys) * lease.ranks:
+                raise ValueError(f"the lease is not on the state at token {end}")
+            # vLLM copies the state on before it has us load: the block that the step goes on in gets it from us, too.
+            keys, chosen = keys + keys[-self._parts :], chosen + self._several.running(rows, end)
+            lease = msgspec.structs.replace(lease, locations=lease.locations + lease.locations[-self._parts * lease.ranks :])
         waits = self._wait_seconds if asked.wait_seconds is None else asked.wait_seconds
         return LoadSpec(
             request_id=tracked.request.request_id,
-            keys=tracked.keys[first:stop] + state_keys(tracked.keys[stop - 1 : stop], self._parts),
+            keys=keys,
             blocks=chosen,
             skip=skip,
             stop=len(chosen),

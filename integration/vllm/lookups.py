@@ -60,7 +60,7 @@ class Lookups:
             return
         at, keys = monotonic(), tracked.keys[:stop]
         try:
-            sent = client.send_acquire(keys, self._instance.ranks) if lease else self._send(client, keys)
+            sent = client.send_acquire(keys, self._instance.ranks) if lease and not self._parts else self._send(client, keys)
         except VCacheError as error:
             log.debug("look-up: %s", error)
             return
@@ -77,11 +77,15 @@ class Lookups:
         if question is not None and question.at + AHEAD_SECONDS > monotonic():
             self._read(tracked, question)
         answer = tracked.answer
-        if answer is None or not answer.counts(first, lease):
+        # Where the state is that a hit ends with is not known before: its lease comes last.
+        at_once = lease and not self._parts
+        if answer is None or not answer.counts(first, at_once or (lease and answer.lease is not None)):
             self.drop(tracked)
-            answer = self._ask(tracked, first, whole, lease)
+            answer = self._ask(tracked, first, whole, at_once)
         elif not lease:
             self.drop(tracked)
+        if lease and not at_once and answer.lease is None and answer.hits > first:
+            self._hold(tracked, answer)
         self._count(tracked, answer, first, whole)
         return answer
 
@@ -196,10 +200,9 @@ class Lookups:
         if not self._parts and instance.offload is not None and instance.client is not None and pooled < stop:
             hits = first + instance.offload.extend(instance.client, tracked.keys[first:stop], found)
         answer = tracked.answer = Answer(first, hits, pooled, at, perf_counter() - started, residents=residents)
-        if isinstance(reply, Leased) and reply.lease:
-            answer.lease = HeldLease(reply.lease, reply.locations, at + reply.seconds, reply.seconds, instance.ranks)
-            if answer.offloaded or not {location.segment for location in reply.locations} <= instance.readable:
-                self.drop(tracked)
+        if isinstance(reply, Leased):
+            # What lies in the offload tier is under none.
+            self._lease(tracked, answer, reply, at, hits - first)
         return answer
 
     def _with_state(self, keys: list[ChunkKey]) -> int:
@@ -212,6 +215,24 @@ class Lookups:
             return 0
         each = self._parts * instance.ranks
         return next((end // each for end in range(len(there), 0, -each) if all(there[end - each : end])), 0)
+
+    def _hold(self, tracked: Tracked, answer: Answer) -> None:
+        """One lease on all chunks of the answer and the state behind them, or none."""
+        instance, at, keys = self._instance, monotonic(), tracked.keys[answer.first : answer.hits]
+        keys += state_keys(keys[-1:], self._parts)
+        try:
+            if instance.client is not None:
+                self._lease(tracked, answer, instance.client.acquire(keys, instance.ranks), at, len(keys))
+        except VCacheError as error:
+            self._failed(error)
+
+    def _lease(self, tracked: Tracked, answer: Answer, reply: Leased, at: float, wanted: int) -> None:
+        """What the answer counts on from now on, unless it has less than the `wanted` chunks, or some that the worker cannot read."""
+        ranks, there = self._instance.ranks, {location.segment for location in reply.locations}
+        if reply.lease:
+            answer.lease = HeldLease(reply.lease, reply.locations, at + reply.seconds, reply.seconds, ranks)
+            if len(reply.locations) < wanted * ranks or not there <= self._instance.readable:
+                self.drop(tracked)
 
     def _chosen(self, tracked: Tracked, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
         """How many leading chunks there are, and those that are read in place. first: the number of the first one asked for."""

@@ -64,8 +64,9 @@ class SchedulerSide:
         self._groups = groups.read(kv_cache_config, self._size) if several else None
         """None where all layers look at all tokens by one block table."""
         self._parts = self._groups.parts if self._groups is not None else 0
-        # vLLM copies a state on before it asks us to load what the step needs.
-        below = 0 if self._parts else most_tokens(vllm_config, config, model, several)
+        self.states = self._parts > 0
+        """Whether vLLM copies states on from block to block before a model run, over what is loaded by then."""
+        below = most_tokens(vllm_config, config, model, several)
         self._asynchronous = self._groups is None or compat.fails_by_request()
         if not self._asynchronous and not below and not refused:
             log.warning(_LOADS_NOTHING)
