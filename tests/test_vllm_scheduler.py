@@ -24,6 +24,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -104,6 +105,11 @@ class Side:
     def report(self, **said: Any) -> None:
         self.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(**said)))
 
+    def reset(self) -> None:
+        """And all that was on its way to the pool has got there."""
+        assert self.half.reset()
+        self.report(flushed=self.step().flush)
+
     def keys(self, request: Request, count: int = CHUNKS) -> Any:
         tracked = self.half._track(request)
         assert self.half.lookups.name(tracked, count)
@@ -174,6 +180,16 @@ def new_request(tokens: int = PROMPT, **vcache: Any) -> Request:
     )
 
 
+def same_prompt(request: Request) -> Request:
+    return Request(
+        request_id=str(next(_made)),
+        prompt_token_ids=list(request.prompt_token_ids or ()),
+        sampling_params=SamplingParams(max_tokens=4),
+        pooling_params=None,
+        block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, sha256),
+    )
+
+
 def blocks_of(count: int) -> Any:
     return SimpleNamespace(get_block_ids=lambda: (list(range(100, 100 + count)),))
 
@@ -239,6 +255,53 @@ def test_workers_are_asked_of_a_reset_until_they_have_answered(side: Side) -> No
     assert first.flush
     assert not side.half._resets.clearing
     assert not side.step().flush
+
+
+def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(side: Side) -> None:
+    """Requests run, so vLLM resets nothing; whoever resets changes the weights all the same."""
+    request, each = new_request(), CHUNK // BLOCK
+    assert side.matched(request) == (0, False)
+    assert side.step((request, CHUNK + BLOCK)).stores
+    side.reset()
+    assert side.step(cached=(request, CHUNK + BLOCK, CHUNK, list(range(50, 50 + each)))).stores == []
+    side.half.finished(request)
+    # What is computed behind it, found in vLLM's own cache, is no better; nor behind that.
+    own = [*range(each + 1), *range(50, 50 + each - 1)]
+    longer = same_prompt(request)
+    assert side.matched(longer, 2 * CHUNK) == (0, False)
+    assert side.begun(longer, 2 * CHUNK, CHUNK, ([*own, *range(60, 60 + each)],)).stores == []
+    third = same_prompt(request)
+    assert side.matched(third, 3 * CHUNK) == (0, False)
+    assert side.begun(third, 3 * CHUNK, CHUNK, ([*own, *range(60, 60 + 2 * each)],)).stores == []
+    # What is computed anew is, also in their blocks, and so is what is computed behind that.
+    fresh = same_prompt(request)
+    assert side.matched(fresh) == (0, False)
+    assert [len(store.keys) for store in side.begun(fresh, 0, 2 * CHUNK, (own,)).stores] == [2]
+    behind = same_prompt(request)
+    assert side.matched(behind, 2 * CHUNK) == (0, False)
+    assert [len(store.keys) for store in side.begun(behind, 2 * CHUNK, CHUNK, ([*own, *range(70, 70 + each)],)).stores] == [3]
+
+
+def test_what_a_load_brings_that_began_before_a_reset_is_not_built_on(asynchronous: Side) -> None:
+    side, request, each = asynchronous, new_request(), CHUNK // BLOCK
+    side.put(request, 2)
+    assert side.matched(request) == (2 * CHUNK, True)
+    side.half.allocated(request, blocks_of(2 * each), 2 * CHUNK)
+    assert side.step().loads
+    side.reset()
+    rows = (list(range(100, 100 + 3 * each)),)
+    assert side.begun(request, 2 * CHUNK, CHUNK, rows).stores == []
+
+
+def test_who_is_computed_again_after_a_reset_is_stored_from_the_start(side: Side) -> None:
+    """vLLM has preempted all that ran, and its own cache is empty; what was stored before is gone from the pool."""
+    request, each = new_request(), CHUNK // BLOCK
+    side.half.watch(BlockPool(num_gpu_blocks=64, enable_caching=True, hash_block_size=BLOCK))
+    assert side.matched(request) == (0, False)
+    assert side.step((request, CHUNK)).stores
+    side.reset()
+    assert side.matched(request) == (0, False)
+    assert [len(store.keys) for store in side.begun(request, 0, 2 * CHUNK, (list(range(2 * each)),)).stores] == [2]
 
 
 @ways
@@ -403,13 +466,7 @@ def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(ma
     """Under MultiConnector, with another connector's load in the step: also for a request that begins with what was computed behind it,
     whose table of states has none of that load's blocks."""
     side, request, each = make(state=True), new_request(), CHUNK // BLOCK
-    same = Request(
-        "same",
-        list(request.prompt_token_ids or ()),
-        SamplingParams(max_tokens=4),
-        None,
-        block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, sha256),
-    )
+    same = same_prompt(request)
     assert side.matched(request) == (0, False)
     own, none = list(range(100, 100 + 5 * each)), [0] * (each - 1)
     first = side.begun(request, CHUNK, CHUNK, ([0] * each + [*none, 200], own[: 2 * each]))

@@ -16,6 +16,7 @@ from vcache_backend.transfer.keys import state_keys
 from .events import block_stored
 from .groups import Groups
 from .introduction import Introduction
+from .leftovers import Leftovers
 from .lookups import Lookups
 from .metadata import StepMetadata, StoreSpec
 from .resident_pool import NUMBERS
@@ -35,6 +36,7 @@ class Completions:
         spec_kind: str | None,
         instance: Introduction,
         lookups: Lookups,
+        leftovers: Leftovers,
     ) -> None:
         """stores: what the instance's role allows. groups: None where all layers look at all tokens by one block table. block, hash_block:
         tokens. spec_kind: of the KV cache, for events."""
@@ -46,6 +48,7 @@ class Completions:
         self._prompts_only, self._event_medium = config.connector.store == "prompt", config.connector.event_medium
         self._stores_allowed, self._groups = stores, groups
         self._instance, self._lookups, self._publications = instance, lookups, instance.shared
+        self._leftovers = leftovers
         self._unsure: AbstractSet[int] = frozenset()
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
         """Of this step: states of requests in vLLM's prefix cache, by group, block and how many tokens they stand for."""
@@ -71,6 +74,7 @@ class Completions:
                 self._begin(tracked, computed)
             elif added is not None:
                 self.own(tracked, added, anew=False)
+                self._leftovers.more(tracked, added)
             self._computes(tracked, computed, computed + scheduled[request_id], meta)
         for new in output.scheduled_new_reqs:
             fresh += new.block_ids
@@ -119,6 +123,8 @@ class Completions:
         if self._publications is not None:
             self._publications.begin(tracked, computed // self.place)
             self.stored(tracked, 0)
+        else:
+            self._leftovers.begin(tracked, computed)
 
     def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
         """The step computes tokens from number `computed` up to `reached` of the request."""
@@ -129,7 +135,7 @@ class Completions:
             if filled > tracked.filled:
                 self._publications.fill(tracked, filled)
         # What a table keeps of a request may be none of what the request was computed from.
-        sure = not self._unsure or all(map(self._unsure.isdisjoint, tracked.rows))
+        sure = not tracked.outdated and (not self._unsure or all(map(self._unsure.isdisjoint, tracked.rows)))
         if reached >= tracked.complete_at and sure:
             self._complete(tracked, computed, reached, meta)
         if self._groups is not None and self._groups.states and sure:

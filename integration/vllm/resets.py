@@ -15,9 +15,9 @@ log = logging.getLogger("vllm.vcache")
 class Resets:
     """In the scheduler's thread. clearing: a reset is under way, and nothing is looked up until it is over; nor while a nap is due."""
 
-    def __init__(self, instance: Introduction, drop: Callable[[], None]) -> None:
-        """drop: what was found for requests, and nothing was loaded of, is of before."""
-        self._instance, self._drop = instance, drop
+    def __init__(self, instance: Introduction, drop: Callable[[], None], outdate: Callable[[], None]) -> None:
+        """drop: what was found for requests, and nothing was loaded of, is of before. outdate: and so is what they have."""
+        self._instance, self._drop, self._outdate = instance, drop, outdate
         self.clearing = False
         self._number = 0
         """Of the last reset: what workers say of earlier ones says nothing of the steps between."""
@@ -71,6 +71,7 @@ class Resets:
         self.clearing = True
         self._number += 1
         self._drop()
+        self._outdate()
         if self._instance.shared is not None:
             self._instance.shared.reset()
         cleared = self._instance.clear()

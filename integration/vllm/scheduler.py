@@ -18,6 +18,7 @@ from .awaited import Awaited
 from .completions import Completions
 from .events import Announcer
 from .introduction import Introduction
+from .leftovers import Leftovers
 from .load_specs import LoadSpecs
 from .lookups import Lookups
 from .metadata import LoadSpec, StepMetadata, WorkerReport
@@ -86,13 +87,14 @@ class SchedulerSide:
         self._synchronous = SynchronousLoads(below, model.recomputes, self._size, self.instance)
         self._specs = LoadSpecs(config, stores, self._groups, self._block, self._parts, self.instance)
         self._awaited = Awaited(self.lookups)
-        self._resets = Resets(self.instance, self._drop_answers)
+        self._leftovers = Leftovers(self._groups, self._block)
+        self._resets = Resets(self.instance, self._drop_answers, self._outdate)
         # What others find in place, vLLM announces as what its own KV cache holds.
         if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
             self.instance.announcer = Announcer(self.instance.ranks)
         kind = compat.spec_kind(kv_cache_config)
         self._completions = Completions(
-            config, stores, self._groups, self._block, self._hash_block, kind, self.instance, self.lookups
+            config, stores, self._groups, self._block, self._hash_block, kind, self.instance, self.lookups, self._leftovers
         )
         self._spans = traces.begin(vllm_config, self.instance.workers)
         self.savings = Savings(self.instance)
@@ -270,6 +272,12 @@ class SchedulerSide:
             self.lookups.drop(tracked)
             tracked.answer = None
 
+    def _outdate(self) -> None:
+        if self.publications is None:
+            self._leftovers.reset(self.prefix_cache, self._requests.values())
+            for tracked in self._requests.values():
+                self._completions.stored(tracked, 0)
+
     def _has(self, request: Any, token: int) -> bool:
         """Whether vLLM's own prefix cache has the block with this token, and so all before it."""
         if self.prefix_cache is None or self._hash_block != self._block or self._groups is not None:
@@ -335,6 +343,7 @@ class SchedulerSide:
         partial = load.promote and tracked.answer is not None and tracked.answer.offloaded
         if self.publications is None:
             self._completions.stored(tracked, max(tracked.stored, end if partial else stop))
+            self._leftovers.loads(tracked)
         else:
             # What it has loaded is published as if computed here, once it is there.
             self._completions.own(tracked, rows, anew=True)

@@ -81,12 +81,12 @@ class Tracked(msgspec.Struct):
     cache when it was matched; `supplied`: with those that we load. stored: chunks from its start that are in the pool or on their way;
     `complete_at`: with how many tokens computed one more is complete, never if it stores none. loading: an asynchronous load is under way.
     pinned: what it loads stays where it is, so that the load may be synchronous. junction: so many chunks others have begun with, too,
-    whose windows there are gone.
+    whose windows there are gone. outdated: see `Leftovers`.
 
     generations: of its leading blocks, in each block table, those in which they hold what the request has computed, or found. filled: how
     many places (`Completions.place`) its steps have filled, or `NEVER`: what it computes now is not to be published. loaded: the first
-    place that a load fills, until a step runs. resets, evicted: see `ResidentPool`, when `generations` were right. copies: by their first
-    block, the chunks that it reads in others' KV caches."""
+    place that a load fills, until a step runs. resets, evicted: see `ResidentPool`, when `generations` were right; or see `Leftovers`, when
+    a load began. copies: by their first block, the chunks that it reads in others' KV caches."""
 
     request: Any
     params: RequestParams
@@ -108,4 +108,5 @@ class Tracked(msgspec.Struct):
     answer: Answer | None = None
     loading: bool = False
     pinned: bool = False
+    outdated: bool = False
     junction: int = 0
