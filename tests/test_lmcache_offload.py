@@ -116,7 +116,7 @@ def held(inside: Inside) -> int:
 def buffers_back(inside: Inside) -> bool:
     """Are all staging buffers for reading where they were?"""
     ring = inside.worker.session.tier._reader.ring
-    return bool(ring.free == ring.count)
+    return bool(len(ring._free) == ring.count)
 
 
 # ---- hits

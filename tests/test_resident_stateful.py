@@ -227,7 +227,7 @@ class ResidentMachine(RuleBasedStateMachine):
         while self.directory.backlog:
             self.directory.go_on(100)
         for instance, model in self.model.items():
-            holders = self.residents.holders(instance)
+            holders = self.residents._of[instance].holders
             told = {bytes(one.place[0]): one.blocks(model.lead) for one in model.told.values()}
             assert {numbers(block) for block, one in enumerate(holders) if one is not None} == set().union(*told.values())
             assert {one.blocks for one in holders if one is not None} == set(told)

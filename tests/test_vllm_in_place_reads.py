@@ -278,14 +278,14 @@ def test_what_others_read_leaves_its_owner_last_and_of_a_prefix_the_end_first(
     monkeypatch.setattr(hints.log.parent, "propagate", True)
     reader.add(tokens)
     assert owners(reader.step()) == [owner.half.publications.instance] * 4
-    waiting = owner.half.publications.hints
-    eventually(lambda: waiting.waiting)
+    waiting = owner.half.publications.hints._waiting
+    eventually(lambda: waiting)
     owner.half.publications.generations.void(blocks[4:5])
     for _ in range(3):
-        assert waiting.waiting
+        assert waiting
         owner.half.publications.learn()
         owner.step()
-    assert not waiting.waiting
+    assert not waiting
     assert last() == [blocks[number] for number in (7, 6, 5, 3, 2)]
     assert "ERROR" not in {record.levelname for record in caplog.records}
     owner.finish(running)

@@ -512,6 +512,6 @@ def reported(served: object, config: OffloadConfig) -> list[tuple[bool, float | 
     with closing(halves.OffloadLookup(config, 2, False)) as below:
         eventually(lambda: below.usable)
         below.note(told(links={0: link(True, 4e9)}).aggregate(told(links={1: link(False, 1e9)})).links)
-        first = below.usable, below.bandwidth
+        first = below.usable, below._tier.bandwidth
         below.note({1: link(True, 3e9)})
-        return [first, (below.usable, below.bandwidth)]
+        return [first, (below.usable, below._tier.bandwidth)]

@@ -41,11 +41,6 @@ class Hints:
         self._waiting: deque[tuple[UInt32s, UInt64s]] = deque()
         self._left = MOST_BLOCKS
 
-    @property
-    def waiting(self) -> bool:
-        """Whether the next step has something to do."""
-        return bool(self._waiting)
-
     def hear(self, heard: Heard) -> None:
         """Chunks that others have read."""
         if not heard.blocks or len(self._waiting) >= MOST_WAITING:

@@ -42,11 +42,6 @@ class OffloadLookup:
         tier = self._tier
         return tier is not None and tier.usable and all(link.usable for link in self._links.values())
 
-    @property
-    def bandwidth(self) -> float | None:
-        """Bytes of KV a second that loads brought lately."""
-        return self._tier.bandwidth if self._tier is not None else None
-
     def extend(self, client: Client, keys: Sequence[ChunkKey], found: int) -> int:
         """How many leading chunks can be loaded, given that the pool has the first `found` and not the next one."""
         if self._tier is None or found >= len(keys) or not self.usable:

@@ -42,10 +42,6 @@ class Residents:
         residence = self._of.get(instance)
         return 0 if residence is None else len(residence.found)
 
-    def holders(self, instance: m.InstanceId) -> list[PublishedChunk | None]:
-        """What each of its blocks holds."""
-        return self._of[instance].holders
-
     def blocks_left(self, instance: m.InstanceId) -> int:
         """How many blocks this instance may have beside the others'."""
         return MAX_BLOCKS_IN_ALL - sum(residence.blocks for id_, residence in self._of.items() if id_ != instance)

@@ -59,10 +59,6 @@ class Ring:
         self.count, self._free = len(buffers), list(buffers)
         self._returned = threading.Condition()
 
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
     def take(self, count: int, seconds: float) -> list[Buffer]:
         """`count` buffers, all at once; none if there are not so many within so many seconds."""
         deadline = time.monotonic() + seconds

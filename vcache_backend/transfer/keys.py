@@ -147,10 +147,6 @@ class BlockHashKeys:
         self._prefix, self._each = namespace.prefix, hashes_per_chunk
         self._suffix = bytes(RANK_BYTES)
 
-    def whole(self, hashes: Sequence[bytes]) -> int:
-        """How many whole chunks these blocks are."""
-        return len(hashes) // self._each
-
     def keys(self, hashes: Sequence[bytes], first: int, stop: int, adapter: bytes = b"") -> list[ChunkKey]:
         """Of the chunks [first, stop); `adapter`: see `adapter_digest`. ConfigError for hashes too short to stand for a prefix, which
         those of a `prefix_caching_hash_algo` that is not cryptographic are."""
