@@ -70,7 +70,6 @@ class Ceilings(msgspec.Struct, frozen=True):
     shared: float
     single: float
     unique: int
-    prompt_tokens: int
 
 
 def prefix_repetition(plan: Plan) -> list[Request]:
@@ -148,7 +147,7 @@ def ceilings(requests: Sequence[Request], block: int) -> Ceilings:
         own += block * min(most, _leading(chain, single[request.server]))
         shared.update(chain)
         single[request.server].update(chain)
-    return Ceilings(known / max(1, total), own / max(1, total), len(shared) * block, total)
+    return Ceilings(known / max(1, total), own / max(1, total), len(shared) * block)
 
 
 def simulated(requests: Sequence[Request], block: int, capacity: int) -> float:

@@ -153,10 +153,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--retrieves", type=int, default=RETRIEVES, help="verified ones (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=0.0, help="for so long, instead of so many retrieves")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
-    parser.add_argument("--workers", type=int, default=WORKERS, help="default: %(default)s")
-    parser.add_argument(
-        "--pause", type=float, default=PAUSE, help="seconds between two mishaps, on average (default: %(default)s)"
-    )
     parser.add_argument("--store", action="store_true", help="with an offload tier, to which the mishaps happen")
     parser.add_argument(
         "--only", action="append", default=[], choices=[*KINDS, *SHARES], help="this mishap only; may be repeated"
@@ -167,10 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why := options.store and missing():
         parser.error(why)
     if options.control:
-        seen = run_control(options.seed, options.workers, options.store)
+        seen = run_control(options.seed, store=options.store)
         print(f"{seen.wrong} wrong of {seen.verified:,} verified retrieves, all trusted; seed {options.seed}")
         return int(not seen.wrong)
-    result = run(options.retrieves, options.minutes, options.seed, options.workers, options.pause, options.only, options.store)
+    result = run(options.retrieves, options.minutes, options.seed, only=options.only, store=options.store)
     name = "soak_store" if options.store else "soak"
     made = rows(result, 0 if options.minutes else options.retrieves, name)
     if options.out:

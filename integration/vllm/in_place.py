@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -23,8 +22,6 @@ from .exportable import Exporter
 from .metadata import PublicationSpec
 from .stats import Meter
 from .stores import Stores
-
-log = logging.getLogger("vllm.vcache")
 
 
 class InPlace:

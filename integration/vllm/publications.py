@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +22,6 @@ from .replicas import Replica, choose
 from .resident_pool import GENERATIONS, NUMBERS, ResidentPool
 from .tracked import NEVER, Tracked
 
-log = logging.getLogger("vllm.vcache")
 Lies = tuple[Sequence[int], Sequence[int]]
 """A chunk's blocks, and their generations."""
 

@@ -24,7 +24,6 @@ class Extents:
 
     def __init__(self, nbytes: int, taken: Iterable[tuple[int, int]] = ()) -> None:
         """`taken`: (start, size) of slots in use already, as a journal tells; ValueError if they overlap or lie outside."""
-        self.nbytes = nbytes
         self.free = 0
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import mmap
 import os
 import resource
@@ -25,8 +24,6 @@ from vcache_backend.errors import SegmentError
 from vcache_backend.vram_pool import cuda_driver, cuda_segment, devices, host_segment
 from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 from vcache_backend.vram_pool.slots import SlotView
-
-log = logging.getLogger(__name__)
 
 SPARE_BYTES = 1 << 30
 """Of the host's memory what a new segment leaves to others."""
