@@ -213,7 +213,7 @@ def test_ctrl_c_ends_whatever_was_started(site: Site) -> None:
 def judged(together: float, **more: list[bool]) -> dict[str, Row]:
     """Rows of three rounds: prefill 0.3 s, 2 GiB at 350 GB/s, and the first token after `together` seconds."""
     samples = Samples()
-    samples.seconds |= {"prefill": [0.2, 0.3, 0.9], "alone": [0.3] * 3, "in_turn": [0.4] * 3, "together": [together] * 3}
+    samples.seconds |= {"prefill": [0.2, 0.3, 0.9], "in_turn": [0.4] * 3, "together": [together] * 3}
     samples.full, samples.equal, samples.left = more.get("full", [True]), more.get("equal", [True]), [0, 0]
     return {row.case: row for row in rows(samples, 16384, 2 << 30, 350.0)}
 

@@ -2,8 +2,8 @@
 
 A kv_producer computes on GPU 0 and a kv_consumer on GPU 1, through our own connector. Each round has a new prompt for each of: handed
 to both at the same instant (`together`); to the consumer once the producer has answered (`in_turn`); to the producer with the pool
-off (`prefill`); to the consumer with the pool off (`alone`). Time to first token runs from that instant to the token of whoever
-answers. What comes out after `together` is compared with what the producer says of the same prompt from vLLM's own prefix cache.
+off (`prefill`). Time to first token runs from that instant to the token of whoever answers. What comes out after `together` is compared
+with what the producer says of the same prompt from vLLM's own prefix cache.
 
 Prompts end 8 tokens after their last whole chunk, fewer than a block: so both compute the same last tokens in a step of the same shape.
 """
@@ -65,18 +65,17 @@ def in_turn(here: Pair, prompt: list[int]) -> Taken:
     return Taken(answer["first"] - when, answer)
 
 
-def _off(instance: Child, prompt: list[int]) -> Taken:
-    """One instance computes the prompt itself, and the pool has no part in it."""
+def prefill(here: Pair, prompt: list[int]) -> Taken:
+    """The producer computes the prompt itself, and the pool has no part in it."""
     when = time.perf_counter() + SOON
-    answer = instance.ask("at", ANSWER_SECONDS, when=when, tokens=prompt, count=1, vcache=OFF)
+    answer = here.producer.ask("at", ANSWER_SECONDS, when=when, tokens=prompt, count=1, vcache=OFF)
     return Taken(answer["first"] - when, answer)
 
 
 WAYS: dict[str, Callable[[Pair, list[int]], Taken]] = {
     "together": together,
     "in_turn": in_turn,
-    "prefill": lambda here, prompt: _off(here.producer, prompt),
-    "alone": lambda here, prompt: _off(here.consumer, prompt),
+    "prefill": prefill,
 }
 
 
@@ -97,7 +96,7 @@ class Samples:
             prompt = prompts.new(length + TAIL)
             taken = way(here, prompt)
             self.seconds[name].append(taken.seconds)
-            if name not in ("together", "in_turn"):
+            if name == "prefill":
                 continue
             self.full.append(taken.answer["cached"] == length)
             right = here.producer.ask("at", ANSWER_SECONDS, when=0, tokens=prompt, count=NEW_TOKENS, vcache=OFF)
@@ -137,7 +136,6 @@ def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str =
     said = f"from handing {prompt} to both at the same instant until the consumer's first token; reference: {sum_}"
     whats = {
         "prefill": f"TTFT of {prompt} at the producer, the pool off",
-        "alone": f"TTFT of {prompt} at the consumer, the pool off; {against}",
         "in_turn": f"TTFT, the consumer asked after the producer; {against}",
         "together": f"TTFT, both asked at the same instant; {against}",
     }
