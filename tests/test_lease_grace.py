@@ -113,6 +113,32 @@ def test_the_server_s_silence_is_a_no(reading: Reading) -> None:
         assert not reading.concluded(GRACE_SECONDS)
 
 
+# ---- what cannot be taken back
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_after_a_lease_that_ended_what_was_read_is_right_unless_a_slot_was_used_again(here: Node, again: bool) -> None:
+    reading = Reading(here, foreign=True)
+    reading.lease.patience, keys = SECONDS, reading.lease.keys
+    assert reading.bystander.release(reading.lease.id)
+    if again:
+        # The same bytes, for all that the reader knows.
+        assert reading.bystander.remove(keys) == len(keys)
+        reserved = reading.bystander.reserve(keys, reading.lease.locations[0].length)
+        assert reading.bystander.commit(reserved.reservation) == len(keys)
+    assert reading.concluded(GRACE_SECONDS) is not again
+    eventually(lambda: reading.leases() == 0)
+
+
+def test_a_server_that_was_started_again_says_whether_a_slot_was_used_again(here: Node) -> None:
+    reading = Reading(here, foreign=True)
+    reading.lease.patience = SECONDS
+    reading.server.kill()
+    eventually(lambda: not reading.session.client.connected)
+    here.serve(lease_seconds=60.0)
+    assert reading.concluded(GRACE_SECONDS)
+
+
 # ---- a lease that was asked for ahead
 
 

@@ -522,6 +522,22 @@ def test_a_request_whose_load_fails_is_computed_from_its_start(
 
 
 @HERE
+@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), (STATES, 0)])
+def test_a_step_goes_on_with_what_it_read_after_its_lease_if_it_is_still_there(
+    here: Node, pairs: Callable[..., Pair], layers: str, window: int
+) -> None:
+    """A process that sleeps longer than its lease."""
+    pair, tokens = pairs(layers, window), new_tokens(HIT + 5)
+    before, cold = here.stats().chunks, pair.a.one(tokens)
+    pair.kept(here, before)
+    pair.a.forget()
+    with stopped_at(pair.a, SCATTER) as place:
+        (hit,) = place.while_there(here.unleased, Prompt(tokens))
+    assert hit.cached == HIT
+    assert hit.agrees(cold)
+
+
+@HERE
 def test_a_state_that_goes_before_a_lease_is_on_it_fails_no_step(here: Node, pairs: Callable[..., Pair]) -> None:
     pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     before, known = here.stats().chunks, set(here.chunk_keys())

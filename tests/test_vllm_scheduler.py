@@ -45,6 +45,7 @@ from vcache_backend.integration.vllm.scheduler import SchedulerSide
 from vcache_backend.integration.vllm.stats import Meter
 from vcache_backend.integration.vllm.worker import WorkerSide
 from vcache_backend.metadata_server.messages import of_rank
+from vcache_backend.transfer.keys import state_keys
 
 CHUNK, CHUNKS = 16, 5
 PROMPT = CHUNKS * CHUNK + 3
@@ -351,6 +352,25 @@ def test_a_lease_nobody_reads_under_is_given_back(side: Side, end: str) -> None:
         side.step((other, PROMPT))
         assert side.matched(request) == (CHUNKS * CHUNK, True)
     eventually(lambda: side.leases() == 0)
+
+
+@pytest.mark.parametrize("state", [False, True], ids=["chunks", "a state"])
+def test_vllm_counts_on_no_lease_of_a_while_ago_that_the_server_does_not_know(
+    make: Callable[..., Side], state: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a request that could not be scheduled at once: the server was started again meanwhile."""
+    monkeypatch.setattr(lookups, "AGED_SECONDS", 0.0)
+    side, request = make(state=state), new_request()
+    side.put(request)
+    if state:
+        reserved = side.client.reserve(state_keys(side.keys(request), 1), NBYTES)
+        assert side.client.commit(reserved.reservation) == CHUNKS
+    assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, False)
+    answer = side.half._track(request).answer
+    assert answer is not None
+    assert answer.lease is not None
+    assert side.client.release(answer.lease.id)
+    assert side.matched(request) == (CHUNKS * CHUNK, True)
 
 
 def test_of_many_that_arrive_at_once_no_more_are_leased_than_a_step_may_wait_for(

@@ -34,13 +34,13 @@ class Attached(NamedTuple):
 class Loading(transfer.Load):
     """The load of one request's blocks."""
 
-    def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark) -> None:
-        """mark: a point in the model's stream; who owned these blocks before has no work queued after it."""
+    def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark, patience: float) -> None:
+        """mark: a point in the model's stream; who owned these blocks before has no work queued after it. patience: see `Lease`."""
         session, held, lease = worker.session, spec.lease, None
         keys = of_rank(spec.keys, session.rank)
         if held is not None:
             own = held.locations[session.rank :: held.ranks][: len(keys)]
-            lease = Lease(held.id, keys, own, held.deadline, held.seconds, FOREIGN)
+            lease = Lease(held.id, keys, own, held.deadline, held.seconds, FOREIGN, patience)
         residents = unpacked(spec.residents)
         if residents and worker.kv.shares:
             # What of a chunk is not read may hold anything by now.

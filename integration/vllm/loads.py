@@ -50,7 +50,7 @@ class Loads:
         mark = worker.session.copier.mark() if specs else None
         for spec in specs:
             assert mark is not None
-            loading = Loading(worker, spec, mark)
+            loading = Loading(worker, spec, mark, 0.0 if self._model.recomputes else SYNCHRONOUS_SECONDS)
             (self._synchronous if spec.synchronous else self._asynchronous).append(loading)
             self._lost.remove(spec)
         for loading in self._asynchronous:

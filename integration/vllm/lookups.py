@@ -12,10 +12,12 @@ from collections.abc import Set as AbstractSet
 from math import inf
 from time import monotonic, perf_counter
 
+import msgspec
+
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.channel import Sent
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, Count, Found, Leased, of_ranks
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Count, Found, Leased, of_ranks
 from vcache_backend.transfer.keys import adapter_digest, state_keys
 
 from .adapters import Adapters
@@ -30,6 +32,8 @@ log = logging.getLogger("vllm.vcache")
 
 AHEAD_SECONDS = 0.05
 """How long a question that was sent ahead is worth its answer: what others stored meanwhile is not in it."""
+AGED_SECONDS = GRACE_SECONDS / 2
+"""A lease given longer ago is renewed before vLLM counts on it: the server may be gone, and the copy would need its word."""
 
 
 class Lookups:
@@ -86,6 +90,7 @@ class Lookups:
             self.drop(tracked)
         if lease and not at_once and answer.lease is None and answer.hits > first:
             self._hold(tracked, answer)
+        self._renew(tracked, answer)
         self._count(tracked, answer, first, whole)
         return answer
 
@@ -225,6 +230,19 @@ class Lookups:
                 self._lease(tracked, answer, instance.client.acquire(keys, instance.ranks), at, len(keys))
         except VCacheError as error:
             self._failed(error)
+
+    def _renew(self, tracked: Tracked, answer: Answer) -> None:
+        """An aged lease has its time, and its grace, again from now on, or it is none."""
+        client, held, at = self._instance.client, answer.lease, monotonic()
+        if held is None or at < held.deadline - held.seconds + AGED_SECONDS:
+            return
+        try:
+            if client is not None and client.renew(held.id):
+                answer.lease = msgspec.structs.replace(held, deadline=at + held.seconds)
+                return
+        except VCacheError as error:
+            self._failed(error)
+        self.drop(tracked)
 
     def _lease(self, tracked: Tracked, answer: Answer, reply: Leased, at: float, wanted: int) -> None:
         """What the answer counts on from now on, unless it has less than the `wanted` chunks, or some that the worker cannot read."""

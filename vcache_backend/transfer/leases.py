@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -14,6 +15,7 @@ from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Lea
 from vcache_backend.transfer.courier import Courier
 from vcache_backend.transfer.stats import EngineStats
 
+ASK_AGAIN_SECONDS = 0.02
 FOREIGN = -1
 """The connection of a lease that another process's client got. Others may read under it, too: that process ends it."""
 
@@ -22,7 +24,8 @@ class Lease(msgspec.Struct, eq=False):
     """A leading run of chunks that may be read.
 
     `deadline`: until when (time.monotonic), counted from before it was asked for, `seconds` earlier. `connection`: which of the
-    client's it was given on, it ends with it; FOREIGN for one of another process of this node.
+    client's it was given on, it ends with it; FOREIGN for one of another process of this node. `patience`: seconds that a verdict may
+    take where the lease did not hold, or nobody says so: what was read cannot be taken back.
     """
 
     id: int
@@ -31,6 +34,7 @@ class Lease(msgspec.Struct, eq=False):
     deadline: float
     seconds: float
     connection: int
+    patience: float = 0.0
 
     @property
     def seconds_left(self) -> float:
@@ -121,7 +125,7 @@ class LeaseClient:
 
     def verdict(self, lease: Lease, end: bool = True) -> bool:
         """Whether a lease under which a copy is over held until now; `end` it, unless there are more copies. Nobody is asked, or waited
-        for, before `GRACE_SECONDS` are over; then no answer is a no."""
+        for, before `GRACE_SECONDS` are over; then no answer is a no, unless the lease has patience."""
         end = end and lease.connection != FOREIGN
         granted = lease.deadline - lease.seconds
         if time.monotonic() < min(granted + GRACE_SECONDS, lease.deadline):
@@ -129,13 +133,27 @@ class LeaseClient:
                 self.release(lease)
             return True
         if not end:
-            return self.renew(lease)
+            return self.renew(lease) or self._untouched(lease)
         try:
             with self._stats.timed("release"):
                 return self.client.release(lease.id)
         except VCacheError as error:
             self._stats.miss("release", error)
             return False
+
+    def _untouched(self, lease: Lease) -> bool:
+        """Whether its chunks lie where they lay when it was given: a slot that was used again meanwhile has another generation, also under
+        a server that was started again. Chunks that are not there may come back, with their segment."""
+        until, before = time.monotonic() + lease.patience, dict(zip(lease.keys, lease.locations, strict=True))
+        while time.monotonic() < until:
+            with suppress(VCacheError):
+                found = self.client.acquire(list(before))
+                if found.lease:
+                    self._courier.release(found.lease)
+                if len(found.locations) == len(before):
+                    return found.locations == list(before.values())
+            time.sleep(ASK_AGAIN_SECONDS)
+        return False
 
     def release(self, lease: Lease) -> None:
         """End a lease in the background: nothing was read under it, or it does not matter."""
