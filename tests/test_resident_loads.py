@@ -59,6 +59,24 @@ def test_chunks_are_read_where_another_instance_computed_them_in_one_launch(here
     assert reader.stats == {"chunks": 5, "bytes": nbytes, "owners": {one.name.hex(): nbytes}, "stale": 0, "refused": 0}
 
 
+@pytest.mark.parametrize("blocks", [[], [2], [2, 2, 2], [2, 3], [0, 0]])
+def test_chunks_that_travelled_packed_are_the_same_together_and_one_by_one(blocks: list[int]) -> None:
+    packed = [
+        (bytes([each]), np.arange(count, dtype="<u4").tobytes(), np.arange(each, each + count, dtype="<u8").tobytes())
+        for each, count in enumerate(blocks)
+    ]
+    for one, alone in zip(ResidentChunk.all_unpacked(packed), [ResidentChunk.unpacked(*one) for one in packed], strict=True):
+        assert one.instance == alone.instance
+        assert one.blocks.tolist() == alone.blocks.tolist()
+        assert one.generations.tolist() == alone.generations.tolist()
+
+
+@pytest.mark.parametrize("lengths", [[7, 7, 7, 7], [7, 9], [2, 2], [8, 7]])
+def test_numbers_that_are_none_are_told_together_too(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"buffer size|reshape"):
+        ResidentChunk.all_unpacked([(b"", bytes(length), bytes(8)) for length in lengths])
+
+
 def test_nobody_is_asked_about_the_pool_if_all_chunks_are_resident(here: Node) -> None:
     one, reader, tokens = owner(here), Reader(here), prompt(3 * CHUNK)
     there = one.compute(tokens, [9, 3, 4, 22, 0, 1])

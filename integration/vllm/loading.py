@@ -79,4 +79,4 @@ class Loading(transfer.Load):
 
 
 def unpacked(residents: Mapping[int, Replica]) -> dict[int, ResidentChunk]:
-    return {chunk: ResidentChunk.unpacked(*replica) for chunk, replica in residents.items()}
+    return dict(zip(residents, ResidentChunk.all_unpacked(list(residents.values())), strict=True))
