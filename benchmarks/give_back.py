@@ -67,6 +67,7 @@ def _of(device: Device) -> list[Row]:
     return [
         row(f"give_back_8_gib{suffix}_s", "s", seconds, 0.0, what=what),
         row(f"give_back_reads{suffix}_p99_ms", "ms", *p99s, what=f"{reads}, p99; at rest"),
+        row(f"give_back_reads{suffix}_p50_ms", "ms", meanwhile, at_rest, what=f"{reads}; at rest"),
     ]
 
 
