@@ -246,6 +246,8 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
     for wrong in (rows, [[*rows[0], 8], *rows[1:]], [*more[:3], [*rows[3], 0]]):
         with pytest.raises(ValueError, match="no block in which it goes on from token 64"):
             found.running(wrong, 64)
+    # Those of 65 tokens, and all that vLLM may take for states.
+    assert found.most_blocks(65) == 5 + 3 * 4
     assert found.ended(rows, 64, []) == {64: [5, 6, 7]}
     assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32), (3, 8, 32), (0, 9, 48)]) == {32: [3, 4, 8]}
     assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32)]) == {}
@@ -535,6 +537,22 @@ def test_a_step_goes_on_with_what_it_read_after_its_lease_if_it_is_still_there(
         (hit,) = place.while_there(here.unleased, Prompt(tokens))
     assert hit.cached == HIT
     assert hit.agrees(cold)
+
+
+@HERE
+def test_of_hits_with_states_that_fill_the_kv_cache_none_ends_the_engine(here: Node, pairs: Callable[..., Pair]) -> None:
+    """Those that come to an idle engine together: for the second one vLLM counts on the one block less that there is."""
+    pair, prompts = pairs(STATES, 0), [new_tokens(HIT + 5) for _ in range(2)]
+    before, cold = here.stats().chunks, [pair.a.one(tokens) for tokens in prompts]
+    here.stored(before + 2 * (HIT // CHUNK + pair.states))
+    begins = HIT // CHUNK + 1 + 2
+    few = {"block_size": CHUNK, "kv_cache_memory_bytes": 2 * begins * CHUNK * TOKEN_BYTES // 2}
+    c = here.connect("few-blocks", model=pair.model, **few)
+    c.ask("meddle", SYNCHRONOUS, "count", None, FOREVER)
+    hits = c.run(*map(Prompt, prompts), together=True)
+    assert c.ask("leave_alone") == {SYNCHRONOUS: 1}
+    assert [hit.cached for hit in hits] == [HIT, HIT]
+    assert all(hit.agrees(one) for hit, one in zip(hits, cold, strict=True))
 
 
 @HERE

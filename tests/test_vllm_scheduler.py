@@ -102,6 +102,8 @@ class Side:
         self.segments = {segment.id: "host" for segment in self.client.list_segments()}
         self.report(shards=shards, segments=dict.fromkeys(range(ranks), self.segments))
         assert self.half.instance.open()
+        if state:
+            self.half.watch(SimpleNamespace(get_num_free_blocks=lambda: 64))
 
     def report(self, **said: Any) -> None:
         self.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(**said)))

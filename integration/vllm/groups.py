@@ -130,6 +130,11 @@ class Groups:
                 found.append(rows[group.number][max(0, end - _looked_back(group)) : end])
         return found
 
+    def most_blocks(self, tokens: int) -> int:
+        """All that a request of so many tokens may take as it begins: of tables of states the one that is loaded, the one it goes on in, one
+        for a state from within the step, and a copy."""
+        return sum(-(-tokens // group.block_size) for group in self.groups) + 4 * len(self.states)
+
     def length(self, rows: Sequence[Sequence[int]]) -> int:
         """Tokens that every group has a place for."""
         return min(len(rows[group.number]) * group.block_size for group in self.groups)
