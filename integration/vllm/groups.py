@@ -131,8 +131,8 @@ class Groups:
         return found
 
     def most_blocks(self, tokens: int) -> int:
-        """All that a request of so many tokens may take as it begins: of tables of states the one that is loaded, the one it goes on in, one
-        for a state from within the step, and a copy."""
+        """All that a request of so many tokens may take as it begins: of tables of states the one that is loaded, the one it goes on in,
+        one for a state from within the step, and a copy."""
         return sum(-(-tokens // group.block_size) for group in self.groups) + 4 * len(self.states)
 
     def length(self, rows: Sequence[Sequence[int]]) -> int:
