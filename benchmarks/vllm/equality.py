@@ -44,11 +44,15 @@ def soil(child: Child, fleet: Fleet, prompts: Prompts, extra: dict[str, Any] | N
         left -= longest
 
 
+def ended(fleet: Fleet) -> dict[str, Any]:
+    """What to ask the reference's scheduler for, so that its own hit ends where the pool's does."""
+    return {"chunk": fleet.scale.chunk, "whole_blocks": fleet.scale.whole_blocks}
+
+
 def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
     """What vLLM's own prefix cache makes of it, `first` having been computed."""
-    extra = {"chunk": fleet.scale.chunk, "whole_blocks": fleet.scale.whole_blocks}
     answer: dict[str, Any] = child.ask(
-        "generate", SECONDS, tokens=hit.then, count=fleet.scale.answer, logprobs=LOGPROBS, extra=extra
+        "generate", SECONDS, tokens=hit.then, count=fleet.scale.answer, logprobs=LOGPROBS, extra=ended(fleet)
     )
     if answer["cached"] != hit.cached:
         raise RuntimeError(f"the reference's hit has {answer['cached']} tokens where {hit.cached} were due ({hit.kind})")

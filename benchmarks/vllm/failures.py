@@ -2,8 +2,9 @@
 
 B's connector promises a prompt's chunks, the step is scheduled, and before it is executed the chunks are removed from the pool
 or the metadata server is killed (`probe`), while other requests of B decode. What B says must be what a vLLM without a pool says of
-the same prompts. Instances run batch-invariant kernels on GPUs, so that the moment at which a request joins a step, which no
-two runs share, changes nothing; tokens are compared.
+the same prompts, and where nothing is lost what it says of a hit in its own prefix cache. Instances run batch-invariant kernels on
+GPUs, so that the moment at which a request joins a step, which no two runs share, changes nothing; tokens are compared. Each compiles
+for itself, so the control, that they compute alike, counts here above all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from ..processes import ChildFailed
 from ..results import Clock, OutOfTime, Row, fraction
-from .equality import Pair, soil
+from .equality import Pair, agreeing, ended, soil
 from .fleet import Fleet
 from .prompts import Prompts
 
@@ -49,7 +50,7 @@ def failures(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     """Rows for each way to fail; a trial in which no load was promised is made again, and counts as wrong after the third.
     Of LMCache's connector only recorded:
     vLLM's V2 model runner with asynchronous scheduling does not recompute a synchronous load rightly (vLLM issue 49250)."""
-    pair = Pair(fleet, "failing_")
+    control, pair = agreeing(fleet, prompts, "failing"), Pair(fleet, "failing_")
     soil(pair.b, fleet, prompts)
     trials = {how: _Trials() for how in ("none", *WAYS[fleet.integration])}
     for how, counts in trials.items():
@@ -65,7 +66,7 @@ def failures(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
         print(
             f"  {how}: {sum(counts.good)} of {len(counts.good)}, others {sum(counts.others)} of {len(counts.others)}", flush=True
         )
-    return _rows(fleet, trials)
+    return [*control, *_rows(fleet, trials)]
 
 
 def _trial(fleet: Fleet, pair: Pair, prompts: Prompts, length: int, how: str, counts: _Trials) -> bool:
@@ -82,9 +83,11 @@ def _trial(fleet: Fleet, pair: Pair, prompts: Prompts, length: int, how: str, co
     asked = {"others": others, "length": BESIDE_ANSWER * scale.answer, "tokens": [prompt], "count": scale.answer}
     before = fleet.pool.stats()
     lose = {"how": how, "socket": str(fleet.server.path), "pid": fleet.server.pid, "note": str(note)}
+    if how == "none":
+        pair.alone.ask("generate", SECONDS, tokens=prompt, count=1)
     pair.b.send("beside", **asked, extra=None if how == "none" else {"lose": lose})
     try:
-        expected = pair.alone.ask("beside", SECONDS, **asked)
+        expected = pair.alone.ask("beside", SECONDS, **asked, extra=ended(fleet) if how == "none" else None)
     finally:
         got = _answer(fleet, pair)
     if how == "kill" and note.exists():
@@ -124,7 +127,7 @@ def _promised(note: Path) -> int:
 
 def _rows(fleet: Fleet, trials: dict[str, _Trials]) -> list[Row]:
     limited = fleet.integration == "vllm"
-    calm = trials["none"].others
+    calm, held = trials["none"].others, trials["none"].good
     quiet = f"beside loads that held {sum(calm)} of {len(calm)} were"
     broken = {how: counts for how, counts in trials.items() if how in HOW}
     rows = []
@@ -140,4 +143,5 @@ def _rows(fleet: Fleet, trials: dict[str, _Trials]) -> list[Row]:
     others = [each for counts in broken.values() for each in counts.others]
     what = f"requests decoding beside a load that failed: tokens as of a vLLM without a pool; {quiet}"
     rows.append(fraction(f"{fleet.integration}_failed_load_others_equal", others, what, limited))
-    return rows
+    what = "requests whose load held, beside others that decode: tokens as of a vLLM without a pool after an own hit of the same length"
+    return [*rows, fraction(f"{fleet.integration}_load_beside_equal", held, what, limited)]

@@ -159,7 +159,8 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str], ki
             if values:
                 what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
                 rows.append(row(f"{begin}_{variant}_ms_{name}", "ms", values, floor, what=what))
-        if name in VS_RECOMPUTE and held["vcache"]:
+        # What lies in host memory comes by another way than the limits are for.
+        if name in VS_RECOMPUTE and held["vcache"] and fleet.more.get("vcache.pool.device") != "host":
             rows += _judged(fleet, name, held, floor, speed, missed, kind)
     return rows
 
