@@ -40,6 +40,9 @@
 #
 # CALL+CALL runs two beside each other on a host of four GPUs, each on a pair of its own, into $OUT/CALL.
 #
+# With CUDA_VISIBLE_DEVICES=0 calls whose instances take a GPU each run on one GPU, too, which all share. Rows say so. Equality is worth
+# as much there; times are not, as no byte crosses a link.
+#
 # A call unpacks the parts it is given and goes on after whatever fails. Rows go to $OUT/*.json as they are measured, the logs of
 # instances to $OUT/logs.tar.xz. Speed is worth something only on GPUs that nobody else uses. TINY=1 runs it without GPUs, for its own sake.
 set -uo pipefail
@@ -87,6 +90,7 @@ trace=${TRACE:-shared/traces/mooncake-conversation.jsonl}
 gpus=2; [[ $call != sleep ]] || gpus=1
 [[ $call != x4 && $call != four ]] || gpus=4
 [[ $call != *+* ]] || gpus=4
+[[ ${CUDA_VISIBLE_DEVICES-,} == *,* ]] || gpus=1
 needs="torch msgspec vcache_backend vcache_backend.integration.vllm_connector"
 [ "$call" = pool ] || needs="$needs vllm"
 [[ ! $call =~ speed|equal|kinds|lmcache|_mp ]] || needs="$needs lmcache"
