@@ -340,6 +340,7 @@ def test_a_lease_nobody_reads_under_is_given_back(side: Side, end: str) -> None:
     request = new_request()
     side.put(request)
     side.half.arrived(request)
+    eventually(lambda: side.leases() == 1)
     if end == "finished":
         side.half.finished(request)
     elif end == "while the client is busy":
