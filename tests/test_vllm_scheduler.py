@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from engine_cases import Node, node
 from kv_cases import Cache, layout_of
@@ -44,7 +45,8 @@ from vcache_backend.integration.vllm.model_spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import SchedulerSide
 from vcache_backend.integration.vllm.stats import Meter
 from vcache_backend.integration.vllm.worker import WorkerSide
-from vcache_backend.metadata_server.messages import of_rank
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.keys import state_keys
 
 CHUNK, CHUNKS = 16, 5
@@ -77,9 +79,7 @@ class Side:
         self.meter, self.client = Meter(), undo.enter_context(here.client())
         config = here.config("host", chunk_size=CHUNK)
         settings = ConnectorConfig(**{"share": "pool", "min_hit_tokens": CHUNK} | connector)
-        config = type(config)(
-            server=config.server, client=config.client, pool=config.pool, engine=config.engine, connector=settings
-        )
+        config = msgspec.structs.replace(config, connector=settings)
         one = {"parallel_config__tensor_parallel_size": ranks, "parallel_config__pipeline_parallel_size": 1}
         vllm = vllm_config(**one, kv_events_config=None, use_v2_model_runner=True)
         vllm.cache_config.prefix_caching_hash_algo, vllm.cache_config.prefix_match_unit = "sha256", None
@@ -120,11 +120,14 @@ class Side:
 
     def put(self, request: Request, count: int = CHUNKS, rank: int = 0) -> None:
         """The request's first chunks are in the pool."""
-        reserved = self.client.reserve(of_rank(self.keys(request, count), rank), NBYTES)
-        assert self.client.commit(reserved.reservation) == count
+        assert stored_by(self.client, of_rank(self.keys(request, count), rank)) == count
 
     def matched(self, request: Request, local: int = 0) -> tuple[int | None, bool]:
         return self.half.matched(request, local)
+
+    def allocated(self, request: Request, external: int = CHUNKS * CHUNK, end: int = CHUNKS * CHUNK) -> None:
+        """vLLM has blocks for the request's tokens up to `end`, of which the last `external` are to be loaded."""
+        self.half.allocated(request, SimpleNamespace(get_block_ids=lambda: (blocks_of(end),)), external)
 
     def asked(self, *requests: str) -> int:
         """How many requests of these types the server has answered; of those for chunks: are they there, and leases on them."""
@@ -137,32 +140,29 @@ class Side:
     def step(self, *new: tuple[Request, int], cached: tuple[Request, int, int, Any] | None = None) -> StepMetadata:
         """One step. new: requests that begin with so many tokens. cached: one that goes on, from where, with how many, in which new
         blocks: a list, or one a table."""
-        running = [] if cached is None else [cached]
-        output = SimpleNamespace(
-            num_scheduled_tokens={request.request_id: count for request, count in new}
-            | {request.request_id: count for request, _, count, _ in running},
-            scheduled_new_reqs=[
-                SimpleNamespace(req_id=request.request_id, block_ids=(list(range(-(-count // BLOCK))),), num_computed_tokens=0)
-                for request, count in new
-            ],
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[request.request_id for request, *_ in running],
-                num_computed_tokens=[computed for _, computed, _, _ in running],
-                new_block_ids=[(blocks,) if isinstance(blocks, list) else blocks for *_, blocks in running],
-                resumed_req_ids=set(),
-            ),
-        )
-        return self.planned(output)
+        begin = [(request, 0, count, (list(range(-(-count // BLOCK))),)) for request, count in new]
+        return self._step(begin, [] if cached is None else [cached])
 
     def begun(self, request: Request, computed: int, count: int, rows: tuple[list[int], ...]) -> StepMetadata:
         """One step, in which the request begins behind `computed` tokens, with the blocks of all its tables."""
-        new = SimpleNamespace(req_id=request.request_id, block_ids=rows, num_computed_tokens=computed)
-        none = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
-        scheduled = {request.request_id: count}
-        return self.planned(SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=[new], scheduled_cached_reqs=none))
+        return self._step([(request, computed, count, rows)], [])
 
-    def planned(self, output: Any) -> StepMetadata:
-        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+    def _step(self, begin: list[tuple[Request, int, int, Any]], go_on: list[tuple[Request, int, int, Any]]) -> StepMetadata:
+        scheduled = {request.request_id: count for request, _, count, _ in begin + go_on}
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=request.request_id, block_ids=rows, num_computed_tokens=computed)
+                for request, computed, _, rows in begin
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[request.request_id for request, *_ in go_on],
+                num_computed_tokens=[computed for _, computed, _, _ in go_on],
+                new_block_ids=[(blocks,) if isinstance(blocks, list) else blocks for *_, blocks in go_on],
+                resumed_req_ids=set(),
+            ),
+        )
         meta = self.half.begin(output)
         self.half.add_stores(output, meta)
         self.half.savings.scheduled(output, meta)
@@ -172,11 +172,12 @@ class Side:
 _made = iter(range(1_000_000))
 
 
-def new_request(tokens: int = PROMPT, **vcache: Any) -> Request:
+def new_request(tokens: int | list[int] = PROMPT, **vcache: Any) -> Request:
+    """tokens: of the prompt, or how many of one that nobody has seen."""
     number = next(_made)
     return Request(
         request_id=str(number),
-        prompt_token_ids=random.Random(number).choices(range(1000), k=tokens),
+        prompt_token_ids=random.Random(number).choices(range(1000), k=tokens) if isinstance(tokens, int) else tokens,
         sampling_params=SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {"vcache": vcache}}),
         pooling_params=None,
         block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, sha256),
@@ -184,17 +185,16 @@ def new_request(tokens: int = PROMPT, **vcache: Any) -> Request:
 
 
 def same_prompt(request: Request) -> Request:
-    return Request(
-        request_id=str(next(_made)),
-        prompt_token_ids=list(request.prompt_token_ids or ()),
-        sampling_params=SamplingParams(max_tokens=4),
-        pooling_params=None,
-        block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, sha256),
-    )
+    return new_request(list(request.prompt_token_ids or ()))
 
 
-def blocks_of(count: int) -> Any:
-    return SimpleNamespace(get_block_ids=lambda: (list(range(100, 100 + count)),))
+def blocks_of(tokens: int) -> list[int]:
+    return list(range(100, 100 - -tokens // BLOCK))
+
+
+def stored_by(client: Client, keys: list[ChunkKey]) -> int:
+    """How many of the chunks were not there."""
+    return client.commit(client.reserve(keys, NBYTES).reservation)
 
 
 @pytest.fixture
@@ -286,14 +286,13 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(side: 
 
 
 def test_what_a_load_brings_that_began_before_a_reset_is_not_built_on(asynchronous: Side) -> None:
-    side, request, each = asynchronous, new_request(), CHUNK // BLOCK
+    side, request = asynchronous, new_request()
     side.put(request, 2)
     assert side.matched(request) == (2 * CHUNK, True)
-    side.half.allocated(request, blocks_of(2 * each), 2 * CHUNK)
+    side.allocated(request, 2 * CHUNK, 2 * CHUNK)
     assert side.step().loads
     side.reset()
-    rows = (list(range(100, 100 + 3 * each)),)
-    assert side.begun(request, 2 * CHUNK, CHUNK, rows).stores == []
+    assert side.begun(request, 2 * CHUNK, CHUNK, (blocks_of(3 * CHUNK),)).stores == []
 
 
 def test_who_is_computed_again_after_a_reset_is_stored_from_the_start(side: Side) -> None:
@@ -328,8 +327,7 @@ def test_what_was_sent_ahead_too_long_ago_is_asked_again(side: Side, monkeypatch
     side.put(request, 2)
     side.half.arrived(request)
     monkeypatch.setattr(lookups, "AHEAD_SECONDS", 0.0)
-    reserved = side.client.reserve(side.keys(request), NBYTES)
-    assert side.client.commit(reserved.reservation) == CHUNKS - 2
+    assert stored_by(side.client, side.keys(request)) == CHUNKS - 2
     assert side.matched(request) == (CHUNKS * CHUNK, False)
     eventually(lambda: side.leases() == 1)
 
@@ -366,8 +364,7 @@ def test_vllm_counts_on_no_lease_of_a_while_ago_that_the_server_does_not_know(
     side, request = make(state=state), new_request()
     side.put(request)
     if state:
-        reserved = side.client.reserve(state_keys(side.keys(request), 1), NBYTES)
-        assert side.client.commit(reserved.reservation) == CHUNKS
+        assert stored_by(side.client, state_keys(side.keys(request), 1)) == CHUNKS
     assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, False)
     answer = side.half._track(request).answer
     assert answer is not None
@@ -400,7 +397,7 @@ def test_a_lease_that_begins_before_what_vllm_lacks_serves_from_there(side: Side
     side.put(request)
     side.half.arrived(request)
     assert side.matched(request, 2 * CHUNK + BLOCK) == ((CHUNKS - 2) * CHUNK - BLOCK, False)
-    side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), (CHUNKS - 2) * CHUNK - BLOCK)
+    side.allocated(request, (CHUNKS - 2) * CHUNK - BLOCK)
     (load,) = side.step((request, PROMPT)).loads
     assert load.lease is not None
     assert [side.client.acquire([key]).locations[0] for key in load.keys] == load.lease.locations
@@ -452,8 +449,8 @@ def test_one_lease_speaks_for_all_ranks_until_all_have_read_and_nothing_is_store
     assert side.matched(request) == (3 * CHUNK, True)
     request.max_tokens += 1
     assert side.matched(request) == (3 * CHUNK, False)
-    side.half.allocated(request, blocks_of(3 * CHUNK // BLOCK), 3 * CHUNK)
-    (own,) = blocks_of(-(-PROMPT // BLOCK)).get_block_ids()
+    side.allocated(request, 3 * CHUNK, 3 * CHUNK)
+    own = blocks_of(PROMPT)
     first = side.begun(request, 3 * CHUNK, PROMPT - 3 * CHUNK, (own,))
     (load,) = first.loads
     assert load.lease is not None
@@ -477,7 +474,7 @@ def test_what_was_computed_with_another_connectors_load_is_stored_when_that_has_
     """Under MultiConnector: it may be part of the step, and fail."""
     request = new_request()
     assert side.matched(request) == (0, False)
-    (own,) = blocks_of(-(-PROMPT // BLOCK)).get_block_ids()
+    own = blocks_of(PROMPT)
     first = side.begun(request, 3 * CHUNK, PROMPT - 3 * CHUNK, (own,))
     assert first.stores == side.step(cached=(request, PROMPT, 1, None)).stores == []
     side.report(read={first.echo})
@@ -491,7 +488,7 @@ def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(ma
     side, request, each = make(state=True), new_request(), CHUNK // BLOCK
     same = same_prompt(request)
     assert side.matched(request) == (0, False)
-    own, none = list(range(100, 100 + 5 * each)), [0] * (each - 1)
+    own, none = blocks_of(5 * CHUNK), [0] * (each - 1)
     first = side.begun(request, CHUNK, CHUNK, ([0] * each + [*none, 200], own[: 2 * each]))
     second = side.step(cached=(request, 2 * CHUNK, CHUNK, ([*none, 201], own[2 * each : 3 * each])))
     assert side.matched(same, 3 * CHUNK) == (0, False)
@@ -539,7 +536,7 @@ def test_what_was_loaded_is_not_stored_again_unless_the_load_failed(asynchronous
     side.put(request)
     assert side.matched(request) == (CHUNKS * CHUNK, True)
     before = side.step()
-    side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
+    side.allocated(request)
     assert len(side.step().loads) == 1
     assert (before.loads, before.fresh) == ([], []), "of a step that may still run"
     assert side.step((request, PROMPT)).stores == []
@@ -548,10 +545,9 @@ def test_what_was_loaded_is_not_stored_again_unless_the_load_failed(asynchronous
     assert stored(side.step((request, PROMPT))) == [(CHUNKS, list(range(CHUNKS * CHUNK // BLOCK)), 0)]
 
 
-def test_spans_of_instances_that_vllm_gave_one_seed_have_names_of_their_own(
-    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """OpenTelemetry draws them from Python's generator, which vLLM seeds alike in every instance."""
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """Those that have ended."""
     pytest.importorskip("opentelemetry.sdk.trace", reason="no SDK of OpenTelemetry is installed")
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
@@ -561,43 +557,41 @@ def test_spans_of_instances_that_vllm_gave_one_seed_have_names_of_their_own(
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    return exporter.get_finished_spans
+
+
+def test_spans_of_instances_that_vllm_gave_one_seed_have_names_of_their_own(
+    make: Callable[..., Side], spans: Callable[[], Any]
+) -> None:
+    """OpenTelemetry draws them from Python's generator, which vLLM seeds alike in every instance."""
     state = random.getstate()
     for _ in range(2):
         side, request = make(), new_request()
         random.seed(0)
         assert side.matched(request)[0] == 0
     random.setstate(state)
-    one, other = (span.context for span in exporter.get_finished_spans())
+    one, other = (span.context for span in spans())
     assert one.span_id != other.span_id
     assert one.trace_id != other.trace_id
 
 
 @pytest.mark.parametrize("sync", [0, 2048])
 def test_where_vllm_traces_a_look_up_and_a_load_are_spans_of_their_request(
-    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, sync: int
+    make: Callable[..., Side], spans: Callable[[], Any], sync: int
 ) -> None:
-    pytest.importorskip("opentelemetry.sdk.trace", reason="no SDK of OpenTelemetry is installed")
-    from opentelemetry import trace
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     side, request = make(sync_below_tokens=sync), new_request()
     request.trace_headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
     side.put(request)
     assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, not sync)
-    side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
+    side.allocated(request)
     side.step((request, PROMPT))
     side.half.finished(request)
-    assert [span.name for span in exporter.get_finished_spans()] == ["vcache.lookup"], "it may end with the step that loads"
+    assert [span.name for span in spans()] == ["vcache.lookup"], "it may end with the step that loads"
     other = LoadSpan("another", 0, 1, 2, {}, 0.0, 0.0, "")
     now = time.time_ns()
     mine = other._replace(request_id=request.request_id, began=now + 5, ended=now + 9, nbytes={"peer": 7, "own": 1})
     side.report(spans=[other, mine])
-    lookup, worker, load = exporter.get_finished_spans()
+    lookup, worker, load = spans()
     assert (worker.name, worker.start_time, worker.end_time, load.end_time) == ("vcache.load.worker", now + 5, now + 9, now + 9)
     assert (worker.attributes["vcache.bytes"], worker.attributes["vcache.bytes.peer"]) == (8, 7)
     assert (worker.parent.span_id, worker.context.trace_id) == (load.context.span_id, load.context.trace_id)
@@ -618,26 +612,25 @@ def test_vllm_hears_where_the_tokens_of_a_hit_lay(here: Node, make: Callable[...
     with VCacheEngine(here.config("host:peer", 1 << 20), layout_of(Cache())), here.stage.client(device="host:peer") as peer:
         side, (request, plain) = make(sync_below_tokens=sync), (new_request(CHUNKS * CHUNK), new_request())
         side.put(request, 2)
-        reserved = peer.reserve(side.keys(request), NBYTES)
-        assert peer.commit(reserved.reservation) == CHUNKS - 2
+        assert stored_by(peer, side.keys(request)) == CHUNKS - 2
         own, far = sorted(side.client.list_segments(), key=lambda segment: segment.device)
         side.report(segments={0: {own.id: "own", far.id: "peer"}})
         external = (CHUNKS * CHUNK - BLOCK) - BLOCK
         assert side.matched(request, BLOCK) == (external, not sync)
         before = side.asked("Contains")
-        side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), external)
+        side.allocated(request, external)
         assert side.half.hit_sources(request, external) == {"device": 2 * CHUNK - BLOCK, "p2p": 3 * CHUNK - BLOCK}
         assert side.asked("Contains") - before == (0 if sync else 1)
         side.report(segments={0: {own.id: "own"}})
         side.put(plain)
         assert side.matched(plain) == (CHUNKS * CHUNK, not sync)
-        side.half.allocated(plain, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
+        side.allocated(plain)
         assert side.half.hit_sources(plain, CHUNKS * CHUNK) == {"device": CHUNKS * CHUNK}
         assert side.asked("Contains") - before == (0 if sync else 1)
         announced = new_request(announced=True)
         assert side.half.hit_sources(announced, CHUNK) == {}, "it loads nothing"
         assert side.matched(announced) == (CHUNKS * CHUNK, True)
-        side.half.allocated(announced, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
+        side.allocated(announced)
         side.report(segments={0: {own.id: "own", far.id: "peer"}})
         assert side.half.hit_sources(announced, CHUNKS * CHUNK) == {"p2p": CHUNKS * CHUNK}
         assert peer.drop_segment(far.id)
@@ -647,7 +640,7 @@ def test_a_request_that_ends_while_it_loads_is_cancelled(asynchronous: Side) -> 
     request, side = new_request(), asynchronous
     side.put(request)
     side.matched(request)
-    side.half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
+    side.allocated(request)
     side.step()
     side.half.finished(request)
     assert side.step().cancelled == {request.request_id}
@@ -714,7 +707,7 @@ def test_a_hit_ends_with_a_chunk_and_is_loaded_where_vllm_wants_it(make: Callabl
     passed = (end - WINDOW + 1) // BLOCK
     rows = [0] * passed + ROWS[0][passed : end // BLOCK], ROWS[1][: end // BLOCK]
     side.half.allocated(request, SimpleNamespace(get_block_ids=lambda: rows), 3 * CHUNK - BLOCK)
-    (load,) = side.half.begin(SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)).loads
+    (load,) = side.step().loads
     assert load.keys == side.keys(request)[1:4]
     assert load.blocks == [-1, 106, 107, 108, -1, -1, 109, 110, 111, 112, -1, -1, 113, 114, 115, 116, 15, 16]
     assert load.wanted == [*range(106, 117), 15, 16]
@@ -800,7 +793,7 @@ def test_what_a_hit_has_saved_is_what_its_tokens_would_have_taken_less_its_load(
         for rank in range(2):
             side.put(request, rank=rank)
         assert side.matched(request)[0] == CHUNKS * CHUNK
-        half.allocated(request, blocks_of(CHUNKS * CHUNK // BLOCK), CHUNKS * CHUNK)
+        side.allocated(request)
         side.step((request, PROMPT))
         for rank, (seconds, failure) in enumerate(ended):
             side.report(spans=[LoadSpan(request.request_id, rank, 1, 2, {}, seconds / 4, seconds * 3 / 4, failure)])
