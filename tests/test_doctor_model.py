@@ -40,6 +40,12 @@ MIMO = {
 MIXED = ["sliding_attention", "full_attention"] * 16
 
 
+def written(folder: Path, model: object) -> str:
+    """A model's folder, with its own file."""
+    (folder / "config.json").write_text(json.dumps(model))
+    return str(folder)
+
+
 @pytest.mark.parametrize(
     ("model", "token", "said"),
     [
@@ -135,8 +141,7 @@ MIXED = ["sliding_attention", "full_attention"] * 16
 def test_a_models_own_file_tells_whether_it_is_cached_and_what_a_token_takes(
     config: Config, tmp_path: Path, model: dict[str, object], token: int, said: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    first, *more = diagnose(config, str(tmp_path))
+    first, *more = diagnose(config, written(tmp_path, model))
     assert said in first.detail
     if not token:
         assert (first.status, bool(first.advice), more) == ("fail", True, [])
@@ -157,18 +162,16 @@ def test_a_models_own_file_tells_whether_it_is_cached_and_what_a_token_takes(
 def test_modelopts_own_file_tells_what_the_kv_cache_is_quantized_to_where_the_models_does_not(
     config: Config, tmp_path: Path, algorithm: str | None, token: int, said: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": algorithm}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
-    first, chunks, _ = diagnose(config, str(tmp_path))
+    first, chunks, _ = diagnose(config, written(tmp_path, LLAMA))
     assert f"8 KV heads of 128, {said}" in first.detail
     assert chunks.detail.startswith(f"{token:,} B a token, ")
     # vLLM looks at it only where the model's own file says nothing.
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "fp8"}}))
-    assert "8 KV heads of 128, bfloat16" in diagnose(config, str(tmp_path))[0].detail
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    said_itself = LLAMA | {"quantization_config": {"quant_method": "fp8"}}
+    assert "8 KV heads of 128, bfloat16" in diagnose(config, written(tmp_path, said_itself))[0].detail
     (tmp_path / "hf_quant_config.json").write_text("[]")
-    assert "hf_quant_config.json cannot be read: it holds a list" in diagnose(config, str(tmp_path))[0].detail
+    assert "hf_quant_config.json cannot be read: it holds a list" in diagnose(config, written(tmp_path, LLAMA))[0].detail
 
 
 @pytest.mark.parametrize(
@@ -194,14 +197,14 @@ def test_what_cannot_be_told_of_a_model_is_said_with_what_would_help(
 ) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    finding = only(iter(diagnose(config, str(tmp_path))))
+    finding = only(diagnose(config, str(tmp_path)))
     assert (finding.status, said in finding.detail) == ("warn", True), finding
     assert only(plan(str(tmp_path), config, gpus=1)).status == "fail"
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-this-name/model"])
 def test_a_name_that_cannot_be_looked_for_is_a_finding(config: Config, name: str) -> None:
-    finding = only(iter(diagnose(config, name)))
+    finding = only(diagnose(config, name))
     assert (finding.status, finding.advice) == ("warn", f"`hf download {name} config.json`, or name its folder")
 
 
@@ -210,7 +213,7 @@ def test_where_nobody_may_look_is_a_finding_and_no_bug_of_ours(
 ) -> None:
     """As a folder of others' is to a user; here a name that no file can have, since root may look everywhere."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    finding = only(iter(diagnose(config, "x" * 300)))
+    finding = only(diagnose(config, "x" * 300))
     assert (finding.status, finding.advice) == ("warn", "name a folder that this user may read")
     assert finding.detail.endswith("config.json cannot be looked at: File name too long")
 
@@ -218,13 +221,12 @@ def test_where_nobody_may_look_is_a_finding_and_no_bug_of_ours(
 def test_a_file_of_no_model_is_not_read(config: Config, tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(1 << 40)
-    assert "1,099,511,627,776 B" in only(iter(diagnose(config, str(tmp_path)))).detail
+    assert "1,099,511,627,776 B" in only(diagnose(config, str(tmp_path))).detail
 
 
 def test_a_models_file_says_nothing_to_the_terminal(config: Config, tmp_path: Path) -> None:
     told = LLAMA | {"architectures": ["\x1b[2J" + "x" * 1000], "dtype": "\x1b[1m"}
-    (tmp_path / "config.json").write_text(json.dumps(told))
-    detail = diagnose(config, str(tmp_path))[0].detail
+    detail = diagnose(config, written(tmp_path, told))[0].detail
     assert "(\\x1b[2Jxxx" in detail
     assert len(detail) < 300 + len(str(tmp_path))
     assert detail.isprintable()
@@ -233,8 +235,7 @@ def test_a_models_file_says_nothing_to_the_terminal(config: Config, tmp_path: Pa
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 def test_a_models_own_code_never_runs(tmp_path: Path) -> None:
     """Not even where somebody says yes to all that is asked."""
-    ours = {"model_type": "ours", "auto_map": {"AutoConfig": "ours.Ours"}}
-    (tmp_path / "config.json").write_text(json.dumps(ours))
+    written(tmp_path, {"model_type": "ours", "auto_map": {"AutoConfig": "ours.Ours"}})
     (tmp_path / "ours.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Ours: pass\n")
     command = [sys.executable, "-m", "vcache_backend.cli", "doctor", "--model", str(tmp_path)]
     ran = subprocess.run(command, input=b"y\n" * 9, capture_output=True, timeout=60, check=False)
@@ -246,25 +247,23 @@ def test_a_model_is_looked_for_in_hugging_faces_cache_and_nowhere_else(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    finding = only(iter(diagnose(config, "org/name")))
+    finding = only(diagnose(config, "org/name"))
     assert (finding.status, finding.advice.startswith("`hf download org/name config.json`")) == ("warn", True)
     snapshot = tmp_path / "models--org--name" / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
     (tmp_path / "models--org--name" / "refs").mkdir()
     (tmp_path / "models--org--name" / "refs" / "main").write_text("c0ffee")
-    (snapshot / "config.json").write_text(json.dumps(LLAMA))
+    written(snapshot, LLAMA)
     assert diagnose(config, "org/name")[0].status == "ok"
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 def test_what_a_models_file_leaves_out_transformers_says(config: Config, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
-    assert "32 KV heads of 128" in diagnose(config, str(tmp_path))[0].detail
+    assert "32 KV heads of 128" in diagnose(config, written(tmp_path, {"model_type": "llama", "num_hidden_layers": 2}))[0].detail
 
 
 def test_a_plan_says_what_gpus_lend_and_what_is_left_of_them(config: Config, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    _, _, pool, vllm = plan(str(tmp_path), config, gpus=8, tokens=500_000, gpu_bytes=80 << 30)
+    _, _, pool, vllm = plan(written(tmp_path, LLAMA), config, gpus=8, tokens=500_000, gpu_bytes=80 << 30)
     # 1,954 chunks of 32 MiB, 245 on each but one.
     assert (pool.advice, pool.detail) == (
         "pool.segment_bytes: 8 GiB",
@@ -275,5 +274,4 @@ def test_a_plan_says_what_gpus_lend_and_what_is_left_of_them(config: Config, tmp
     assert (vllm.status, vllm.advice.startswith("lend less")) == ("warn", True)
     *_, pool = plan(str(tmp_path), config, gpus=2)
     assert pool.detail.startswith("2 GPUs that lend 1 MiB each hold 0 chunks")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"mamba_d_state": 128}))
-    assert only(plan(str(tmp_path), config, gpus=8)).status == "fail"
+    assert only(plan(written(tmp_path, LLAMA | {"mamba_d_state": 128}), config, gpus=8)).status == "fail"

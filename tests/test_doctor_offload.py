@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from mooncake_cases import needs_mooncake, own_depot
 from processes import SECONDS
+from test_doctor import by_check, only
 from typer.testing import CliRunner
 
 from benchmarks.mooncake_store import Depot
@@ -34,10 +35,7 @@ def config(master: str = "", **offload: Any) -> Config:
 
 
 def findings(of: Config) -> dict[str, Finding]:
-    found = list(check_offload(of))
-    for finding in found:
-        assert finding.status == "ok" or finding.advice, finding
-    return {finding.check: finding for finding in found}
+    return by_check(check_offload(of))
 
 
 # ---- the settings
@@ -45,7 +43,7 @@ def findings(of: Config) -> dict[str, Finding]:
 
 def test_a_tier_that_is_off_is_one_line_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(store_checks, "check_store")
-    (finding,) = check_offload(config(policy="off"))
+    finding = only(check_offload(config(policy="off")))
     assert (finding.check, finding.status) == ("offload", "ok")
     assert finding.detail.startswith("off: ")
 
@@ -91,19 +89,6 @@ def test_rdma_needs_a_limit_of_locked_memory_that_staging_fits_in(
 
 
 # ---- packages
-
-
-def test_packages_of_the_tier_are_needed_only_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", missing)
-    tier = {"mooncake-transfer-engine", "xxhash"}
-    for policy, wanted in (("off", set()), ("write_through", tier)):
-        failed = {finding.check: finding for finding in check_packages(config(policy=policy)) if finding.status == "fail"}
-        assert failed.keys() & tier == wanted
-    assert "mooncake-transfer-engine-non-cuda" in failed["mooncake-transfer-engine"].advice
-    assert LIBRARY not in findings(config())
 
 
 def test_another_build_of_mooncake_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +174,6 @@ def test_a_crash_or_a_hang_of_the_library_is_a_finding(tmp_path: Path, monkeypat
     ):
         monkeypatch.setattr("vcache_backend.offload.client.OPEN_SECONDS", seconds)
         (tmp_path / "mooncake.py").write_text(f"import os, time\n{text}")
-        (finding,) = store_checks.check_store(config())
+        finding = only(store_checks.check_store(config()))
         assert (finding.check, finding.status) == (LIBRARY, "fail")
         assert said in finding.detail
