@@ -43,6 +43,12 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def asked(client: Client, *requests: str) -> int:
+    """How many requests of these types the server has answered; of those for chunks: are they there, and leases on them."""
+    latency = client.stats().latency
+    return sum(latency[name].count for name in requests or ("Lookup", "Acquire") if name in latency)
+
+
 def eventually(what: Callable[[], Any], seconds: float = SECONDS) -> Any:
     """The first true answer of `what`; fails after `seconds`."""
     deadline = time.monotonic() + seconds

@@ -31,7 +31,7 @@ from neighbour_cases import (
     still,
     threads,
 )
-from processes import PATIENT, QUICK, SECONDS, Stage, eventually, hung, make_memfd, script
+from processes import PATIENT, QUICK, SECONDS, Stage, asked, eventually, hung, make_memfd, script
 from test_cuda_segments import cpu_view
 
 from vcache_backend.config import from_dict
@@ -70,12 +70,6 @@ class Reader:
 def reader(stage: Stage) -> Iterator[Reader]:
     with closing(Reader(stage.client())) as made:
         yield made
-
-
-def asked(client: Client, request: str) -> int:
-    """How many such requests the server has answered."""
-    latency = client.stats().latency
-    return latency[request].count if request in latency else 0
 
 
 # ---- what can be read

@@ -14,7 +14,7 @@ import torch
 from engine_cases import Node, node
 from kv_cases import CHUNK, SMALL, prompt
 from neighbour_cases import instance
-from processes import QUICK, Worker, eventually
+from processes import QUICK, Worker, asked, eventually
 from resident_cases import Owner, Reader, kv_mapped, owner, owner_process, shared_numbers, written
 
 from vcache_backend.errors import VCacheError
@@ -38,12 +38,6 @@ def beside(here: Node, chunks: int, **more: Any) -> tuple[Owner, Reader, torch.T
     """An owner, a reader that knows it, tokens, and where the owner has computed their chunks. more: of the reader."""
     one, reader, tokens = owner(here), Reader(here, **more), prompt(chunks * CHUNK)
     return one, reader, tokens, one.compute(tokens, list(range(2 * chunks)))
-
-
-def asked(reader: Reader, *requests: str) -> int:
-    """How many such requests the server has answered."""
-    latency = reader.session.client.stats().latency
-    return sum(latency[name].count for name in requests if name in latency)
 
 
 # ---- what is read
@@ -81,7 +75,7 @@ def test_nobody_is_asked_about_the_pool_if_all_chunks_are_resident(here: Node) -
     one, reader, tokens = owner(here), Reader(here), prompt(3 * CHUNK)
     there = one.compute(tokens, [9, 3, 4, 22, 0, 1])
     assert reader.loaded(tokens, there) == (3, "")
-    assert asked(reader, "Acquire", "Present", "Release") == 0
+    assert asked(reader.session.client, "Acquire", "Present", "Release") == 0
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2), (2, 2)])
@@ -142,11 +136,11 @@ def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
 def test_what_is_not_resident_comes_from_the_pool_beside_the_rest(here: Node) -> None:
     _, reader, tokens, there = beside(here, 6, segment_bytes=ROOM)
     reader.put(tokens, [0, 2, 3])
-    asked_before = asked(reader, "Acquire")
+    asked_before = asked(reader.session.client, "Acquire")
     assert reader.loaded(tokens, {number: there[number] for number in (1, 4, 5)}) == (6, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
     assert (reader.copier.pulls, reader.copier.scatters) == ([12], [])
-    assert asked(reader, "Acquire") == asked_before + 1
+    assert asked(reader.session.client, "Acquire") == asked_before + 1
     assert reader.stats["chunks"] == 3
 
 

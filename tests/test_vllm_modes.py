@@ -43,7 +43,6 @@ def start(here: Node, request: pytest.FixtureRequest) -> Iterator[Start]:
         name = f"{request.node.name.partition('[')[0][5:60]}{len(started)}"
         given = here.transfer(settings, role) | dict(transfer)
         started.append(here.alone(name, environment, kv_transfer_config=given, **arguments))
-        started[-1].in_place = (settings or {}).get("connector", {}).get("share") == "in_place"
         return started[-1]
 
     yield made
@@ -242,11 +241,7 @@ def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(here: 
 
 
 def test_a_model_with_states_is_served_in_place_as_without_us_and_the_doctor_knows(here: Node, start: Start) -> None:
-    model, tokens, in_place = (
-        write_states(here.folder / "states"),
-        new_tokens(LENGTH + 1),
-        {"connector": {"share": "in_place"}},
-    )
+    model, tokens, in_place = write_states(here.folder / "states"), new_tokens(LENGTH + 1), {"connector": {"share": "in_place"}}
     b = start(in_place, model=str(model))
     caches_nothing(here, b, "Mamba's blocks are rewritten without being allocated anew")
     assert [b.one(tokens).cached, b.one(tokens).cached] == [0, LENGTH], "vLLM's own prefix cache"

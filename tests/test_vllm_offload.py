@@ -12,7 +12,7 @@ from importlib import import_module
 
 import pytest
 from mooncake_cases import MIB, Raw, needs_mooncake, own_depot
-from processes import PATIENT, eventually
+from processes import eventually
 from vllm_cases import (
     BLOCK,
     CHUNK,
@@ -20,6 +20,7 @@ from vllm_cases import (
     LOAD,
     OURS,
     SESSION,
+    Answer,
     Instance,
     Prompt,
     Router,
@@ -34,7 +35,6 @@ from vllm_offload_cases import BUFFERS, CHUNK_BYTES, HITS, ROOM, Two, loaded
 from benchmarks.mooncake_store import Depot
 from benchmarks.processes import free_ports
 from vcache_backend.config import OffloadConfig
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey, Location
 from vcache_backend.offload.objects import HEADER_BYTES, NAME_PREFIX
 from vcache_backend.transfer.keys import HASH_BYTES
@@ -99,6 +99,12 @@ def damage(two: Two, name: str) -> None:
         store.change(name, lambda data: data[: len(data) // 2] + bytes(byte ^ 0x80 for byte in data[len(data) // 2 :]))
 
 
+def alone(a: Instance) -> tuple[list[int], Answer]:
+    """A short prompt for which nothing is cached, and what it is answered where nothing else runs."""
+    tokens = new_tokens(40)
+    return tokens, a.one(tokens, max_tokens=8, params=UNCACHED)
+
+
 # ---- hits
 
 
@@ -131,7 +137,7 @@ def test_what_the_pool_has_in_between_comes_from_there(two: Two, a: Instance, b:
         place.while_there(lambda: None, Prompt(tokens))
     keys = place.seen[0]
     for kept in ([0, 2], [1, 3], [0, 1, 3]):
-        with Client(two.second.socket, PATIENT, reconnect=False) as client:
+        with two.second.connection() as client:
             client.remove([key for chunk, key in enumerate(keys) if chunk not in kept])
         before = loaded(b, "store"), loaded(b, "host")
         answer = b.again(tokens)
@@ -225,9 +231,7 @@ def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(t
 
 
 def test_two_requests_for_the_same_chunks_at_once(two: Two, a: Instance, b: Instance) -> None:
-    two.empty()
-    tokens = new_tokens(HITS + 17)
-    two.keep(a, tokens)
+    tokens, _ = two.kept(a)
     prompts = [Prompt([*tokens, more]) for more in (5, 6, 7)]
     expected = a.run(*prompts)
     for answer, own in zip(b.run(*prompts, together=True), expected, strict=True):
@@ -287,7 +291,7 @@ def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(two: Two, a: Inst
     key = ChunkKey(bytes.fromhex(namespace + rest.partition("/")[2]))
 
     def move() -> None:
-        with Raw(two.depot.config()) as store, Client(two.second.socket, PATIENT, reconnect=False) as client:
+        with Raw(two.depot.config()) as store, two.second.connection() as client:
             (data,) = store.get([name])
             store.remove([name])
             reserved = client.reserve([key], CHUNK_BYTES)
@@ -308,8 +312,7 @@ def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(two: Two, a: Inst
 
 def test_a_load_is_not_over_before_its_copy_is(two: Two, a: Instance, b: Instance) -> None:
     """Others go on meanwhile; and what is not in place is not stored in the pool."""
-    (tokens, own), beside = two.kept(a), new_tokens(40)
-    undisturbed = a.one(beside, max_tokens=8, params=UNCACHED)
+    (tokens, own), (beside, undisturbed) = two.kept(a), alone(a)
     with meddled(b, UPLOAD, "slow", 60.0, times=1):
         b.add("beside", beside, max_tokens=8)
         b.add("waits", tokens)
@@ -336,8 +339,7 @@ def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(two: Two, a: 
 
 def test_others_go_on_beside_a_load_that_takes_long(two: Two, a: Instance, b: Instance) -> None:
     """The provider hangs for as long as the other request takes."""
-    (tokens, own), beside = two.kept(a), new_tokens(40)
-    undisturbed = a.one(beside, max_tokens=8, params=UNCACHED)
+    (tokens, own), (beside, undisturbed) = two.kept(a), alone(a)
     provider = two.depot.providers[-1]
     b.add("beside", beside, max_tokens=8)
     b.step(1)
@@ -357,8 +359,7 @@ def test_others_go_on_beside_a_load_that_takes_long(two: Two, a: Instance, b: In
 def test_a_store_that_fails_under_a_load_costs_a_computation(
     two: Two, a: Instance, b: Instance, hasty: Instance, what: str
 ) -> None:
-    (tokens, computed), beside = two.kept(a), new_tokens(40)
-    undisturbed = a.one(beside, max_tokens=8, params=UNCACHED)
+    (tokens, computed), (beside, undisturbed) = two.kept(a), alone(a)
     lost = hasty.counter("vllm:vcache_recomputed_tokens")
     who, how = what.split()
     provider, master = two.depot.providers[-1], two.depot.master
@@ -429,8 +430,7 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.rpartition(":")[2])
 def test_an_exception_of_ours_is_a_miss(two: Two, a: Instance, b: Instance, place: str) -> None:
-    (tokens, computed), beside = two.kept(a), new_tokens(40)
-    undisturbed = a.one(beside, max_tokens=8, params=UNCACHED)
+    (tokens, computed), (beside, undisturbed) = two.kept(a), alone(a)
     with meddled(b, place, "raise", times=1):
         answers = b.run(Prompt(tokens), Prompt(beside, max_tokens=8), together=True)
         assert answers[0].agrees(computed)

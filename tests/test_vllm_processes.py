@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from page_commands import COMMANDS, commands
-from processes import PATIENT, ROOT, Child, containers, eventually
+from processes import ROOT, Child, containers, eventually
 from test_start_server import end_servers
 from vllm_cases import (
     ANSWER_SECONDS,
@@ -40,7 +40,6 @@ from vllm_cases import (
 
 from benchmarks.processes import free_ports
 from vcache_backend.errors import ConfigError
-from vcache_backend.metadata_server.client import Client
 
 WHY_NOT = missing(())
 NO_SERVER = missing(("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards"))
@@ -106,7 +105,7 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
             assert ranks.again(tokens).differs(computed)
         here.unleased()
         keys = eventually(lambda: len(new := [key for key in here.chunk_keys() if key not in known]) == 2 * 4 and new)
-        with Client(here.socket, PATIENT, reconnect=False) as client:
+        with here.connection() as client:
             assert client.remove([key for key in keys if key.endswith(b"\0\1")][2:3]) == 1
         without = ranks.again(tokens, params={"vcache": {"store": False}})
         assert without.agrees(computed)
@@ -204,7 +203,7 @@ def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(h
     reader, tokens = here.connect("reader", environment=runner), new_tokens(LENGTH + 17)
     computed = here.keep(failing, tokens)
     failing.forget()
-    with Client(here.socket, PATIENT, reconnect=False) as client:
+    with here.connection() as client:
         client.clear()
     assert failing.one(tokens).said == computed.said
     here.stored(4)

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from engine_cases import Node, node
 from kv_cases import Cache, layout_of
-from processes import QUICK, SECONDS, eventually
+from processes import QUICK, SECONDS, asked, eventually
 from vllm_objects import BLOCK, vllm_config
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
@@ -130,9 +130,7 @@ class Side:
         self.half.allocated(request, SimpleNamespace(get_block_ids=lambda: (blocks_of(end),)), external)
 
     def asked(self, *requests: str) -> int:
-        """How many requests of these types the server has answered; of those for chunks: are they there, and leases on them."""
-        latency = self.client.stats().latency
-        return sum(latency[name].count for name in requests or ("Lookup", "Acquire") if name in latency)
+        return asked(self.client, *requests)
 
     def leases(self) -> int:
         return self.client.stats().leases

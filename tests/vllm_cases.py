@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from processes import IN_A_CONTAINER, PATIENT, SECONDS, Apart, Child, Nursery, Worker, eventually, nursery
+from processes import IN_A_CONTAINER, PATIENT, SECONDS, Apart, Child, Nursery, Worker, asked, eventually, nursery
 from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
 
 from benchmarks.vllm.answers import Answer as Answer
@@ -357,13 +357,14 @@ class Node:
         **arguments: Any,
     ) -> Instance:
         """An instance with our own connector, without LMCache. See `transfer`; arguments: of `LLM`."""
-        made = self.alone(name, environment, kv_transfer_config=self.transfer(settings, role), **arguments)
-        made.in_place = (settings or {}).get("connector", {}).get("share") == "in_place"
-        return made
+        return self.alone(name, environment, kv_transfer_config=self.transfer(settings, role), **arguments)
 
     def alone(self, name: str, environment: dict[str, str | None] | None = None, **arguments: Any) -> Instance:
-        """An instance of vLLM with no cache but its own."""
-        return self._instance(name, environment or {}, {"kv_transfer_config": None, **arguments})
+        """An instance of vLLM with no cache but its own, or what `arguments` have in `kv_transfer_config`."""
+        made = self._instance(name, environment or {}, {"kv_transfer_config": None, **arguments})
+        settings = (arguments.get("kv_transfer_config") or {}).get("kv_connector_extra_config", {})
+        made.in_place = settings.get("connector", {}).get("share") == "in_place"
+        return made
 
     def _instance(self, name: str, environment: dict[str, str | None], arguments: dict[str, Any]) -> Instance:
         apart = Apart() if self.isolated else None
@@ -373,15 +374,18 @@ class Node:
 
     # ---- the server
 
+    def connection(self) -> Client:
+        """A connection of the test's own."""
+        return Client(self.socket, PATIENT, reconnect=False)
+
     def stats(self) -> Any:
         """The server's `ServerStats`."""
-        with Client(self.socket, PATIENT, reconnect=False) as client:
+        with self.connection() as client:
             return client.stats()
 
     def asked(self, *requests: str) -> int:
-        """How many requests of these types the server has answered; of those for chunks: are they there, and leases on them."""
-        latency = self.stats().latency
-        return sum(latency[name].count for name in requests or ("Lookup", "Acquire") if name in latency)
+        with self.connection() as client:
+            return asked(client, *requests)
 
     def stored(self, chunks: int) -> None:
         """Wait until so many are visible: stores become that in the background."""
@@ -412,7 +416,7 @@ class Node:
 
     def empty(self) -> None:
         """The pool holds nothing any more."""
-        with Client(self.socket, PATIENT, reconnect=False) as client:
+        with self.connection() as client:
             client.clear(b"")
 
     def kill(self) -> None:
@@ -426,7 +430,7 @@ class Node:
         eventually(lambda: self.stats().clients >= self.clients, ANSWER_SECONDS)
         if not stores:
             return
-        with Client(self.socket, PATIENT, reconnect=False) as client:
+        with self.connection() as client:
             eventually(lambda: client.abort(client.reserve([ChunkKey(os.urandom(KEY_BYTES))], 4096).reservation))
 
     def segments(self) -> list[str]:
