@@ -1,6 +1,6 @@
 """A real Mooncake store for tests, which is that of the benchmarks, and what talks to it past everything of ours.
 
-Import the fixtures you use: `depot` (shared by the whole session: leave it as it is), and `own_depot` (to be broken).
+Import the fixtures you use: `depot` (shared by the whole session: leave it as it is), `raw` and `model` for it, `own_depot` (to be broken).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import mmap
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -73,11 +73,17 @@ class Raw:
     def remove(self, names: Sequence[str]) -> None:
         self.call("remove", names)
 
-    def change(self, name: str, change: Callable[[bytearray], bytearray]) -> None:
-        """Put other bytes in the place of an object."""
+    def damage(self, name: str) -> None:
+        """Change the sign of every number in an object's second half."""
         (data,) = self.get([name])
+        half = len(data) // 2
         self.remove([name])
-        assert self.put([name], [bytes(change(bytearray(data)))]) == [STORED]
+        assert self.put([name], [data[:half] + bytes(byte ^ 0x80 for byte in data[half:])]) == [STORED]
+
+
+def names_in(store: Depot) -> set[str]:
+    """Of all objects."""
+    return set(store.master.ask("/get_all_keys").split())
 
 
 def new_names(count: int) -> list[str]:
@@ -91,6 +97,19 @@ def depot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depot]:
     """Shared by the session: two providers of 128 MiB. Do not break it."""
     with Depot(tmp_path_factory.mktemp("mooncake"), (128 * MIB, 128 * MIB)) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def raw(depot: Depot) -> Iterator[Raw]:
+    """Of `depot`; shared by the module: leave it open."""
+    with Raw(depot.config(), 16 * MIB) as made:
+        yield made
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> str:
+    """Nobody else's in the shared store."""
+    return str(request.node.nodeid)
 
 
 @pytest.fixture

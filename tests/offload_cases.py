@@ -1,8 +1,9 @@
-"""What the tests of the tier share: two nodes, and engines on them with an open tier. Import the fixtures you use: `nodes`, `model`."""
+"""What the tests of the tier share: two nodes, and engines on them with an open tier. Import the fixture you use: `nodes`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,19 @@ TIER = {"retry_seconds": 0.05, "retry_max_seconds": 0.2, "negative_seconds": 0.0
 """What breaks is tried again soon; but only tests of deadlines set some that a slow machine may miss."""
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    """Two, each with a server of its own."""
-    with node(tmp_path / "one", QUICK) as one, node(tmp_path / "two", QUICK) as two:
+@contextmanager
+def two_nodes(folder: Path) -> Iterator[list[Node]]:
+    """Each with a server of its own."""
+    with node(folder / "one", QUICK) as one, node(folder / "two", QUICK) as two:
         for made in (one, two):
             made.serve()
         yield [one, two]
 
 
 @pytest.fixture
-def model(request: pytest.FixtureRequest) -> str:
-    """Nobody else's in the shared store."""
-    return str(request.node.nodeid)
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    with two_nodes(tmp_path) as made:
+        yield made
 
 
 def engine(

@@ -14,7 +14,8 @@ import pytest
 import vllm_cases
 from kv_cases import CHUNK, FLASH
 from lmcache_cases import Engine, Pool, Retrieved, chunks, lmcache_pool, needs_lmcache
-from mooncake_cases import Raw, depot, needs_mooncake, own_depot
+from mooncake_cases import Raw, depot, model, names_in, needs_mooncake, own_depot, raw
+from offload_cases import TIER
 from processes import QUICK, SECONDS, eventually
 
 from benchmarks.mooncake_store import Depot
@@ -23,7 +24,7 @@ from vcache_backend.offload import objects
 if TYPE_CHECKING:
     from lmcache_worker import Inside
 
-__all__ = ["depot", "own_depot"]
+__all__ = ["depot", "model", "own_depot", "raw"]
 pytestmark = [needs_lmcache, needs_mooncake]
 
 
@@ -35,33 +36,16 @@ def pools(tmp_path: Path) -> Iterator[list[Pool]]:
         yield [one, two]
 
 
-@pytest.fixture
-def model(request: pytest.FixtureRequest) -> str:
-    """Nobody else's in the shared store."""
-    return str(request.node.nodeid)
-
-
-@pytest.fixture(scope="module")
-def store(depot: Depot) -> Iterator[Raw]:
-    with Raw(depot.config()) as made:
-        yield made
+def settings(store: Depot, model: str, **offload: Any) -> dict[str, Any]:
+    """LMCache's `extra_config`. offload: of that section, with names as in the YAML."""
+    mooncake = {"mooncake.master": store.master.address, "mooncake.hostname": "127.0.0.1"}
+    section = {"policy": "write_through", "staging_bytes": "8 MiB"} | TIER | mooncake | offload
+    return {f"vcache.offload.{name}": value for name, value in section.items()} | {"vcache.model": model}
 
 
 def engine(pool: Pool, store: Depot, model: str, offload: dict[str, Any] | None = None, **more: Any) -> Engine:
-    """An engine whose tier is open. offload: of its section, with names as in the YAML."""
-    settings = {
-        "policy": "write_through",
-        "staging_bytes": "8 MiB",
-        "retry_seconds": 0.05,
-        "retry_max_seconds": 0.2,
-        "negative_seconds": 0.05,
-        "lookup_seconds": 10,
-        "get_seconds": 10,
-        "mooncake.master": store.master.address,
-        "mooncake.hostname": "127.0.0.1",
-    } | (offload or {})
-    extra = {f"vcache.offload.{name}": value for name, value in settings.items()} | {"vcache.model": model}
-    made = pool.engine(extra=extra, **more)
+    """An engine whose tier is open."""
+    made = pool.engine(extra=settings(store, model, **(offload or {})), **more)
     eventually(lambda: made.do(usable))
     return made
 
@@ -247,18 +231,18 @@ def forget(inside: Inside, prompt: list[int]) -> int:
 
 
 def test_removing_a_prompt_forgets_it_below_and_clearing_forgets_all(
-    pools: list[Pool], depot: Depot, store: Raw, model: str
+    pools: list[Pool], depot: Depot, raw: Raw, model: str
 ) -> None:
     made = engine(pools[0], depot, model)
     through(made, chunks(2))
     through(made, chunks(2, family=2))
     assert made.do(forget, chunks(2)) == 2
     removed, kept = ([objects.name(name) for name in made.do(names, chunks(2, family))] for family in (1, 2))
-    eventually(lambda: store.there(removed) == [False, False])
+    eventually(lambda: raw.there(removed) == [False, False])
     assert made.lookup(chunks(2)) == 0
     others = engine(pools[1], depot, f"{model}, another")
     through(others, chunks(2))
-    assert store.there(kept) == [True, True]
+    assert raw.there(kept) == [True, True]
     made.do(clear)
     assert made.lookup(chunks(2, family=2)) == 0
     eventually(lambda: others.lookup(chunks(2)) == 2 * CHUNK)
@@ -275,10 +259,10 @@ def clear(inside: Inside) -> None:
 # ---- failures
 
 
-def test_a_damaged_object_ends_the_hit_before_it(pools: list[Pool], depot: Depot, store: Raw, model: str) -> None:
+def test_a_damaged_object_ends_the_hit_before_it(pools: list[Pool], depot: Depot, raw: Raw, model: str) -> None:
     writer, reader = engine(pools[0], depot, model), ahead(pools[1], depot, model)
     through(writer, chunks(5))
-    damage(store, objects.name(reader.do(names, chunks(5))[2]))
+    raw.damage(objects.name(reader.do(names, chunks(5))[2]))
     promised, found = fetch(reader, chunks(5))
     # Who reads before it promises, promises nothing that does not come.
     assert (promised, said(found)) == (2 * CHUNK, (0, 2 * CHUNK, True))
@@ -287,11 +271,6 @@ def test_a_damaged_object_ends_the_hit_before_it(pools: list[Pool], depot: Depot
     assert (pools[1].stats().chunks, reader.do(held)) == (2, 0)
     eventually(lambda: reader.do(buffers_back))
     assert pools[1].settled()
-
-
-def damage(store: Raw, name: str) -> None:
-    """Flip a bit of the last byte of an object."""
-    store.change(name, lambda data: data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def test_a_dead_master_costs_the_hits_below_and_nothing_else(pools: list[Pool], own_depot: Depot, model: str) -> None:
@@ -345,22 +324,13 @@ def hold_at_most(inside: Inside, count: int) -> None:
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason=vllm_cases.missing() or "vLLM is here")
 @pytest.mark.timeout(300)
-def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: Depot, store: Raw) -> None:
+def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: Depot, raw: Raw) -> None:
     """Two nodes, whose instances read before they promise."""
     length = vllm_cases.CHUNK
-    extra = {
-        "vcache.offload.policy": "write_through",
-        "vcache.offload.staging_bytes": "8 MiB",
-        "vcache.offload.lookup_seconds": 10,
-        "vcache.offload.get_seconds": 10,
-        "vcache.offload.negative_seconds": 0.05,
-        "vcache.offload.mooncake.master": depot.master.address,
-        "vcache.offload.mooncake.hostname": "127.0.0.1",
-    }
     with vllm_cases.node(tmp_path / "1") as one, vllm_cases.node(tmp_path / "2") as two:
-        lmcache = {"enable_async_loading": True, "extra_config": extra | {"vcache.model": "tiny"}}
+        lmcache = {"enable_async_loading": True, "extra_config": settings(depot, "tiny")}
         first, second = one.start("first", lmcache), two.start("second", lmcache)
-        seen = stored(depot)
+        seen = names_in(depot)
 
         def reads(writer: vllm_cases.Instance, reader: vllm_cases.Instance) -> bool:
             tokens = vllm_cases.new_tokens(length + 17)
@@ -379,7 +349,7 @@ def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: De
             # One object is not what it should be: what comes after it is computed.
             tokens = vllm_cases.new_tokens(4 * length + 17)
             computed, added = keep_below(writer, tokens, depot, seen)
-            damage(store, min(added))
+            raw.damage(min(added))
             damaged = reader.one(tokens)
             assert not damaged.differs(computed)
             assert damaged.cached < 4 * length
@@ -392,12 +362,7 @@ def keep_below(instance: vllm_cases.Instance, tokens: list[int], store: Depot, s
     so far, with what was removed since: a reader removes a damaged object and writes it again, whenever it comes to that."""
     chunks = len(tokens) // vllm_cases.CHUNK
     answer = instance.one(tokens)
-    eventually(lambda: len(stored(store) - seen) == chunks)
-    added = stored(store) - seen
+    eventually(lambda: len(names_in(store) - seen) == chunks)
+    added = names_in(store) - seen
     seen |= added
     return answer, added
-
-
-def stored(store: Depot) -> set[str]:
-    """The names of all objects."""
-    return set(store.master.ask("/get_all_keys").split())

@@ -6,8 +6,8 @@ import pytest
 import torch
 from engine_cases import Node, get
 from kv_cases import CHUNK, FLASH, MLA, PACKED_HND, Arrangement, Cache, places, prompt
-from mooncake_cases import depot, needs_mooncake
-from offload_cases import LENGTH, ROOMY, engine, model, nodes, through
+from mooncake_cases import depot, model, needs_mooncake
+from offload_cases import LENGTH, ROOMY, engine, nodes, through
 from processes import SECONDS
 
 from benchmarks.mooncake_store import Depot

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from engine_cases import Node, get, node, put
+from engine_cases import Node, get, put
 from kv_cases import CHUNK, Cache, layout_of, prompt
-from mooncake_cases import Raw, depot, needs_mooncake, own_depot
-from offload_cases import LENGTH, ROOMY, TIER, engine, model, nodes, through
-from processes import QUICK, SECONDS, eventually
+from mooncake_cases import Raw, depot, model, needs_mooncake, own_depot, raw
+from offload_cases import LENGTH, ROOMY, TIER, engine, nodes, through, two_nodes
+from processes import SECONDS, eventually
 from test_cli import vcache
 
 from benchmarks.mooncake_store import Depot
@@ -23,23 +23,15 @@ from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Leased, Present
 from vcache_backend.offload import objects, tier
 
-__all__ = ["depot", "model", "nodes", "own_depot"]
+__all__ = ["depot", "model", "nodes", "own_depot", "raw"]
 pytestmark = needs_mooncake
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, depot: Depot) -> Iterator[tuple[VCacheEngine, VCacheEngine]]:
     """An engine on each of two nodes, shared by tests that use prompts of their own and break nothing."""
-    with node(tmp_path_factory.mktemp("one"), QUICK) as one, node(tmp_path_factory.mktemp("two"), QUICK) as two:
-        for made in (one, two):
-            made.serve()
+    with two_nodes(tmp_path_factory.mktemp("pair")) as (one, two):
         yield engine(one, depot, "shared"), engine(two, depot, "shared")
-
-
-@pytest.fixture(scope="module")
-def store(depot: Depot) -> Iterator[Raw]:
-    with Raw(depot.config()) as made:
-        yield made
 
 
 _families = itertools.count(1000)
@@ -48,10 +40,6 @@ _families = itertools.count(1000)
 def fresh(count: int) -> torch.Tensor:
     """A prompt that no other test has."""
     return prompt(count, next(_families))
-
-
-def dropped(made: VCacheEngine) -> int:
-    return sum(made.get_stats()["offload"]["dropped"].values())
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["", "the first one before the others"])
@@ -89,11 +77,11 @@ def test_what_the_pool_has_is_a_hit_though_nobody_says_what_is_below(
     eventually(lambda: client.stats().leases == 0)
 
 
-def test_a_hole_that_is_nowhere_ends_the_hit(pair: tuple[VCacheEngine, VCacheEngine], store: Raw) -> None:
+def test_a_hole_that_is_nowhere_ends_the_hit(pair: tuple[VCacheEngine, VCacheEngine], raw: Raw) -> None:
     one, two = pair
     cache, tokens = Cache(), fresh(LENGTH)
     through(one, cache, tokens)
-    store.remove([objects.name(two.keys(tokens)[3])])
+    raw.remove([objects.name(two.keys(tokens)[3])])
     assert two.lookup(tokens) == 3 * CHUNK
     assert get(two, cache, tokens) == 3 * CHUNK
 
@@ -101,19 +89,24 @@ def test_a_hole_that_is_nowhere_ends_the_hit(pair: tuple[VCacheEngine, VCacheEng
 # ---- objects that are not what they should be
 
 
-def test_a_bad_object_is_a_miss_and_removed(pair: tuple[VCacheEngine, VCacheEngine], store: Raw) -> None:
+def bad_objects(made: VCacheEngine) -> int:
+    failures = made.get_stats()["failures"]
+    return sum(count for cause, count in failures.items() if cause.startswith("offload_bad"))
+
+
+def test_a_bad_object_is_a_miss_and_removed(pair: tuple[VCacheEngine, VCacheEngine], raw: Raw) -> None:
     """What is bad: test_offload_objects."""
     one, two = pair
     cache, tokens = Cache(), fresh(LENGTH)
     before = bad_objects(two)
     through(one, cache, tokens)
     names = [objects.name(key) for key in two.keys(tokens)]
-    store.change(names[2], lambda data: data[:-1] + bytes([data[-1] ^ 1]))
-    assert store.there(names) == [True] * 5
+    raw.damage(names[2])
+    assert raw.there(names) == [True] * 5
     assert two.lookup(tokens) == LENGTH
     assert get(two, cache, tokens) == 2 * CHUNK
     assert bad_objects(two) == before + 1
-    eventually(lambda: store.there(names) == [True, True, False, True, True])
+    eventually(lambda: raw.there(names) == [True, True, False, True, True])
 
 
 # ---- failures
@@ -291,11 +284,3 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Nod
         client.clear()
     eventually(lambda: two.lookup(tokens) == LENGTH)
     assert get(two, cache, tokens) == LENGTH
-
-
-# ---- what the tests above use
-
-
-def bad_objects(made: VCacheEngine) -> int:
-    failures = made.get_stats()["failures"]
-    return sum(count for cause, count in failures.items() if cause.startswith("offload_bad"))

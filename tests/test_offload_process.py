@@ -9,13 +9,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_cases import MIB, Raw, depot, needs_mooncake, new_names, own_depot
+from mooncake_cases import MIB, Raw, depot, needs_mooncake, new_names, own_depot, raw
 from processes import SECONDS, Child, eventually
 
 from benchmarks.mooncake_store import Depot
@@ -28,18 +27,11 @@ from vcache_backend.offload.store import Store
 from vcache_backend.offload.verbs import FAILED, FULL, STORED, Place, StoreDown, StoreLost
 from vcache_backend.transfer.stats import EngineStats
 
-__all__ = ["depot", "own_depot"]
+__all__ = ["depot", "own_depot", "raw"]
 pytestmark = needs_mooncake
 
 SIZE = 1 << 16
 QUICK: dict[str, Any] = {"retry_seconds": 0.05, "retry_max_seconds": 0.1, "lookup_seconds": 10.0}
-
-
-@pytest.fixture(scope="module")
-def raw(depot: Depot) -> Iterator[Raw]:
-    """Shared by the module: leave it open."""
-    with Raw(depot.config(), 16 * MIB) as made:
-        yield made
 
 
 def opened(config: OffloadConfig) -> tuple[Store, list[Buffer]]:

@@ -12,9 +12,9 @@ from engine_cases import Node, node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_cases import CHUNK, Cache, places, prompt
-from mooncake_cases import depot
+from mooncake_cases import depot, model
 from neighbour_cases import HOST
-from offload_cases import LENGTH, engine, model, nodes, through
+from offload_cases import LENGTH, engine, nodes, through
 from processes import eventually
 from resident_cases import Owner, Reader, owner
 

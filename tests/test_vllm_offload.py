@@ -93,12 +93,6 @@ def hasty(two: Two, a: Instance) -> Instance:
     return made
 
 
-def damage(two: Two, name: str) -> None:
-    """Change the sign of every number in an object's second half."""
-    with Raw(two.depot.config()) as store:
-        store.change(name, lambda data: data[: len(data) // 2] + bytes(byte ^ 0x80 for byte in data[len(data) // 2 :]))
-
-
 def alone(a: Instance) -> tuple[list[int], Answer]:
     """A short prompt for which nothing is cached, and what it is answered where nothing else runs."""
     tokens = new_tokens(40)
@@ -267,7 +261,8 @@ def test_a_damaged_object_is_computed_and_removed(two: Two, a: Instance, b: Inst
     _, names = two.keep(a, tokens[: 2 * CHUNK + 17])
     computed, more = two.keep(a, tokens)
     own = a.one(tokens)
-    damage(two, sorted(more)[0])
+    with Raw(two.depot.config()) as store:
+        store.damage(sorted(more)[0])
     failures = b.counter("vllm:vcache_failures", cause="store_bad")
     answer = b.one(tokens)
     assert answer.agrees(computed)

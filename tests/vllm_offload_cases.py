@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from mooncake_cases import names_in
 from processes import eventually
 from vllm_cases import CHUNK, QUICK, TOKEN_BYTES, Answer, Instance, Node, new_tokens
 
@@ -55,9 +56,7 @@ class Two:
         }
 
     def names(self) -> set[str]:
-        """Of the objects in the store."""
-        said = self.depot.master.ask("/get_all_keys")
-        return {line.strip() for line in said.replace(",", "\n").splitlines() if "vcache1/" in line}
+        return names_in(self.depot)
 
     def keep(self, instance: Instance, tokens: list[int]) -> tuple[Answer, set[str]]:
         """Have it computed by `instance`: its answer, and the names of the new objects, once all its chunks are in the store."""
