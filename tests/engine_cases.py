@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -136,7 +135,6 @@ class WorkerLoop:
         if setup.visible:
             # CUDA looks at it when it is first used, which in a process that was just forked is yet to come.
             os.environ["CUDA_VISIBLE_DEVICES"] = setup.visible
-        self.lines = Lines()
         device = setup.kv_device or setup.config.pool.device
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
@@ -190,9 +188,6 @@ class WorkerLoop:
     def stats(self) -> dict[str, Any]:
         return self.engine.get_stats()
 
-    def logs(self) -> list[str]:
-        return self.lines.texts
-
     def lives_in(self) -> tuple[int, str, str, str]:
         """Of whom, and in which namespaces; it is their first process."""
         assert os.getpid() == 1
@@ -211,18 +206,6 @@ class Retrieved(NamedTuple):
     wrong: int
     clean: bool
     digest: str
-
-
-class Lines(logging.Handler):
-    """The log lines of this process, from warnings up."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        logging.getLogger("vcache_backend").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 class Worker(processes.Worker):

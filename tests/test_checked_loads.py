@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import Copied, Node, node
+from engine_cases import Copied, Node
+from engine_cases import fresh as here
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
 from processes import SECONDS, eventually
 from torch import Tensor
@@ -25,6 +24,8 @@ from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool import checksum
 from vcache_backend.vram_pool.checksum import Sealer, sealed_bytes
 from vcache_backend.vram_pool.copier import Completion, Mark
+
+__all__ = ["here"]
 
 
 class Side:
@@ -74,13 +75,6 @@ class Side:
     def failures(self) -> dict[str, int]:
         failures: dict[str, int] = self.session.stats.snapshot()["failures"]
         return failures
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Node]:
-    with node(tmp_path) as made:
-        made.serve()
-        yield made
 
 
 @pytest.fixture

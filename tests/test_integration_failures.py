@@ -27,7 +27,6 @@ from vllm_cases import (
     LOAD,
     LOOK_UP,
     OURS,
-    QUICK,
     RELEASE,
     SCATTER,
     VIEWS,
@@ -38,13 +37,14 @@ from vllm_cases import (
     meddled,
     missing,
     new_tokens,
-    node,
     stopped_at,
 )
+from vllm_cases import quick as here
 
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Medium, SegmentId, SegmentInfo
 
+__all__ = ["here"]
 pytestmark = [
     pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
     pytest.mark.timeout(300),
@@ -80,12 +80,6 @@ class Fleet:
         if name == "checked":
             settings["engine"] = {"chunk_size": CHUNK, "checksum": True}
         return self.here.connect(name, settings, max_num_batched_tokens=320)
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm"), QUICK) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

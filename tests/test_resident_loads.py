@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import Node, node
+from engine_cases import fresh as here
 from kv_cases import CHUNK, SMALL, prompt
 from neighbour_cases import instance
 from processes import QUICK, Worker, asked, eventually
@@ -24,14 +24,8 @@ from vcache_backend.transfer import load as loads
 from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.stats import EngineStats
 
+__all__ = ["here"]
 ROOM = 1 << 20
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Node]:
-    with node(tmp_path) as made:
-        made.serve()
-        yield made
 
 
 def beside(here: Node, chunks: int, **more: Any) -> tuple[Owner, Reader, torch.Tensor, dict[int, ResidentChunk]]:

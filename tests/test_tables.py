@@ -9,8 +9,7 @@ from contextlib import closing
 
 import pytest
 from neighbour_cases import added_to, descriptors, few_descriptors, instance, owner, still
-from processes import PATIENT, QUICK, Stage, eventually, hung
-from test_neighbours import asked
+from processes import PATIENT, QUICK, Stage, asked, eventually, hung
 
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.resident.generations import GenerationView

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from processes import eventually
-from vllm_cases import BLOCK, CHUNK, QUICK, Answer, Instance, Node, Prompt, meddled, missing, new_tokens, node, stopped_at
+from vllm_cases import BLOCK, CHUNK, Answer, Instance, Node, Prompt, meddled, missing, new_tokens, stopped_at
+from vllm_cases import quick as here
 from vllm_models import TOKEN_BYTES
 
 from vcache_backend.resident.pins import HOLD_SECONDS
 
+__all__ = ["here"]
 pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
 
 PULL = "vcache_backend.vram_pool.copier:HostCopier.pull"
@@ -29,12 +30,6 @@ cache."""
 IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
 SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448}
 """KV blocks for 448 tokens."""
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm"), QUICK) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

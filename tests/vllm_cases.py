@@ -518,3 +518,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """For modules that name it in `__all__`."""
     with node(tmp_path_factory.mktemp("vllm")) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """The same, where the server dies and comes back."""
+    with node(tmp_path_factory.mktemp("vllm"), QUICK) as made:
+        yield made
