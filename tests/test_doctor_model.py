@@ -198,7 +198,7 @@ def test_what_cannot_be_told_of_a_model_is_said_with_what_would_help(
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     finding = only(diagnose(config, str(tmp_path)))
-    assert (finding.status, said in finding.detail) == ("warn", True), finding
+    assert (finding.status, said in finding.detail, bool(finding.advice)) == ("warn", True, True), finding
     assert only(plan(str(tmp_path), config, gpus=1)).status == "fail"
 
 

@@ -232,7 +232,7 @@ def _read(file: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError(f"it holds a {type(found).__name__}")
     except (OSError, ValueError, RecursionError) as error:
-        raise UnknownModel(f"{file} cannot be read: {error}") from error
+        raise UnknownModel(f"{file} cannot be read: {error}; mend the file, or download it again") from error
     return found
 
 
