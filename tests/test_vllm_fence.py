@@ -1,20 +1,26 @@
-"""Which stores under way a step of vLLM waits for: those whose blocks it gives to somebody else, and no others."""
+"""Which stores under way a step of vLLM waits for: those whose blocks it gives to somebody else, and no others. And that a worker that
+closes waits for its copies."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_cases import Copied, Node, UnfinishedCopier, node
 from kv_cases import Cache, layout_of
-from processes import QUICK
+from processes import QUICK, SECONDS, eventually
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
-from vcache_backend.integration.vllm.metadata import StepMetadata, StoreSpec
+from vcache_backend.integration.vllm.loading import Attached
+from vcache_backend.integration.vllm.loads import Loads
+from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, StoreSpec
+from vcache_backend.integration.vllm.report import Reporter
 from vcache_backend.integration.vllm.stats import Meter
 from vcache_backend.integration.vllm.stores import Stores
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
@@ -54,11 +60,12 @@ class Worker:
         with here.client() as client:
             client.clear()
         self.copier, cache = Copier(), Cache()
-        session = Session(here.config("host", 1 << 20), layout_of(cache), copier=self.copier)
+        self.session = session = Session(here.config("host", 1 << 20), layout_of(cache), copier=self.copier)
         here.undo.callback(session.close)
         here.undo.callback(self.copier.close)
         self.stores = Stores(Meter(), at_once)
-        self.stores.open(session, session.bind(cache.tensors), cache.sizes.block_size)
+        self.kv, self.block_size = session.bind(cache.tensors), cache.sizes.block_size
+        self.stores.open(session, self.kv, self.block_size)
         for number, blocks in enumerate((FIRST, SECOND)):
             assert self.store(blocks, number) == set()
         assert len(self.copier.ends) == 2
@@ -120,3 +127,34 @@ def test_what_was_computed_from_a_block_that_no_load_filled_is_not_stored(worker
     assert worker.store([10, 11], 2, unfilled) == {"r"}
     assert worker.store([10, 11], 2, 12) == set()
     assert len(worker.copier.ends) == 3
+
+
+class Awaited:
+    """A copy that is over once somebody has waited for it."""
+
+    seconds, over = None, False
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self, timeout_s: float) -> bool:
+        self.over = True
+        return True
+
+
+def test_a_worker_that_closes_waits_for_the_copy_of_a_load(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not ask again and again, on a core that the copy may need."""
+    worker, copy, begun = Worker(here), Awaited(), threading.Event()
+    for end in worker.copier.ends:
+        end.set()
+    assert worker.session.flush(SECONDS)
+    monkeypatch.setattr(worker.copier, "scatter", lambda *_, **__: begun.set() or copy)
+    model: Any = SimpleNamespace(recomputes=True, block_size=worker.block_size)
+    loads = Loads(model, False, Reporter((0, 0), 0, 0, False), worker.stores, Meter())
+    key = ChunkKey(bytes(KEY_BYTES))
+    spec = LoadSpec(request_id="r", keys=[key], blocks=[5, 6], skip=0, stop=2)
+    loads.expect([spec])
+    loads.begin(Attached(worker.session, worker.kv, worker.block_size), StepMetadata(loads=[spec]))
+    eventually(lambda: loads.finished(idle=False) == set() and begun.is_set())
+    loads.close(time.monotonic() + SECONDS)
+    assert copy.over

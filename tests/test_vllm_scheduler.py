@@ -293,6 +293,23 @@ def test_what_a_load_brings_that_began_before_a_reset_is_not_built_on(asynchrono
     assert side.begun(request, 2 * CHUNK, CHUNK, (blocks_of(3 * CHUNK),)).stores == []
 
 
+@pytest.mark.parametrize("local", [0, 1])
+def test_what_others_bring_after_a_reset_that_vllm_did_not_make_is_not_built_on(side: Side, local: int) -> None:
+    """Another connector's tokens, or a part of a block that vLLM copies from another: whoever had the block since, it may be of before."""
+    request, own = new_request(), blocks_of(2 * CHUNK)
+    assert side.matched(request) == (0, False)
+    side.reset()
+    fresh, same = same_prompt(request), same_prompt(request)
+    assert side.matched(fresh) == (0, False)
+    assert side.begun(fresh, 0, CHUNK, (own[: CHUNK // BLOCK],)).stores
+    side.half.finished(fresh)
+    assert side.matched(same, local) == (0, False)
+    first = side.begun(same, local or BLOCK, 2 * CHUNK - BLOCK, (own,))
+    side.report(read={first.echo})
+    later = side.step(cached=(same, 2 * CHUNK, CHUNK, list(range(50, 50 + CHUNK // BLOCK))))
+    assert first.stores + later.stores == []
+
+
 def test_who_is_computed_again_after_a_reset_is_stored_from_the_start(side: Side) -> None:
     """vLLM has preempted all that ran, and its own cache is empty; what was stored before is gone from the pool."""
     request, each = new_request(), CHUNK // BLOCK
@@ -748,6 +765,18 @@ def test_where_a_load_cannot_fail_by_request_it_runs_in_the_step_or_not_at_all(
     side.matched(request)
     assert side.matched(request) == (0, False)
     eventually(lambda: side.leases() == 0)
+
+
+def test_a_load_of_which_an_exception_comes_late_is_told_once(asynchronous: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes a request that is over twice for a defect of its own."""
+    side, request = asynchronous, new_request()
+    side.put(request)
+    assert side.matched(request) == (CHUNKS * CHUNK, True)
+    monkeypatch.setattr(side.half.savings, "loading", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        side.allocated(request)
+    side.half.lost(request, SimpleNamespace(get_block_ids=lambda: (blocks_of(CHUNKS * CHUNK),)), CHUNKS * CHUNK)
+    assert [load.lost for load in side.step().loads] == [True]
 
 
 # ---- what hits save

@@ -39,11 +39,12 @@ class Leftovers:
         """The request, of which so many tokens are computed, has got all of its blocks."""
         if not self._kept:
             return
-        # More than vLLM's cache and we have is of another connector, or a part of a block that vLLM has copied.
-        hit = computed if computed > tracked.supplied else tracked.local
-        late = tracked.supplied > tracked.local and tracked.resets != self._resets
-        found = {block for row, size in zip(tracked.rows, self._sizes, strict=False) for block in row[: -(-hit // size)]}
-        tracked.outdated = late or not found - {NULL} <= self._right
+        # What another connector brings, or vLLM copies of a part of a block, may be of before, whoever had the block since.
+        local = tracked.local
+        strange = computed > tracked.supplied or any(local % size for size in self._sizes)
+        late = tracked.supplied > local and tracked.resets != self._resets
+        found = {block for row, size in zip(tracked.rows, self._sizes, strict=False) for block in row[: local // size]}
+        tracked.outdated = strange or late or not found - {NULL} <= self._right
         self.more(tracked, tracked.rows)
 
     def more(self, tracked: Tracked, rows: Iterable[Sequence[int]]) -> None:

@@ -136,6 +136,8 @@ class Loads:
             loading.cancel()
         while self._asynchronous and time.monotonic() < deadline:
             self._advance(closing=True)
+            for loading in self._asynchronous[:1]:
+                loading.wait(IDLE_SECONDS)
 
     # ---- inside
 

@@ -163,13 +163,14 @@ class SchedulerSide:
         first, answer = tracked.local // self._size, tracked.answer
         hints.tell(self.instance.courier, tracked.keys, first, load.residents)
         self._stands(tracked, load, rows, first)
-        self._loads.append(load)
-        tracked.loading = not load.synchronous
         if self._spans is not None:
             self._spans.loading(tracked, external, load.synchronous)
         if not tracked.params.announced and not tracked.consumes:
             # What is meant for this reader alone was computed for it: nothing is saved.
             self.savings.loading(request.request_id, external)
+        # Last: of what raises before, `lost` tells the workers, and of one load they are told once.
+        self._loads.append(load)
+        tracked.loading = not load.synchronous
         if answer is not None:
             answer.lease = None
 
