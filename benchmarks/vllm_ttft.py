@@ -162,6 +162,7 @@ PARTS: dict[str, Part] = {
         in_place=False,
     ),
     "state_graphs": _groups("state_graphs", 90, cpu=False),
+    "ep": Part((), 60, lambda run: dp.first_token(run.fleet, run.clock, run.source, run.rounds, "gptoss"), OURS),
 }
 """In the order they are run in; a part's number is the seed of its prompts, so new ones go to the end. In place: what an instance computed
 goes with it (`restart`); what a promise needs is in its owner's memory, not in the server's (`failures`); without a pool nothing goes
@@ -181,6 +182,7 @@ APART = (
     groups.STATES,
     ("state_graphs",),
     ("sleep",),
+    ("ep",),
 )
 """Parts whose instances start when all that others need is gone; those of one group start together, on the CPU each alone."""
 

@@ -1,7 +1,8 @@
 """Data parallel ranks of one `vllm serve`: how long until a rank's first token, when another one has computed the prompt?
 
-Each rank is an instance on a GPU of its own. Rank 0 computes a new prompt, then rank 1 is asked the same over the same HTTP; the next time
-it is the other way round. Times are the client's, from before it connects: front end and JSON are in both.
+Each rank is an instance on a GPU of its own; with expert parallelism each has half of the experts, and all take part in every step. Rank 0
+computes a new prompt, then rank 1 is asked the same over the same HTTP; the next time it is the other way round. Times are the client's, from
+before it connects: front end and JSON are in both.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ STORED_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
 
 
-def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int) -> list[Row]:
-    """A hit of 16k tokens that another rank has computed, against computing them; and whether all were hits."""
+def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, kind: str = "") -> list[Row]:
+    """A hit of 16k tokens that another rank has computed, against computing them; and whether all were hits.
+
+    kind: of a mixture of experts, spread over the ranks; otherwise every rank has the whole plain model.
+    """
     hits: list[float] = []
     computed: list[float] = []
     whole: list[bool] = []
     length = fleet.scale.lengths[LENGTH] + TAIL
-    with _serving(fleet) as port:
+    with _serving(fleet, kind) as port:
         for turn in range(rounds + WARM_UP):
             if turn > WARM_UP and clock.left < 15:
                 break
@@ -53,22 +57,25 @@ def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int) -> li
                 computed.append(1e3 * (first.first - first.sent))
                 hits.append(1e3 * (second.first - second.sent))
                 whole.append((first.cached, second.cached) == (0, fleet.scale.hit(length)))
-    what = f"TTFT over HTTP of {length} tokens that the other data parallel rank of one `vllm serve` has computed; reference: computed"
+    name, limit = ("ep" if kind else "dp"), (None if kind or fleet.scale.cpu else ALLOWED)
+    ranks = "expert and data parallel" if kind else "data parallel"
+    what = f"TTFT over HTTP of {length} tokens that the other {ranks} rank of one `vllm serve` has computed; reference: computed"
     return [
-        row(f"{fleet.rows}_dp_hit_ttft_{LENGTH}", "ms", hits, computed, what=what, at_most=None if fleet.scale.cpu else ALLOWED),
-        fraction(f"{fleet.rows}_dp_hits", whole, "prompts of which the rank that had not computed them loaded all whole chunks"),
+        row(f"{fleet.rows}_{name}_hit_ttft_{LENGTH}", "ms", hits, computed, what=what, at_most=limit),
+        fraction(f"{fleet.rows}_{name}_hits", whole, "prompts of which the rank that had not computed them loaded all whole chunks"),
     ]
 
 
 @contextmanager
-def _serving(fleet: Fleet) -> Iterator[int]:
+def _serving(fleet: Fleet, kind: str) -> Iterator[int]:
     """The port of a server with `RANKS` ranks."""
-    scale, (port,), path = fleet.scale, free_ports(1), fleet.server.path
+    scale, (port,), path = fleet.of(kind), free_ports(1), fleet.server.path
     sizes = msgspec.structs.replace(SIZES["tiny" if scale.cpu else "full"], scale=scale, kv_bytes=scale.kv_bytes)
     sizes = msgspec.structs.replace(sizes, pool_bytes=scale.pool_bytes)
     side = {"socket": path, "index": 0, "more": {name.removeprefix("vcache."): value for name, value in fleet.more.items()}}
-    arguments = serve_arguments("inplace" if fleet.in_place else "vcache", sizes, fleet.model(""), port, side)
-    command = module("vllm.entrypoints.openai.api_server", *arguments, "--data-parallel-size", str(RANKS))
+    arguments = serve_arguments("inplace" if fleet.in_place else "vcache", sizes, fleet.model(kind), port, side)
+    arguments += ["--data-parallel-size", str(RANKS), *(["--enable-expert-parallel", "--enforce-eager"] if kind else [])]
+    command = module("vllm.entrypoints.openai.api_server", *arguments)
     environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(fleet.cache)}
     environment |= CPU_ENVIRONMENT if scale.cpu else {"CUDA_VISIBLE_DEVICES": visible(0)}
     with Program("dp", command, fleet.folder / "dp.log", environment) as program:
