@@ -39,7 +39,7 @@ from .serving.workloads import WORKLOADS, Ceilings, Plan, Request, Tokens, ceili
 from .vllm.weights import write_model
 from .vllm_ttft import common_options, end_in_time, names_of
 
-WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 120.0, 20.0
+WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 300.0, 20.0
 """When the warm-up and a workload are cut: what is not answered by then is an error. With less left than the last, none is begun."""
 SETTLES = 0.5
 """Seconds after a warm-up round: what it left is stored in the background."""
@@ -164,7 +164,14 @@ def _sizes(options: argparse.Namespace) -> Sizes:
     """The scale's, with what was asked for otherwise."""
     sizes = SIZES[options.scale]
     plan = {name: value for name in PLANNED if (value := getattr(options, name)) is not None}
-    return msgspec.structs.replace(sizes, plan=msgspec.structs.replace(sizes.plan, **plan, servers=len(options.gpus)))
+    return msgspec.structs.replace(
+        sizes,
+        kv_bytes=int(sizes.kv_bytes * options.memory),
+        pool_bytes=int(sizes.pool_bytes * options.memory),
+        host_gib=sizes.host_gib * options.memory,
+        one_gpu=len(set(options.gpus)) == 1,
+        plan=msgspec.structs.replace(sizes.plan, **plan, servers=len(options.gpus)),
+    )
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -175,7 +182,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--systems", type=names_of(SYSTEMS), default=list(SYSTEMS), help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--workloads", type=names_of(WORKLOADS), default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--scale", choices=SIZES, default="full")
-    parser.add_argument("--gpus", type=_numbers, default=[0, 1], help="default: 0,1")
+    parser.add_argument("--gpus", type=_numbers, default=[0, 1], help="one for each server; 0,0: two on one GPU; default: 0,1")
+    parser.add_argument("--memory", type=float, default=1.0, help="of the scale's KV caches and host memory; default: all")
     parser.add_argument(
         "--runs", type=_numbers, default=[0], help="numbers of the runs to make, each with other prompts; default: 0"
     )
@@ -185,7 +193,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         load.add_argument(f"--{name.replace('_', '-')}", type=kind)
     options = parser.parse_args(arguments)
     if len(options.gpus) < 2:
-        parser.error(f"two servers take two GPUs, and --gpus names {len(options.gpus)}")
+        parser.error(f"it takes two servers, and --gpus names a GPU for {len(options.gpus)}")
     if {"trace", "unfiltered"} & set(options.workloads) and not options.trace:
         parser.error("the workloads `trace` and `unfiltered` need --trace FILE")
     return options

@@ -24,7 +24,7 @@ import msgspec
 
 from .results import Clock, Report, Row
 from .vllm import death, dp, equality, failures, groups, latency, offload, pd, scheduling, sleep
-from .vllm.environment import container
+from .vllm.environment import container, on_one_gpu
 from .vllm.fleet import Fleet
 from .vllm.instances import KINDS
 from .vllm.prompts import Prompts
@@ -92,6 +92,13 @@ def _few(
     return Part(_trio(kind), seconds, run, of, cpu)
 
 
+def _tp2_ttft(run: Run) -> list[Row]:
+    """Nothing where ranks take turns on one GPU: what that costs would hide the rest."""
+    if on_one_gpu() and not run.fleet.scale.cpu:
+        return []
+    return latency.first_token(run.fleet, run.clock, run.source, run.rounds, kind="tp2")
+
+
 def _restart(run: Run) -> list[Row]:
     """Of two instances of a model whose layers lie on two GPUs."""
     return [] if run.fleet.in_place else equality.restart(run.fleet, run.source, "pp2")
@@ -148,7 +155,7 @@ PARTS: dict[str, Part] = {
     "ngram": _few("ngram", 20),
     "gemma3": _groups("gemma3", 90),
     "gptoss": _groups("gptoss", 90),
-    "tp2ttft": _few("tp2", 60, then=lambda run: latency.first_token(run.fleet, run.clock, run.source, run.rounds, kind="tp2")),
+    "tp2ttft": _few("tp2", 60, then=_tp2_ttft),
     "pp2": _few("pp2", 60, cpu=False, then=_restart),
     # Of vLLM 0.32 the kernels of Mamba-2 for CPUs end with an IndexError where there is a prefix cache.
     "state_mamba2": _groups("state_mamba2", 90, cpu=False),
@@ -162,7 +169,7 @@ PARTS: dict[str, Part] = {
         in_place=False,
     ),
     "state_graphs": _groups("state_graphs", 90, cpu=False),
-    "ep": Part((), 60, lambda run: dp.first_token(run.fleet, run.clock, run.source, run.rounds, "gptoss"), OURS),
+    "ep": Part((), 60, lambda run: dp.first_token(run.fleet, run.clock, run.source, run.rounds, "gptoss"), OURS, cpu=False),
 }
 """In the order they are run in; a part's number is the seed of its prompts, so new ones go to the end. In place: what an instance computed
 goes with it (`restart`); what a promise needs is in its owner's memory, not in the server's (`failures`); without a pool nothing goes

@@ -342,7 +342,7 @@ def test_every_system_has_the_same_vram_and_only_ours_lends_some_of_it() -> None
     ("arguments", "said"),
     [
         (["--systems", "alone,faster"], "no faster"),
-        (["--gpus", "0", "--workloads", "prefix"], "two GPUs"),
+        (["--gpus", "0", "--workloads", "prefix"], "two servers"),
         (["--workloads", "trace"], "--trace FILE"),
     ],
 )

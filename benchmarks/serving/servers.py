@@ -35,8 +35,8 @@ COUNTERS = {
 class Servers:
     """Starts at once; `wait` until they answer.
 
-    gpus: by ordinal; each server sees all, its own first. folder: logs. cache: vLLM's compiled code. more: settings of
-    vcache.
+    gpus: one for each server, by ordinal; a server sees all of them, its own first. One that is named twice has two servers.
+    folder: for logs. cache: for vLLM's compiled code. more: settings of vcache.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class Servers:
             **ENVIRONMENT,
             "VLLM_CACHE_ROOT": str(self._cache),
             # The ports that vLLM's processes take among themselves are looked for from here on.
-            "VLLM_PORT": str(42000 + 400 * (int(gpu) if gpu.isdigit() else index)),
+            "VLLM_PORT": str(42000 + 400 * (int(gpu) if gpu.isdigit() else 0) + 100 * index),
         }
         if self._sizes.scale.cpu:
             return given | CPU_ENVIRONMENT
-        others = [each for each in gpus if each != gpu]
+        others = [each for each in dict.fromkeys(gpus) if each != gpu]
         return given | {"CUDA_VISIBLE_DEVICES": ",".join([gpu, *others])}
 
     def _end(self) -> None:

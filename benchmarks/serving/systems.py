@@ -22,7 +22,7 @@ UTILISATION = 0.15
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance beside a pool; pool_bytes: what
     it lends to the pool. Without a pool an instance has the sum of both. host_gib: host memory of all instances together,
-    where a system uses any. seqs: requests that an instance runs at a time."""
+    where a system uses any. seqs: requests that an instance runs at a time. one_gpu: all instances share one."""
 
     scale: Scale
     kv_bytes: int
@@ -30,6 +30,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     host_gib: float
     seqs: int
     plan: Plan
+    one_gpu: bool = False
 
 
 FULL = Sizes(
@@ -98,7 +99,7 @@ def memory(name: str, sizes: Sizes) -> str:
     """What a system has, in words."""
     system = SYSTEMS[name]
     own = sizes.kv_bytes if system.lends else sizes.kv_bytes + sizes.pool_bytes
-    said = f"{own / GIB:.3g} GiB of KV cache a GPU"
+    said = f"{own / GIB:.3g} GiB of KV cache a {'server, all on one GPU' if sizes.one_gpu else 'GPU'}"
     if system.lends:
         said += f" and {sizes.pool_bytes / GIB:.3g} GiB of it in the pool"
     return said + (f", {sizes.host_gib:g} GiB of host memory" if system.host else "")

@@ -15,7 +15,8 @@ import time
 from typing import Any
 
 from ..processes import answer_commands
-from . import cpu_sleep
+from . import cpu_sleep, one_gpu
+from .environment import on_one_gpu
 from .weights import draw_weights, flip_kv, flip_states, scale_weights
 
 SECONDS = 120.0
@@ -30,6 +31,8 @@ class Serving:
 
         if current_platform.is_cpu():
             cpu_sleep.install()
+        elif on_one_gpu() and arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"] > 1:
+            one_gpu.install()
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._count = 0

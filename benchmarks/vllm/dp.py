@@ -1,8 +1,8 @@
 """Data parallel ranks of one `vllm serve`: how long until a rank's first token, when another one has computed the prompt?
 
-Each rank is an instance on a GPU of its own; with expert parallelism each has half of the experts, and all take part in every step. Rank 0
-computes a new prompt, then rank 1 is asked the same over the same HTTP; the next time it is the other way round. Times are the client's, from
-before it connects: front end and JSON are in both.
+Each rank is an instance on a GPU of its own; with expert parallelism each has half of the experts, and all take part in every step.
+Rank 0 computes a new prompt, then rank 1 is asked the same over the same HTTP; the next time it is the other way round. Times are the
+client's, from before it connects: front end and JSON are in both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..results import Clock, Row, fraction, row
 from ..serving.client import Answer, complete
 from ..serving.servers import START_SECONDS, healthy
 from ..serving.systems import MODEL, SIZES, serve_arguments
-from .environment import CPU_ENVIRONMENT, ENVIRONMENT, visible
+from .environment import CPU_ENVIRONMENT, ENVIRONMENT, on_one_gpu, visible
 from .fleet import Fleet
 from .latency import TAIL
 from .prompts import Prompts
@@ -57,12 +57,15 @@ def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, kind:
                 computed.append(1e3 * (first.first - first.sent))
                 hits.append(1e3 * (second.first - second.sent))
                 whole.append((first.cached, second.cached) == (0, fleet.scale.hit(length)))
-    name, limit = ("ep" if kind else "dp"), (None if kind or fleet.scale.cpu else ALLOWED)
+    name, limit = ("ep" if kind else "dp"), (None if kind or fleet.scale.cpu or on_one_gpu() else ALLOWED)
     ranks = "expert and data parallel" if kind else "data parallel"
     what = f"TTFT over HTTP of {length} tokens that the other {ranks} rank of one `vllm serve` has computed; reference: computed"
+    what += ", both ranks on one GPU" if on_one_gpu() and not fleet.scale.cpu else ""
     return [
         row(f"{fleet.rows}_{name}_hit_ttft_{LENGTH}", "ms", hits, computed, what=what, at_most=limit),
-        fraction(f"{fleet.rows}_{name}_hits", whole, "prompts of which the rank that had not computed them loaded all whole chunks"),
+        fraction(
+            f"{fleet.rows}_{name}_hits", whole, "prompts of which the rank that had not computed them loaded all whole chunks"
+        ),
     ]
 
 
@@ -75,7 +78,9 @@ def _serving(fleet: Fleet, kind: str) -> Iterator[int]:
     side = {"socket": path, "index": 0, "more": {name.removeprefix("vcache."): value for name, value in fleet.more.items()}}
     arguments = serve_arguments("inplace" if fleet.in_place else "vcache", sizes, fleet.model(kind), port, side)
     arguments += ["--data-parallel-size", str(RANKS), *(["--enable-expert-parallel", "--enforce-eager"] if kind else [])]
-    command = module("vllm.entrypoints.openai.api_server", *arguments)
+    server = "vllm.entrypoints.openai.api_server"
+    shared = [f"{__package__}.one_gpu", server] if on_one_gpu() and not scale.cpu else [server]
+    command = module(*shared, *arguments)
     environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(fleet.cache)}
     environment |= CPU_ENVIRONMENT if scale.cpu else {"CUDA_VISIBLE_DEVICES": visible(0)}
     with Program("dp", command, fleet.folder / "dp.log", environment) as program:

@@ -21,6 +21,8 @@ ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    # Of use on one GPU alone, see `one_gpu`.
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
 }
@@ -63,9 +65,14 @@ def descends(pid: int, ancestor: int) -> bool:
     return pid == ancestor
 
 
+def on_one_gpu() -> bool:
+    """Whether this run has a single GPU, which all its instances and their ranks share."""
+    return len(_own()) == 1
+
+
 def peer() -> str:
     """Where the other instance's memory lies, in words."""
-    return "the peer GPU" if len(_own()) > 1 else "the same GPU"
+    return "the same GPU" if on_one_gpu() else "the peer GPU"
 
 
 def _own() -> list[str]:

@@ -19,7 +19,7 @@ import msgspec
 
 from ..processes import Child
 from ..results import Clock, OutOfTime, Row, fraction
-from .environment import peer
+from .environment import on_one_gpu, peer
 from .fleet import Fleet
 from .instances import INSTANCES
 from .prompts import Hit, Prompts
@@ -286,5 +286,6 @@ def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
         full += got["cached"] == hit.cached
         good.append(got["cached"] == hit.cached and said(got) == said(one))
     where = "out of another such instance's KV cache" if fleet.in_place else "from the pool"
-    what = f"tensor parallel 2 on two GPUs, hits {where} on overwritten blocks against the own prefix cache; {full} full hits"
+    gpus = "one GPU" if on_one_gpu() else "two GPUs"
+    what = f"tensor parallel 2 on {gpus}, hits {where} on overwritten blocks against the own prefix cache; {full} full hits"
     return [fraction(f"{fleet.rows}_tp2_equal", good, what)]

@@ -10,12 +10,16 @@ from typing import Any
 import msgspec
 
 from ..processes import ROOT
+from .environment import on_one_gpu
 from .instances import KINDS, Spec
 from .scale import Scale
 
 BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 COMPILED_BY_RULE = {"inductor_compile_config": {"combo_kernels": True, "benchmark_combo_kernel": False}}
 """vLLM 0.26 has the compiler time whether kernels are to be combined; then instances that compile for themselves may differ."""
+
+ONE_GPU = {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+"""For ranks that share a GPU: by itself vLLM refuses more of them than there are GPUs, and its all-reduce reads the peer GPU's memory."""
 
 
 class Integration(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +61,8 @@ def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -
         given |= {"gpu_memory_utilization": 0.15, "compilation_config": COMPILED_BY_RULE}
     if not (model / "model.safetensors").exists():
         given["load_format"] = "dummy"
+    if kind.gpus > 1 and not scale.cpu and on_one_gpu():
+        given |= ONE_GPU
     if spec.scheduler:
         given["scheduler_cls"] = f"{__package__}.scheduler.{spec.scheduler}"
     if spec.variant != "alone":
