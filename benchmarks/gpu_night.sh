@@ -41,7 +41,8 @@
 # CALL+CALL runs two beside each other on a host of four GPUs, each on a pair of its own, into $OUT/CALL.
 #
 # With CUDA_VISIBLE_DEVICES=0 calls whose instances take a GPU each run on one GPU, too, which all share. Rows say so. Equality is worth
-# as much there; times are not, as no byte crosses a link.
+# as much there; times are not, as no byte crosses a link. Instances of several ranks run there, too, with NCCL 2.30 or later preloaded:
+#     LD_PRELOAD=.../libnccl.so.2 CUDA_VISIBLE_DEVICES=0 python3 -m benchmarks.vllm_ttft --scale short --only tp2ttft,pp2,ep --integration vllm
 #
 # A call unpacks the parts it is given and goes on after whatever fails. Rows go to $OUT/*.json as they are measured, the logs of
 # instances to $OUT/logs.tar.xz. Speed is worth something only on GPUs that nobody else uses. TINY=1 runs it without GPUs, for its own sake.
