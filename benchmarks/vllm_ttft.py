@@ -92,6 +92,11 @@ def _few(
     return Part(_trio(kind), seconds, run, of, cpu)
 
 
+def _expert_parallel(run: Run) -> list[Row]:
+    source = Prompts(run.fleet.of("gptoss"), seed=run.source.seed)
+    return dp.first_token(run.fleet, run.clock, source, run.rounds, "gptoss")
+
+
 def _tp2_ttft(run: Run) -> list[Row]:
     """Nothing where ranks take turns on one GPU: what that costs would hide the rest."""
     if on_one_gpu() and not run.fleet.scale.cpu:
@@ -169,7 +174,7 @@ PARTS: dict[str, Part] = {
         in_place=False,
     ),
     "state_graphs": _groups("state_graphs", 90, cpu=False),
-    "ep": Part((), 60, lambda run: dp.first_token(run.fleet, run.clock, run.source, run.rounds, "gptoss"), OURS, cpu=False),
+    "ep": Part((), 60, _expert_parallel, OURS, cpu=False),
 }
 """In the order they are run in; a part's number is the seed of its prompts, so new ones go to the end. In place: what an instance computed
 goes with it (`restart`); what a promise needs is in its owner's memory, not in the server's (`failures`); without a pool nothing goes

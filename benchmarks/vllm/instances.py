@@ -102,9 +102,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shares_code(self) -> bool:
-        """Whether vLLM compiles it and keeps that for other processes. It keeps nothing where batches are invariant."""
-        compiles = not self.arguments.get("enforce_eager") and self.arguments.get("compilation_config", {}).get("mode") != 0
-        return compiles and "VLLM_BATCH_INVARIANT" not in self.environment
+        """Whether vLLM compiles it, and keeps that for other processes."""
+        return not self.arguments.get("enforce_eager") and self.arguments.get("compilation_config", {}).get("mode") != 0
 
     def of(self, scale: Scale) -> Scale:
         """The scale as instances of this kind have it: as many tokens fit into their KV cache as into the plain one's."""
@@ -161,7 +160,8 @@ KINDS = {
         },
     ),
     # What comes out of a request does not depend on which others share its steps: who runs beside a failure can be compared.
-    "steady": Kind(environment={"VLLM_BATCH_INVARIANT": "1", "TORCHINDUCTOR_DETERMINISTIC": "0"}),
+    # vLLM keeps no compiled code of such kernels, and instances that compile for themselves differ: nothing is compiled.
+    "steady": Kind(arguments={"enforce_eager": True}, environment={"VLLM_BATCH_INVARIANT": "1"}),
 }
 
 

@@ -146,7 +146,7 @@ FULL = Scale(
     decode_seconds=4.0,
 )
 SHORT = msgspec.structs.replace(
-    FULL, name="short", model=LLAMA_8B | {"num_hidden_layers": 8}, kv_bytes=3 * GIB, pool_bytes=3 * GIB
+    FULL, name="short", model=LLAMA_8B | {"num_hidden_layers": 8}, kv_bytes=3 * GIB, pool_bytes=3 * GIB, answer=16
 )
 """For ranks that share a GPU: each layer's exchange between them waits until the GPU has turned to the other one."""
 TINY = Scale(
