@@ -1,1 +1,1 @@
-"""vcache as a KV connector of vLLM. What vLLM's configuration says of an instance (`model_spec`) serves LMCache's plugin too."""
+"""vcache as a KV connector of vLLM. LMCache's plugin uses `model_spec`, too, to read vLLM's configuration."""

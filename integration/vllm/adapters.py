@@ -1,4 +1,4 @@
-"""What lies at a LoRA adapter's path, for both integrations: chunks outlive an adapter that is trained again into the same folder."""
+"""Identifies LoRA adapters by their files, for both integrations: an adapter may be trained again into the folder it had before."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from .weights import located
 log = logging.getLogger("vllm.vcache")
 
 MOST = 8192
-"""Names and numbers remembered; those that were seen first are forgotten."""
+"""Names and numbers remembered; beyond it the oldest are forgotten."""
 
 
 class Adapters:
-    """The adapters of one instance's requests, as each was when it was first asked for. In the scheduler's thread.
+    """The adapters of one instance's requests, as each was at its first request. In the scheduler's thread.
 
-    vLLM's workers know an adapter by its number, and read its files when a request first needs it, and again when it had been put out of
-    memory; its own prefix cache knows it by its name, from 0.31 on with its path. So where files change, or a number or a name is given
-    to another adapter, nobody knows with which weights KV there was computed.
+    vLLM's workers know an adapter by its number. They read its files at its first request, and again after it was evicted from memory.
+    vLLM's prefix cache knows it by name, from 0.31 on with its path. So once files change, or a number or name goes to another adapter,
+    nobody knows with which weights the KV was computed, and the adapter is not cached any more.
     """
 
     def __init__(self) -> None:
         self._first: dict[object, tuple[object, str, str] | None] = {}
-        """By number, and as vLLM's prefix cache knows it: that, path and content; None of more than one."""
+        """By number, and by vLLM's prefix cache's name: (that name, path, content); None once they have stood for more than one."""
 
     def content(self, lora_request: Any) -> str:
-        """Names, sizes and times of its files as text, or the commit of the hub's cache; empty if its KV must not be shared: its files
-        are not to be seen from here, or vLLM may take another one's KV for its."""
+        """The adapter's content as text: a digest of its files' names, sizes and times, or the commit in the hub's cache.
+
+        Empty if its KV must not be shared: its files cannot be seen from here, or vLLM may confuse it with another adapter.
+        """
         number, known_as, path = lora_request.lora_int_id, _known_as(lora_request), lora_request.lora_path
         adapter = known_as, path, _content(path)
         if not adapter[-1]:
@@ -38,7 +40,7 @@ class Adapters:
             return ""
         before = self._first.get(number)
         if getattr(lora_request, "load_inplace", False) and before != adapter:
-            # Requests of the one before may still run, with these weights.
+            # Requests that began with the earlier weights may still run, with the new ones.
             self._first |= {before[0]: None} if before else {}
             self._first.pop(number, None)
         for key in (number, known_as):
@@ -59,13 +61,13 @@ class Adapters:
 
 
 def _known_as(lora_request: Any) -> object:
-    """What vLLM's own prefix cache tells it apart by."""
+    """What tells the adapter apart from others in vLLM's own prefix cache."""
     ask = getattr(sys.modules.get("vllm.v1.core.kv_cache_utils"), "_gen_lora_extra_hash_keys", None)
     return tuple(ask(SimpleNamespace(lora_request=lora_request))) if ask is not None else (lora_request.lora_name,)
 
 
 def _content(path: str) -> str:
-    """As vLLM finds it: a path, or else a repository of the hub, of which there may be a copy in the hub's cache."""
+    """The content at `path` as text, found as vLLM does: a path, or a repository with a copy in the hub's cache. Empty if there is none."""
     try:
         found = located(str(Path(path).expanduser()))
         if found is None and not path.startswith(("/", "~")):

@@ -1,4 +1,4 @@
-"""Announced chunks, where KV caches are shared in place: looked for from the time their load began until they are there."""
+"""Announced chunks that are read in place: asks the server for them from the time their load begins until they are there."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from .replicas import Replica
 from .tracked import Tracked
 
 AGAIN_SECONDS = 0.005
-"""How often the chunks of one load are asked for beside a model run; in idle steps, of some 2 ms, each time."""
+"""The time between two questions for the chunks of one load, in steps that run a model. Idle steps, of some 2 ms, ask each time."""
 MOST_SECONDS = 0.001
-"""How long one step may ask. Who has waited longest is first."""
+"""How long one step may ask. The load that was asked for longest ago comes first."""
 
 
 class _Wait(msgspec.Struct):
-    """A load whose chunks before number `reached` have been found, the last of them in the KV cache of `owner`. first: the number of its
-    first one. asked: when it last was."""
+    """A load of the chunks [first, stop), of which those before `reached` were found, the last ones in the KV cache of `owner`.
+
+    until: when it gives up. asked: when the server was last asked. Both by time.monotonic.
+    """
 
     tracked: Tracked
     first: int
@@ -30,19 +32,22 @@ class _Wait(msgspec.Struct):
 
 
 class Awaited:
-    """In the scheduler's thread. The loads wait in the workers, for as long as they were told to, and read what has come meanwhile."""
+    """In the scheduler's thread. The loads themselves wait in the workers, for `LoadSpec.wait_seconds`, and read what has come so far."""
 
     def __init__(self, lookups: Lookups) -> None:
         self._lookups = lookups
         self._waits: list[_Wait] = []
 
     def add(self, tracked: Tracked, first: int, stop: int, seconds: float) -> None:
-        """A load of the request's chunks [first, stop), which are named, waits for them so many seconds."""
+        """Look for the request's chunks [first, stop), whose keys are known, for so many seconds."""
         self._waits.append(_Wait(tracked, first, first, stop, monotonic() + seconds))
 
     def found(self, idle: bool) -> dict[str, dict[int, Replica]]:
-        """Chunks that lie in others' KV caches and did not at the last call: by request, and by their numbers within its load. None of a
-        request: whoever computed them has died, and no more will come. idle: no model runs in the step, so that nothing is held up."""
+        """Chunks that lie in others' KV caches since the last call: by request, then by number within its load.
+
+        An empty entry for a request: the instance that computed them is gone, and no more will come. idle: no model runs in the step, so
+        that asking holds up nothing.
+        """
         if not self._waits:
             return {}
         now = monotonic()
@@ -54,7 +59,7 @@ class Awaited:
             wait.asked = now
             answer = self._lookups.look(wait.tracked, wait.reached, wait.stop)
             residents = answer.residents_of(wait.first, wait.stop)
-            # What the pool has besides the workers find there.
+            # The workers find the pool's chunks by themselves.
             wait.reached = max(wait.reached, min(answer.hits, wait.stop))
             if residents:
                 wait.owner = residents[max(residents)][0]

@@ -1,4 +1,4 @@
-"""Where vLLM's releases 0.26 to 0.33 differ, as far as the connector looks at them. Everything else uses what all of them have."""
+"""The differences between vLLM's releases 0.26 to 0.33 that matter to the connector. Other modules use what all releases have."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from . import groups, model_spec, sleeping
 
 
 def hash_root() -> bytes:
-    """What vLLM's block hashes start from; known once the engine runs."""
+    """The value that vLLM's block hashes start from. Known once the engine runs."""
     return bytes(kv_cache_utils.NONE_HASH)
 
 
 def hash_seed(vllm_config: Any) -> str | None:
-    """The seed of `hash_root`, None if another process would have another one. From 0.31 on some algorithms have a fixed seed."""
+    """The seed of `hash_root`; None if another process would have another one. From 0.31 on some algorithms have a fixed seed."""
     resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
     if resolve is None:
         return config.hash_seed()
@@ -35,12 +35,12 @@ def hash_seed(vllm_config: Any) -> str | None:
 
 
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Tokens that one of a request's `block_hashes` stands for."""
+    """Tokens that one of a request's `block_hashes` covers."""
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
 def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
-    """Tokens of a hit by where they lay, from 0.32 on, which names these places so. What is not among them lay nobody knows where."""
+    """`tokens` of a hit, by where they lay, under the names of vLLM 0.32 and later. The rest of the `external` tokens is "unspecified"."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     named = {CacheHitSource(name): count for name, count in tokens.items() if count}
@@ -49,13 +49,15 @@ def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
 
 
 def publishes_events(vllm_config: Any) -> bool:
-    """Whether anybody wants to know which blocks are where."""
+    """Whether vLLM publishes KV events."""
     return bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
 
 
 def spec_kind(kv_cache_config: Any) -> str | None:
-    """What kind of layers the first group's are that looks at all tokens, as newer vLLM's KV events say: without it Dynamo takes no
-    event of a group of which it has heard nothing yet. None in others."""
+    """The kind of the first group whose layers attend to all tokens (or of the first group), as newer vLLMs' KV events name it.
+
+    Without it Dynamo ignores events of a group that it does not know yet. None in older vLLMs.
+    """
     find = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
     found = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     found = [spec for spec in found if groups.is_full(type(spec).__name__)] or found
@@ -63,7 +65,7 @@ def spec_kind(kv_cache_config: Any) -> str | None:
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, settings: config.Config) -> str | None:
-    """Why nothing of this instance may be cached, None if it may. All of its processes find the same."""
+    """Why this instance must not cache, in one line with what to change; None if it may. All of its processes find the same."""
     size = settings.engine.chunk_size
     reason = model_spec.refusal(model, size, hash_seed(vllm_config))
     if model.sleep_mode:
@@ -77,8 +79,10 @@ def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec,
 
 
 def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
-    """ConfigError where vLLM gives wrong tokens with any connector: 0.26 takes what its cache has of one group for what it has of all,
-    and computes nothing before that, where others keep states (its scheduler.py, `max(per_group_hits)`)."""
+    """ConfigError if vLLM 0.26 would give wrong tokens with any connector, as it does for several groups of which some keep states.
+
+    It takes the longest prefix that its own cache has of one group for what it has of all (its scheduler.py, `max(per_group_hits)`).
+    """
     old = tuple(int(number) for number in vllm.__version__.split(".")[:2] if number.isdigit()) == (0, 26)
     if (
         old
@@ -93,8 +97,8 @@ def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.ModelSpec:
-    """`model_spec.read_model`, with what several groups change: of a load that fails in its step vLLM takes nothing back, since blocks
-    do not tell it whose they are."""
+    """`model_spec.read_model`, adapted to models with several groups: vLLM cannot recompute a failed synchronous load of these, since it
+    cannot tell whose the blocks are."""
     model = model_spec.read_model(vllm_config, name)
     if not groups.several(kv_cache_config):
         return model
@@ -102,24 +106,23 @@ def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.
         found = groups.read(kv_cache_config, 0)
     except LayoutError:
         return model
-    # Ranks that have the same latents have states of their own.
+    # MLA's ranks hold equal latents, but each has states of its own.
     mla = model.use_mla and not found.states
     return msgspec.structs.replace(model, recomputes=False, use_mla=mla, extra=model.extra | {"groups": found.text})
 
 
 def writes_blocks_first(output: Any) -> bool:
-    """Whether vLLM writes blocks by itself before the step's model run: it clears some, or copies some, others' among them that a load of
-    this step fills."""
+    """Whether vLLM clears or copies blocks before the step's model run. A load of this step may fill some of them."""
     return any(getattr(output, name, None) for name in ("new_block_ids_to_zero", "kv_cache_block_copies"))
 
 
 def fails_by_request() -> bool:
-    """Whether vLLM computes again what an asynchronous load of several groups did not bring: from 0.30 on."""
+    """Whether vLLM takes failed asynchronous loads by request, and so can recompute them with several groups: from 0.30 on."""
     return _results is not None
 
 
 def transfer_results(recving: set[str], failed: set[str]) -> Any:
-    """vLLM's word for loads that are over, those that failed among them, from 0.30 on."""
+    """vLLM's (0.30 and later) object for loads that are over. recving, failed: requests; failed ones need not be in `recving`."""
     return _results(finished_recving=recving | failed, failed_recving=failed)
 
 

@@ -1,4 +1,4 @@
-"""What steps complete of requests: the blocks they are given, and the chunks that are stored, or published, behind each step."""
+"""Which chunks each step completes, to be stored or published behind it; and which blocks it gives to requests."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Completions:
         lookups: Lookups,
         leftovers: Leftovers,
     ) -> None:
-        """stores: what the instance's role allows. groups: None where all layers look at all tokens by one block table. block, hash_block:
-        tokens. spec_kind: of the KV cache, for events."""
+        """stores: whether the instance's role allows stores. groups: None if all layers share one block table. block, hash_block: tokens
+        of a block, and of one of vLLM's hashes. spec_kind: the KV cache's, for events."""
         self._size, self._block, self._hash_block, self._spec_kind = config.engine.chunk_size, block, hash_block, spec_kind
         self.place = block if groups is None else groups.place
-        """Tokens that what a request has filled is counted in. Not a block of every table: a window may have passed a part of that one
-        before it is full, and somebody else has that part then."""
+        """Tokens of a place, the unit in which a request's filled blocks are counted: the largest that divides the blocks of all tables. A
+        larger unit will not do: a window may have passed a part of it, which is somebody else's by then, before the rest is filled."""
         self._per_chunk, self._hashes = self._size // block, self._size // hash_block
         self._prompts_only, self._event_medium = config.connector.store == "prompt", config.connector.event_medium
         self._stores_allowed, self._groups = stores, groups
@@ -51,18 +51,20 @@ class Completions:
         self._leftovers = leftovers
         self._unsure: AbstractSet[int] = frozenset()
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
-        """Of this step: states of requests in vLLM's prefix cache, by group, block and how many tokens they stand for."""
+        """For the step being planned, by request: the states that vLLM has in its prefix cache, as (group, block, tokens)."""
 
     def plan(
         self, output: Any, requests: Mapping[str, Tracked], meta: StepMetadata, unsure: AbstractSet[int] = frozenset()
     ) -> None:
-        """What the step that `output` describes stores, and which blocks get a new owner in it. unsure: blocks which nobody knows yet
-        to be filled; a later step stores what was computed from them."""
+        """Add to `meta` what the step that `output` describes stores or publishes, and which blocks get a new owner in it.
+
+        unsure: blocks that are not yet known to be filled; what is computed from them is stored by a later step.
+        """
         self._unsure = unsure
         scheduled, fresh = output.num_scheduled_tokens, meta.fresh
         self._offered = getattr(getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", {})
         cached = output.scheduled_cached_reqs
-        # These first: new requests may hit what they write in this step.
+        # Running requests first: new ones may hit what they write in this step.
         for request_id, computed, added in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             tracked = requests.get(request_id)
             if added is not None:
@@ -86,13 +88,13 @@ class Completions:
                 self._computes(tracked, computed, computed + scheduled[new.req_id], meta)
 
     def stop(self, requests: Iterable[Tracked]) -> None:
-        """Nobody knows the blocks of these: store nothing more of them."""
+        """The blocks of these requests are no longer known: store nothing more of them."""
         for tracked in requests:
             tracked.params = msgspec.structs.replace(tracked.params, store=False)
             tracked.complete_at, tracked.filled = inf, NEVER
 
     def own(self, tracked: Tracked, rows: Sequence[Sequence[int]], anew: bool) -> None:
-        """vLLM has given these to the request in this step. anew: they are all that it has."""
+        """vLLM has given the request these blocks, by block table. anew: they are all that it has."""
         if anew:
             tracked.rows = [array(NUMBERS, row) for row in rows]
         else:
@@ -100,7 +102,7 @@ class Completions:
                 own.extend(row)
 
     def stored(self, tracked: Tracked, chunks: int) -> None:
-        """So many chunks from the start are in the pool or on their way."""
+        """So many of the request's leading chunks are stored or on their way."""
         tracked.stored = chunks
         stores = self._stores_allowed and tracked.params.store and not self._instance.refused
         if stores and self._prompts_only:
@@ -108,7 +110,7 @@ class Completions:
         tracked.complete_at = (chunks + 1) * self._size if stores else inf
 
     def expect(self, tracked: Tracked, first: int, stop: int) -> None:
-        """The chunks [first, stop) of the request may get into the pool."""
+        """The request's chunks [first, stop) may be stored: remember their KV events, if anybody wants these."""
         announcer, size = self._instance.announcer, self._size
         if announcer is None:
             return
@@ -129,12 +131,12 @@ class Completions:
     def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
         """The step computes tokens from number `computed` up to `reached` of the request."""
         if self._publications is not None and reached >= (tracked.filled + 1) * self.place:
-            # As vLLM makes them known: what is guessed ahead is not.
+            # As vLLM counts them: speculative tokens do not count.
             places = len(tracked.rows[0]) if self._groups is None else self._groups.length(tracked.rows) // self.place
             filled = min(min(reached, tracked.request.num_tokens) // self.place, places)
             if filled > tracked.filled:
                 self._publications.fill(tracked, filled)
-        # What a table keeps of a request may be none of what the request was computed from.
+        # One table's blocks may be sure and another's not: ask of all.
         sure = not tracked.outdated and (not self._unsure or all(map(self._unsure.isdisjoint, tracked.rows)))
         if reached >= tracked.complete_at and sure:
             self._complete(tracked, computed, reached, meta)
@@ -142,7 +144,7 @@ class Completions:
             self._keep_states(tracked, self._groups, reached, meta)
 
     def _keep_states(self, tracked: Tracked, groups: Groups, reached: int, meta: StepMetadata) -> None:
-        """Store the states that the request's layers have at chunks' ends when the step is over, but for the one that it was given."""
+        """Store the states that the request's layers have at chunks' ends after the step, but not the one that it was loaded with."""
         request = tracked.request
         ends = groups.ended(tracked.rows, reached, self._offered.get(request.request_id, ()))
         known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
@@ -156,16 +158,16 @@ class Completions:
                 and self._instance.open()
                 and self._lookups.name(tracked, chunks)
             ):
-                # A chunk is stored whole: what a state leaves of it, its last block fills.
+                # A chunk is stored whole: the state's last block, repeated, fills what is left of it.
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
                 before = [block for row in tracked.rows for block in row] if meta.loads else []
                 keys = state_keys(tracked.keys[chunks - 1 : chunks], groups.parts)
                 meta.stores.append(StoreSpec(request.request_id, keys, blocks, tracked.keys[:chunks], before))
 
     def _complete(self, tracked: Tracked, before: int, computed: int, meta: StepMetadata) -> None:
-        """Store the chunks that are complete once the step, which begins with token `before`, has computed the first `computed` tokens.
+        """Store or publish the chunks that are complete after the step, which computes the tokens from `before` up to `computed`.
 
-        Of those only what is known: tokens guessed ahead may be taken back, and so may what was computed from them.
+        Speculative tokens do not count: they, and what was computed from them, may be taken back.
         """
         if computed < tracked.complete_at:
             return
@@ -177,7 +179,7 @@ class Completions:
         if ready <= first or not self._instance.open() or not self._lookups.name(tracked, ready):
             return
         if several is not None and self._publications is None:
-            # Of what windows have passed nothing can be stored any more.
+            # Chunks that a window has passed have lost blocks, and cannot be stored any more.
             first = several.alive_from(rows, before, first, ready)
         self.expect(tracked, first, ready)
         if self._publications is not None:

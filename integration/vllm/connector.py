@@ -1,6 +1,7 @@
-"""The connector that vLLM loads: which of its two halves a call is for, and that none of ours raises into vLLM.
+"""The connector class that vLLM loads. It hands each call to the scheduler's or the worker's half, and lets none raise into vLLM.
 
-Bad settings do raise, ConfigError, while vLLM starts. After that what fails is logged, and counts as a miss.
+A failure is logged and counts as a miss. Two calls do raise: the constructor for bad settings (ConfigError), and
+`get_block_ids_with_load_errors` where vLLM would go on with wrong tokens (RuntimeError).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class VCacheConnector(SilentConnector):
         self.failures, self._engine = set(), str(transfer.engine_id)
         if role == KVConnectorRole.SCHEDULER:
             self._meter = stats.Meter()
-            # vLLM's scheduler reads it after this.
+            # vLLM's scheduler reads the policy after this constructor has run.
             transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
             loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config, loads, stores, self._meter)
@@ -51,13 +52,13 @@ class VCacheConnector(SilentConnector):
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
             ranks = get_pp_group().rank_in_group, get_tp_group().rank_in_group
-            # All of them move the same tokens.
+            # All workers move the same tokens: only the first counts them.
             self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
             self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
             self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
 
     def _silent_if(self, refused: bool) -> None:
-        """Where an instance is refused, that is so for good."""
+        """Become a `SilentConnector`, for good, if the instance is refused."""
         if refused:
             self.__class__ = SilentConnector
 
@@ -92,7 +93,7 @@ class VCacheConnector(SilentConnector):
         return True
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """From 0.32 on, after `update_state_after_alloc`."""
+        """Tokens of a hit by where they lay. vLLM 0.32 and later call it after `update_state_after_alloc`."""
         found = self._hit_sources(request, num_external_tokens) if self._scheduler is not None else {}
         return compat.hit_sources(found, num_external_tokens)
 
@@ -119,8 +120,8 @@ class VCacheConnector(SilentConnector):
     def _begin_ahead(self, side: SchedulerSide, output: Any, meta: StepMetadata) -> None:
         if not any(load.synchronous for load in meta.loads) or side.states or compat.writes_blocks_first(output):
             return
-        # Another connector beside it (MultiConnector) may still read the blocks: vLLM's OffloadingConnector stores what the last step
-        # computed only before the next one runs (`handle_preemptions`).
+        # Only without another connector (MultiConnector), which may still read the blocks: vLLM's OffloadingConnector stores what a step
+        # computed just before the next one runs (`handle_preemptions`).
         alone = get_kv_transfer_group() if has_kv_transfer_group() else None
         if isinstance(alone, VCacheConnector) and alone._engine == self._engine and alone._worker is not None:
             alone._worker.begin_ahead(meta)
@@ -143,7 +144,7 @@ class VCacheConnector(SilentConnector):
 
     @answers((False, None))
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        # Blocks need not wait for stores: who gets one next waits, on the device.
+        # vLLM may free the blocks at once: a step that hands one out again waits for its store, on the device (`Stores.fence`).
         if self._scheduler is not None:
             self._scheduler.finished(request)
         return False, None
@@ -156,7 +157,7 @@ class VCacheConnector(SilentConnector):
 
     @answers(None)
     def get_mem_pool_context(self) -> Any:
-        """From 0.31 on: what vLLM makes its KV cache in, so that others can read it."""
+        """The context in which vLLM 0.31 and later allocate the KV cache, so that other processes can map it. None: an ordinary one."""
         in_place = self._worker.in_place if self._worker is not None else None
         return in_place.exporter.context() if in_place is not None else None
 
@@ -175,19 +176,19 @@ class VCacheConnector(SilentConnector):
 
     @answers(None)
     def unregister_kv_caches(self) -> None:
-        """From 0.33 on: vLLM sleeps, and the KV cache's memory goes."""
+        """vLLM goes to sleep and takes the KV cache's memory away. Called by vLLM 0.33 and later."""
         if self._worker is not None:
             self._worker.sleep()
 
     @answers(None)
     def restore_kv_caches(self) -> None:
-        """From 0.33 on: it is there again, where it was, with nothing in it."""
+        """The KV cache's memory is back, empty, at the same addresses. Called by vLLM 0.33 and later."""
         if self._worker is not None:
             self._worker.wake()
 
     @answers(None)
     def _say_policy(self) -> None:
-        """Another connector's `kv_load_failure_policy`, if that has made this one, is out of reach."""
+        """Warn if a connector around this one (MultiConnector) has another `kv_load_failure_policy`: this one cannot change it."""
         outermost, wanted = get_kv_transfer_group(), self._policy
         found = outermost._kv_transfer_config.kv_load_failure_policy
         if wanted and found != wanted and outermost is not self:
@@ -223,12 +224,15 @@ class VCacheConnector(SilentConnector):
         return None, (self._worker.finished() if self._worker is not None else None) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """From 0.30 on, in place of `get_finished`."""
+        """vLLM 0.30 and later call it in place of `get_finished`."""
         recving = self.get_finished(finished_req_ids)[1] or set()
         return compat.transfer_results(recving, self._worker.loads.failed() if self._worker is not None else set())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """RuntimeError, which ends the engine, where tokens may be wrong that vLLM would take for right; see docs/adr/0004."""
+        """The blocks that loads did not fill since the last call, vLLM's numbers.
+
+        RuntimeError, which ends the engine, if the step's tokens may be wrong and vLLM would not recompute them; see docs/adr/0004.
+        """
         if self._worker is None:
             return set()
         invalid = self._worker.loads.invalid()
@@ -244,7 +248,7 @@ class VCacheConnector(SilentConnector):
 
     @answers(None)
     def get_kv_connector_stats(self) -> Any:
-        """vLLM's scheduler asks once it has a step's output."""
+        """This process's counts since the last call. The scheduler's half is asked once a step's output is there."""
         if self._scheduler is not None:
             self._scheduler.savings.over()
         if self._worker is not None:

@@ -1,4 +1,4 @@
-"""What an instance has read in another's KV cache lies in both: the reader's blocks are the first that its vLLM gives away."""
+"""Frees duplicates first: chunks that were read out of another instance's KV cache lie in both, so the reader can spare its own."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .tracked import Tracked
 log = logging.getLogger("vllm.vcache")
 
 SHORT = 8
-"""A request that computes more than this part of what it has read goes on with a conversation, which it would lose the beginning of: vLLM
-finds nothing behind a block that is gone. In a simulation of the serving benchmark's prefixes the hit rate goes from 0.774, as measured on
-two H200s, to 0.808, all there is; of its conversations it stays what it is."""
+"""Copies are kept if their request computed more than 1/SHORT as many tokens as it read: it probably belongs to a conversation, whose
+later turns vLLM could not find behind a missing block. In a simulation of the serving benchmark's prefixes this raises the hit rate from
+0.774, as measured on two H200s, to 0.808, all there is; that of its conversations stays the same."""
 
 MOST_LOOKED = 128
-"""Copies that are of no use any more, and are passed over at once: thousands, of an owner that is gone, would hold up a step for 20 ms."""
+"""Useless copies skipped at once, at most: thousands of them, when an owner is gone, would hold up a step for 20 ms."""
 _USERS = attrgetter("ref_cnt")
 
 
 class Copy(NamedTuple):
-    """A chunk that lies here and with another instance: blocks, and the generations they are right in, here and there."""
+    """A chunk that lies here and with another instance: its blocks and their generations, here and there."""
 
     blocks: array[int]
     generations: array[int]
@@ -42,21 +42,20 @@ class Copy(NamedTuple):
 
 
 class Duplicates:
-    """In the scheduler's thread."""
+    """The chunks of one instance that other instances hold as well. In the scheduler's thread."""
 
     def __init__(self, pool: Any, generations: Generations, each: int, view: Callable[[bytes], GenerationView | None]) -> None:
-        """pool: vLLM's `BlockPool`. each: blocks of a chunk. view: another instance's generations; None where it is gone."""
+        """pool: vLLM's `BlockPool`. each: blocks of a chunk. view: another instance's generations; None if it is gone."""
         self._pool, self._generations, self._each, self._view = pool, generations, each, view
         self._copies: deque[Copy] = deque()
         """The oldest first."""
-        # Written to here: a step would be the first to, and wait for the memory.
+        # Filled, not only allocated: or the first step to write them would wait for the memory.
         self._marked: UInt64s = np.full(generations.blocks, 0, dtype=np.uint64)
         self._next: UInt64s = np.full(generations.blocks, 0, dtype=np.uint64)
-        """Of each block: the generation in which it is one of them that nobody has used since; and that in which it was put at the head of
-        the queue."""
+        """By block: the generation in which it became an unused duplicate; and that in which it was put at the head of the free queue."""
 
     def note(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
-        """The request, which has been given its blocks, loads its chunks from number `first` on."""
+        """Note which of the request's chunks `load` reads in others' KV caches. first: the number of the load's first chunk."""
         each = self._each
         tracked.copies = [
             ((first + number) * each, replica)
@@ -65,7 +64,7 @@ class Duplicates:
         ]
 
     def finished(self, tracked: Tracked, block_size: int) -> None:
-        """The request has ended: its blocks may be given away."""
+        """The request has ended: note its duplicates, unless it looks like a conversation (see SHORT). block_size: in tokens."""
         each, row, (right,) = self._each, tracked.rows[0], tracked.generations or [array(GENERATIONS)]
         if used := row[: tracked.local // block_size]:
             self._marked[used] = self._next[used] = 0
@@ -77,7 +76,7 @@ class Duplicates:
         copied = len(copies) * each * block_size
         if not copied or (tracked.request.num_tokens - tracked.local - copied) * SHORT > copied:
             return
-        # Where nothing is given away, after resets too, they would become more and more.
+        # Drop outdated copies here too: if vLLM hands no blocks out, they would pile up.
         looked = 1
         while self._copies and not (intact := self._intact(*_lie(list(islice(self._copies, looked)))))[0]:
             for _ in range(int(intact.argmax()) or len(intact)):
@@ -85,12 +84,14 @@ class Duplicates:
             looked = MOST_LOOKED
         blocks, generations = _lie(copies)
         self._marked[blocks] = generations
-        # Of a prefix the end goes first.
+        # A prefix is given away from its end.
         self._copies.extend(reversed(copies))
 
     def give_way(self, count: int) -> None:
-        """Before vLLM gives `count` blocks away: if some of the first ones hold something, have it give away duplicates instead. Never
-        raises."""
+        """vLLM is about to hand out `count` blocks. If some of them are cached, put duplicates before them in the free queue.
+
+        Never raises.
+        """
         if not self._copies:
             return
         try:
@@ -104,7 +105,7 @@ class Duplicates:
     def _give_way(self, count: int) -> None:
         queue, counters = self._pool.free_block_queue, self._generations.counters
         needed, block = min(count, queue.num_free_blocks), queue.fake_free_list_head.next_free_block
-        # One number of a view takes half of the time that one of an array takes.
+        # Reading one number from a memoryview takes half as long as from an array.
         given, now = self._next.data, counters.data
         while needed > 0 and (block.block_hash is None or given[block.block_id] == now[block.block_id]):
             needed, block = needed - 1, block.next_free_block
@@ -113,7 +114,7 @@ class Duplicates:
             some = [self._copies.popleft() for _ in range(min(looks, -(-(needed - len(chosen)) // self._each)))]
             looks -= len(some)
             chosen += self._taken(some)
-        # Mostly these are the next already: what was read first was used last.
+        # Often they are at the head already, in this order.
         there = 0
         while there < len(chosen) and chosen[there] is block:
             there, block = there + 1, block.next_free_block
@@ -123,19 +124,19 @@ class Duplicates:
                 queue.remove(one)
                 out.append(one)
         finally:
-            # None is out of the queue if another one fails.
+            # Whatever fails, no block stays out of the queue.
             queue.prepend_n(out)
         numbers = array(NUMBERS, [one.block_id for one in chosen])
         self._next[numbers] = counters[numbers]
 
     def _intact(self, blocks: UInt32s, generations: UInt64s) -> npt.NDArray[np.bool_]:
-        """For each copy whether its blocks hold what they held, and nobody has used them since."""
+        """For each copy, whether its blocks are unchanged and unused since."""
         same = (self._marked[blocks] == generations) & (self._generations.counters[blocks] == generations)
         intact: npt.NDArray[np.bool_] = same.reshape(-1, self._each).all(axis=1)
         return intact
 
     def _taken(self, some: list[Copy]) -> list[Any]:
-        """Their blocks, the last one of each first; none of one that somebody uses or has since, or whose owner has lost its own."""
+        """The blocks of these copies, each copy's last block first; without copies that were or are used, or that their owner has lost."""
         (blocks, generations), pool, each = _lie(some), self._pool.blocks, self._each
         right = self._intact(blocks, generations)
         for owner in {one.theirs[0] for one in some}:
@@ -156,6 +157,6 @@ class Duplicates:
 
 
 def _lie(some: list[Copy]) -> tuple[UInt32s, UInt64s]:
-    """The blocks of these, one behind the other, and their generations."""
+    """The blocks of these copies, one copy after the other, and their generations."""
     blocks, generations = b"".join([one.blocks for one in some]), b"".join([one.generations for one in some])
     return np.frombuffer(blocks, dtype=np.uint32), np.frombuffer(generations, dtype=np.uint64)

@@ -1,9 +1,9 @@
 """KV events of the pool: which blocks a router may count on beside those in vLLM's own prefix cache.
 
-The scheduler remembers what a chunk is called when it orders the chunk's store, or a load after which it may be stored; workers report
-what they have stored. A chunk is published as `BlockStored` once every rank has stored its part, in whatever steps. Whether it is still
-there the server is asked with every heartbeat (`Announcer.check`), and what is not, whoever took it out, is published as `BlockRemoved`.
-`AllBlocksCleared` is left to vLLM, which says so when its own prefix cache is cleared: it names no medium.
+The scheduler prepares a chunk's event when it orders the chunk's store, or a load after which it may be stored. Workers report what they
+have stored, and once every rank has, the chunk is published as `BlockStored`. With every heartbeat the server is asked which published
+chunks are still there (`Announcer.check`); those that are not, for whatever reason, are published as `BlockRemoved`. `AllBlocksCleared`
+names no medium, so it is left to vLLM, which sends it when its own prefix cache is cleared.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from vcache_backend.metadata_server.messages import MAX_KEYS, ChunkKey, of_rank
 LOCALITY = "LOCAL"
 """vLLM's word for memory of the publisher's own node."""
 MOST_WAITING = 4096
-"""Chunks that wait for their ranks (some 10 KB each); the oldest are dropped. What is not announced is only not counted on."""
+"""Chunks that may wait for all ranks (some 10 KB each); beyond it the oldest are never announced, and routers do not count on them."""
 MOST_CHECKED = 16_384
-"""Keys that the server is asked for with one heartbeat: 4 ms of its time."""
+"""Keys asked of the server with one heartbeat, 4 ms of its time."""
 
 _FIELDS = {kind: {item.name for item in msgspec.structs.fields(kind)} for kind in (BlockStored, BlockRemoved)}
 
 
 def block_stored(request: Any, start: int, end: int, block_size: int, medium: str, spec_kind: str | None = None) -> BlockStored:
-    """vLLM's event for the blocks of `request` (vLLM's) that are its tokens from `start` to `end`, both multiples of `block_size`, the
-    size whose hashes `request.block_hashes` has. spec_kind: see `compat.spec_kind`. Raises ValueError if not all of these blocks have a
-    hash."""
+    """vLLM's `BlockStored` for the tokens [start, end) of vLLM's `request`.
+
+    block_size: tokens that one of `request.block_hashes` covers. spec_kind: see `compat.spec_kind`. ValueError if the tokens are not
+    whole blocks, or not all of these have a hash.
+    """
     first, last = start // block_size, end // block_size
     hashes = list(request.block_hashes[first:last])
     if start % block_size or end % block_size or len(hashes) != last - first:
@@ -56,12 +58,12 @@ def block_stored(request: Any, start: int, end: int, block_size: int, medium: st
 
 
 def _published(block_hashes: Sequence[bytes]) -> list[bytes | int]:
-    """As vLLM publishes its own: 64-bit numbers, or bytes where VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0."""
+    """The hashes as vLLM publishes them: 64-bit numbers, or bytes if VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0."""
     return [kv_cache_utils.maybe_convert_block_hash(block) for block in block_hashes]
 
 
 def _extra_keys(request: Any, start: int, end: int, block_size: int) -> list[tuple[Any, ...] | None]:
-    """One entry for each block, as vLLM publishes them for its own: newer ones hash tagged values and publish them bare."""
+    """One entry for each block, as vLLM publishes them: newer releases hash tagged values and publish them without the tags."""
     keys: list[tuple[Any, ...] | None] = []
     image = 0
     for at in range(start, end, block_size):
@@ -72,13 +74,16 @@ def _extra_keys(request: Any, start: int, end: int, block_size: int) -> list[tup
 
 
 def _event(kind: type[Any], medium: str | None, **values: Any) -> Any:
-    """An event with those of the values that this vLLM's struct has a field for."""
+    """An event of this `kind`, without values for which this vLLM's struct has no field."""
     values |= {"medium": medium, "group_idx": 0, "locality": LOCALITY}
     return kind(**{name: value for name, value in values.items() if name in _FIELDS[kind]})
 
 
 class Announcer:
-    """What all ranks have stored, and which of it is gone. In the scheduler's thread, but for `check`. Keys are of rank 0."""
+    """KV events for the chunks that all ranks have stored, and for those that are gone. Keys are rank 0's.
+
+    In the scheduler's thread, except `check`.
+    """
 
     def __init__(self, ranks: int) -> None:
         """ranks: how many store a part of every chunk."""
@@ -86,18 +91,18 @@ class Announcer:
         self._events: dict[ChunkKey, BlockStored] = {}
         self._reported: dict[ChunkKey, set[int]] = {}
         self._published: dict[ChunkKey, BlockRemoved] = {}
-        """What to say once it is gone; another object each time that the chunk is published."""
+        """The event to send once the chunk is gone; another object each time that the chunk is published."""
         self._turns = deque[ChunkKey]()
-        """What is published, each key once, the one to be asked for next first; but for what is asked for now, or gone."""
+        """Published keys, each once, the next to ask for first; without those being asked for now and those that are gone."""
         self._gone = deque[tuple[ChunkKey, BlockRemoved]]()
         self._ready: list[KVCacheEvent] = []
 
     def expect(self, key: ChunkKey, event: BlockStored) -> None:
-        """Workers may store the chunk from now on: this is what to publish when they have."""
+        """Workers may store the chunk from now on; publish `event` when all have."""
         _put(self._events, key, event)
 
     def note(self, stored: Mapping[int, Sequence[ChunkKey]]) -> None:
-        """What workers have stored, by rank."""
+        """Workers have stored these chunks. stored: by rank."""
         for rank, keys in stored.items():
             for key in keys:
                 reported = self._reported.pop(key, set()) | {rank}
@@ -110,15 +115,17 @@ class Announcer:
                     self._published[key] = _event(BlockRemoved, event.medium, block_hashes=event.block_hashes)
 
     def check(self, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
-        """Ask which of what is published is still there, `MOST_CHECKED` keys in turn. In the client's background thread. Raises what
-        `contains` does."""
+        """Ask which published chunks are still there, `MOST_CHECKED` keys in turn. In the client's background thread.
+
+        contains: asks the server; what it raises goes to the caller.
+        """
         left = min(len(self._turns), MOST_CHECKED // self._ranks)
         while left > 0:
             self._check(min(left, MAX_KEYS), contains)
             left -= MAX_KEYS
 
     def _check(self, most: int, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
-        """In one request a rank, which has a deadline of its own: a late one ends the scheduler's connection."""
+        """Ask for `most` keys, in one request for each rank: each has its own deadline, and missing one ends the scheduler's connection."""
         keys = [self._turns.popleft() for _ in range(most)]
         known, there = [self._published[key] for key in keys], [True] * most
         try:
@@ -129,10 +136,10 @@ class Announcer:
         self._gone.extend((key, event) for key, event, found in zip(keys, known, there, strict=True) if not found)
 
     def take(self) -> list[KVCacheEvent]:
-        """For `take_events`: what there is to say since the last call, in order."""
+        """The events since the last call, in order. For vLLM's `take_events`."""
         while self._gone:
             key, event = self._gone.popleft()
-            # It may have been stored and published again since it was asked for.
+            # The chunk may have been stored and published again since the server was asked.
             if self._published.get(key) is event:
                 del self._published[key]
                 self._ready.append(event)

@@ -1,8 +1,8 @@
-"""Where vLLM's releases 0.26 to 0.33 make their KV cache, and how it comes to lie in memory that other instances can read.
+"""Makes vLLM allocate its KV cache in memory that other instances can map; and decides whether an instance shares in place.
 
-Known are those whose sources were read (`tests/outside/releases.py`): in all of them a worker makes its connector, then its KV cache, then
-calls `register_kv_caches`, in one thread. From 0.31 on it asks the connector for a context around exactly that allocation.
-On a CPU all of them have run so but 0.33, of which there is no such build.
+It relies on the order of a worker's start: the connector, then the KV cache, then `register_kv_caches`, in one thread. The sources of
+vLLM 0.26 to 0.33 were read for it (`tests/outside/releases.py`). From 0.31 on vLLM asks the connector for a context around exactly that
+allocation. All of these releases have run so on a CPU except 0.33, which has no CPU build.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ log = logging.getLogger("vllm.vcache")
 
 
 KNOWN = {(0, minor): minor >= 31 for minor in range(26, 34)}
-"""Releases of vLLM, and whether they ask for a context (`get_mem_pool_context`). Where they do not, everything that the worker allocates
-between its connector's constructor and `register_kv_caches` is exportable."""
+"""vLLM's releases, and whether each asks for a context (`get_mem_pool_context`). If not, all memory that the worker allocates between its
+connector's constructor and `register_kv_caches` is exportable."""
 _POOL = "connector.share: pool"
 
 
 class Exporter:
-    """The memory of one worker's KV cache. All methods in the worker's main thread, where vLLM makes its KV cache; see `begin`.
+    """The memory of one worker's KV cache. Made by `begin`; all methods run in the worker's main thread, where vLLM makes its KV cache.
 
-    Regions and their descriptors are not the caller's: they live as long as vLLM's tensors, and go with them.
+    Regions and their descriptors belong to vLLM's tensors and live as long as these: the caller does not close them.
     """
 
     def __init__(self, memory: Exportable | None, asks: bool, problem: str = "") -> None:
@@ -51,14 +51,13 @@ class Exporter:
             self._undo.enter_context(_exportable(memory, self._problems))
 
     def context(self) -> AbstractContextManager[None] | None:
-        """For `get_mem_pool_context`: what vLLM makes its KV cache in. None where it does not ask, or there is no such memory."""
+        """For `get_mem_pool_context`: the context in which vLLM makes its KV cache. None if it does not ask, or there is no such memory."""
         return _exportable(self._memory, self._problems) if self._memory is not None and self._asks else None
 
     def regions(self, kv_caches: Mapping[str, torch.Tensor]) -> list[Region]:
-        """The allocations in which `kv_caches`, as vLLM registers them, lie: each once, in order of address.
+        """The exportable allocations that hold `kv_caches`, as vLLM registers them: each once, by address. Later ones are ordinary again.
 
-        From then on vLLM's memory is made as ever. Raises LayoutError for a tensor that lies elsewhere, SegmentError where there is no
-        such memory.
+        LayoutError if a tensor lies elsewhere, SegmentError if there is no exportable memory.
         """
         self.close()
         if self._memory is None or self._problems:
@@ -68,7 +67,7 @@ class Exporter:
         return [found[at] for at in sorted(used)]
 
     def close(self) -> None:
-        """What is allocated from now on is no business of ours. May be called again; also where vLLM does not start after all."""
+        """Make later allocations ordinary again. Idempotent. Also called when vLLM fails to start."""
         self._undo.close()
 
     @staticmethod
@@ -87,7 +86,7 @@ class Exporter:
 
 @contextmanager
 def _exportable(memory: Exportable, problems: list[str]) -> Iterator[None]:
-    """`memory`'s context; it never raises, since vLLM enters and leaves it. What went wrong is added to `problems`."""
+    """`memory`'s context. Never raises, since vLLM enters and leaves it; failures are added to `problems`."""
     undo = ExitStack()
     with _noting_failure(problems):
         undo.enter_context(memory.context())
@@ -108,9 +107,9 @@ def _noting_failure(problems: list[str]) -> Iterator[None]:
 
 
 def begin(device_type: str, vllm_version: str) -> Exporter:
-    """In the constructor of a worker's half of the connector, on its device. device_type: `cuda` or `cpu`, as vLLM has it.
+    """The exporter of this process. Called by the constructor of a worker's half, on its device. device_type: vLLM's, `cuda` or `cpu`.
 
-    Never raises: where the memory cannot be had, `Exporter.regions` says why.
+    Never raises: if there can be no such memory, `Exporter.regions` says why.
     """
     asks = KNOWN.get(_release(vllm_version))
     if asks is None:
@@ -127,15 +126,15 @@ def begin(device_type: str, vllm_version: str) -> Exporter:
 def refusal(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> str | None:
     """Why this instance's KV cache cannot be shared in place, in one line with what to change; None if it can.
 
-    All of its processes find the same. What `compat.refusal` says comes first, and is not asked again.
+    All of its processes find the same. Callers ask `compat.refusal` first.
     """
     reason = next(_refusals(vllm_config, kv_cache_config, model), None)
     return f"{reason}; or set {_POOL}" if reason else None
 
 
 def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Config:
-    """`settings` with what `connector.share: auto` comes to: `in_place` where that can be and was run on GPUs, with one worker and one
-    block table; else `pool`. All processes of an instance find the same."""
+    """`settings` with `connector.share: auto` resolved: `in_place` where it is possible and has been run on GPUs, which is with one worker
+    and one block table; else `pool`. All processes of an instance find the same."""
     if settings.connector.share != "auto":
         return settings
     why = next(_refusals(vllm_config, kv_cache_config, model), None)
@@ -147,7 +146,7 @@ def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: Mode
 
 
 def _refusals(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Iterator[str]:
-    """Each without its way out, which is the other setting."""
+    """Each reason against sharing in place, with what else than `connector.share` to change, if anything."""
     import vllm
 
     groups = kv_cache_config.kv_cache_groups
@@ -163,14 +162,14 @@ def _refusals(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Itera
     if not any(is_full(kind) for kind in kinds) and several(kv_cache_config):
         yield "all layers look at a window only, and what it has passed is soon others'"
     if model.sleep_mode or getattr(vllm_config.model_config, "enable_cumem_allocator", False):
-        # It takes the place of what sleep mode's allocator would have allocated.
+        # Our allocator would replace sleep mode's for the KV cache.
         yield "sleep mode frees nothing of a KV cache that others can map: start vLLM without --enable-sleep-mode"
     if model.device_type == "cuda" and config.expandable_segments():
         yield "expandable_segments moves pages behind addresses: take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
 
 
 def _kinds(spec: Any) -> Iterator[str]:
-    """The names of a group's specifications; one with several holds them by layer."""
+    """The names of a group's specification types: its own, and those of its layers where it holds one for each."""
     yield type(spec).__name__
     for one in getattr(spec, "kv_cache_specs", {}).values():
         yield type(one).__name__
@@ -197,5 +196,5 @@ def _memory(device_type: str) -> Exportable:
 
 @functools.cache
 def _gpu(ordinal: int) -> CudaExportable:
-    """torch may free memory of it until the process ends."""
+    """One for each GPU, kept for good: torch may free memory of it until the process ends."""
     return CudaExportable(ordinal)

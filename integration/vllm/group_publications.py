@@ -1,7 +1,8 @@
-"""`Publications` of a model whose layers have several block tables: windows come and go, what looks at all tokens stays.
+"""`Publications` for a model with several block tables, some of them of sliding windows.
 
-A chunk is published with what there is of it. Of a window's blocks vLLM hands out most again as soon as the window has passed; so what
-a hit needs that ends where prompts do, and where others' hits might have, is put behind what vLLM itself keeps.
+A chunk is published with those of its blocks that are still there. vLLM hands most of a window's blocks out again as soon as the window
+has passed. So the window blocks that a hit needs at likely ends (where a prompt ends, and where another prompt's hit could have ended) are
+moved to the end of vLLM's free queue.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ log = logging.getLogger("vllm.vcache")
 
 
 def begin(kv_cache_config: Any, each: int, groups: Groups | None) -> tuple[Publications | None, str | None]:
-    """The publications of a new instance, or why there can be none. each: vLLM's blocks of a chunk, where there is one block table."""
+    """The publications of a new instance, or why there can be none. each: vLLM's blocks of a chunk, if there is one block table."""
     blocks = kv_cache_config.num_blocks
     try:
         return Publications(blocks, each) if groups is None else GroupPublications(blocks, groups), None
@@ -43,13 +44,13 @@ class GroupPublications(Publications):
         self.lead, self._groups = groups.lead, groups
         self._places = [group.block_size // groups.place for group in sorted(groups.groups, key=lambda one: one.number)]
         self._published: npt.NDArray[np.uint64] = np.zeros(blocks, dtype=np.uint64)
-        """The generation in which each block was published; 0: never."""
+        """By block: the generation in which it was published; 0: never."""
         self._kept: npt.NDArray[np.uint64] = np.zeros(blocks, dtype=np.uint64)
-        """The generation in which each block is kept as if vLLM's own cache had it; 0: never."""
+        """By block: the generation in which it is kept as if vLLM's own cache had it; 0: never."""
 
     def watch(self, pool: Any) -> None:
         super().watch(pool)
-        # What vLLM gives away first is decided below.
+        # No `Duplicates`: `free_blocks` below decides what vLLM gives away first.
         self.duplicates = None
         free = pool.free_blocks
 
@@ -68,7 +69,7 @@ class GroupPublications(Publications):
     def choose(self, tracked: Tracked, found: Found, tables: Tables, first: int) -> tuple[int, dict[int, Replica]]:
         hits, reached, chosen = choose_with_windows(found, tables, self._groups)
         if reached > hits:
-            # Somebody else has begun so, too, whose window there is gone: the next one is to find this request's.
+            # Another prompt begins with the same chunks, but has lost its windows there: keep this request's for the next prompt.
             tracked.junction = first + reached
         return hits, chosen
 
@@ -80,7 +81,7 @@ class GroupPublications(Publications):
         return read
 
     def complete(self, tracked: Tracked, first: int, ready: int, loads: bool, loaded: bool) -> list[PublicationSpec]:
-        """Also with those of its windows' blocks that are still there."""
+        """See `Publications.complete`. Earlier chunks are published again if more of their blocks can be read now."""
         if self._pool is None or self._pool.broken:
             return []
         self._counts(tracked)
@@ -119,7 +120,7 @@ class GroupPublications(Publications):
 
     def _fill(self) -> None:
         super()._fill()
-        # It stands where a window has passed, and is nobody's.
+        # vLLM's null block stands where a window has passed, and holds nobody's tokens.
         self.generations.void([NULL])
 
     def _right(self, tracked: Tracked) -> bool:
@@ -128,7 +129,7 @@ class GroupPublications(Publications):
             row = row[: len(generations)]
             lost = generations & np.uint64(1) == 1
             if group.window:
-                # What is null is not looked at; what is not is, by all that is computed from now on.
+                # Blocks that are null now were passed by the window; all others are read by what is computed from now on.
                 lost &= row != NULL
             else:
                 lost |= self.generations.counters[row] != generations
@@ -137,7 +138,7 @@ class GroupPublications(Publications):
         return True
 
     def _keep(self, queue: Any, blocks: list[Any]) -> None:
-        """vLLM has let go of these blocks. Those that its own cache does not have would be the next that it gives away."""
+        """vLLM has freed these blocks. Move the kept ones that its own cache does not hold, and would hand out next, to the queue's end."""
         numbers = [block.block_id for block in blocks]
         kept = np.flatnonzero(self._kept[numbers] == self.generations.counters[numbers])
         for block in (blocks[at] for at in kept.tolist()):

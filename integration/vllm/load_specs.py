@@ -1,4 +1,4 @@
-"""What the workers are told of a load: which chunks go into which blocks, and where they may come from."""
+"""Makes the `LoadSpec` of a load: which chunks go into which blocks, and where they may come from."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ class LoadSpecs:
     def __init__(
         self, config: Config, stores: bool, several: groups.Groups | None, block: int, parts: int, instance: Introduction
     ) -> None:
-        """stores: what the instance's role allows. several: None where all layers look at all tokens by one block table. block: tokens.
-        parts: chunks that a state takes; 0: the model keeps none."""
+        """stores: whether the instance's role allows stores. several: None if all layers share one block table. block: tokens of a block.
+        parts: chunks that one state takes; 0 if the model keeps no states."""
         self._size, self._wait_seconds = config.engine.chunk_size, config.connector.wait_seconds
         self._stores, self._several, self._block, self._parts, self._instance = stores, several, block, parts, instance
 
     def of(self, tracked: Tracked, rows: Sequence[list[int]], number: int) -> LoadSpec:
-        """The tokens from `tracked.local` up to `tracked.supplied`, as they were found. number: of the load."""
+        """The load of the tokens from `tracked.local` up to `tracked.supplied`, as the look-up found them. number: the load's.
+
+        ValueError if the chunks, or the lease on them, do not fit the blocks that vLLM wants filled.
+        """
         size, asked, answer, end = self._size, tracked.params, tracked.answer, tracked.supplied
         first, stop = tracked.local // size, -(-end // size)
         if self._several is None:
@@ -37,13 +40,13 @@ class LoadSpecs:
             chosen, skip = self._several.wanted(rows, tracked.local, end), 0
         keys = tracked.keys[first:stop] + state_keys(tracked.keys[stop - 1 : stop], self._parts)
         lease, below = answer.lease_from(first) if answer is not None else None, self._instance.offload
-        # Also where the pool had it all: it may lose some before it is read.
+        # Also if the pool had all chunks: it may lose some before they are read.
         offload = lease is None and not asked.announced and below is not None and below.usable
         offload = offload and not tracked.pinned and not self._parts
         if self._several is not None and self._parts and lease is not None:
             if len(lease.locations) != len(keys) * lease.ranks:
                 raise ValueError(f"the lease is not on the state at token {end}")
-            # vLLM copies the state on before it has us load: the block that the step goes on in gets it from us, too.
+            # vLLM copies the state to the block that the step goes on in before we load, so we fill that block as well.
             keys, chosen = keys + keys[-self._parts :], chosen + self._several.running(rows, end)
             lease = msgspec.structs.replace(lease, locations=lease.locations + lease.locations[-self._parts * lease.ranks :])
         waits = self._wait_seconds if asked.wait_seconds is None else asked.wait_seconds
@@ -65,7 +68,10 @@ class LoadSpecs:
         )
 
     def lost(self, request_id: str, tracked: Tracked | None, rows: Sequence[list[int]], external: int, number: int) -> LoadSpec:
-        """A load of so many tokens that nobody could describe. tracked: of its request, if that is known."""
+        """A load of `external` tokens that could not be described: workers load nothing and report it as failed.
+
+        tracked: the request's, if it is known.
+        """
         local = tracked.local // self._block if tracked is not None else 0
         chosen, first, stop = rows[0], local, min(local - (-external // self._block), len(rows[0]))
         if self._several is not None:

@@ -1,4 +1,4 @@
-"""One load of a worker's, and what it needs of the worker."""
+"""One load in a worker, and what it needs of that worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .replicas import Replica
 
 
 class Attached(NamedTuple):
-    """What loads and stores share, once the KV caches are known. block_size: tokens of the blocks that vLLM numbers."""
+    """What a worker's loads share, once its KV cache is known. block_size: tokens of the blocks that vLLM numbers."""
 
     session: Session
     kv: PagedKV
@@ -35,7 +35,7 @@ class Loading(transfer.Load):
     """The load of one request's blocks."""
 
     def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark, patience: float) -> None:
-        """mark: a point in the model's stream; who owned these blocks before has no work queued after it. patience: see `Lease`."""
+        """mark: a point in the model's stream behind all work of the blocks' earlier owners. patience: seconds, see `Lease`."""
         session, held, lease = worker.session, spec.lease, None
         keys = of_rank(spec.keys, session.rank)
         if held is not None:
@@ -43,7 +43,7 @@ class Loading(transfer.Load):
             lease = Lease(held.id, keys, own, held.deadline, held.seconds, FOREIGN, patience)
         residents = unpacked(spec.residents)
         if residents and worker.kv.shares:
-            # What of a chunk is not read may hold anything by now.
+            # Blocks that are not read may hold something else by now, which is no failure.
             rows = np.array(spec.blocks).reshape(len(keys), -1) >= 0
             residents = {number: one.only(rows[number]) for number, one in residents.items()}
         super().__init__(
@@ -65,7 +65,7 @@ class Loading(transfer.Load):
 
     @property
     def invalid(self) -> list[int]:
-        """Once it is over: the blocks that it should have filled and has not, vLLM's numbers."""
+        """Once the load is over: the blocks that it should have filled and has not, vLLM's numbers. None if it was cancelled."""
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
         missed = self.spec.blocks[max(self.loaded * self._per_chunk, self.spec.skip) : self.spec.stop]
@@ -73,7 +73,7 @@ class Loading(transfer.Load):
 
     @property
     def failure(self) -> str:
-        """The cause, as it is counted."""
+        """The cause of its failure, as the metrics count it."""
         absent = "store" if self.spec.offload else "changed" if self.in_place else "lease_lost"
         return absent if self.cause == transfer.ABSENT else self.cause
 

@@ -19,17 +19,19 @@ from .stores import Stores
 log = logging.getLogger("vllm.vcache")
 
 IDLE_SECONDS = 0.002
-"""How long a step without a model run waits for a load: as long as one may keep a request that arrives meanwhile waiting."""
+"""How long a step without a model run waits for a load. A request that arrives meanwhile waits as long."""
 SYNCHRONOUS_SECONDS = 30.0
-"""How long a step waits for a load that it needs; a copy takes a thousandth of that."""
+"""How long a step waits for a load that it needs, at most. A copy takes a thousandth of that."""
 
 
 class Loads:
-    """In the worker's main thread, in the order of vLLM's steps. unsafe: why the tokens of the step that just ran may be wrong, in a way
-    vLLM would not mend."""
+    """All loads of one worker. In its main thread, in the order of vLLM's steps.
+
+    unsafe: why the tokens of the last step may be wrong in a way that vLLM would not mend; empty if they are right.
+    """
 
     def __init__(self, model: ModelSpec, several: bool, report: Reporter, stores: Stores, meter: Meter) -> None:
-        """several: loads that fail are told by request, since of several block tables vLLM cannot tell whose blocks they are."""
+        """several: report failed loads by request, since with several block tables vLLM cannot tell whose the blocks are."""
         self._model, self._several, self._report, self._stores, self._meter = model, several, report, stores, meter
         self._asynchronous: list[Loading] = []
         self._synchronous: list[Loading] = []
@@ -41,11 +43,11 @@ class Loads:
     # ---- a step
 
     def expect(self, specs: Iterable[LoadSpec]) -> None:
-        """A step wants these. None of them gets lost from here on, whatever happens: vLLM waits for its end, or counts on its bytes."""
+        """The step wants these loads. From here on each one's end is reported, whatever happens: vLLM waits for it or counts on it."""
         self._lost += specs
 
     def begin(self, worker: Attached, meta: StepMetadata) -> None:
-        """Those that the step was to `expect`; and what else it says of loads before it."""
+        """Begin the loads that were `expect`ed, and pass on what the step says about earlier ones: chunks found, and cancellations."""
         specs = [spec for spec in meta.loads if not spec.lost]
         mark = worker.session.copier.mark() if specs else None
         for spec in specs:
@@ -60,23 +62,23 @@ class Loads:
                 loading.cancel()
 
     def begin_copies(self) -> None:
-        """Of synchronous loads, before vLLM asks for them."""
+        """Launch the copies of the synchronous loads before vLLM asks for them."""
         for loading in self._synchronous:
             loading.advance()
 
     def follow(self) -> None:
-        """What is queued from now on comes after the step's synchronous loads."""
+        """Launch the step's synchronous loads, and make the model's stream wait for them."""
         for loading in self._synchronous:
-            # Of what has begun ahead only what is missing: verdicts have time until the model runs.
+            # A load that was launched ahead needs no second look here: `settle` asks for its verdict.
             if not loading.launched:
                 loading.advance()
             loading.follow()
 
     def settle(self) -> None:
-        """Wait for the loads that the step which just ran needed. None is launched any more: the model has read the blocks."""
+        """Wait for the synchronous loads of the step that just ran. Launches nothing more: the model has read the blocks."""
         deadline = time.monotonic() + SYNCHRONOUS_SECONDS
         while self._synchronous:
-            # It stays there until its verdict is noted: after an exception in `store`, which vLLM does not see, `invalid` tries again.
+            # The load stays in the list until its verdict is noted: if this raises in `store`, `invalid` tries again.
             loading = self._synchronous[0]
             loading.hold()
             while not loading.advance():
@@ -90,7 +92,10 @@ class Loads:
             del self._synchronous[0]
 
     def finished(self, idle: bool) -> set[str]:
-        """Requests whose asynchronous load is over, held or not. Launches what can be launched. idle: the step runs no model."""
+        """Requests whose asynchronous load is over, successful or not. Advances the others.
+
+        idle: the step runs no model, so it waits up to `IDLE_SECONDS` for a load to end.
+        """
         done = self._advance() | self._give_up()
         began = time.monotonic()
         while idle and self._asynchronous and not done:
@@ -102,36 +107,39 @@ class Loads:
         return done
 
     def unfilled(self) -> set[int]:
-        """Blocks that hold nothing of what a load should have brought by now, vLLM's numbers."""
+        """Blocks that a load should have filled by now and has not, vLLM's numbers."""
         return self._invalid.union(*(spec.wanted for spec in self._lost))
 
     def invalid(self) -> set[int]:
-        """Blocks that a load should have filled and did not, since the last call. vLLM's numbers. Waits for synchronous loads."""
+        """Blocks that loads did not fill, since the last call, vLLM's numbers; none where failures are told by request.
+
+        Waits for the synchronous loads.
+        """
         self.settle()
         found, self._invalid = self._invalid, set()
         return found if not self._several else set()
 
     def failed(self) -> set[str]:
-        """Requests whose asynchronous load failed since the last call, where it is told so."""
+        """Requests whose asynchronous load failed since the last call; none where failures are told by block."""
         failed, self._failed = self._failed, set()
         return failed
 
     # ---- the end
 
     def stop(self, deadline: float) -> None:
-        """vLLM takes the KV cache's memory away: end those that are beside the model."""
+        """vLLM takes the KV cache's memory away: cancel the asynchronous loads, and abandon those that still run at `deadline`."""
         for loading in self._asynchronous:
             loading.cancel()
         for loading in self._asynchronous:
             while not loading.advance() and time.monotonic() < deadline:
                 loading.wait(IDLE_SECONDS)
             loading.abandon()
-            # vLLM waits for the end of this one, and its bytes are gone in any case.
+            # vLLM still waits for its end, and its bytes are gone in any case.
             self._lost.append(loading.spec)
         self._asynchronous.clear()
 
     def close(self, deadline: float) -> None:
-        """Let the copies end."""
+        """Cancel the asynchronous loads, and let copies under way end until `deadline` (time.monotonic)."""
         for loading in self._asynchronous:
             loading.cancel()
         while self._asynchronous and time.monotonic() < deadline:
@@ -157,7 +165,7 @@ class Loads:
         return over
 
     def _give_up(self) -> set[str]:
-        """Loads that never began."""
+        """Report the loads that never began as failed. The requests of those that are asynchronous."""
         lost, self._lost = self._lost, []
         for spec in lost:
             self._report.failed.add(spec.request_id)
@@ -178,7 +186,7 @@ class Loads:
             self.unsafe = f"a load of request {spec.request_id} failed that its step had counted on"
 
     def _note(self, loading: Loading) -> None:
-        """A load is over."""
+        """Report a load that is over, and count it."""
         invalid, name = loading.invalid, loading.spec.request_id
         if loading.spec.synchronous:
             self._report.read.add(loading.spec.number)
@@ -197,7 +205,7 @@ class Loads:
                 self._meter.count("recomputed_tokens", tokens)
 
     def _say(self, spec: LoadSpec, loading: Loading | None) -> None:
-        """loading: None if it never began."""
+        """Add the load's span to the report. loading: None if it never began."""
         name, number, now = spec.request_id, self._report.number, time.time_ns()
         if loading is None:
             self._report.spans.append(LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began"))

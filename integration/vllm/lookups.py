@@ -1,7 +1,7 @@
-"""What the pool, and the offload tier, have of a request's chunks: look-ups and leases, from the scheduler's thread.
+"""Look-ups and leases: which of a request's chunks the pool and the offload tier have. In the scheduler's thread.
 
-A question may be sent when its request arrives (`send`), while the scheduler has other things to do; `find` then reads the answer, or
-asks. An answer counts for `FRESH_SECONDS`, one under a lease for half of the lease.
+`send` asks when a request arrives, while the scheduler does other work; `find` reads that answer, or asks itself. An answer is used for
+`FRESH_SECONDS`, one with a lease for half of the lease.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .tracked import NO_ANSWER, Answer, Question, Tracked
 log = logging.getLogger("vllm.vcache")
 
 AHEAD_SECONDS = 0.05
-"""How long a question that was sent ahead is worth its answer: what others stored meanwhile is not in it."""
+"""How long after it was sent a question's answer is still read: chunks stored since are not in it."""
 AGED_SECONDS = GRACE_SECONDS / 2
-"""A lease given longer ago is renewed before vLLM counts on it: the server may be gone, and the copy would need its word."""
+"""A lease older than this is renewed before vLLM counts on it: past the grace the copy's verdict needs the server, which may be gone."""
 
 
 class Lookups:
-    """Nothing waits longer than a call of the client and one of the offload tier's may."""
+    """In the scheduler's thread. Nothing waits longer than one call of the client and one of the offload tier."""
 
     def __init__(self, instance: Introduction, chunk_size: int, meter: Meter, parts: int = 0) -> None:
-        """parts: chunks that a state takes; 0: the model keeps none."""
+        """parts: chunks that one state takes; 0 if the model keeps no states."""
         self._instance, self._size, self._meter, self._parts = instance, chunk_size, meter, parts
         self._adapters = Adapters()
 
     def name(self, tracked: Tracked, whole: int) -> bool:
-        """Make the keys of the first `whole` chunks known; False if nothing of the request may be cached, now or later."""
+        """Compute the keys of the request's first `whole` chunks. False if the request may never be cached (its adapter is unknown)."""
         request, adapter, known = tracked.request, b"", len(tracked.keys)
         if request.lora_request is not None:
             content = self._adapters.content(request.lora_request)
@@ -58,7 +58,7 @@ class Lookups:
         return True
 
     def send(self, tracked: Tracked, stop: int, lease: bool) -> None:
-        """Ask for the chunks [0, stop), which are named, and leave the answer to `find`. lease: under one."""
+        """Ask for the chunks [0, stop), whose keys are known; `find` reads the answer. lease: take a lease on them, too."""
         client, started = self._instance.client, perf_counter()
         if client is None or tracked.question is not None:
             return
@@ -72,16 +72,16 @@ class Lookups:
             tracked.question = Question(sent, stop, at, perf_counter() - started)
 
     def find(self, tracked: Tracked, first: int, whole: int, lease: bool) -> Answer:
-        """What can be loaded of the chunks [first, whole), which are named; without hits if nobody can say.
+        """What can be loaded of the chunks [first, whole), whose keys are known. No hits if the server does not answer.
 
-        lease: for a synchronous load, which is to be under a lease from now on, since vLLM counts on it. There is none where the
-        worker cannot read all of it at once; then, and otherwise, the load is asynchronous.
+        lease: the load may be synchronous, so lease the chunks now. If the answer has no lease all the same (a worker cannot read all
+        of them at once), the load is asynchronous.
         """
         question = tracked.question
         if question is not None and question.at + AHEAD_SECONDS > monotonic():
             self._read(tracked, question)
         answer = tracked.answer
-        # Where the state is that a hit ends with is not known before: its lease comes last.
+        # With states, only the look-up tells where a hit can end: the lease is taken after it.
         at_once = lease and not self._parts
         if answer is None or not answer.counts(first, at_once or (lease and answer.lease is not None)):
             self.drop(tracked)
@@ -95,17 +95,17 @@ class Lookups:
         return answer
 
     def look(self, tracked: Tracked, first: int, whole: int) -> Answer:
-        """`find` without a lease, asked now, for a request whose chunks somebody else may still compute. It is not counted."""
+        """Ask now, without a lease, for chunks that another instance may still be computing. Not counted in the metrics."""
         return self._ask(tracked, first, whole, lease=False)
 
     def gone(self, instance: bytes) -> bool:
-        """Whether nothing can be read of what this instance has; some microseconds."""
+        """Whether this instance's KV cache can no longer be read. Takes some microseconds."""
         tables = self._instance.tables
         return tables is None or tables.view(instance) is None
 
     def pin(self, tracked: Tracked, answer: Answer, first: int) -> bool:
-        """Whether the chunks from `first` on, all in KV caches that the worker has mapped, stay as they are until a synchronous load has
-        them."""
+        """Pin the answer's chunks from `first` on for a synchronous load, so that their owners keep them. False if it cannot be: not all of
+        them lie in KV caches that the workers have mapped, or an owner has lost some."""
         pinning, mapped, shared = self._instance.pinning, self._instance.mapped, self._instance.shared
         residents = answer.residents_of(first, answer.hits)
         if pinning is None or shared is None or len(residents) < answer.hits - first:
@@ -115,19 +115,19 @@ class Lookups:
         return pinning.pin(tracked.request.request_id, shared.read(residents, answer.hits - first))
 
     def unpin(self, names: AbstractSet[str]) -> None:
-        """The synchronous loads of these requests are over, or do not come."""
+        """Release the pins of these requests: their synchronous loads are over, or will not come."""
         if names and self._instance.pinning is not None:
             self._instance.pinning.release(names)
 
     def over(self, loads: Sequence[LoadSpec]) -> None:
-        """All workers are done with these synchronous loads: what was kept for them may go."""
+        """All workers are done with these synchronous loads: release their pins and leases."""
         self.unpin({load.request_id for load in loads if load.pinned})
         for load in loads:
             if load.lease is not None and self._instance.courier is not None:
                 self._instance.courier.release(load.lease.id)
 
     def drop(self, tracked: Tracked) -> None:
-        """End a lease that nobody reads under, in the background."""
+        """End the request's lease, which no load uses, and the one that a question under way may bring. In the background."""
         question, answer, courier = tracked.question, tracked.answer, self._instance.courier
         tracked.question = None
         if courier is None:
@@ -160,17 +160,17 @@ class Lookups:
         return self._answered(tracked, first, whole, reply, at, started)
 
     def _read(self, tracked: Tracked, question: Question) -> None:
-        """Note the answer to what was sent ahead, if there is one."""
+        """Note the answer to a question sent ahead, if it has come."""
         started = perf_counter() - question.seconds
         try:
             reply = question.sent.answer()
         except VCacheError as error:
-            # It may come yet: `drop` ends the lease then.
+            # The answer may still come: `drop` then ends its lease.
             self._failed(error)
             return
         tracked.question = None
         if isinstance(reply, Found) and reply.cut:
-            # There may be more of it than one message tells.
+            # One message did not hold the whole answer: ask again.
             return
         given = reply.count if isinstance(reply, Count) else reply
         self._answered(tracked, 0, question.stop, given, question.at, started)
@@ -193,7 +193,7 @@ class Lookups:
     def _answered(
         self, tracked: Tracked, first: int, stop: int, reply: Found | Leased | int, at: float, started: float
     ) -> Answer:
-        """The server's answer for the chunks [first, stop), with what the offload tier has of them."""
+        """Note the server's reply for the chunks [first, stop), extended by what the offload tier has."""
         instance, residents = self._instance, dict[int, Replica]()
         if isinstance(reply, Found):
             found, residents = self._chosen(tracked, reply, first)
@@ -206,12 +206,12 @@ class Lookups:
             hits = first + instance.offload.extend(instance.client, tracked.keys[first:stop], found)
         answer = tracked.answer = Answer(first, hits, pooled, at, perf_counter() - started, residents=residents)
         if isinstance(reply, Leased):
-            # What lies in the offload tier is under none.
+            # No lease covers chunks in the offload tier.
             self._lease(tracked, answer, reply, at, hits - first)
         return answer
 
     def _with_state(self, keys: list[ChunkKey]) -> int:
-        """How many of these chunks a hit may have, which ends where the state is there too, on all ranks."""
+        """How many of these chunks a hit may have: it must end where all ranks have stored the state, too."""
         instance, names = self._instance, state_keys(keys, self._parts)
         try:
             there = instance.client.contains(of_ranks(names, instance.ranks)) if instance.client is not None else []
@@ -222,7 +222,7 @@ class Lookups:
         return next((end // each for end in range(len(there), 0, -each) if all(there[end - each : end])), 0)
 
     def _hold(self, tracked: Tracked, answer: Answer) -> None:
-        """One lease on all chunks of the answer and the state behind them, or none."""
+        """Take one lease on all chunks of the answer and on the state at their end, or none."""
         instance, at, keys = self._instance, monotonic(), tracked.keys[answer.first : answer.hits]
         keys += state_keys(keys[-1:], self._parts)
         try:
@@ -232,7 +232,7 @@ class Lookups:
             self._failed(error)
 
     def _renew(self, tracked: Tracked, answer: Answer) -> None:
-        """An aged lease has its time, and its grace, again from now on, or it is none."""
+        """Renew a lease older than `AGED_SECONDS`; drop it if that fails."""
         client, held, at = self._instance.client, answer.lease, monotonic()
         if held is None or at < held.deadline - held.seconds + AGED_SECONDS:
             return
@@ -245,7 +245,7 @@ class Lookups:
         self.drop(tracked)
 
     def _lease(self, tracked: Tracked, answer: Answer, reply: Leased, at: float, wanted: int) -> None:
-        """What the answer counts on from now on, unless it has less than the `wanted` chunks, or some that the worker cannot read."""
+        """Give the answer this lease, but drop it if it covers fewer than `wanted` chunks or a segment that a worker cannot read."""
         ranks, there = self._instance.ranks, {location.segment for location in reply.locations}
         if reply.lease:
             answer.lease = HeldLease(reply.lease, reply.locations, at + reply.seconds, reply.seconds, ranks)
@@ -253,11 +253,11 @@ class Lookups:
                 self.drop(tracked)
 
     def _chosen(self, tracked: Tracked, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
-        """How many leading chunks there are, and those that are read in place. first: the number of the first one asked for."""
+        """How many leading chunks can be loaded, and those read in place, by number. first: the number of the first one asked for."""
         shared, tables = self._instance.shared, self._instance.tables
         if shared is None or tables is None:
             return 0, {}
-        # It grows with each reset, and an answer may be read late.
+        # The epoch only grows, and an older answer may be read late.
         shared.heard = max(shared.heard, reply.epoch)
         found, chosen = shared.choose(tracked, reply, tables, first)
         return found, {first + chunk: replica for chunk, replica in chosen.items()}

@@ -15,8 +15,11 @@ from .model_spec import ShardSpec
 
 
 class HeldLease(msgspec.Struct, frozen=True):
-    """A lease of the scheduler's for all workers, which it ends. locations: of all `ranks` parts of a chunk, chunk by chunk; parts of
-    one more may follow. deadline: of time.monotonic, the same clock in all processes of a node; `seconds` after it was asked for."""
+    """A lease that the scheduler takes, and ends, for all workers.
+
+    locations: all `ranks` parts of a chunk, chunk by chunk; parts of one incomplete chunk may follow. deadline: by time.monotonic, which
+    all processes of a node share; `seconds` after the lease was asked for.
+    """
 
     id: int
     locations: list[Location]
@@ -26,14 +29,14 @@ class HeldLease(msgspec.Struct, frozen=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """How a worker reaches the offload tier. bandwidth: bytes of its shards a second that came lately; None before the first."""
+    """How a worker reaches the offload tier. bandwidth: bytes a second of its recent reads; None before the first."""
 
     usable: bool = True
     bandwidth: float | None = None
 
 
 class _Spec(msgspec.Struct, frozen=True):
-    """Pickled as MessagePack, which takes the scheduler a tenth of the time: many numbers and locations."""
+    """Pickled as MessagePack, which takes the scheduler a tenth of pickle's time: a spec has many numbers and locations."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpacked, (type(self), msgspec.msgpack.encode(self))
@@ -46,14 +49,14 @@ def _unpacked(kind: type[_Spec], data: bytes) -> _Spec:
 class LoadSpec(_Spec, frozen=True, kw_only=True):
     """Blocks of one request to be filled from consecutive chunks of the pool.
 
-    keys: of rank 0. blocks: vLLM's numbers, from the first block of the first chunk on. skip, stop: the blocks wanted are
-    `blocks[skip:stop]`, what is before is in vLLM's own cache. wait_seconds: how long chunks that are not there yet may take to
-    come; 0: they are all there. consume: remove the chunks once they are loaded. lease: of a synchronous load, whose step needs it:
-    the scheduler holds this one. pinned: a synchronous one, too, whose blocks their owners keep. offload: what the pool has not may lie in
-    the offload tier. promote: what comes from there is to be stored in the pool again. prefix: the keys of all chunks before them,
-    where there is an offload tier. residents: by number, the chunks that lie in another instance's KV cache: whose, and its blocks with
-    their generations, as they were published. lost: the scheduler could not say more; nothing is to be loaded. number: of a synchronous
-    load, which workers say when it is over.
+    keys: rank 0's. blocks: vLLM's numbers, from the first block of the first chunk on; -1: not wanted. skip, stop: fill
+    `blocks[skip:stop]`; vLLM's own cache has those before. wait_seconds: how long to wait for chunks that are not there yet; 0: all are
+    there. consume: remove the chunks once they are loaded. lease: the scheduler's, of a synchronous load. pinned: a synchronous load
+    whose chunks lie in KV caches that keep them until it is over. offload: chunks that the pool lacks may be in the offload tier.
+    promote: store in the pool again what comes from there. prefix: the keys of all earlier chunks, if `offload`. residents: by number
+    within the load, the chunks that lie in another instance's KV cache: the instance, its blocks and their generations, as published.
+    lost: the scheduler could not describe the load; load nothing and report that it failed. number: unique; workers report it when a
+    synchronous load is over.
     """
 
     request_id: str
@@ -74,19 +77,20 @@ class LoadSpec(_Spec, frozen=True, kw_only=True):
 
     @property
     def synchronous(self) -> bool:
-        """Whether the model run of its step needs it."""
+        """Whether the model run of its own step needs the load."""
         return self.pinned or self.lease is not None
 
     @property
     def wanted(self) -> list[int]:
-        """The blocks to be filled."""
+        """The blocks to fill, vLLM's numbers."""
         return [block for block in self.blocks[self.skip : self.stop] if block >= 0]
 
 
 class StoreSpec(_Spec, frozen=True):
-    """Consecutive chunks of a request that this step completes. keys: of rank 0. blocks: vLLM's numbers, those of all chunks in order.
+    """Consecutive chunks of a request that this step completes, to be stored.
 
-    prefix: the keys of all chunks before them. before: the blocks of those, in a step that also loads.
+    keys: rank 0's. blocks: vLLM's numbers, those of all chunks in order. prefix: the keys of all earlier chunks. before: the blocks of
+    the earlier chunks, in a step that also loads: if a load leaves one unfilled, nothing is stored.
     """
 
     request_id: str
@@ -97,11 +101,11 @@ class StoreSpec(_Spec, frozen=True):
 
 
 class PublicationSpec(_Spec, frozen=True):
-    """Chunks of a request that others may read out of this instance's KV cache once the step is over. keys: of rank 0. blocks: those
-    of all chunks in order, vLLM's numbers, and generations: theirs, packed as `Publish` has them.
+    """Chunks of a request that others may read out of this instance's KV cache once the step is over.
 
-    sequence, epoch: see `Publish`. before: the blocks of all chunks up to the last one, in a step that also loads. loaded: the request has
-    found them all, so that nobody waits for them.
+    keys: rank 0's. blocks, generations: those of all chunks in order (vLLM's numbers), packed as in `Publish`. sequence, epoch: see
+    `Publish`. before: the blocks of the request up to the last chunk, in a step that also loads. loaded: the request loaded or hit all of
+    these chunks, so that nobody waits for them.
     """
 
     request_id: str
@@ -116,15 +120,16 @@ class PublicationSpec(_Spec, frozen=True):
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """Scheduler to workers, one a step.
+    """What the scheduler tells the workers in each step.
 
-    fresh: blocks that get a new owner in this step, in lists. cancelled: requests that ended while their load was under way.
-    flush: a number to be told when the stores of earlier steps have begun; 0: none. idle: no model runs in this step. opaque: nobody
-    knows which blocks get a new owner. introduce: say what you hold. instance: under which name to show the KV cache to others, in a
-    step that introduces; empty if it is not to be shown. found: more of `LoadSpec.residents`, by request, for loads that wait for
-    chunks; none: no more will come. meet: instances whose KV caches are to be mapped for later loads. echo: a number to be told as that
-    of a load which is over with this step. nap: the number of a sleep of vLLM's of which nobody has said how it left the weights; 0: of
-    none. compare: say it.
+    loads, stores, publications: those of this step. fresh: lists of blocks that get a new owner in this step. cancelled: requests that
+    ended while they were being loaded. flush: report this number when the stores of earlier steps have begun; 0: none. idle: no model
+    runs in this step. opaque: it is not known which blocks get a new owner. introduce: report what you hold. instance: the name under
+    which to show the KV cache to others, in a step that introduces; empty: do not show it. found: more `LoadSpec.residents`, by request,
+    for loads that wait for chunks; an empty entry: no more will come. victims: chunks to save in the pool before their blocks are used
+    again. meet: instances whose KV caches to map for later loads. echo: report this number as that of a load that is over with this
+    step; 0: none. nap: the number of the last sleep if it is not yet known how it left the weights; 0: none. compare: report now whether
+    the weights are as they were before that sleep.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -146,7 +151,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class _Uncached(StepMetadata):
-    """Of an instance that caches nothing, now and later. There is one, also behind a process border."""
+    """The metadata of an instance that is refused. `REFUSED` is its only object, also after unpickling in another process."""
 
     def __reduce__(self) -> str:
         return "REFUSED"
@@ -156,15 +161,18 @@ REFUSED = _Uncached()
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """What a worker holds of a chunk, and whether it has what it takes to read the offload tier."""
+    """What a worker holds of a chunk, and whether it has the packages and settings to read the offload tier."""
 
     spec: ShardSpec
     offload: bool = False
 
 
 class LoadSpan(NamedTuple):
-    """One worker's part of a request's load, once it is over. began, ended: nanoseconds of the wall clock. nbytes: by where they lay, see
-    `LoadStats`; metadata_seconds, data_seconds: likewise. failure: its cause, if it did not hold."""
+    """One worker's part of a request's load that is over.
+
+    began, ended: nanoseconds of the wall clock. nbytes: by where the bytes lay. metadata_seconds, data_seconds: see `LoadStats`. failure:
+    why it failed; empty if it did not.
+    """
 
     request_id: str
     worker: int
@@ -178,16 +186,16 @@ class LoadSpan(NamedTuple):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler, after a step. failed: requests whose loads did not hold, or that built on blocks of one whose did not.
-    flushed: the number with which the step asked: every store so far has its reservation, so that a reset ends it. segments: those that
-    workers can read, and where they lie for them, by workers' numbers, where that changed, or nobody knew. mapped: the instances whose
-    KV caches they can read, likewise. read: the numbers of the synchronous loads that are over, all workers' in the same step. links:
-    how workers reach the offload tier, where that changed. shards: what they hold, by (pipeline rank, tensor rank), where the step
-    asked. stored: keys, of rank 0, of what each rank has stored, where somebody wants KV events. spans: of every load that is over.
-    same: for which nap workers were asked, and whether their weights are as they were before vLLM slept, by their numbers, where the
-    step asked.
+    """What the workers tell the scheduler after a step. It works under MultiConnector, too.
 
-    Of vLLM's ways up this is the one that connectors beside ours share."""
+    failed: requests whose loads failed, or that built on blocks of a load that failed. flushed: the step's `flush`: every store so far
+    has its reservation, so that a reset voids it. segments: by worker's number, the segments that it can read and where they lie for it,
+    if that changed or the step introduces. mapped: by worker's number, the instances whose KV caches it can read, likewise. read: the
+    numbers of the synchronous loads that are over; all workers report one in the same step. links: how workers reach the offload tier,
+    if that changed. shards: by (pipeline rank, tensor rank), what they hold, if the step asked. stored: by rank, the keys (rank 0's) of
+    what it has stored, if somebody wants KV events. spans: of every load that is over. same: by worker's number, the nap that was asked
+    for and whether its weights are as they were before it, if the step asked.
+    """
 
     failed: set[str] = field(default_factory=set)
     flushed: int = 0
@@ -201,7 +209,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     same: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Of several workers: a load that one of them lost is lost."""
+        """This report and another worker's as one: a load that failed at one of them has failed."""
         if not isinstance(other, WorkerReport):
             return self
         stored = {

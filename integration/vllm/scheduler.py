@@ -46,7 +46,7 @@ _KEEPS_NOTHING = (
 
 
 class SchedulerSide:
-    """Answers vLLM's scheduler, in the one thread it has. Nothing here waits longer than one call of the client may."""
+    """Answers vLLM's scheduler, in that one's thread. Nothing here waits longer than one call of the client and one of the offload tier."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, loads: bool, stores: bool, meter: Meter) -> None:
         """loads, stores: what the instance's role allows."""
@@ -63,10 +63,10 @@ class SchedulerSide:
         refused = compat.refusal(vllm_config, kv_cache_config, model, config)
         several = not refused and groups.several(kv_cache_config)
         self._groups = groups.read(kv_cache_config, self._size) if several else None
-        """None where all layers look at all tokens by one block table."""
+        """None if all layers attend to all tokens and share one block table."""
         self._parts = self._groups.parts if self._groups is not None else 0
         self.states = self._parts > 0
-        """Whether vLLM copies states on from block to block before a model run, over what is loaded by then."""
+        """Whether layers keep states (Mamba): vLLM copies these between blocks before a model run, over what was loaded by then."""
         below = most_tokens(vllm_config, config, model, several)
         self._asynchronous = self._groups is None or compat.fails_by_request()
         if not self._asynchronous and not below and not refused:
@@ -75,9 +75,9 @@ class SchedulerSide:
         if self._groups is not None:
             self._block = self._groups.block
         self.publications: Publications | None = None
-        """What is shared in place; None where the pool is what is shared."""
+        """What is shared in place; None with `connector.share: pool`."""
         self.victims: Victims | None = None
-        """What is about to leave the KV cache, and is to be saved in the pool before; None where there is none beside it."""
+        """Saves chunks in the pool before they leave the KV cache; None unless a pool stands beside KV caches shared in place."""
         if in_place and not refused:
             refused = exportable.refusal(vllm_config, kv_cache_config, model)
             if not refused:
@@ -89,7 +89,7 @@ class SchedulerSide:
         self._awaited = Awaited(self.lookups)
         self._leftovers = Leftovers(self._groups, self._block)
         self._resets = Resets(self.instance, self._drop_answers, self._outdate)
-        # What others find in place, vLLM announces as what its own KV cache holds.
+        # Chunks shared in place need no events of ours: vLLM announces what its own KV cache holds.
         if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
             self.instance.announcer = Announcer(self.instance.ranks)
         kind = compat.spec_kind(kv_cache_config)
@@ -103,9 +103,9 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._unconfirmed = Unconfirmed(self.lookups)
         self._pinned: set[str] = set()
-        """Requests of the step that is being planned."""
+        """Requests whose synchronous loads in the step being planned read pinned blocks."""
         self._unmet: set[bytes] = set()
-        """Instances that the worker is to map."""
+        """Instances whose KV caches the workers should map for later loads."""
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
 
@@ -120,7 +120,7 @@ class SchedulerSide:
             self.victims.watch(pool)
 
     def arrived(self, request: Any) -> None:
-        """A new request: ask for its chunks, for the answer is here when vLLM comes to it."""
+        """A new request: ask the server for its chunks now, so that the answer is here when vLLM schedules it."""
         if self._resets.nap.due or (self.instance.keys is None and not self.instance.open()):
             return
         tracked, whole = self._track(request), len(request.block_hashes) // self._hashes
@@ -134,8 +134,10 @@ class SchedulerSide:
             self.lookups.send(tracked, whole, self._synchronous.leases_ahead(tracked, tokens, self._requests))
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
-        """How many tokens after the first `local`, which vLLM has itself, the pool has; and whether they come between steps. None: ask
-        again in the next step."""
+        """How many tokens can be loaded after the first `local`, which vLLM has itself, and whether that load is asynchronous.
+
+        None in place of a number: ask again in the next step.
+        """
         if self._resets.waits() or self.instance.waits() or (self._recomputes and self._builds_on_load(request, local)):
             return None, False
         self._resets.learn()
@@ -166,28 +168,28 @@ class SchedulerSide:
         if self._spans is not None:
             self._spans.loading(tracked, external, load.synchronous)
         if not tracked.params.announced and not tracked.consumes:
-            # What is meant for this reader alone was computed for it: nothing is saved.
+            # Chunks made for this reader alone (disaggregated prefill) save no computation.
             self.savings.loading(request.request_id, external)
-        # Last: of what raises before, `lost` tells the workers, and of one load they are told once.
+        # Last: if anything before raises, `lost` describes this load to the workers instead.
         self._loads.append(load)
         tracked.loading = not load.synchronous
         if answer is not None:
             answer.lease = None
 
     def hit_sources(self, request: Any, external: int) -> dict[str, int]:
-        """The tokens of the load that was `allocated` last, by where they lay: see `hit_sources.split`."""
+        """The tokens of the request's last load, by where they lay: see `hit_sources.split`."""
         load = next((load for load in reversed(self._loads) if load.request_id == request.request_id and not load.lost), None)
         return (
             {} if load is None else hit_sources.split(self.instance, self._requests[load.request_id], load, external, self._size)
         )
 
     def lost(self, request: Any, blocks: Any, external: int) -> None:
-        """vLLM counts on a load that `allocated` could not describe: let the workers say that it failed."""
+        """`allocated` raised, but vLLM counts on the load: have the workers report that it failed."""
         tracked, number = self._requests.get(request.request_id), self._unconfirmed.number()
         self._loads.append(self._specs.lost(request.request_id, tracked, blocks.get_block_ids(), external, number))
 
     def begin(self, output: Any) -> StepMetadata:
-        """What the workers load in the step that `output` describes."""
+        """The metadata of the step that `output` describes, with the loads that begin in it."""
         loads, self._loads = self._loads, []
         self._unconfirmed.begin(loads, self._requests)
         cancelled, self._cancelled = self._cancelled, set()
@@ -204,7 +206,7 @@ class SchedulerSide:
         )
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
-        """What they store in it, which blocks get a new owner, and what else was found for loads that wait."""
+        """Add to `meta` what the step stores, which blocks get a new owner, and chunks found since for loads that wait."""
         self._resets.learn()
         meta.found = {} if self._resets.clearing else self._awaited.found(meta.idle)
         meta.echo = self._unconfirmed.others(output, self._requests)
@@ -216,7 +218,7 @@ class SchedulerSide:
             self.victims.plan(meta)
 
     def stop_stores(self, meta: StepMetadata) -> None:
-        """After an exception in `add_stores` nothing of the requests there are is stored any more: nobody knows their blocks."""
+        """`add_stores` raised: store nothing more of the present requests, since their blocks are no longer known."""
         meta.stores, meta.publications, meta.victims, meta.opaque = [], [], None, True
         if self.publications is not None:
             self.publications.planned()
@@ -260,7 +262,7 @@ class SchedulerSide:
     # ---- inside
 
     def _share_in_place(self, config: Config, kv_cache_config: Any, step_tokens: int) -> str | None:
-        """What it takes, with a pool beside it or without; or why it cannot be. step_tokens: of a step, at most."""
+        """Set up sharing in place, with or without a pool beside it. None, or why it cannot be. step_tokens: the most of one step."""
         self.publications, refused = group_publications.begin(kv_cache_config, self._per_chunk, self._groups)
         if self.publications is not None and config.pool.lent and self._groups is not None:
             log.warning(_KEEPS_NOTHING)
@@ -280,7 +282,7 @@ class SchedulerSide:
                 self._completions.stored(tracked, 0)
 
     def _has(self, request: Any, token: int) -> bool:
-        """Whether vLLM's own prefix cache has the block with this token, and so all before it."""
+        """Whether vLLM's own prefix cache has the block with this token, and so all blocks before it."""
         if self.prefix_cache is None or self._hash_block != self._block or self._groups is not None:
             return False
         return bool(self.prefix_cache.get_cached_block(request.block_hashes[token // self._block], [0]))
@@ -290,11 +292,11 @@ class SchedulerSide:
         if tracked is not None and tracked.request is request:
             return tracked
         asked = self._asked(request) if request.kv_transfer_params is not None else request_params.DEFAULT
-        # vLLM gives no log probabilities for prompt tokens it did not compute, but lets a connector hit.
+        # vLLM has no log probabilities for prompt tokens that it did not compute, but does not keep connectors from hitting.
         rated = getattr(request.sampling_params, "prompt_logprobs", None) is not None
         computes = rated or getattr(request, "skip_reading_prefix_cache", False)
         if asked.announced and self._groups is not None and self.publications is not None:
-            # What a window has passed by the time it is read is gone: nothing is waited for.
+            # A window's blocks may be gone before they are read, so nothing is waited for.
             asked = msgspec.structs.replace(asked, announced=False)
         consumes = self._settings.consume_once if asked.consume_once is None else asked.consume_once
         tracked = Tracked(request, asked, self._loads_allowed and asked.load and not computes, consumes)
@@ -311,13 +313,13 @@ class SchedulerSide:
             return request_params.NOTHING
 
     def _matched(self, tracked: Tracked, local: int) -> tuple[int | None, bool]:
-        """Tokens after the first `local` that come from the pool, and whether their load is synchronous. None: some are still to come."""
+        """Tokens after the first `local` that can be loaded, and whether that load is synchronous. None: ask again."""
         if not tracked.loads or self._resets.clearing or local % self._block or not self.instance.open():
             return 0, False
         request, size, least = tracked.request, self._size, self._least
         most, whole = self._most(request), len(request.block_hashes) // self._hashes
         if self._groups is not None:
-            # What a hit needs depends on where it ends.
+            # With windows a hit's last blocks depend on where it ends, so ask for no more than may be loaded.
             whole = min(whole, most // size)
         tokens = min(whole * size, most) - local
         if tokens < least or not self.lookups.name(tracked, whole):
@@ -332,30 +334,29 @@ class SchedulerSide:
             return 0, False
         synchronous = self.lookups.pin(tracked, answer, local // size) if fits and in_place else answer.lease is not None
         if not synchronous and not self._asynchronous:
-            # For the next one.
+            # Have the workers map these KV caches, for the next request.
             self._unmet.update(replica[0] for replica in answer.residents.values())
             return 0, False
         return external, synchronous
 
     def _has_room(self, request: Any) -> bool:
-        """Whether vLLM has all blocks that a synchronous load may take: of tables of states it counts on one too few, and its scheduler
-        raises where that one is not there (seen in 0.32)."""
+        """Whether vLLM has all blocks that a synchronous load may take. With states vLLM reckons one block too few, and its scheduler
+        raises if that one is missing (seen in 0.32)."""
         if self._groups is None or not self.states:
             return True
         pool = self.prefix_cache
         return pool is not None and bool(pool.get_num_free_blocks() >= self._groups.most_blocks(request.num_tokens))
 
     def _stands(self, tracked: Tracked, load: LoadSpec, rows: Any, first: int) -> None:
-        """What is not stored of the request, or published, since a load brings it. first: number of the load's first chunk."""
+        """Note which chunks need no store because a load brings them. first: number of the load's first chunk."""
         end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
-        # What comes from the pool is there already, unless it was meant for one reader. Of what comes from the offload tier only whole
-        # chunks will be.
+        # Chunks loaded from the pool are stored already, unless they were consumed. From the offload tier only whole chunks are promoted.
         partial = load.promote and tracked.answer is not None and tracked.answer.offloaded
         if self.publications is None:
             self._completions.stored(tracked, max(tracked.stored, end if partial else stop))
             self._leftovers.loads(tracked)
         else:
-            # What it has loaded is published as if computed here, once it is there.
+            # Once loaded, these chunks are published as if computed here.
             self._completions.own(tracked, rows, anew=True)
             self.publications.loads(tracked, tracked.local // self._completions.place)
             if self.publications.duplicates is not None:
@@ -366,14 +367,13 @@ class SchedulerSide:
             self._completions.expect(tracked, first, end)
 
     def _most(self, request: Any) -> int:
-        """Tokens that may be loaded: in whole blocks, as from vLLM's own cache, which leaves the one with the last token, since that is
-        computed in any case."""
-        # Of several groups chunks have what a hit needs that ends with them.
+        """Tokens that may be loaded: whole blocks, without the one that holds the last token, which vLLM computes in any case."""
+        # With several groups whole chunks: a chunk holds what a hit needs that ends with it.
         whole = self._block if self._groups is None else self._size
         return int(request.num_tokens - 1) // whole * whole
 
     def _note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
-        # Also those that have ended as their step ran: what they were to fill vLLM's own cache has all the same.
+        # Including requests that ended while their step ran: vLLM's prefix cache still has the blocks that they should have filled.
         known, lost = self._unconfirmed.over(report.read, invalid)
         known |= self._requests
         for tracked in (known[request_id] for request_id in report.failed & known.keys()):
@@ -381,7 +381,7 @@ class SchedulerSide:
                 lost.update(tracked.rows[0][tracked.local // self._block :])
             tracked.loads = False
             if self.publications is None:
-                # Several groups are computed from the start.
+                # With several groups vLLM recomputes from the start.
                 self._completions.stored(tracked, tracked.local // self._size if self._groups is None else 0)
             else:
                 self._completions.stored(tracked, 0)
@@ -395,8 +395,11 @@ class SchedulerSide:
         self._resets.note(report)
 
     def _builds_on_load(self, request: Any, local: int) -> bool:
-        """Whether vLLM's own cache would have the request begin with what another one's load brings in this step. If that fails vLLM has
-        the first one alone compute it, and the second go on behind it, even where the first has ended, or not come that far, by then."""
+        """Whether vLLM's prefix cache would let this request build on blocks that another request's load fills in this step.
+
+        If that load fails, vLLM recomputes the blocks for the first request only and goes on with the second one, even if the first has
+        ended by then or not come that far.
+        """
         first = [
             self._requests[load.request_id] for load in self._loads if load.synchronous and load.request_id in self._requests
         ]
@@ -406,8 +409,10 @@ class SchedulerSide:
         )
 
     def _evict(self, lost: set[int], requests: Iterable[Tracked]) -> None:
-        """A load in the step did not fill these: vLLM's own cache is not to have them, nor what was computed behind them. vLLM computes
-        them again, but not if their request is preempted before, or ends. It notes them no second time for the same request
-        (`num_cached_block`): the next one with this prompt computes them once more."""
+        """Take blocks that a synchronous load did not fill, and those computed behind them, out of vLLM's prefix cache.
+
+        vLLM recomputes them, unless their request ends or is preempted first. It does not cache them again for the same request
+        (`num_cached_block`), so the next request with this prompt computes them once more.
+        """
         behind = [dropwhile(lambda block: block not in lost, one.rows[0]) for one in requests]
         self.prefix_cache.evict_blocks(lost.union(*behind))

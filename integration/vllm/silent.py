@@ -1,4 +1,4 @@
-"""What is left of a connector that caches nothing: vLLM's own defaults, which take a step next to no time."""
+"""A connector that caches nothing. It keeps vLLM's defaults, so that a step loses next to no time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ log = logging.getLogger("vllm.vcache")
 
 
 class SilentConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Loads and stores nothing. `VCacheConnector` becomes one for good where its instance is refused: its `_scheduler` or `_worker` is
-    still to be closed, and that is all."""
+    """Loads and stores nothing. A `VCacheConnector` whose instance is refused becomes one for good; its half is still closed."""
 
     _scheduler: SchedulerSide | None = None
     _worker: WorkerSide | None = None
     failures: set[str]
 
     def note_failure(self, name: str, error: Exception) -> None:
-        """Each kind of failure is said once."""
+        """Log a failure with its traceback, once for each call and type of exception."""
         kind = f"{name}: {type(error).__name__}"
         if kind not in self.failures:
             self.failures.add(kind)
@@ -33,7 +32,7 @@ class SilentConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether somebody waits for what this instance computes. Otherwise a chunk that is not stored is a miss later, nothing worse."""
+        """Whether another instance waits for what this one computes. If not, a chunk that is not stored is only a later miss."""
         return bool(self._kv_transfer_config.kv_role == "kv_producer")
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -49,13 +48,13 @@ class SilentConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Nothing: MultiConnector hands on what one connector has, and not ours; our workers say what they hold in their first step."""
+        """Nothing: MultiConnector may not pass it on to us. Our workers introduce themselves in their first step instead."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: what a model run needs is there before it starts."""
+        """Nothing: all layers are loaded before the model run starts."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: all layers go in one launch, after the model run."""

@@ -17,15 +17,17 @@ from .replicas import Replica
 from .request_params import RequestParams
 
 NEVER = 1 << 62
-"""Blocks that no request has."""
+"""More blocks than any request has: the place or the number of tokens is never reached."""
 FRESH_SECONDS = 0.5
-"""How long the answer of a look-up counts for a request that vLLM could not schedule at once."""
+"""How long a look-up's answer is used for a request that vLLM could not schedule at once."""
 
 
 class Answer(msgspec.Struct):
-    """What can be loaded of a request, as of the time `at`: the chunks [first, hits), those before `pooled` from the pool, the others
-    from the offload tier. lease: on those of the pool. residents: those that lie in others' KV caches, by number. seconds: spent on
-    asking. counted: whether the metrics have it."""
+    """What can be loaded of a request as of `at` (time.monotonic): the chunks [first, hits).
+
+    pooled: chunks before this number are in the pool or in KV caches, the others in the offload tier. lease: on the pool's chunks.
+    residents: by number, the chunks that lie in others' KV caches. seconds: spent on asking. counted: whether the metrics have it.
+    """
 
     first: int
     hits: int
@@ -42,18 +44,18 @@ class Answer(msgspec.Struct):
         return self.hits > self.pooled
 
     def counts(self, first: int, lease: bool) -> bool:
-        """Whether it still says what can be loaded from chunk `first` on. lease: under one."""
+        """Whether the answer can still be used for the chunks from `first` on. lease: the load needs a lease."""
         if self.first > first or self.hits < first:
             return False
         now = monotonic()
         if lease and self.lease is not None:
             return self.pooled > first and self.lease.deadline - now > self.lease.seconds / 2
-        # A synchronous load needs a lease, unless there is nothing to load, or not from the pool alone.
+        # A synchronous load needs a lease. Without hits there is nothing to lease, and with offloaded chunks the load is asynchronous.
         useless = lease and self.hits > first and not self.offloaded
         return not useless and self.at + FRESH_SECONDS > now
 
     def lease_from(self, first: int) -> HeldLease | None:
-        """The lease, with the locations of chunk `first` and those after it."""
+        """The lease, with the locations of the chunks from `first` on only."""
         lease = self.lease
         if lease is None or first == self.first:
             return lease
@@ -68,7 +70,7 @@ NO_ANSWER = Answer(0, 0, 0, -inf, 0.0, counted=True)
 
 
 class Question(msgspec.Struct):
-    """What was sent ahead for the chunks [0, stop), at the time `at`."""
+    """A question sent ahead for the chunks [0, stop), at the time `at` (time.monotonic). seconds: what sending took."""
 
     sent: Sent[Count] | Sent[Leased] | Sent[Found]
     stop: int
@@ -77,16 +79,20 @@ class Question(msgspec.Struct):
 
 
 class Tracked(msgspec.Struct):
-    """One request. loads: whether it may take anything from the pool. consumes: remove what it has loaded. local: its tokens in vLLM's own
-    cache when it was matched; `supplied`: with those that we load. stored: chunks from its start that are in the pool or on their way;
-    `complete_at`: with how many tokens computed one more is complete, never if it stores none. loading: an asynchronous load is under way.
-    pinned: what it loads stays where it is, so that the load may be synchronous. junction: so many chunks others have begun with, too,
-    whose windows there are gone. outdated: see `Leftovers`.
+    """One request of vLLM's.
 
-    generations: of its leading blocks, in each block table, those in which they hold what the request has computed, or found. filled: how
-    many places (`Completions.place`) its steps have filled, or `NEVER`: what it computes now is not to be published. loaded: the first
-    place that a load fills, until a step runs. resets, evicted: see `ResidentPool`, when `generations` were right; or see `Leftovers`, when
-    a load began. copies: by their first block, the chunks that it reads in others' KV caches."""
+    loads: whether it may load anything. consumes: remove what it has loaded. local: its tokens in vLLM's own cache when it was matched.
+    supplied: those and the tokens that we load. stored: chunks from its start that are stored, published or on their way. complete_at:
+    the number of computed tokens that completes one more chunk; infinite if it stores nothing more. loading: an asynchronous load is
+    under way. pinned: the chunks that it loads are pinned, so that the load can be synchronous. junction: others' prompts share so many
+    chunks with it, but have lost the windows' blocks there. outdated: see `Leftovers`.
+
+    For sharing in place. rows: its blocks, by block table. generations: by block table, the generations in which its leading blocks hold
+    what it has computed or found. filled: how many places (`Completions.place`) its steps have filled; `NEVER`: publish nothing of what
+    it computes now. loaded: the first place that a load fills, until a step runs. resets, evicted: the counters of `ResidentPool` when
+    `generations` were right; with a pool, `resets` is that of `Leftovers` when the load began. copies: the chunks that it reads in others'
+    KV caches, each with the position of its first block.
+    """
 
     request: Any
     params: RequestParams

@@ -1,4 +1,4 @@
-"""Steps whose loads may have failed, for all that the scheduler knows yet: what was computed with them is not stored before it does."""
+"""Steps whose loads the scheduler does not yet know to be right. What was computed from them is stored only once it does."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from .tracked import Tracked
 
 
 class Unconfirmed:
-    """In the scheduler's thread. Synchronous loads of ours, and steps in which another connector may load, until a report of all workers
-    says that they are over."""
+    """Synchronous loads of ours, and steps in which another connector may load, until all workers report that they are over.
+
+    In the scheduler's thread.
+    """
 
     def __init__(self, lookups: Lookups) -> None:
         self._lookups, self._numbers = lookups, count(1)
         self._reading: dict[int, tuple[LoadSpec, Tracked | None]] = {}
-        """Synchronous loads by their numbers, and whose they are: a request may end before its load."""
+        """Synchronous loads by number, each with its request, which may end before its load."""
         self._foreign: dict[int, set[int]] = {}
-        """Blocks that another connector may fill in a step, by its number."""
+        """By step's number: the blocks of requests for which another connector may load in it."""
 
     def number(self) -> int:
-        """Of the next load."""
+        """A number for the next load."""
         return next(self._numbers)
 
     def begin(self, loads: Iterable[LoadSpec], requests: Mapping[str, Tracked]) -> None:
-        """These are in the step that is planned."""
+        """The step being planned has these loads."""
         self._reading |= {load.number: (load, requests.get(load.request_id)) for load in loads if load.synchronous}
 
     def others(self, output: Any, requests: Mapping[str, Tracked]) -> int:
-        """The number of the step that `output` describes, if requests begin in it with more than vLLM's own cache and we have for them;
-        else 0. Another connector's load may be part of it, and fail: vLLM then computes again what the step stores."""
+        """A number for the step that `output` describes, if a request begins in it with more tokens than vLLM's own cache and we supply:
+        another connector's load may be part of the step, and fail, and vLLM then recomputes what the step would store. Else 0."""
         cached, found = output.scheduled_cached_reqs, set[int]()
         begin = [(new.req_id, new.num_computed_tokens, new.block_ids) for new in output.scheduled_new_reqs]
         if cached.resumed_req_ids:
@@ -50,15 +52,20 @@ class Unconfirmed:
         return number
 
     def blocks(self, several: bool, workers: int) -> set[int]:
-        """Those which may not have been filled. What a step has computed from a load that failed at another worker, no worker can know by
-        itself. several: block tables, where the null block stands for none."""
+        """Blocks that may not have been filled. With several workers those of our loads too: one does not know of a failure at another.
+
+        several: there are several block tables, where the null block stands for no block.
+        """
         found = {block for load, _ in self._reading.values() for block in load.blocks} if workers > 1 else set[int]()
         found.update(*self._foreign.values())
         return found - {NULL} if several else found
 
     def over(self, numbers: Iterable[int], invalid: AbstractSet[int]) -> tuple[dict[str, Tracked], set[int]]:
-        """All workers say so of these: what was kept for the loads may go. The requests whose they were, and the blocks of steps in which
-        another connector's load left `invalid` ones."""
+        """All workers report these numbers as over: release what was kept for the loads.
+
+        Returns the requests whose loads they were, by name, and the blocks of steps in which another connector's load failed, as
+        `invalid`, vLLM's list of blocks that are not filled, says.
+        """
         ended, lost = [], set[int]()
         for number in numbers:
             if not (foreign := self._foreign.pop(number, set())).isdisjoint(invalid):

@@ -1,8 +1,8 @@
 """The half of the connector in a worker of vLLM: it moves chunks between the pool and vLLM's KV cache.
 
-An asynchronous load runs on a stream of its own: the scheduler runs its request when it is over. A synchronous one comes before the
-model run of its step. Stores read what a step has computed, on another stream; only a step that gives such a block to somebody else
-waits for them, on the device.
+An asynchronous load runs on a stream of its own, and its request is scheduled when it is over. A synchronous load comes before the model
+run of its step. Stores read on another stream what a step has computed; only a step that hands such a block out again waits for them, on
+the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ CLOSE_SECONDS = 5.0
 
 
 class WorkerSide:
-    """One worker's shard of every chunk. All methods in the worker's main thread, in the order of vLLM's steps; none raises."""
+    """One worker's shard of every chunk. All methods run in the worker's main thread, in the order of vLLM's steps.
+
+    They may raise; `VCacheConnector` catches that and counts it as a miss.
+    """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, pp_rank: int, tp_rank: int, meter: Meter) -> None:
         self._vllm, self._kv_config, self._meter = vllm_config, kv_cache_config, meter
@@ -53,7 +56,7 @@ class WorkerSide:
         self._rank = pp_rank * shards + tp_rank % shards
         self._refused = compat.refusal(vllm_config, kv_cache_config, self._model, config)
         self.in_place: InPlace | None = None
-        """What it takes to share in place, if that is how."""
+        """None unless KV caches are shared in place."""
         if config.connector.share == "in_place" and not self._refused:
             self._refused = exportable.refusal(vllm_config, kv_cache_config, self._model)
             each, shows = config.engine.chunk_size // self._model.block_size, shards > 1 or not tp_rank
@@ -64,13 +67,13 @@ class WorkerSide:
                     each, lead = of_chunk.blocks, of_chunk.lead
                 self.in_place = InPlace(exportable.begin(self._model.device_type, vllm.__version__), each, lead, shows)
         self._worker: Attached | None = None
-        """None too while vLLM sleeps, and has no KV cache."""
+        """None before `register`, and while vLLM sleeps."""
         self._asleep: Attached | None = None
         self._weights = sleeping.Weights()
         self._meta, self._open = StepMetadata(), False
-        """Of the last step, and whether it is under way."""
+        """The last step's metadata, and whether that step is under way."""
         self._models: tuple[int, int] | None = None
-        """The thread that queues model runs, and the stream."""
+        """The thread and the stream on which vLLM queues model runs; None before the first."""
         self._stores = Stores(meter, groups.keep_states(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
         self.report = Reporter((pp_rank, tp_rank), number, self._rank, compat.publishes_events(vllm_config))
@@ -79,9 +82,9 @@ class WorkerSide:
     # ---- start
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """vLLM has made its KV cache: describe it, join the pool, and send bytes there and back.
+        """vLLM has made its KV cache: describe it, join the pool, and check that bytes come back from it unchanged.
 
-        Raises VCacheError, LayoutError among them, where nothing can be cached, which is not a fault of ours.
+        Raises VCacheError (or LayoutError, one of them) if this worker cannot cache.
         """
         if self._refused:
             if self._config.connector.share == "in_place" or not self.needless:
@@ -95,7 +98,7 @@ class WorkerSide:
             found = groups.read(self._kv_config, size)
             kv = model_spec.describe_groups(found, kv_caches, blocks, size, self._config.engine)
             block_size, names = found.groups[0].block_size, found.layers
-            # A state has several tensors, one behind the other.
+            # A state has several tensors, one behind the other: the first gives the address.
             kv_caches = {name: one if isinstance(one, torch.Tensor) else one[0] for name, one in kv_caches.items()}
         else:
             kv, names = model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine), ""
@@ -128,11 +131,11 @@ class WorkerSide:
 
     @property
     def needless(self) -> bool:
-        """Whether nothing is cached by vLLM's configuration alone, so that the scheduler's half knows it too."""
+        """Whether this worker is refused for a reason that the scheduler's half finds by itself, from vLLM's configuration."""
         return bool(self._refused) and not groups.hidden(self._kv_config)
 
     def refuse(self, reason: str) -> None:
-        """Cache nothing, and let the scheduler know: also after it has begun."""
+        """Tell the scheduler and the server that this worker caches nothing. Also after it has begun to."""
         self.report.refuse(reason)
         try:
             with Client(self._config.server.path, self._config.client, reconnect=False) as server:
@@ -143,14 +146,17 @@ class WorkerSide:
     # ---- a step
 
     def begin_ahead(self, meta: StepMetadata) -> None:
-        """The scheduler's half has planned a step, in this process, with synchronous loads: their copies begin now, while vLLM prepares the
-        model run, milliseconds for a long prompt. Not before another step is over, nor where model runs are not queued from here."""
+        """Begin the copies of a step's synchronous loads while vLLM prepares its model run, which takes milliseconds for a long prompt.
+
+        Called by the scheduler's half in the same process. Does nothing while another step is under way, or if model runs are queued from
+        another thread or stream.
+        """
         if not self._open and self._models == self._here():
             self.begin(meta)
             self.loads.begin_copies()
 
     def begin(self, meta: StepMetadata) -> None:
-        """A step begins: nothing of its model run is queued yet. Once more for the same step: nothing."""
+        """A step begins: none of its model run is queued yet. A second call for the same step does nothing."""
         if meta is self._meta:
             return
         self._meta, self._open = meta, True
@@ -166,20 +172,20 @@ class WorkerSide:
         for instance in meta.meet:
             if worker.neighbours is not None:
                 worker.neighbours.expects(instance)
-        # A step without a model run stores nothing, and older releases do not call `store` in it.
+        # A step without a model run stores nothing, and older releases of vLLM do not call `store` in it.
         if meta.idle:
             self.report.flushed = meta.flush or self.report.flushed
         self._stores.fence(meta)
         self.loads.begin(worker, meta)
 
     def load_synchronously(self) -> None:
-        """Fill the blocks that this step's model run needs: what is queued from now on comes after it."""
+        """Make the model's stream wait for this step's synchronous loads."""
         self.loads.follow()
         # Last, since it may raise.
         self._models = self._here()
 
     def store(self) -> None:
-        """Copy out what the step's model run, all of it queued, completes."""
+        """Store, or publish, the chunks that the step's model run completes. All of that run is queued."""
         if self._worker is None or self.loads.unsafe:
             return
         self.loads.settle()
@@ -187,11 +193,11 @@ class WorkerSide:
         self.report.failed |= self._stores.start(self._meta.stores, unfilled)
         if self._meta.publications and self.in_place is not None:
             self.report.failed |= self.in_place.publish(self._meta.publications, unfilled)
-        # Nothing is waited for: whatever reservation there is by now, the scheduler's next reset makes it void.
+        # Every store so far has its reservation, which the scheduler's reset voids: no need to wait for the copies.
         self.report.flushed = self._meta.flush or self.report.flushed
 
     def finished(self) -> set[str]:
-        """Requests whose asynchronous load is over, held or not. Launches what can be launched."""
+        """Requests whose asynchronous load is over, successful or not. Advances the others."""
         self._open = False
         victims, self._meta.victims = self._meta.victims, None
         if victims is not None and self.in_place is not None:
@@ -205,7 +211,7 @@ class WorkerSide:
             self.in_place.measure(self._meter)
 
     def sleep(self) -> None:
-        """vLLM takes the KV cache's memory away: end all that reads or writes it. Until `wake` nothing does. May be called again."""
+        """vLLM takes the KV cache's memory away: end all that reads or writes it, within `CLOSE_SECONDS`. Idempotent until `wake`."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -216,12 +222,12 @@ class WorkerSide:
         if not worker.session.flush(max(deadline - time.monotonic(), 0.0)):
             log.warning("vcache: what was stored last is not in the pool yet, as vLLM goes to sleep")
         if worker.kv.device.type == "cuda":
-            # As vLLM has done before it asked, and does afterwards: our tables go with its own.
+            # vLLM synchronises before and after this call, too. Our copies' address tables go with its memory.
             torch.cuda.synchronize(worker.kv.device)
         self._weights.note()
 
     def wake(self) -> None:
-        """The KV cache's memory is back, at the same addresses. May be called again, and without `sleep`."""
+        """The KV cache's memory is back, at the same addresses. Does nothing without a `sleep` before it."""
         worker, self._asleep = self._asleep, None
         if worker is None:
             return
@@ -231,7 +237,7 @@ class WorkerSide:
             self.refuse(f"after vLLM's sleep {wrong}")
 
     def close(self) -> None:
-        """Let copies end, and leave the pool; the chunks stay there."""
+        """Let copies end, within `CLOSE_SECONDS`, and leave the pool. The chunks stay there."""
         worker, self._worker, self._asleep = self._worker or self._asleep, None, None
         if self.in_place is not None:
             # vLLM may end before it has made its KV cache.
@@ -246,5 +252,5 @@ class WorkerSide:
     # ---- inside
 
     def _here(self) -> tuple[int, int]:
-        """This thread, and its current stream; 0 where there are none."""
+        """This thread, and its current CUDA stream (0 on a CPU)."""
         return threading.get_ident(), torch.cuda.current_stream().cuda_stream if self._model.device_type == "cuda" else 0
