@@ -69,8 +69,8 @@ class Run:
             answer.error = f"{type(error).__name__}: {error}"
 
 
-async def complete(port: int, body: bytes, answer: Answer, rank: int = 0) -> None:
-    """Send one request and note its times. rank: who is to answer, of data parallel ones.
+async def complete(port: int, body: bytes, answer: Answer, rank: int | None = None) -> None:
+    """Send one request and note its times. rank: which data parallel rank is to answer; None: vLLM chooses.
 
     Raises OSError, ValueError or EOFError for what is no stream of a completion.
     """
@@ -78,7 +78,7 @@ async def complete(port: int, body: bytes, answer: Answer, rank: int = 0) -> Non
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        head += f"X-data-parallel-rank: {rank}\r\n" if rank else ""
+        head += f"X-data-parallel-rank: {rank}\r\n" if rank is not None else ""
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         status = await reader.readline()
         headers = b""

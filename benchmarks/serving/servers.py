@@ -98,8 +98,8 @@ class Servers:
 
     def counters(self) -> dict[str, float]:
         """`COUNTERS`, of all servers together."""
-        texts = [_get(port, "/metrics").decode() for port in self.ports]
-        return {key: sum(counter(text, name) for text in texts) for key, name in COUNTERS.items()}
+        found = [counters(port) for port in self.ports]
+        return {key: sum(one[key] for one in found) for key in COUNTERS}
 
     def said(self) -> str:
         """What vcache has last said in the servers' logs."""
@@ -151,6 +151,12 @@ def _finish(programs: Sequence[Program]) -> None:
     until(lambda: not any(program.alive for program in programs), END_SECONDS, 0.1)
     for program in programs:
         program.kill()
+
+
+def counters(port: int) -> dict[str, float]:
+    """`COUNTERS` of the server on a port, over all its ranks."""
+    text = _get(port, "/metrics").decode()
+    return {key: counter(text, name) for key, name in COUNTERS.items()}
 
 
 def counter(text: str, name: str) -> float:

@@ -18,7 +18,7 @@ import msgspec
 from ..processes import Program, free_ports, module, until
 from ..results import Clock, Row, fraction, row
 from ..serving.client import Answer, complete
-from ..serving.servers import START_SECONDS, healthy
+from ..serving.servers import START_SECONDS, counters, healthy
 from ..serving.systems import MODEL, SIZES, serve_arguments
 from .environment import CPU_ENVIRONMENT, ENVIRONMENT, on_one_gpu, visible
 from .fleet import Fleet
@@ -52,11 +52,13 @@ def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, kind:
             prompt, writer = prompts.new(length), turn % RANKS
             first = _ask(port, prompt, writer)
             _until_shared(fleet, length // fleet.scale.chunk)
+            before = counters(port)["external"]
             second = _ask(port, prompt, (writer + 1) % RANKS)
             if turn >= WARM_UP:
                 computed.append(1e3 * (first.first - first.sent))
                 hits.append(1e3 * (second.first - second.sent))
-                whole.append((first.cached, second.cached) == (0, fleet.scale.hit(length)))
+                loaded = counters(port)["external"] - before
+                whole.append((first.cached, second.cached, loaded) == (0, fleet.scale.hit(length), fleet.scale.hit(length)))
     name, limit = ("ep" if kind else "dp"), (None if kind or fleet.scale.cpu or on_one_gpu() else ALLOWED)
     ranks = "expert and data parallel" if kind else "data parallel"
     what = f"TTFT over HTTP of {length} tokens that the other {ranks} rank of one `vllm serve` has computed; reference: computed"

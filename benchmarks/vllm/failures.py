@@ -3,7 +3,8 @@
 B's connector promises a prompt's chunks, the step is scheduled, and before it is executed the chunks are removed from the pool
 or the metadata server is killed (`probe`), while other requests of B decode. What B says must be what a vLLM without a pool says of
 the same prompts, and where nothing is lost what it says of a hit in its own prefix cache. Instances run batch-invariant kernels on
-GPUs, so that the moment at which a request joins a step, which no two runs share, changes nothing; tokens are compared.
+GPUs, so that the moment at which a request joins a step, which no two runs share, changes nothing; tokens are compared. Each instance
+compiles for itself, as vLLM keeps no such code: the control says of how many prompts they compute the same bits.
 """
 
 from __future__ import annotations

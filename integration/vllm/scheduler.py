@@ -35,8 +35,8 @@ from .victims import Victims
 log = logging.getLogger("vllm.vcache")
 
 _LOADS_NOTHING = (
-    "vcache: chunks are stored, and none is loaded: several block tables need vLLM 0.30, or loads in the step, which tensor and pipeline "
-    "parallelism, engine.checksum and connector.sync_below_tokens: 0 rule out"
+    "vcache: chunks are stored, and none is loaded: several block tables need vLLM 0.30, or synchronous loads, which tensor and pipeline "
+    "parallelism, data parallel ranks in place, engine.checksum and connector.sync_below_tokens: 0 rule out"
 )
 
 _KEEPS_NOTHING = (
