@@ -1,4 +1,4 @@
-"""AMX, the matrix unit of newer x86 CPUs: a process has to ask Linux for it before it may use it."""
+"""AMX, the matrix unit of newer x86 CPUs: a process must ask Linux for permission before it uses it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ log = logging.getLogger("vllm.vcache")
 def permit() -> None:
     """Ask for this process, its threads and those forked from it, if the CPU has AMX. Never raises.
 
-    vLLM's attention on CPUs counts on a large matrix product to have asked. Where the first model run of a process is small, as that
-    of a hit is, none has, and the process dies of an illegal instruction.
+    vLLM's attention on CPUs relies on an earlier large matrix product to have asked. If a process's first model run is small, as after a
+    hit, none has, and the process dies of an illegal instruction.
     """
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
     ask = getattr(torch.cpu, "_init_amx", None)

@@ -1,4 +1,4 @@
-"""What keeps our failures from whom we serve."""
+"""Keeps our exceptions out of vLLM and LMCache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def answers(default: object) -> Callable[[Method], Method]:
-    """A method that fails answers this, or what this makes: vLLM and LMCache die of an exception in most calls. Its object is told by
-    `note_failure(name, error)`, which says it once."""
+    """Decorator: a method that raises returns `default` instead (or what it returns, if callable).
+
+    vLLM and LMCache end on an exception in most calls. The method's object gets `note_failure(name, error)`, which logs it once.
+    """
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)

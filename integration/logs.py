@@ -1,4 +1,4 @@
-"""What the package logs, in vLLM's log."""
+"""Puts the package's log lines into vLLM's log."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import logging
 
 
 def join_vllm() -> None:
-    """Let the rest of the package be logged as vLLM's lines are, with time and process. Its loggers lie beside vLLM's, which are all that
-    vLLM configures: the others' warnings would come bare, and the rest not at all."""
+    """Give the package's logger vLLM's handlers and level, unless it has handlers of its own.
+
+    vLLM configures its own loggers only: otherwise our warnings would come without time and process, and lower levels not at all.
+    """
     ours, theirs = logging.getLogger("vcache_backend"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:
         ours.handlers = list(theirs.handlers)

@@ -1,8 +1,8 @@
-"""Our entry point in vLLM, `vcache` in the group `vllm.general_plugins`: vLLM calls `register()` in each of its processes, early.
+"""Our plugin for vLLM, `vcache` in the group `vllm.general_plugins`: vLLM calls `register()` early in each of its processes.
 
-It sets LMCache's hook (lmcache/patches.py), and has the settings of our own connector read before vLLM starts anything: a mistake in
-`kv_connector_extra_config` is then the end of vLLM's log. Without it, where `VLLM_PLUGINS` leaves us out, the connector's constructor
-finds the mistake: in a process of the engine, whose log goes on.
+It sets the hook for LMCache (lmcache/patches.py), and checks our connector's settings before vLLM starts anything, so that a mistake in
+`kv_connector_extra_config` is the last line of vLLM's log. If `VLLM_PLUGINS` leaves the plugin out, the connector's constructor finds the
+mistake, in an engine process, and much of the log comes after it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def register() -> None:
     """Idempotent, cheap, and never raises."""
     patches.register()
-    # The front end's process has it, which calls us from there. The others are handed what came of it.
+    # Only the front end has loaded this module. The other processes get the configuration that it makes.
     made = getattr(sys.modules.get(ARGUMENTS), "EngineArgs", None)
     create = getattr(made, "create_engine_config", None)
     if callable(create) and not hasattr(create, _OURS):
@@ -49,7 +49,7 @@ def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mistake(transfer: Any) -> str:
-    """What is wrong with the settings of connectors of ours in vLLM's `kv_transfer_config`, in one line; empty if nothing is."""
+    """The first mistake in our connectors' settings in vLLM's `kv_transfer_config`, in one line; empty if there is none. Never raises."""
     try:
         return next((where + said for where, extra in _connectors(transfer) if (said := _refused(extra))), "")
     except Exception as error:  # noqa: BLE001 - vLLM must start; our connector reads them again
@@ -68,7 +68,7 @@ def _refused(extra: Mapping[str, Any]) -> str:
 
 
 def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The `kv_connector_extra_config` of each connector of ours, beside others too, and where it stands."""
+    """Where each connector of ours stands, within MultiConnectors too, and its `kv_connector_extra_config`."""
     read = transfer.get if isinstance(transfer, Mapping) else functools.partial(_attribute, transfer)
     extra = read("kv_connector_extra_config") or {}
     if read("kv_connector_module_path") == CONNECTOR:
@@ -83,6 +83,6 @@ def _attribute(of: Any, name: str) -> Any:
 
 
 def _is_a_command() -> bool:
-    """Whether this program is vLLM's own: `vllm …`, or a module of it by `python -m`. Others may want to catch what goes wrong."""
+    """Whether this program is vLLM's own: `vllm …`, or a module of it by `python -m`. Other programs may want to catch the error."""
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     return Path("".join(sys.argv[:1])).name == "vllm" or (module is not None and module.name.startswith("vllm."))

@@ -1,5 +1,6 @@
-"""Bytes through a slot of the pool and back, compared, before an integration caches anything: this finds a layout that is not
-understood, a copier that is broken and a GPU that cannot be reached.
+"""Sends bytes through a slot of the pool and back before an integration caches anything, and compares them.
+
+This finds a layout that was misread, a broken copier, and a GPU that cannot be reached.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ COPY_SECONDS = 10.0
 
 
 def through_pool(session: Session, kv: PagedKV) -> str | None:
-    """`round_trip` through a slot that the server reserves under a key of nobody's.
+    """`round_trip` through a slot that the server reserves under a random key: what is wrong, or None.
 
-    None too where there is no slot to try: no server yet, or nothing can be evicted. In the worker's thread, after `session.bind`.
+    None too if there is no slot to try: no server yet, or nothing to evict. In the worker's main thread, after `session.bind`.
     """
     if isinstance(session.pool, PinnedPool):
-        # Its segments come in the background.
+        # Its segments are pinned in the background and may not be there yet: try memory of the same kind.
         return _through_like_memory(session.pool, session, kv)
     key = ChunkKey(session.namespace.prefix + os.urandom(KEY_BYTES - NAMESPACE_BYTES))
     try:
@@ -42,7 +43,7 @@ def through_pool(session: Session, kv: PagedKV) -> str | None:
         return None
     views = session.views([slot for slot in reserved.slots if not isinstance(slot, int)])
     wrong = round_trip(kv, session.copier, views[0], session.chunk_size) if views else None
-    # After one that failed something may still write: the slot then waits in quarantine.
+    # After a failure a copy may still write: then the slot is not given back, and stays in quarantine.
     if reserved.reservation and wrong is None:
         session.committer.give_back(reserved.reservation)
     return wrong
@@ -53,17 +54,16 @@ def _through_like_memory(pool: PinnedPool, session: Session, kv: PagedKV) -> str
         with pool.trial(kv.chunk_bytes(session.chunk_size)) as view:
             return round_trip(kv, session.copier, view, session.chunk_size)
     except SegmentError as error:
-        # The pool will say so, and be empty.
+        # The pool meets the same error, reports it, and stays empty.
         log.debug("no round trip: %s", error)
         return None
 
 
 def round_trip(kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int) -> str | None:
-    """Send the first blocks of `kv`, a chunk of them, through the slot `view` and back, and compare every byte.
+    """Send the first blocks of `kv`, one chunk's, through the slot `view` and back, and compare every byte.
 
-    None if all are right, else which layer and block are not. Before anything is cached, in the worker's thread: nothing else may
-    use the KV cache meanwhile. Its bytes are put back whatever happens, in the order of the current stream. The slot's bytes are
-    overwritten.
+    None if all are right; else the layer and block that differ, or the error. In the worker's main thread; nothing else may use the KV
+    cache meanwhile. Its bytes are always restored, on the current stream. The slot's bytes are overwritten.
     """
     count = min(kv.blocks_in(chunk_size), kv.num_blocks)
     try:
@@ -112,7 +112,7 @@ def _there_and_back(
 
 
 def _difference(kv: PagedKV, plane: int, expected: torch.Tensor, found: torch.Tensor) -> str:
-    """Where two runs of blocks of one plane begin to differ; empty if they do not."""
+    """Where two runs of blocks of one plane first differ; empty if they do not."""
     if torch.equal(expected, found):
         return ""
     block, byte = torch.nonzero(expected != found)[0].tolist()

@@ -1,4 +1,4 @@
-"""vLLM's connector to the pool, under the name that `kv_connector_module_path` wants.
+"""The module for vLLM's `kv_connector_module_path`. It exports `VCacheConnector`.
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "VCacheConnector", "kv_role": "kv_both",
     "kv_connector_module_path": "vcache_backend.integration.vllm_connector", "kv_load_failure_policy": "recompute",
@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from .vllm.connector import VCacheConnector
 
-with suppress(ValueError):  # it is known already
-    # MultiConnector finds what reads a connector's statistics by the name of its class.
+with suppress(ValueError):  # registered already
+    # MultiConnector looks up the class that reads a connector's statistics by its registered name.
     KVConnectorFactory.register_connector(VCacheConnector.__name__, __name__, VCacheConnector.__name__)
 
 __all__ = ["VCacheConnector"]

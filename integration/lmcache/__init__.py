@@ -14,7 +14,7 @@ __all__ = ["VCacheBackend"]
 
 
 def __getattr__(name: str) -> Any:
-    """Only the backend needs LMCache."""
+    """Import the backend on first use: it needs LMCache, and other modules here do not."""
     if name == "VCacheBackend":
         from .backend import VCacheBackend
 

@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 
 class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type: ignore[misc]
-    """Built by LMCache in each worker from `storage_plugins: [vcache]`; see docs/lmcache.md.
+    """LMCache builds one in each worker from `storage_plugins: [vcache]`; see docs/lmcache.md.
 
-    `contains` and its kin are called in LMCache's look-up thread, the `async` ones on its storage manager's loop, the rest in the
-    worker's main thread. Nothing raises, and nothing waits longer than the client's deadlines.
-    If the plugin must not work here (see `checks`), it stays as an allocator that has nothing to give.
+    LMCache calls `contains` and its variants in its look-up thread, the `async` methods on its storage manager's loop, and the rest in the
+    worker's main thread. Nothing raises, and nothing waits longer than the client's deadlines. If the plugin must not work here (see
+    `checks`), it stays as an allocator that always returns None.
     """
 
     is_vcache = True
@@ -56,10 +56,10 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         except Exception as error:  # noqa: BLE001 LMCache would swallow it, and go on without us but with our GPU connector
             self._step_aside(error)
 
-    # ---- for the GPU connector, and the engine's verbs
+    # ---- for the GPU connector and `Verbs`
 
     def bind(self, kvcaches: Any) -> PoolWorker | None:
-        """The worker, made when KV caches are first seen and turned to these; None if the plugin stepped aside."""
+        """The worker, which uses these KV caches from now on; made on the first call. None if the plugin stepped aside."""
         if self.worker is not None:
             self.worker.kvcaches = kvcaches
         elif not self.reason:
@@ -82,11 +82,11 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         return self.worker.settle(block_size) if self.worker is not None else set()
 
     def shape(self, num_tokens: int) -> torch.Size:
-        """What LMCache takes the KV of so many tokens for."""
+        """The shape that LMCache gives to the KV of so many tokens."""
         shapes: list[torch.Size] = self.metadata.get_shapes(num_tokens)
         return shapes[0]
 
-    # ---- look-ups and reads that are no request's: those are the engine's verbs (`verbs`)
+    # ---- look-ups and reads outside of requests; those of requests go through `Verbs`
 
     @answers(False)
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
@@ -114,13 +114,13 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         return False
 
     def touch_cache(self) -> None:
-        """The server touches what it leases."""
+        """Nothing: the server notes the use of chunks when it leases them."""
 
     def get_blocking(self, key: CacheEngineKey) -> None:
-        """Nothing: hits go into the paged KV cache by our `retrieve` of LMCache's engine, and no memory object is made of them."""
+        """None: `Verbs.retrieve` loads hits straight into the paged KV cache, without memory objects."""
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[None]:
-        """Likewise, of each."""
+        """None for each; see `get_blocking`."""
         return [None] * len(keys)
 
     # ---- stores
@@ -133,7 +133,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         eviction: bool = True,
         busy_loop: bool = True,
     ) -> MemoryObj | None:
-        """A memory object for one whole chunk; None for less, which LMCache takes for "store no more of this"."""
+        """A memory object for one whole chunk; None for less, upon which LMCache stops storing the request."""
         return next(iter(self.batched_allocate(shapes, dtypes, 1, fmt) or ()), None)
 
     @answers(None)
@@ -156,15 +156,17 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def batched_submit_put_task(
         self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], transfer_spec: Any = None, on_complete_callback: Any = None
     ) -> None:
-        """Reserve, launch one copy, and return. What is in the pool already is not copied. Commits follow in the background; nobody is
-        called back, which LMCache's storage manager asks of no backend."""
+        """Reserve slots, launch one copy, and return. Chunks that are in the pool already are not copied; commits follow in the background.
+
+        `on_complete_callback` is not called: LMCache's storage manager passes none.
+        """
         if self.worker is not None:
             self.worker.put(keys, objs)
 
     async def async_batched_submit_put_task(
         self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], transfer_spec: Any = None, on_complete_callback: Any = None
     ) -> None:
-        """`batched_submit_put_task`, which does not wait for the copy either."""
+        """As `batched_submit_put_task`, which does not wait for the copy either."""
         self.batched_submit_put_task(keys, objs)
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
@@ -182,7 +184,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(0)
     def clear(self) -> int:
-        """Forget every chunk of this namespace, of all instances that share it; how many tokens."""
+        """Forget every chunk of this namespace, of all instances that share it. Returns their number of tokens."""
         return self.worker.clear() * int(self.config.chunk_size) if self.worker is not None else 0
 
     def get_allocator_backend(self) -> AllocatorBackendInterface:
@@ -195,12 +197,12 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         return NoAllocator()
 
     def calculate_chunk_budget(self) -> int:
-        """Chunks that may be loaded at a time: memory objects cost nothing here."""
+        """How many chunks may be loaded at a time: practically any number, since our memory objects hold no memory."""
         return 1 << 20
 
     @answers(None)
     def close(self) -> None:
-        """Finish stores, and leave the pool; its chunks stay."""
+        """Finish stores, and leave the pool. The chunks stay there."""
         worker, self.worker = self.worker, None
         self.reason = self.reason or "closed"
         if self.verbs is not None:
@@ -209,7 +211,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             worker.session.close()
 
     def note_failure(self, call: str, error: Exception) -> None:
-        """Count a failure, and say each cause once."""
+        """Count a failure, and log each cause once."""
         cause = f"{call}: {type(error).__name__}"
         if self.worker is not None:
             self.worker.session.miss(call, error)

@@ -1,6 +1,6 @@
-"""What must be right before the plugin works, each as a sentence that says what is wrong and what to change, or None.
+"""Checks that must pass before the plugin works. Each gives None, or a sentence that says what is wrong and what to change.
 
-Neither LMCache nor vLLM is imported.
+It imports neither LMCache nor vLLM.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .instance import Instance
 from .patches import WANTED
 
 LOWEST, HIGHEST = (0, 5, 3), (0, 6)
-"""The versions of LMCache: from the first on, and before the second."""
+"""Supported versions of LMCache: LOWEST <= version < HIGHEST."""
 CLASS_NAME = "VCacheBackend"
 
 
 def version() -> str | None:
-    """Why this LMCache is not one that the plugin works with, or None. What it holds on to inside is looked at in `patches`."""
+    """Why the plugin does not work with this LMCache, or None. `patches` checks the internals that it relies on."""
     try:
         installed = metadata.version("lmcache")
     except metadata.PackageNotFoundError:
@@ -85,7 +85,7 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None
 
 
 def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
-    """Settings with which it works, but not as one may expect."""
+    """Settings with which the plugin works, but perhaps not as the user expects."""
     if getattr(lm_config, "save_unfull_chunk", False):
         yield "save_unfull_chunk is true, but vcache keeps whole chunks only: set save_unfull_chunk: false"
     if (host := getattr(lm_config, "max_local_cpu_size", 0)) > 0:
@@ -106,7 +106,7 @@ def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
 
 
 def _our_names(lm_config: Any) -> list[str]:
-    """What LMCache calls us: the names of `storage_plugins` that are of our class."""
+    """The names in `storage_plugins` that are of our class."""
     extra = getattr(lm_config, "extra_config", None) or {}
     named = getattr(lm_config, "storage_plugins", None) or []
     return [name for name in named if extra.get(f"storage_plugin.{name}.class_name") == CLASS_NAME] or ["vcache"]

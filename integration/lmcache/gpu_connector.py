@@ -1,4 +1,4 @@
-"""LMCache's GPU connector, replaced: whole KV blocks as opaque bytes, one launch each way."""
+"""Replaces LMCache's GPU connector: KV blocks move as opaque bytes, in one launch each way."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
 
 class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
-    """What LMCacheEngine moves KV with. All calls come from the worker's main thread, inside `store`."""
+    """LMCacheEngine calls it to move KV. All calls come inside `store`, in the worker's main thread."""
 
     def __init__(self, backend: VCacheBackend | None = None) -> None:
         self.backend = backend
 
     def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
-        """`kvcaches`: one tensor a layer, as vLLM has them."""
+        """`kvcaches`: vLLM's tensors, one for each layer."""
         if "kvcaches" in kwargs:
             self._there().bind(kwargs["kvcaches"])
 
     def batched_from_gpu(self, memory_objs: Sequence[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any) -> None:
-        """Note where the chunks lie in `kvcaches` under `slot_mapping`. They are copied when LMCache puts them, with their keys."""
+        """Note where the chunks lie in `kvcaches`, by `slot_mapping`. They are copied once LMCache puts them, with their keys."""
         self._there().note_sources(list(memory_objs), starts, kwargs)
 
     def batched_to_gpu(
         self, memory_objs: Any = None, starts: list[int] | None = None, ends: list[int] | None = None, **kwargs: Any
     ) -> None:
-        """Never called: the engine's `retrieve` is ours (`verbs`), and needs no memory objects."""
+        """Never called: `Verbs.retrieve` replaces the engine's, and needs no memory objects. RuntimeError."""
         raise RuntimeError(
             "LMCache loads memory objects where vcache loads chunks by itself; is this another version of LMCache?"
         )

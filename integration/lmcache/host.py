@@ -1,4 +1,4 @@
-"""Bytes of chunks outside of the pool: what came from the offload tier ahead of its load."""
+"""Host memory for chunks that were read from the offload tier ahead of their load."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch, Staged
 
 HELD_SHARE = 8
-"""Chunks that were read ahead hold so many times `offload.staging_bytes` of host memory, at most; that much once is kept for next time."""
+"""Chunks that were read ahead may hold so many times `offload.staging_bytes` of host memory. `staging_bytes` of it are kept for reuse."""
 _WAIT_SECONDS = 0.05
 
 
 class Host:
-    """Of one worker. Any thread."""
+    """One worker's. Any thread."""
 
     def __init__(self, session: Session, staging_bytes: int) -> None:
         self.memory = HostMemory(HELD_SHARE * staging_bytes, staging_bytes)
         self._session = session
 
     def fetched(self, fetch: Fetch) -> list[HeldChunk]:
-        """Wait for what comes from the offload tier, as long as that takes: chunks in memory of their own, as far as there is some."""
+        """Wait for the whole `fetch` from the offload tier. Its leading chunks, each in memory of its own, until memory runs out."""
         taken: list[HeldChunk] = []
         try:
             while not fetch.over:

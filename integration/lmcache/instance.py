@@ -1,7 +1,7 @@
-"""What the plugin knows of the serving instance it runs in, and the layout that follows from it.
+"""Describes the serving instance that the plugin runs in, and makes its layout.
 
-Under vLLM its own configuration says it, as `..vllm.model_spec` reads it; without vLLM LMCache's metadata and our settings do. vLLM
-and LMCache are never imported here: whoever calls has loaded what there is.
+Under vLLM it reads vLLM's configuration (`..vllm.model_spec`); without vLLM, LMCache's metadata and our settings. It imports neither
+vLLM nor LMCache.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .settings import Settings
 class Instance:
     """One worker of a serving instance.
 
-    model: without vLLM as one worker has it. rank, ranks: which shard of a chunk this worker holds, of how many, within its
-    pipeline stage; 0 of 1 with MLA, where all hold the same. kv_groups: groups of layers with block tables of their own.
-    windowed: whether a request's blocks are given back while it runs. num_blocks: as vLLM counts them, 0 if unknown.
-    kvcaches: by layer, None while vLLM has not registered them. adapter: LMCache's in vLLM; None without vLLM, as is vllm_config.
+    model: without vLLM, this worker's part of it. rank, ranks: which of how many shards of a chunk this worker holds, within its pipeline
+    stage; 0 of 1 with MLA, where all hold the same. kv_groups: groups of layers with block tables of their own. windowed: vLLM frees some
+    of a request's blocks while it runs. num_blocks: as vLLM counts them; 0 if unknown. kvcaches: by layer; None until vLLM has registered
+    them. adapter: LMCache's adapter in vLLM. adapter, vllm_config: None without vLLM.
     """
 
     model: ModelSpec
@@ -47,7 +47,7 @@ class Instance:
     vllm_config: Any = field(default=None, compare=False, repr=False)
 
     def describe(self, kvcaches: KVCaches, config: Config) -> tuple[PagedKV, Config]:
-        """The geometry of this worker's KV caches, and the configuration with what that says. Raises LayoutError."""
+        """The geometry of this worker's KV caches, and `config` with `engine.kv_axes` set to match. Raises LayoutError."""
         engine, tensors = config.engine, by_layer(kvcaches)
         if self.vllm_config is None:
             return PagedKV.describe(kvcaches, self.model.block_size, axes=engine.kv_axes or None), config
@@ -56,9 +56,10 @@ class Instance:
         return kv, msgspec.structs.replace(config, engine=msgspec.structs.replace(engine, kv_axes=axes))
 
     def layout(self, kvcaches: KVCaches, kv: PagedKV, chunk_size: int, hash_probe: str, hash_algorithm: str) -> Layout:
-        """What must be equal for two instances to share. LMCache's key has the model, the dtype and the number of workers only.
+        """The layout on which two instances must agree to share. LMCache's own key has only the model, the dtype and the number of workers.
 
-        hash_probe: see `hash_probe`. hash_algorithm: LMCache's `pre_caching_hash_algorithm`. All ranks of a stage get the same.
+        chunk_size: in tokens. hash_probe: see `hash_probe`. hash_algorithm: LMCache's `pre_caching_hash_algorithm`. All ranks of a pipeline
+        stage get the same layout.
         """
         layers = kvcaches if isinstance(kvcaches, Mapping) else {}
         shard = model_spec.read_shard(self.vllm_config, layers, kv, chunk_size, self.pp_rank, 0)
@@ -67,12 +68,12 @@ class Instance:
 
 
 def by_layer(kvcaches: KVCaches) -> dict[str, Any]:
-    """KV caches with their layers' names; LMCache hands over a list at times."""
+    """KV caches by their layers' names, or by number if LMCache passes a list."""
     return dict(kvcaches) if isinstance(kvcaches, Mapping) else {str(i): tensor for i, tensor in enumerate(kvcaches)}
 
 
 def discover(metadata: Any, settings: Settings) -> Instance:
-    """The instance that LMCache's `metadata` belongs to. ConfigError if the block size cannot be known, or is not what was set."""
+    """The instance that LMCache's `metadata` belongs to. ConfigError if the block size is not known, or contradicts `settings`."""
     group = _transfer_group()
     adapter = _adapter(group)
     if adapter is not None:
@@ -96,14 +97,14 @@ def discover(metadata: Any, settings: Settings) -> Instance:
 
 
 def hash_probe(token_database: Any) -> str:
-    """The hash that LMCache gives a fixed chunk of tokens: its algorithm, its seed and its chunk size in one number, as text."""
+    """LMCache's hash of a fixed chunk of tokens, as text. Equal only if algorithm, seed and chunk size are."""
     tokens = list(range(1, token_database.chunk_size + 1))
     _, _, chunk_hash = next(iter(token_database.process_tokens(tokens, make_key=False)))
     return str(chunk_hash)
 
 
 def _transfer_group() -> Any:
-    """vLLM's KV connector of this worker, or None. If vLLM has made one, its module is loaded."""
+    """vLLM's KV connector in this worker, or None. (If vLLM has made one, its module is loaded.)"""
     module = sys.modules.get("vllm.distributed.kv_transfer")
     return module.get_kv_transfer_group() if module is not None and module.has_kv_transfer_group() else None
 

@@ -1,4 +1,4 @@
-"""Memory objects as LMCache handles them, and host memory for what was read ahead."""
+"""The memory objects that we give to LMCache, and host memory for chunks that were read ahead."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vcache_backend.transfer.arguments import KVCaches
 
 
 def described(shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], fmt: MemoryFormat | None) -> MemoryObjMetadata:
-    """What LMCache takes a chunk for. Its bytes are opaque: shapes and dtypes only say how many there are."""
+    """LMCache's description of a chunk. The bytes are opaque: shapes and dtypes only give their number."""
     nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
     fmt = fmt or MemoryFormat.KV_2LTD
     return MemoryObjMetadata(shapes[0], dtypes[0], 0, nbytes, 1, fmt=fmt, shapes=list(shapes), dtypes=list(dtypes))
 
 
 class NotedSlots(NamedTuple):
-    """The tokens of a chunk in KV caches: at `slots[start:]` (int64), the slots of a request's tokens."""
+    """Where a chunk's tokens lie in KV caches: at `slots[start:]`, of the slots of a request's tokens (int64)."""
 
     kvcaches: KVCaches
     slots: Any
@@ -28,10 +28,8 @@ class NotedSlots(NamedTuple):
 
 
 class StoredObj(TensorMemoryObj):  # type: ignore[misc]
-    """What `allocate` gives for one whole chunk: no memory, but a note of where its tokens lie, by which `put` moves them.
-
-    source: where its tokens lie; None until the GPU connector has noted it.
-    """
+    """What `allocate` gives for one whole chunk. It holds no memory, only `source`: where the chunk's tokens lie, from which `put` stores
+    them; None until the GPU connector has noted it."""
 
     source: NotedSlots | None = None
 
@@ -40,22 +38,22 @@ class StoredObj(TensorMemoryObj):  # type: ignore[misc]
 
 
 class HostMemory:
-    """Host memory for chunks that were read ahead, used again and again: new memory is given by the kernel page by page as it is first
-    written, 15 ms for a chunk of 32 MiB where a copy into memory that was written before takes 3 (2-core CPU machine). Any thread.
+    """Host memory for chunks that were read ahead. Any thread. held: bytes handed out.
 
-    held: bytes that somebody has.
+    It reuses memory: the first write into new memory takes 15 ms for a chunk of 32 MiB, since the kernel adds it page by page; a copy
+    into memory written before takes 3 ms (2-core CPU machine).
     """
 
     def __init__(self, most: int, spare: int) -> None:
-        """most: bytes that may be held at once. spare: bytes that are kept for next time."""
+        """most: bytes that may be handed out at once. spare: bytes that are kept for reuse."""
         self.most, self.held = most, 0
         self._spare = spare
         self._kept: list[torch.Tensor] = []
-        # An object may end in the middle of anything, also of what is done here.
+        # Reentrant: garbage collection may call `give` in the middle of a method here.
         self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """1-D uint8, contents undefined, until it is given back; None if too much is held, or there is no memory."""
+        """A 1-D uint8 tensor of so many bytes, contents undefined. None if too much is handed out, or there is no memory."""
         with self._lock:
             if self.held + nbytes > self.most:
                 return None
@@ -69,7 +67,7 @@ class HostMemory:
             return None
 
     def give(self, memory: torch.Tensor) -> None:
-        """Nobody reads or writes it any more."""
+        """Give memory back that nobody reads or writes any more."""
         with self._lock:
             self.held -= memory.numel()
             if (len(self._kept) + 1) * memory.numel() <= self._spare:
@@ -77,7 +75,7 @@ class HostMemory:
 
 
 class NoAllocator(MemoryAllocatorInterface):  # type: ignore[misc]
-    """LMCache asks a backend for its allocator to check its books. The server keeps ours."""
+    """LMCache asks each backend for an allocator, to check its books. It has none to check here: the server allocates."""
 
     def allocate(self, *_: Any, **__: Any) -> None:
         return None

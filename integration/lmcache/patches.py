@@ -1,12 +1,11 @@
-"""Every place in LMCache and in vLLM where the plugin puts itself. Each is replaced by `_replace`, so that doing it twice is once.
+"""Every place where the plugin patches LMCache or vLLM. All go through `_replace`, which may be repeated without harm.
 
-In vLLM's processes, by our plugin for vLLM (../plugin.py), which calls `register()` in each of them: when vLLM itself imports LMCache's
-connector (a user asked for `LMCacheConnectorV1`), its constructor is wrapped. Where LMCache's configuration names our plugin the
-scheduler's connector gives each request its scope as a tag (scope.py) before it looks anything up, and does not cache requests that no
-key tells apart; without that the plugin refuses every key. A worker on a platform for which LMCache has no GPU connector (the CPU) gets
-ours instead of an exception.
+`register()` is called in each of vLLM's processes by our plugin for vLLM (../plugin.py). It wraps the constructor of LMCache's connector
+once vLLM imports it, which is when a user asked for `LMCacheConnectorV1`. If LMCache's configuration names our plugin, the scheduler's
+connector tags each request with its scope (scope.py) before any look-up, and does not cache requests that keys cannot tell apart. Without
+that tag the plugin refuses every key. On a CPU, for which LMCache has no GPU connector, a worker gets ours instead of an exception.
 
-In a worker, by the plugin's backend: `take_allocator_role` and `install`.
+`take_allocator_role` and `install` are called in a worker, by the plugin's backend.
 """
 
 from __future__ import annotations
@@ -34,18 +33,20 @@ CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connect
 CONNECTOR_CLASS = "LMCacheConnectorV1"
 PLUGIN_MODULE = "vcache_backend.integration.lmcache"
 WANTED = "lmcache>=0.5.3,<0.6"
-"""The versions whose private points were read."""
+"""The versions whose internals were read for this module."""
 _THEIRS = "_theirs_before_vcache"
 log = logging.getLogger(__name__)
 
 
 class StepAside(Exception):
-    """The plugin must not work here; the message says why, and what to change."""
+    """The plugin must not work here. The message says why, and what to change."""
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], wanted: str = "") -> None:
-    """`owner.name` becomes `make(theirs)`, of what had been there before anything of ours. wanted: parameters it must have. StepAside
-    where it is another than it was."""
+    """Replace `owner.name` by `make(theirs)`, where `theirs` is the original, also when it was replaced before.
+
+    wanted: names of parameters that the original must have. StepAside if it lacks one, or does not exist.
+    """
     theirs = getattr(owner, name, None)
     theirs = getattr(theirs, _THEIRS, theirs)
     there = inspect.signature(theirs).parameters if callable(theirs) else {}
@@ -91,7 +92,7 @@ def register() -> None:
 
 
 class _OnImport(MetaPathFinder):
-    """Finds one module the ordinary way, and has it wrapped when it has been executed."""
+    """Finds LMCache's connector module the ordinary way, and calls `register` once it is executed."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != CONNECTOR_MODULE:
@@ -121,7 +122,7 @@ def _constructor(construct: Callable[..., None]) -> Callable[..., None]:
 
 
 def _guarded(what: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The answer of a step of ours, or None and one line if it fails: the connector is made all the same."""
+    """What `what` returns; None and a warning if it raises, since vLLM must start."""
     try:
         return what(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - vLLM must start
@@ -137,7 +138,7 @@ def _uses_native(vllm_config: Any, *_: Any, **__: Any) -> bool:
 
 
 def _supply_connector() -> None:
-    """Have `CreateGPUConnector` answer our connector where LMCache has none. vLLM's adapter imports it when it calls it."""
+    """Have `CreateGPUConnector` return our connector on a CPU, for which LMCache has none. (vLLM's adapter imports it on each call.)"""
     source: Any = importlib.import_module("lmcache.v1.gpu_connector")
     vllm = importlib.import_module("lmcache.utils").EngineType.VLLM
 
@@ -169,7 +170,7 @@ def _patch_scheduler(connector: Any) -> None:
 
 
 def _look_up_at_hand(client: Any) -> None:
-    """With one worker, in the scheduler's own process, a look-up need not go through a socket and another thread to reach it."""
+    """Have look-ups call the worker directly if it is the only one and runs in the scheduler's process: no socket, no other thread."""
     transport: Any = getattr(client, "transport", None)
     if type(client).__name__ != "LMCacheLookupClient" or client.enable_blending or getattr(transport, "world_size", 0) != 1:
         return
@@ -198,8 +199,7 @@ def _look_up_at_hand(client: Any) -> None:
 
 
 def take_allocator_role() -> None:
-    """From now on a StorageManager that has a backend of ours allocates from it; others are as before. LMCache decides it before
-    anybody can reach the instance."""
+    """Have StorageManagers with a backend of ours allocate from it. Patched in the class, since each decides in its constructor."""
     manager = importlib.import_module("lmcache.v1.storage_backend.storage_manager").StorageManager
 
     def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,17 +213,17 @@ def take_allocator_role() -> None:
 
 
 def engine_of(metadata: Any) -> Any:
-    """The LMCacheEngine that is being built with this metadata; None if there is none."""
+    """The LMCacheEngine that is being built with this `metadata` object; None if there is none."""
     builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
     _must_have(builder, "_instances")
     return next((engine for engine in builder._instances.values() if engine.metadata is metadata), None)
 
 
 def install(engine: Any, backend: VCacheBackend, adapter: Any) -> Verbs:
-    """Put `backend` into its engine, and into LMCache's adapter in vLLM where there is one, in place of a backend before it.
+    """Put `backend` into its engine, and into LMCache's adapter in vLLM if there is one, in place of an earlier backend of ours.
 
-    `recreate_backend` of LMCache, and of any other tier, makes a new one: LMCache goes on allocating from the one before, and closes
-    that only if it was the one to be made again.
+    LMCache's `recreate_backend`, for whatever tier, makes a new backend of ours. It would go on allocating from the earlier one, and close
+    that only if the call was for our tier; so this does both. StepAside if LMCache's internals have changed.
     """
     from .gpu_connector import VCacheGPUConnector
     from .verbs import Verbs
@@ -255,8 +255,11 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> Verbs:
 
 
 def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Under full CUDA graphs vLLM calls `start_load_kv` without attention metadata. LMCache then loads nothing and reports nothing,
-    so that the request would be computed on whatever its blocks hold. It only asks whether the metadata is None."""
+    """`start_load_kv` with attention metadata that is not None whenever there is something to load.
+
+    Under full CUDA graphs vLLM passes None. LMCache then loads nothing and reports nothing, and the request would be computed from
+    whatever its blocks hold. LMCache only asks whether the metadata is None.
+    """
 
     def start_load_kv(forward_context: Any, **kwargs: Any) -> Any:
         if forward_context.attn_metadata is None:
@@ -270,7 +273,7 @@ def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callabl
 
 
 def _report_blocks(adapter: Any, backend: VCacheBackend, theirs: Callable[[], set[int]]) -> Callable[[], set[int]]:
-    """vLLM asks at the end of a step which blocks could not be loaded. Loads were launched at its beginning; now they must be done."""
+    """`get_block_ids_with_load_errors`, which vLLM calls at a step's end: wait for the loads launched in it, and add those that failed."""
 
     def get_block_ids_with_load_errors() -> set[int]:
         return theirs() | backend.settle(adapter._block_size)

@@ -1,8 +1,8 @@
-"""Who may share a cached prefix with whom, written into a request's own `kv_transfer_params`.
+"""Scopes: requests share cached prefixes only within one scope, which a tag in their `kv_transfer_params` names.
 
-LMCache's key knows neither vLLM's `cache_salt` nor the LoRA adapter. It does take part of its key from a request's tags
-(`lmcache.tag.NAME` in `kv_transfer_params`), so the scheduler's hook gives every request the tag `vcache`: its scope. Requests
-with different scopes never share; the worker refuses keys without one. Nothing of vLLM or LMCache is imported.
+LMCache's key contains neither vLLM's `cache_salt` nor the LoRA adapter, but it does contain a request's tags (`lmcache.tag.NAME` in
+`kv_transfer_params`). So the scheduler's hook gives every request the tag `vcache`, its scope, and the worker refuses keys without one.
+It imports neither vLLM nor LMCache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAIN = "-"
 """The scope of a request with neither salt nor adapter."""
 
 REFUSED = "vcache.uncached"
-"""Beside `SKIP_SAVE`: the request is not looked up either, however often vLLM schedules it. Users may set it too."""
+"""Set beside `SKIP_SAVE`: the request is never looked up either, however often vLLM schedules it. Users may set it, too."""
 
 _PARAMS = "kv_transfer_params"
 log = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 def scope(salt: str | None, adapter: tuple[str, ...] | None) -> str:
-    """The scope of a request: `-`, or the hex BLAKE2b-128 of its salt and its adapter (name, path, and what lies there).
+    """The scope of a request: `-`, or the hex BLAKE2b-128 of its salt and its adapter (name, path, content).
 
-    The digest never contains `@` or `%`, with which LMCache joins tags into strings, and survives JSON.
+    LMCache joins tags into strings with `@` and `%`, which hex digits never contain.
     """
     if salt is None and adapter is None:
         return PLAIN
@@ -50,7 +50,7 @@ def scope(salt: str | None, adapter: tuple[str, ...] | None) -> str:
 
 
 def scoped(tags: Tags) -> bool:
-    """Whether our tag is among those of a key of LMCache's. Without it they come from a scheduler that did not load our plugin."""
+    """Whether our tag is among the tags of one of LMCache's keys. If not, the scheduler has not loaded our plugin."""
     return any(name == TAG_NAME for name, _ in tags or ())
 
 
@@ -60,14 +60,14 @@ def tags_of(configs: Mapping[str, Any] | None) -> Tags:
 
 
 def has_own_tag(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether the user tells requests apart himself, by a tag that is not ours."""
+    """Whether the user has set a tag of LMCache's, other than ours, to tell requests apart."""
     return any(name.startswith(TAG_PREFIX) and name != TAG for name in _params(extra_args))
 
 
 def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
-    """A copy of `SamplingParams.extra_args` with our tag, whatever the user wrote under that name.
+    """A copy of `SamplingParams.extra_args` with our tag, which overrides one that the user has set.
 
-    ValueError for a tag that LMCache could not hash.
+    ValueError if a tag's value is of a type that LMCache cannot hash.
     """
     params = _params(extra_args)
     odd = [name for name, what in params.items() if name.startswith(TAG_PREFIX) and not isinstance(what, _PLAIN_TYPES)]
@@ -77,12 +77,12 @@ def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
 
 
 def is_refused(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether `uncached` has been here."""
+    """Whether `uncached`, or the user, has marked the request as not to be cached."""
     return bool(_params(extra_args).get(REFUSED, False))
 
 
 def uncached(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of `extra_args` that tells LMCache to store nothing of the request; tags, ours included, are taken out."""
+    """A copy of `extra_args` that tells LMCache to store nothing of the request. All tags are removed."""
     try:
         params = _params(extra_args)
     except ValueError:
@@ -99,12 +99,11 @@ def _params(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def give_scope(request: Any, adapters: Adapters) -> bool:
-    """Write the scope of a vLLM request into its sampling parameters; whether it may be cached.
+    """Write the scope of a vLLM request into its sampling parameters. Returns whether it may be cached. Idempotent.
 
-    Not cached: a request without sampling parameters (pooling), one with prompt embeddings (LMCache's key has only token ids),
-    one with a LoRA adapter of which nobody knows which weights it has (see `Adapters`) and no tag of the user's that says so, and
-    one that was refused before.
-    May be called again for the same request. The parameters are copied: other requests may hold the same object.
+    Not cached: a request without sampling parameters (pooling); one with prompt embeddings (LMCache's key has only token ids); one with a
+    LoRA adapter whose weights cannot be identified (see `Adapters`), unless the user has set a tag; and one that was refused before. The
+    parameters are copied, since other requests may hold the same object.
     """
     params = request.sampling_params
     if params is None:
@@ -128,7 +127,7 @@ def _replace(request: Any, rewrite: Callable[[Mapping[str, Any] | None], dict[st
 
 
 class Scheduler:
-    """LMCache's adapter as vLLM's scheduler sees it, with every request given its scope. Lives on the scheduler's thread."""
+    """Wraps two calls of LMCache's adapter in vLLM's scheduler, to give every request its scope. In the scheduler's thread."""
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
@@ -138,8 +137,8 @@ class Scheduler:
         self._warned = False
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
-        """As the adapter's, after the request got its tag. 0 without asking for a request that is not to be cached, or of which
-        every token is to be computed (prompt log probabilities; before 0.30 or so vLLM does not see to that itself)."""
+        """As the adapter's, after the request got its tag. 0, without a look-up, if the request must not be cached, or must compute every
+        token (for prompt log probabilities, which vLLM itself handles only from about 0.30 on)."""
         try:
             cacheable = give_scope(request, self._adapters)
         except Exception as error:  # noqa: BLE001 - vLLM's scheduler would die of it
@@ -149,7 +148,7 @@ class Scheduler:
         if wanted or self._adapter.lookup_client is None:
             found: int | None = self._look_up(request, num_computed_tokens)
             return found
-        # The adapter wants to know of every request what was cached when it was scheduled (it asserts so after a preemption).
+        # The adapter must have a load spec for every scheduled request (it asserts so after a preemption).
         load_spec = importlib.import_module(type(self._adapter).__module__).LoadSpec
         self._adapter.load_specs[request.request_id] = load_spec(
             vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=0, can_load=False
@@ -157,7 +156,7 @@ class Scheduler:
         return 0
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """As the adapter's, but nothing is saved of a request without a tag (a pooling request has no place for one)."""
+        """As the adapter's, but saves nothing of a request without our tag (pooling requests have no place for one)."""
         meta = self._build(scheduler_output)
         for request in meta.requests:
             if request.save_spec is not None and TAG not in (request.request_configs or {}):

@@ -1,9 +1,8 @@
-"""Our settings in LMCache's `extra_config`: flat keys that begin with `vcache.`.
+"""Reads our settings from LMCache's `extra_config`: flat keys that begin with `vcache.`.
 
-`vcache.SECTION.KEY` is one value of our own configuration (`vcache.server.socket`, `vcache.pool.segment_bytes`, ...) and
-`vcache.config` the path of a file of it; the single values count more than the file. Without that path the file is
-`VCACHE_CONFIG`'s, as everywhere. Text is taken as a number, a switch or a list where one is wanted: LMCache's settings may come
-from environment variables.
+`vcache.SECTION.KEY` is one value of our own configuration (`vcache.server.socket`, `vcache.pool.segment_bytes`, ...). `vcache.config` is
+the path of a configuration file, by default the one in `VCACHE_CONFIG`; single values override it. Text is read as a number, a switch or a
+list where one is expected, since LMCache's settings may come from environment variables.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ SOURCE = "LMCache's extra_config"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plugin was told.
+    """The plugin's settings.
 
-    block_size: tokens a KV block, for engines that are not vLLM; 0: ask vLLM. model: names the weights, for instances that see
-    the same ones under different paths; empty: as the serving engine names them. start_server: have a metadata server started where
-    nobody serves.
+    block_size: tokens of a KV block, for engines other than vLLM; 0: ask vLLM. model: a name for the weights, for instances that have the
+    same ones under different paths; empty: the serving engine's name. start_server: start a metadata server if none serves the socket.
     """
 
     config: Config
@@ -37,7 +35,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Own(msgspec.Struct, rename=lambda name: PREFIX + name):
-    """The settings that are no part of our own configuration."""
+    """The keys that are not part of vcache's own configuration."""
 
     config: str = ""
     block_size: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -46,9 +44,9 @@ class _Own(msgspec.Struct, rename=lambda name: PREFIX + name):
 
 
 def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
-    """The settings among `extra_config`; keys that do not begin with `vcache.` are others'. `chunk_size`: LMCache's, which counts.
+    """The settings in `extra_config`; keys that do not begin with `vcache.` are ignored. chunk_size: LMCache's, which becomes ours.
 
-    Raises ConfigError, which names the key as it is written: unknown, impossible, or a chunk size that differs.
+    ConfigError, which names the key as it is written, if one is unknown or impossible, or sets another chunk size.
     """
     given = {key: value for key, value in extra_config.items() if str(key).startswith(PREFIX)}
     if "vcache" in extra_config:
@@ -59,7 +57,7 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
         raise ConfigError(f"{SOURCE}: {error}") from error
     base = _checked(*configuration.read(own.config or None))
     values = configuration.dump(base)
-    # `dump` writes the default socket out, which is no setting of anybody's.
+    # `dump` writes the default socket out, though nobody has set it.
     values["server"]["socket"] = base.server.socket
     for key in given.keys() - set(_Own.__struct_encode_fields__):
         _put(values, key, given[key])
@@ -69,13 +67,14 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
 
 
 def _checked(values: dict[str, Any], *source: Any) -> Config:
-    """Without the section of our connector in vLLM, which nobody reads here: `share: in_place` would have nothing lent."""
+    """The configuration, checked, with defaults for `connector`: LMCache's connector reads none of it, and `share: in_place` would keep
+    the pool from being lent anything."""
     configuration.from_dict(values, *source)
     return configuration.from_dict({**values, "connector": {}}, *source)
 
 
 def _put(values: dict[str, Any], key: str, value: object) -> None:
-    """Set the value that `key` names, which must be there: every default is written out."""
+    """Set the value that `key` names. ConfigError if `values`, which has every default, does not have it."""
     known = list(_names(values, PREFIX))
     if key not in known:
         near = difflib.get_close_matches(key, [*_Own.__struct_encode_fields__, *known], n=1, cutoff=0.75)
@@ -95,7 +94,7 @@ def _names(values: dict[str, Any], above: str) -> Iterator[str]:
 
 
 def _plain(text: str) -> object:
-    """A number, switch or list written as text; other text as it is, for `from_dict` to judge."""
+    """The number, switch or list that `text` stands for; any other text unchanged, for `from_dict` to judge."""
     stripped = text.strip()
     try:
         return msgspec.json.decode(stripped.lower() if stripped in ("True", "False") else stripped)
@@ -104,7 +103,7 @@ def _plain(text: str) -> object:
 
 
 def _agree(engine: dict[str, Any], chunk_size: int, written: bool, path: str) -> None:
-    """LMCache's chunk size becomes ours. Another one in ours is a mistake; the default in a file is nobody's choice."""
+    """Make LMCache's chunk size ours. ConfigError if the user has set another one; our default in a file does not count as set."""
     ours = engine["chunk_size"]
     if ours != chunk_size and (written or ours != EngineConfig().chunk_size):
         where = f"{SOURCE}: {PREFIX}engine.chunk_size" if written else f"{path or 'VCACHE_CONFIG'}: engine.chunk_size"

@@ -1,4 +1,4 @@
-"""How the plugin starts: what it finds out, what it checks, and what it says when it must not work."""
+"""Starts the plugin: reads the settings, checks the instance, and reports why if it must not work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOT_COUNTED = (
 
 
 class Starter:
-    """Turns LMCache's configuration into a `PoolWorker`, or says why not. In the worker's main thread."""
+    """Makes a `PoolWorker` from LMCache's configuration, or says why not. In the worker's main thread."""
 
     def __init__(self, config: Any, metadata: Any, backend: VCacheBackend) -> None:
         self._config, self._metadata, self._backend = config, metadata, backend
@@ -42,9 +42,9 @@ class Starter:
         self._instance: Instance | None = None
 
     def start(self) -> PoolWorker | None:
-        """Check LMCache and its settings, and put the plugin in its places. The worker if the KV caches are known already, as they
-        are under vLLM; else `bind` makes it. Raises StepAside, or whatever else went wrong."""
-        # First: without it, and without a host tier, LMCache has no allocator.
+        """Check LMCache and its settings, and install the plugin. Returns the worker if the KV caches are known already, as under vLLM;
+        else None, and `bind` makes it later. Raises StepAside, or whatever else went wrong."""
+        # First: LMCache needs an allocator even if the plugin steps aside, and may have no host tier.
         patches.take_allocator_role()
         _refuse(checks.version())
         self._settings = read(self._config.extra_config or {}, self._config.chunk_size)
@@ -63,7 +63,10 @@ class Starter:
         return self.bind(kvcaches) if kvcaches else None
 
     def bind(self, kvcaches: KVCaches) -> PoolWorker:
-        """Connect under the namespace these KV caches belong to, lend memory, and send bytes to the pool and back."""
+        """Connect under these KV caches' namespace, lend memory, and check that bytes come back from the pool unchanged.
+
+        Raises StepAside or VCacheError.
+        """
         if self._instance is None or self._settings is None:
             raise StepAside("the plugin did not start")
         instance, size = self._instance, self._config.chunk_size
@@ -97,13 +100,13 @@ class Starter:
         return worker
 
     def say_stepped_aside(self, reason: str, error: Exception | None) -> None:
-        """One line in the log, one at the server; LMCache's engine is told that it does not work. Never raises."""
+        """Report why the plugin stepped aside: in the log, to the server, and to LMCache's engine. Never raises."""
         log.error("vcache stepped aside: %s. vLLM serves, nothing is cached", reason, exc_info=error)
         try:
             engine = self._engine or patches.engine_of(self._metadata)
             if engine is not None:
                 engine.mark_init_failed(f"vcache stepped aside: {reason}")
-            # Settings that could not be read name no socket: the default one is worth a try.
+            # Settings that could not be read name no socket: try the default one.
             config = self._settings.config if self._settings is not None else load()
             with Client(config.server.path, config.client, reconnect=False) as there:
                 there.report(

@@ -1,8 +1,8 @@
-"""LMCache's engine's calls for a request, ours in place of its own: look-up, retrieve, and the end of a look-up.
+"""Replaces the calls of LMCache's engine for a request: look-up, retrieve, and the end of a look-up.
 
-LMCache names a request's chunks three times, makes objects for each of them, and looks into every tier's tables for each; for 32k tokens
-that is 2 ms before the copy begins. Here a look-up is kept under its request's id, with all that the load needs. LMCache's other tiers
-are not asked: their names for chunks say nothing of the layout of the bytes (ADR 0014).
+LMCache computes a request's keys three times, makes an object for each chunk, and searches every tier for each: 2 ms for 32k tokens before
+the copy begins. Here a look-up is kept under its request's id, with all that the load needs. LMCache's other tiers are not asked, since
+their keys do not contain the layout of the bytes (ADR 0014).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST = 1024
-"""Look-ups that are remembered; those of requests that were never scheduled leave theirs behind."""
+"""Look-ups that are remembered. Requests that are never scheduled leave theirs behind, so the oldest are dropped."""
 READERS = 4
 """Requests whose chunks are read ahead at the same time."""
 
 
 class Hits:
-    """Look-ups by their requests' ids. Any thread."""
+    """What look-ups found, by request's id. Any thread."""
 
     def __init__(self, release: Callable[[Lease], None]) -> None:
         self._release = release
@@ -44,7 +44,7 @@ class Hits:
         self._lock = threading.Lock()
 
     def keep(self, request: str, hit: Hit) -> None:
-        """Until `take`; in place of an earlier look-up of that name."""
+        """Keep `hit` until it is taken, in place of the request's earlier one. A hit without chunks is ended at once."""
         with self._lock:
             over = [self._kept.pop(request, None)]
             if hit.names:
@@ -57,12 +57,12 @@ class Hits:
             self.end(one)
 
     def take(self, request: str | None) -> Hit | None:
-        """Whoever takes it ends it."""
+        """The request's hit, or None. The caller must `end` it."""
         with self._lock:
             return self._kept.pop(request, None) if request is not None else None
 
     def end(self, hit: Hit | None) -> None:
-        """It is not wanted any more."""
+        """Release what the hit holds: leases, and chunks that were read ahead."""
         if hit is not None:
             for _, lease in hit.leases:
                 self._release(lease)
@@ -71,8 +71,8 @@ class Hits:
 
 
 class Verbs:
-    """Of one engine. Nothing raises: whatever goes wrong is a miss. `lookup` and `fetch` in any thread; `retrieve` in the worker's main
-    thread. `theirs`: the engine's own method."""
+    """One engine's calls. Nothing of ours raises: a failure is a miss. `lookup` and `fetch` may be called in any thread, `retrieve` in the
+    worker's main thread. `theirs`: the engine's own method."""
 
     def __init__(self, engine: Any, backend: VCacheBackend) -> None:
         self._engine, self._backend = engine, backend
@@ -93,7 +93,7 @@ class Verbs:
         pin: bool = False,
         request_configs: dict[str, Any] | None = None,
     ) -> int:
-        """How many leading tokens are there; kept for `lookup_id` if `pin`. Else it is LMCache's."""
+        """How many leading tokens can be loaded. With `pin`, the hit is kept for `lookup_id`; without, LMCache's own method answers."""
         worker, engine = self._backend.worker, self._engine
         if not pin or lookup_id is None or worker is None or not engine.is_healthy():
             asked = {"tokens": tokens, "hashes": hashes, "offsets": offsets, "search_range": search_range}
@@ -120,8 +120,8 @@ class Verbs:
         pin: bool = False,
         request_configs: dict[str, Any] | None = None,
     ) -> None:
-        """The look-up of `enable_async_loading`: it answers LMCache's scheduler once the chunks are at hand, and the request waits in its
-        queue until then."""
+        """The look-up of `enable_async_loading`. Returns at once; LMCache's scheduler, where the request waits, gets the answer once the
+        chunks are leased or in host memory."""
         manager = self._engine.storage_manager
 
         def answer() -> None:
@@ -132,7 +132,7 @@ class Verbs:
                     found = self._look_up(worker, worker.fetch_ahead, lookup_id, known, request_configs, search_range)
             except Exception as error:  # noqa: BLE001 the request would wait for ever
                 self._backend.note_failure("lookup", error)
-            # The socket belongs to this loop.
+            # The server's socket belongs to this loop.
             manager.loop.call_soon_threadsafe(
                 manager.async_lookup_server.send_response_to_scheduler, lookup_id, found * self._size
             )
@@ -140,16 +140,16 @@ class Verbs:
         try:
             self._readers.submit(answer)
         except RuntimeError:
-            # It was closed.
+            # `_readers` was shut down.
             theirs(lookup_id, tokens, hashes, offsets, search_range, pin, request_configs)
 
     def unpin(self, theirs: Callable[[str], None], lookup_id: str) -> None:
-        """The end of a look-up, retrieved or not."""
+        """A look-up has ended, whether its chunks were retrieved or not: release them."""
         self._hits.end(self._hits.take(lookup_id))
         theirs(lookup_id)
 
     def clean_up(self, theirs: Callable[[str], None], lookup_id: str) -> None:
-        """The end of a look-up that was answered when its request was gone."""
+        """A look-up was answered after its request had gone: release its chunks."""
         self._engine.lookup_unpin(lookup_id)
 
     def _release(self, lease: Lease) -> None:
@@ -169,7 +169,7 @@ class Verbs:
         configs: dict[str, Any] | None,
         search_range: list[str] | None = None,
     ) -> int:
-        """How many leading chunks are there; kept for the request. find: asks for them."""
+        """How many leading chunks can be loaded; keeps the hit for the request. find: asks the server."""
         manager, names = self._engine.storage_manager, worker.names(hashes, tags_of(configs))
         tiers = manager.get_active_storage_backends(search_range=search_range or self._engine.retrieve_locations)
         hit = find(names) if names and any(tier is self._backend for _, tier in tiers) else Hit()
@@ -179,9 +179,12 @@ class Verbs:
     # ---- loads
 
     def retrieve(self, theirs: Callable[..., Any], tokens: Any, mask: Any = None, **kwargs: Any) -> Any:
-        """Which tokens are in the KV cache now, or will be: see `PoolWorker.settles`. Those that `mask` leaves out are not loaded."""
+        """Load a request's tokens. Returns a bool tensor: which are in the KV cache now, or will be (see `PoolWorker.settles`).
+
+        mask: bool tensor; leading tokens that are False are not loaded.
+        """
         engine, size = self._engine, self._size
-        # Only leading tokens are left out; most often none. In numpy: an operation of torch's after a pause takes it up to 0.2 ms.
+        # Only leading tokens are False, most often none. In numpy, since torch's first operation after a pause takes up to 0.2 ms.
         wanted = None if mask is None else mask.numpy()
         first = 0 if wanted is None or wanted[:1].all() else int(wanted.size - np.count_nonzero(wanted))
         worker = self._backend.bind(kwargs["kvcaches"]) if "kvcaches" in kwargs else None
@@ -194,17 +197,17 @@ class Verbs:
             self._backend.note_failure("load", error)
         retrieved = np.zeros(len(tokens), dtype=np.bool_)
         retrieved[first : first + loaded] = True
-        # LMCache's own retrievals leave tensors of that mode in its counters, to which this adds.
+        # LMCache's own retrievals leave inference-mode tensors in its counters, to which this adds.
         with torch.inference_mode():
             engine.stats_monitor.on_retrieve_finished(started, loaded)
         log.info("[req_id=%s] retrieved %d of %d tokens", request, loaded, len(tokens) - first)
         return torch.from_numpy(retrieved)
 
     def _load(self, worker: PoolWorker, tokens: Any, first: int, request: str | None, kwargs: dict[str, Any]) -> int:
-        """How many chunks from number `first` on are in place."""
+        """Load the chunks from number `first` on. How many are in place, or will be."""
         hit, own = self._hits.take(request), f"{request} of vcache"
         if hit is None:
-            # Nobody looked it up, or that is long ago.
+            # There was no look-up, or it was dropped.
             self._look_up(worker, Hit, own, self._hashes(tokens), kwargs.get("request_configs"))
             hit = self._hits.take(own) or Hit()
         try:

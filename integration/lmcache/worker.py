@@ -1,4 +1,4 @@
-"""What the plugin does with chunks: names them, leases them, moves them. Its callers see to it that nothing is raised into LMCache."""
+"""The plugin's work on chunks: makes their keys, leases and moves them. It may raise; its callers keep that from LMCache."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from .scope import scoped
 log = logging.getLogger(__name__)
 
 COPY_SECONDS = 10.0
-"""How long a load waits for its next chunk, beside what the offload tier may take; a copy takes milliseconds."""
+"""How long a load waits for its next chunk, on top of the offload tier's deadline. A copy takes milliseconds."""
 Slots = npt.NDArray[np.int64]
 
 
 @dataclass
 class Hit:
-    """What a look-up found: the names of the leading chunks that it promises.
+    """What a look-up found: the keys of the leading chunks that it promises.
 
-    leases: with the number of the first chunk of each. held: chunks by number that are in host memory already.
+    leases: each with the number of its first chunk. held: by number, chunks that are in host memory already.
     """
 
     names: list[ChunkKey] = field(default_factory=list)
@@ -51,7 +51,8 @@ class Hit:
 
 @dataclass
 class _PendingLoad:
-    """A load whose caller went on: of chunks that begin with tokens `starts`, at `slots`; tokens before `skip` are left alone."""
+    """A load that was launched and not settled yet. starts: the first token of each chunk. slots: those of the request's tokens. skip:
+    tokens before this one are not written."""
 
     load: Load
     slots: Slots
@@ -62,13 +63,12 @@ class _PendingLoad:
 class PoolWorker:
     """One rank's chunks in the pool. Look-ups in any thread; the rest in the worker's main thread.
 
-    kvcaches: those that loads go to, and that the next `note` is of.
-    settles: loads are only launched, and the caller will ask `settle`, in the same step, which of them held. What is queued on the
-    current stream comes after the copy in any case; the host prepares it meanwhile.
+    kvcaches: the tensors that loads fill, and that the next `note` refers to. settles: `load` only launches, and the caller asks
+    `settle`, in the same step, which blocks failed. What is queued on the current stream comes after the copy in either case.
     """
 
     def __init__(self, session: Session, kvcaches: KVCaches, ranks: int, needs_scope: bool, offload: OffloadConfig) -> None:
-        """ranks: how many hold a shard of every chunk. needs_scope: leave alone requests that do not say whose they are (see `scope`)."""
+        """ranks: how many hold a shard of every chunk. needs_scope: do not cache requests without our tag (see `scope`)."""
         self.session, self.kvcaches, self.settles = session, kvcaches, False
         self.host = Host(session, offload.staging_bytes)
         self._names = TaggedHashKeys(session.namespace, session.rank)
@@ -79,7 +79,7 @@ class PoolWorker:
     # ---- look-ups
 
     def names(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:
-        """What the chunks of a request are called; none if it does not say whose it is."""
+        """The keys of a request's chunks; none if it lacks our tag and needs it."""
         return self._names.of_request(hashes, tags) if hashes and self._mine(tags) else []
 
     def contains(self, keys: Sequence[CacheEngineKey]) -> int:
@@ -87,15 +87,18 @@ class PoolWorker:
         return self.session.lookup(of_rank(self._named(keys), 0), self._ranks)
 
     def promise(self, names: list[ChunkKey]) -> Hit:
-        """What every rank can load from the pool, with a lease on what this rank has there. Not what only the offload tier has: what is
-        promised and does not come has to be recomputed, and not every vLLM does so rightly (see `ModelSpec.recomputes`)."""
+        """The leading chunks that every rank can load from the pool, with a lease on this rank's part.
+
+        Chunks of the offload tier are not promised: one that does not come must be recomputed, which not every vLLM does correctly (see
+        `model_spec._recomputes`).
+        """
         if self._ranks > 1:
             names = names[: self.session.client.lookup(of_rank(names, 0), self._ranks)]
         lease = self.session.leases.acquire(names) if names else None
         return Hit(names[: self._readable(lease)], [(0, lease)]) if lease is not None else Hit()
 
     def fetch_ahead(self, names: list[ChunkKey]) -> Hit:
-        """Lease what is in the pool, and wait for what is in the offload tier."""
+        """The leading chunks that can be loaded: leases those in the pool, and waits until the others are read from the offload tier."""
         hit, there = Hit(), 0
         names = names[: self.session.lookup(of_rank(names, 0), self._ranks)] if self._ranks > 1 else names
         try:
@@ -119,17 +122,17 @@ class PoolWorker:
         return hit
 
     def _readable(self, lease: Lease) -> int:
-        """How many leading chunks of it are within this worker's reach; their segments are mapped now."""
+        """How many of the lease's leading chunks this worker can read. Maps their segments."""
         known, locations = self.session.segments(), lease.locations
         return len(locations) if known.keys() >= {at.segment for at in locations} else len(self.session.views(locations))
 
     # ---- loads
 
     def load(self, hit: Hit, first: int, count: int, slots: Slots, skip: int) -> int:
-        """Load the chunks [first, count) of a request that was looked up; no token before `skip` is written. How many of them are in
-        place and right, or will be if the worker `settles`.
+        """Load the chunks [first, count) of a look-up's `hit`. How many of them are in place and right, or will be if the worker `settles`.
 
-        Under the lease of the look-up if it has time for a copy, and with what was brought. What is there no more is looked for anew.
+        slots: int64, the slots of the request's tokens. skip: tokens before this one are not written. Uses the hit's lease, if it has time
+        for a copy, and its held chunks; other chunks are looked up again.
         """
         size, names = self.session.chunk_size, hit.names[first:count]
         starts = range(first * size, count * size, size)
@@ -153,7 +156,7 @@ class PoolWorker:
         return load.reached
 
     def _part(self, hit: Hit, first: int, count: int) -> Lease | None:
-        """The first of its leases that is on some of these chunks, as far as it is on them, with time for a copy; None if it is over."""
+        """The hit's first lease that covers some of these chunks, cut to them. None if there is none, or it has no time for a copy."""
         for number, lease in hit.leases:
             part = slice(max(first - number, 0), max(count - number, 0))
             if keys := lease.keys[part]:
@@ -164,7 +167,7 @@ class PoolWorker:
         return None
 
     def _finished(self, loading: _PendingLoad) -> int:
-        """Wait for a load, and store in the pool again what came from the offload tier: how many leading chunks are valid."""
+        """Wait for a load, and store in the pool again what came from the offload tier. How many leading chunks are valid."""
         load = loading.load
         loaded = load.run(self._patience)
         try:
@@ -175,7 +178,7 @@ class PoolWorker:
         return loaded
 
     def settle(self, block_size: int) -> set[int]:
-        """Wait for the loads whose callers went on: the KV blocks, `block_size` tokens each, that are not valid. See `settles`."""
+        """Wait for the loads that were launched. The KV blocks, of `block_size` tokens each, that they did not fill."""
         loads, self._loading = self._loading, []
         bad: set[int] = set()
         for loading in loads:
@@ -191,21 +194,20 @@ class PoolWorker:
     # ---- stores
 
     def note(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots) -> None:
-        """Remember where the chunks of a store lie, until `put`."""
+        """Note where the chunks of a store lie, for the next `put`. starts: each one's first token. slots: of the request's tokens."""
         for obj, start in zip(objs, starts, strict=True):
             if isinstance(obj, StoredObj):
                 obj.source = NotedSlots(self.kvcaches, slots, start)
 
     def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
-        """Store noted chunks, those of one `note` in one launch. Visible once copied; those that are there already are not copied again.
+        """Store noted chunks, those of one `note` in one launch. Chunks that are in the pool already are not copied again.
 
-        What another allocator made is not stored: a chunk of the pool is what vLLM's KV blocks hold, byte for byte, and who reads it
-        could not tell.
+        Memory objects of other allocators are skipped: their bytes may not be what vLLM's blocks hold, and no reader could tell.
         """
         pairs = [(key, getattr(obj, "source", None)) for key, obj in zip(keys, objs, strict=False)]
         sources = [(key, source) for key, source in pairs if source is not None]
         names = self._named([key for key, _ in sources])
-        # Those of one `note`, which LMCache puts at once, lie at the same slots.
+        # Chunks of one `note`, which LMCache puts together, have the same `slots`.
         for _, noted in groupby(zip(names, sources, strict=False), key=lambda one: (id(one[1][1].kvcaches), id(one[1][1].slots))):
             part = list(noted)
             kvcaches, slots, _ = part[0][1][1]
@@ -215,9 +217,9 @@ class PoolWorker:
             store(self.session, places, [name for name, _ in part], range(len(part)))
 
     def remove(self, keys: Sequence[CacheEngineKey], force: bool) -> int:
-        """Forget chunks of this rank; how many were in the pool.
+        """Forget chunks of this rank. Returns how many were in the pool.
 
-        force: also those that are leased or pinned, and, soon, those in the offload tier. Else it is an eviction from the pool.
+        force: include chunks that are leased, and, a little later, those in the offload tier. Else only evict from the pool.
         """
         names = self._names.keys(keys)
         if force and self.session.tier is not None:
@@ -225,17 +227,17 @@ class PoolWorker:
         return self.session.client.remove(names, force)
 
     def clear(self) -> int:
-        """Forget every chunk of the namespace, of all instances and ranks, offloaded ones as well; how many were in the pool."""
+        """Forget every chunk of the namespace, of all instances and ranks, offloaded ones too. Returns how many were in the pool."""
         return self.session.client.clear(self.session.namespace.prefix, reset=True)
 
     # ---- inside
 
     def _named(self, keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
-        """The names of the chunks of one call, which are of one request; none if they do not say whose they are."""
+        """The keys of the chunks of one call, all of one request; none if they lack our tag and need it."""
         return self._names.keys(keys) if keys and self._mine(keys[0].tags) else []
 
     def _mine(self, tags: Tags) -> bool:
-        """Whether these tags say whose a chunk is."""
+        """Whether chunks with these tags may be cached: our tag is among them, or is not needed. Reports the first that may not."""
         if not self._needs_scope or scoped(tags):
             return True
         if not self._unscoped:

@@ -1,7 +1,6 @@
-"""The groups of a model's layers that have block tables of their own: what a chunk has of each, which of it a hit needs, and what of it is
-still there.
+"""Groups of layers with block tables of their own: which blocks of each a chunk holds, which a hit needs, and which are still there.
 
-Of vLLM's objects only the names of their types and their numbers are looked at: this imports no vLLM, and runs where there is none.
+It does not import vLLM: it only reads numbers and the names of types from vLLM's objects.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from .weights import digest, text
 
 Bools = npt.NDArray[np.bool_]
 NULL = 0
-"""vLLM's block of nobody, where a window has passed."""
+"""vLLM's null block, which stands in a block table where a window has passed."""
 STATES = "MambaSpec"
-"""vLLM's kind of layers that keep a state, not tokens: Mamba's, gated delta nets', short convolutions'."""
+"""vLLM's specification of layers that keep a state in place of tokens: Mamba, gated delta nets, short convolutions."""
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOWED = "SlidingWindowSpec"
 _SIZES = "UniformTypeKVCacheSpecs"
@@ -37,8 +36,11 @@ _REASONS: Mapping[str, str] = {
 
 
 class LayerGroup(NamedTuple):
-    """number: vLLM's. block_size: in tokens. window: tokens that its layers look back at, the next one's own with them, and those that
-    vLLM keeps beside; 0: all there are. state: what its layers keep in place of tokens, as text; empty if they keep tokens."""
+    """Layers that share a block table.
+
+    number: vLLM's. block_size: in tokens. window: how many tokens its layers attend to, the current one and extra ones that vLLM retains
+    included; 0: all. state: a digest of what its layers keep in place of tokens; empty if they keep tokens.
+    """
 
     number: int
     block_size: int
@@ -48,17 +50,18 @@ class LayerGroup(NamedTuple):
 
 
 class Groups:
-    """Those of one instance, those that look at all tokens first. Immutable; the same in the scheduler and in workers.
+    """The groups of one instance. Immutable; equal in the scheduler and in the workers.
 
-    block: tokens that are whole blocks of all of them. place: of which the blocks of all are made. size: tokens of a chunk. shares: what
-    a chunk has of each. Rows: a request's blocks, by vLLM's number of the group.
+    groups: those whose layers keep tokens; first those that attend to all tokens. block: tokens, the least common multiple of all block
+    sizes. place: tokens, their greatest common divisor. size: tokens of a chunk. shares: what a chunk holds of each group. Methods take
+    `rows`, a request's block tables by vLLM's number of the group.
 
-    states: those whose layers keep a state. A chunk has nothing of them. The state behind its last token, a block of each, is stored
-    where vLLM has it, as `parts` chunks more of their own keys: vLLM's pages are all of one size.
+    states: groups whose layers keep a state. A chunk holds nothing of them. The state after its last token, one block of each group, is
+    stored as `parts` further chunks with keys of their own, if vLLM has it (vLLM's pages are all of one size).
     """
 
     def __init__(self, groups: Sequence[LayerGroup], chunk_size: int) -> None:
-        """LayoutError if chunks are not made of whole blocks of each."""
+        """chunk_size: in tokens. LayoutError if a chunk does not consist of whole blocks of each group."""
         tokens = [group for group in groups if not group.state]
         self.groups = sorted(tokens, key=lambda group: (group.window > 0, group.number))
         self.states = [group for group in groups if group.state]
@@ -71,35 +74,37 @@ class Groups:
 
     @property
     def text(self) -> str:
-        """Their kinds, on which two instances must agree."""
+        """The groups' kinds and block sizes, on which two instances must agree to share."""
         kinds = (f"window{group.window}" if group.window else "full" for group in self.groups)
         named = [f"{kind}/{group.block_size}" for kind, group in zip(kinds, self.groups, strict=True)]
         return " ".join(named + [f"state-{group.state}/{group.block_size}" for group in self.states])
 
     @property
     def layers(self) -> str:
-        """A digest of what they are called, group by group, in the order in which a chunk holds them."""
+        """A digest of the layers' names, group by group, in the order in which a chunk holds them."""
         return digest([list(group.layers) for group in [*self.groups, *self.states]])
 
     @property
     def blocks(self) -> int:
-        """Of a chunk, all groups' together. Each is as large as the pages of the widest group's layers."""
+        """Blocks of a chunk, all groups' together. Each takes as many bytes as a block of the group with the most layers."""
         return sum((share.tail or self.size) // share.block_size for share in self.shares)
 
     @property
     def parts(self) -> int:
-        """Chunks that a state takes."""
+        """Chunks that one state takes."""
         return -(-len(self.states) // self.blocks) if self.states else 0
 
     @property
     def lead(self) -> int:
-        """Of a chunk's blocks, which every hit needs that goes on behind it: those of groups that look at all tokens. They come first."""
+        """How many of a chunk's blocks every hit over it needs: those of groups that attend to all tokens. They come first in the chunk."""
         return sum(share.of(self.size) for group, share in zip(self.groups, self.shares, strict=True) if not group.window)
 
     def reach(self, right: Bools) -> tuple[int, int]:
-        """right: of consecutive chunks, a row each, which blocks are there; vLLM has what is before, if anything. How many of the chunks a
-        hit may have: the first ones, as far as all have what every hit needs, and at its end the windows too; and how many it had if
-        all windows were there."""
+        """How many of these leading chunks a hit can have, and how many if all windows' blocks were there.
+
+        right: shape (chunks, `blocks`): which blocks are there. All chunks of a hit need their `lead`; at its end the windows are needed,
+        too. vLLM has what comes before the first chunk.
+        """
         lacking = np.flatnonzero(~right[:, : self.lead].all(axis=1))
         most = int(lacking[0]) if len(lacking) else len(right)
         ends, chunks = np.ones(most, dtype=np.bool_), np.arange(1, most + 1)
@@ -112,7 +117,7 @@ class Groups:
         return (int(hits[-1]) + 1 if len(hits) else 0), most
 
     def needed(self, chunks: int) -> Bools:
-        """Of so many chunks, a row each, the blocks that a hit needs which ends with the last one."""
+        """Which blocks a hit over exactly so many chunks needs: shape (chunks, `blocks`)."""
         needed = np.zeros((chunks, self.blocks), dtype=np.bool_)
         needed[:, : self.lead] = True
         for columns, need in self._windows():
@@ -122,7 +127,7 @@ class Groups:
         return needed
 
     def window(self, rows: Sequence[npt.NDArray[Any]], chunks: int) -> list[npt.NDArray[Any]]:
-        """Of each group with a window, what its row has for the blocks that a hit of so many chunks needs."""
+        """For each group with a window, the part of its row that a hit over so many chunks needs."""
         found = []
         for group in self.groups:
             if group.window:
@@ -131,29 +136,32 @@ class Groups:
         return found
 
     def most_blocks(self, tokens: int) -> int:
-        """All that a request of so many tokens may take as it begins: of tables of states the one that is loaded, the one it goes on in,
-        one for a state from within the step, and a copy."""
+        """The most blocks that a request of so many tokens takes when it begins. For each group of states four: the loaded state's, the one
+        in which the request goes on, one for a state within the step, and a copy."""
         return sum(-(-tokens // group.block_size) for group in self.groups) + 4 * len(self.states)
 
     def length(self, rows: Sequence[Sequence[int]]) -> int:
-        """Tokens that every group has a place for."""
+        """How many of the request's tokens have blocks in every group."""
         return min(len(rows[group.number]) * group.block_size for group in self.groups)
 
     def chunks(self, rows: Sequence[Sequence[int]], first: int, stop: int) -> list[int]:
-        """The blocks of the chunks [first, stop), chunk by chunk, and of each group by group."""
+        """The blocks of the chunks [first, stop), chunk by chunk, within a chunk group by group."""
         found: list[int] = self.table(rows, first, stop).reshape(-1).tolist()
         return found
 
     def wanted(self, rows: Sequence[Sequence[int]], local: int, end: int) -> list[int]:
-        """The same from the chunk with token `local` on up to token `end`, a chunk's, and the state there; -1 for those before `local`,
-        which vLLM has, and where it has none. ValueError if it counts on one that chunks do not have."""
+        """The blocks to load for the tokens [local, end): as `chunks`, from the chunk with token `local` on; then the state's at `end`.
+
+        end: a multiple of the chunk size. -1 stands for blocks before `local`, which vLLM has, and for blocks that vLLM does not want.
+        ValueError if vLLM wants a block that chunks do not hold.
+        """
         if end % self.size:
             raise ValueError(f"vLLM wants {end} tokens, which are not chunks of {self.size}")
         first, stop, tables, lacking = local // self.size, end // self.size, list[npt.NDArray[np.int64]](), 0
         for group, share in zip(self.groups, self.shares, strict=True):
             each, begin = self.size // group.block_size, local // group.block_size
             row = rows[group.number][begin : end // group.block_size]
-            # What a window has passed comes first.
+            # Null blocks, which a window has passed, come first.
             passed = row.count(NULL)
             real = row[passed:]
             table = np.full((stop - first) * each, -1, dtype=np.int64)
@@ -164,7 +172,7 @@ class Groups:
         if lacking:
             raise ValueError(f"of tokens {local} to {end} vLLM wants {lacking} blocks that chunks of {self.size} do not have")
         state = self.state(rows, end)
-        # What vLLM goes on from it has in the last block, and in none before.
+        # vLLM must want the state in its last block, and none before.
         if len(state) < len(self.states) or any(
             any(rows[group.number][local // group.block_size : end // group.block_size - 1]) for group in self.states
         ):
@@ -173,21 +181,25 @@ class Groups:
         return found + state + [-1] * (self.parts * self.blocks - len(state))
 
     def state(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
-        """The blocks in which the layers that keep states have those behind token `end`; fewer than there are groups if some have not."""
+        """The blocks of the state after `end` tokens, one for each group of states that has it."""
         found = [rows[group.number][end // group.block_size - 1 : end // group.block_size] for group in self.states]
         return [block for row in found for block in row if block != NULL]
 
     def running(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
-        """The blocks in which the step goes on that begins with `end` tokens: vLLM has copied the state there into them. ValueError if it
-        has none."""
+        """The blocks to which vLLM has copied the state at `end`, and in which its next step goes on; padded with -1 to whole chunks.
+
+        ValueError if there are none.
+        """
         found = [row[-1] for row in (rows[group.number][end // group.block_size :] for group in self.states) if row]
         if len(found) < len(self.states) or NULL in found:
             raise ValueError(f"vLLM has no block in which it goes on from token {end}")
         return found + [-1] * (self.parts * self.blocks - len(found))
 
     def ended(self, rows: Sequence[Sequence[int]], reached: int, offered: Sequence[tuple[int, int, int]]) -> dict[int, list[int]]:
-        """Which states at chunks' ends, by their tokens, are in which blocks when the step is over that has computed `reached` tokens: the
-        one it ends with, which the next step copies on from there, and those that vLLM says it has: group, block, tokens."""
+        """The states at chunks' ends that can be stored after a step that reaches `reached` tokens: by tokens, their blocks.
+
+        These are the state that the step ends with, and those in `offered`, vLLM's own list of (group, block, tokens).
+        """
         ends = {} if reached % self.size else {reached: self.state(rows, reached)}
         for tokens in {tokens for _, _, tokens in offered if not tokens % self.size}:
             there = {group: block for group, block, end in offered if end == tokens}
@@ -195,8 +207,8 @@ class Groups:
         return {tokens: blocks for tokens, blocks in ends.items() if len(blocks) == len(self.states)}
 
     def alive_from(self, rows: Sequence[Sequence[int]], computed: int, first: int, stop: int) -> int:
-        """The first of the chunks [first, stop) from which on vLLM has given no block away before a step that begins with so many tokens
-        computed; `stop` if there is none."""
+        """The first of the chunks [first, stop) from which on all blocks are still the request's in a step that begins with `computed`
+        tokens; `stop` if there is none."""
         dead = (self.table(rows, first, stop) == NULL).any(axis=1)
         ends = np.arange(first + 1, stop + 1) * self.size
         for group, share in zip(self.groups, self.shares, strict=True):
@@ -206,7 +218,7 @@ class Groups:
         return first + int(np.flatnonzero(dead)[-1]) + 1 if dead.any() else first
 
     def table(self, rows: Sequence[Sequence[int] | npt.NDArray[Any]], first: int, stop: int) -> npt.NDArray[np.int64]:
-        """The same, one chunk a row; or what else there is of each block in `rows`."""
+        """As `chunks`, with one row for each chunk: shape (stop - first, `blocks`). `rows` may hold other numbers than blocks, too."""
         found = []
         for group, share in zip(self.groups, self.shares, strict=True):
             each = self.size // group.block_size
@@ -215,7 +227,7 @@ class Groups:
         return np.concatenate(found, axis=1)
 
     def _windows(self) -> Iterator[tuple[slice, int]]:
-        """Of each group with a window: which blocks of a chunk are its, and how many at a hit's end are needed."""
+        """For each group with a window: which of a chunk's blocks are its own, and how many blocks before a hit's end it needs."""
         start = 0
         for group, share in zip(self.groups, self.shares, strict=True):
             stop = start + share.of(self.size)
@@ -225,7 +237,7 @@ class Groups:
 
 
 def several(kv_cache_config: Any) -> bool:
-    """Whether it takes `Groups` to say which blocks are whose: not where all layers look at all tokens by one block table."""
+    """Whether the model needs `Groups`: it has several block tables, or a single one of a sliding window."""
     kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
     return len(kinds) > 1 or kinds == [_WINDOWED]
 
@@ -236,12 +248,12 @@ def keep_states(kv_cache_config: Any) -> bool:
 
 
 def hidden(kv_cache_config: Any) -> bool:
-    """Whether the scheduler cannot see what this worker's half refuses: of pages of several sizes vLLM shows it one."""
+    """Whether only a worker sees that the model must be refused: vLLM shows the scheduler one page size where there are several."""
     return any(type(group.kv_cache_spec).__name__ == _SIZES for group in kv_cache_config.kv_cache_groups)
 
 
 def read(kv_cache_config: Any, chunk_size: int) -> Groups:
-    """The groups of an instance. LayoutError, in one line, for what cannot be cached."""
+    """The groups of an instance, from vLLM's `KVCacheConfig`. LayoutError, in one line, if they cannot be cached."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise LayoutError("the model keeps nothing of its tokens: nothing to change")
@@ -258,7 +270,7 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
 
 
 def is_full(kind: str) -> bool:
-    """Whether layers of this kind look at all tokens."""
+    """Whether layers of this kind attend to all tokens."""
     return kind in _FULL
 
 
@@ -270,7 +282,7 @@ def unknown(kind: str) -> str | None:
 
 
 def _unsteady(spec: Any) -> str | None:
-    """Why nobody can tell where vLLM has which state, if so."""
+    """Why it cannot be told which state vLLM has in which block; None if it can."""
     if type(spec).__name__ != STATES:
         return None
     if spec.mamba_cache_mode != "align":
@@ -295,11 +307,11 @@ def _group(number: int, group: Any) -> LayerGroup:
 
 
 def _tail(group: LayerGroup, chunk_size: int) -> int:
-    """Of how many tokens at a chunk's end a hit that ends there, or later, can need the blocks; 0: of all."""
+    """How many tokens at a chunk's end have blocks that a hit may need; 0: all of them."""
     tokens = _looked_back(group) * group.block_size
     return tokens if 0 < tokens < chunk_size else 0
 
 
 def _looked_back(group: LayerGroup) -> int:
-    """Blocks before a token that its window looks at, at most; 0: all."""
+    """The most blocks before a token that its window reaches into; 0: all."""
     return -(-(group.window - 1) // group.block_size) if group.window else 0

@@ -1,4 +1,4 @@
-"""vLLM keeps what it uses; what others read in its KV cache is kept as long: such blocks go to the end of the free queue, too."""
+"""Keeps blocks that other instances read as if vLLM had used them itself: they go to the end of its free queue."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from .replicas import Replica
 log = logging.getLogger("vllm.vcache")
 
 MOST_BLOCKS = 256
-"""Blocks that are moved in a step, in a quarter of a millisecond."""
+"""Blocks moved in one step, which takes a quarter of a millisecond."""
 MOST_WAITING = 16
-"""Heartbeats' worth of hints that wait for the next step; a hint that is dropped is a chunk that leaves earlier."""
+"""Heartbeats whose hints may wait for the next step. Chunks whose hint is dropped leave the cache earlier."""
 
 
 def tell(courier: Courier | None, keys: list[ChunkKey], first: int, residents: Mapping[int, Replica]) -> None:
-    """A load reads these chunks of a request in others' KV caches, numbered from its chunk `first` on: let their owners know, soon, of
-    the whole prefix. What is before these chunks they need as much."""
+    """Tell the owners of these chunks, in the background, that a load reads them. residents: numbered from the request's chunk `first` on.
+
+    The hint names the whole prefix, since the chunks are useless without those before them.
+    """
     ends = {owner: first + chunk + 1 for chunk, (owner, _, _) in sorted(residents.items())}
     if courier is not None:
         for owner, end in ends.items():
@@ -33,7 +35,7 @@ def tell(courier: Courier | None, keys: list[ChunkKey], first: int, residents: M
 
 
 class Hints:
-    """`hear` from any thread; `apply` in the scheduler's."""
+    """Hints that an instance has received about its own blocks. `hear` may be called in any thread, the rest in the scheduler's."""
 
     def __init__(self, pool: Any, generations: Generations, each: int) -> None:
         """pool: vLLM's `BlockPool`. each: blocks of a chunk."""
@@ -42,21 +44,21 @@ class Hints:
         self._left = MOST_BLOCKS
 
     def hear(self, heard: Heard) -> None:
-        """Chunks that others have read."""
+        """Note chunks that others have read, for the next `apply`."""
         if not heard.blocks or len(self._waiting) >= MOST_WAITING:
             return
         blocks = np.frombuffer(heard.blocks, dtype="<u4").reshape(-1, self._each)
         generations = np.frombuffer(heard.generations, dtype="<u8").reshape(-1, self._each)
-        # A chunk's last block first: of a prefix the head is to leave last.
+        # A chunk's last block first: a prefix should leave the cache from its end.
         self._waiting.append((blocks[:, ::-1].reshape(-1), generations[:, ::-1].reshape(-1)))
 
     def planned(self) -> None:
-        """What is moved from now on is moved in the next step."""
+        """A step is planned: the next one may move `MOST_BLOCKS` again."""
         self._left = MOST_BLOCKS
 
     def apply(self) -> None:
-        """Make some of the blocks the last that vLLM gives away: such as nobody here uses, and still hold what was read. In a step as often
-        as one likes."""
+        """Move blocks that are unused here, and still hold what was read, to the end of vLLM's free queue. At most `MOST_BLOCKS` a step,
+        however often it is called. Never raises."""
         if not self._waiting or not self._left:
             return
         try:

@@ -1,4 +1,4 @@
-"""Where the tokens of a hit lay, as vLLM counts them by source from 0.32 on."""
+"""Tells vLLM 0.32 and later where the tokens of a hit lay."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .metadata import LoadSpec
 from .tracked import Tracked
 
 NAMES = {"own": "device", "peer": "p2p", "host": "host"}
-"""Where segments lie, in vLLM's words. Another instance's KV cache is `p2p`; of the offload tier, which may lie anywhere, vLLM's own
-connectors say nothing."""
+"""vLLM's names for the places of segments. Another instance's KV cache is `p2p`. The offload tier has no name, since its bytes may lie
+anywhere."""
 
 
 def split(instance: Introduction, tracked: Tracked, load: LoadSpec, external: int, size: int) -> dict[str, int]:
-    """The `external` tokens that vLLM hopes for of a load, by where they lie for the first worker; as many as that is known of.
+    """The `external` tokens of a load by where they lie for the first worker, as far as that is known.
 
-    size: tokens of a chunk. Asks the server, once, about what is loaded without a lease, unless all of the pool lies in one place.
+    size: tokens of a chunk. Asks the server, once, about chunks that are loaded without a lease, unless all segments lie in one place.
     """
     first, end = tracked.local // size, tracked.local + external
     tokens = Counter[str]()
@@ -30,10 +30,10 @@ def split(instance: Introduction, tracked: Tracked, load: LoadSpec, external: in
 
 
 def _names(instance: Introduction, tracked: Tracked, load: LoadSpec, first: int, stop: int) -> list[str]:
-    """Of the chunks [first, stop), "" of one of which it is not known."""
+    """The place of each of the chunks [first, stop); "" if it is not known."""
     answer, everywhere = tracked.answer, {NAMES[place] for place in instance.places.values()}
     if tracked.params.announced:
-        # Another instance computes them; those that are pooled may yet be anywhere.
+        # Another instance is computing these chunks, so it is not known yet where in the pool they will lie.
         everywhere = {"p2p"} if instance.shared is not None else everywhere
         return [everywhere.pop() if len(everywhere) == 1 else "p2p"] * (stop - first)
     names = ["p2p" if number in load.residents else "" for number in range(stop - first)]
@@ -49,7 +49,7 @@ def _names(instance: Introduction, tracked: Tracked, load: LoadSpec, first: int,
 
 
 def _segments(instance: Introduction, tracked: Tracked, load: LoadSpec, first: int, pooled: list[int]) -> list[str]:
-    """In which these chunks, numbered from the first one, lie."""
+    """The segments of these chunks, which are numbered from the load's first one. Empty if the server does not answer."""
     if load.lease is not None:
         return [load.lease.locations[number * load.lease.ranks].segment for number in pooled]
     if instance.client is not None and pooled:

@@ -1,4 +1,4 @@
-"""The half of sharing in place that runs in a worker: its KV cache shown to others, theirs mapped, and what its steps compute told."""
+"""Sharing in place, the worker's half: shows its KV cache to others, maps theirs, and publishes what its steps compute."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from .stores import Stores
 
 
 class InPlace:
-    """In the worker's main thread. neighbours: the KV caches of others, once this worker's own is known. publisher: once that one is
-    shown."""
+    """In the worker's main thread. neighbours: others' KV caches; None before `open`. publisher: None before `show`."""
 
     def __init__(self, exporter: Exporter, each: int, lead: int, shows: bool) -> None:
-        """each, lead: blocks of a chunk, and those that every reader needs. shows: whether others read this worker's KV cache, not
-        another's that holds the same."""
+        """each, lead: blocks of a chunk, and how many of them every reader needs. shows: whether others read this worker's KV cache; with
+        MLA all ranks hold the same, and only one shows it."""
         self.exporter, self._each, self._lead, self._shows = exporter, each, lead, shows
         self._regions: list[Region] = []
         self._measured = 0
@@ -39,14 +38,14 @@ class InPlace:
         self._shown: Shown | None = None
         self.publisher: Publisher | None = None
         self._told: list[Reads] = []
-        """What the server knows of what this worker has read. Of the client's thread."""
+        """What the server was last told that this worker has read. Used by the client's thread only."""
 
     def export(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """vLLM has made its KV cache. Raises LayoutError, SegmentError: others could not read it."""
+        """vLLM has made its KV cache. LayoutError or SegmentError if others cannot map it."""
         self._regions = self.exporter.regions(kv_caches)
 
     def open(self, session: Session, kv: PagedKV) -> None:
-        """The worker has joined the pool, and this is its KV cache. Raises LayoutError."""
+        """The worker has joined the pool; `kv` describes its KV cache. Raises LayoutError."""
         device = session.device
         if device.medium == "host" and kv.device.type != "cpu":
             device = devices.resolve(str(kv.device))
@@ -57,7 +56,7 @@ class InPlace:
         session.client.on_return.append(self._told.clear)
 
     def show(self, instance: InstanceId) -> None:
-        """Others know this instance by that name. Again with the same one: nothing."""
+        """Show the KV cache to others under the instance's name. Later calls do nothing."""
         session = self._session
         if session is None or self._shown is not None or not self._shows:
             return
@@ -65,8 +64,10 @@ class InPlace:
         self.publisher = Publisher(session.client, session.stats, instance, self._each, self._lead)
 
     def publish(self, specs: Sequence[PublicationSpec], unfilled: AbstractSet[int]) -> set[str]:
-        """Tell of what the step's model run, all of it queued, computes, once it has; but of nothing that was computed from an `unfilled`
-        block, whosever. The requests that did are the answer."""
+        """Publish the chunks of the step's model run, all of which is queued, once it has computed them.
+
+        Returns the requests of which nothing is published, since their chunks were computed from an `unfilled` block.
+        """
         spoiled = {spec.request_id for spec in specs if unfilled and not unfilled.isdisjoint(_blocks(spec))}
         session, publisher = self._session, self.publisher
         wanted = [spec for spec in specs if spec.request_id not in spoiled]
@@ -80,7 +81,7 @@ class InPlace:
         return spoiled
 
     def save(self, spec: PublicationSpec, stores: Stores) -> None:
-        """Keep in the pool what was published of these chunks; but what their blocks hold no more when they are read is given up."""
+        """Store in the pool those of these chunks that were published. One that loses its blocks before the copy is over is given up."""
         session, publisher = self._session, self.publisher
         if session is None or publisher is None:
             return
@@ -90,7 +91,7 @@ class InPlace:
             stores.save(known.keys, blocks, known.epoch, partial(publisher.holds, known))
 
     def measure(self, meter: Meter) -> None:
-        """Tell the meter what was published since the last call."""
+        """Tell the meter how many chunks were published since the last call."""
         if self._session is not None:
             published = self._session.stats.counted("chunks_").get("published", 0)
             meter.count("published_chunks", published - self._measured)
@@ -103,7 +104,7 @@ class InPlace:
             self._told[:] = reads
 
     def close(self) -> None:
-        """Idempotent. Before the session is closed, after the last load is over."""
+        """Idempotent. Call it after the last load is over, and before the session is closed."""
         for part in (self.publisher, self._shown, self.neighbours):
             if part is not None:
                 part.close()

@@ -1,4 +1,4 @@
-"""What the workers of an instance hold, by their own word, and what follows: which chunks are its own, and its scheduler's connection."""
+"""Collects what the workers say they hold, and then opens the scheduler's connection under the namespace that follows from it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .publications import Publications
 log = logging.getLogger("vllm.vcache")
 
 INTRODUCTION_SECONDS = 10.0
-"""How long the first request waits for the workers to say what they hold; they do in the first step, which runs no model."""
+"""How long the first request waits for the workers' introductions, which come with the first step. That one runs no model."""
 
 
 class Introduction:
-    """In the scheduler's thread. Nothing waits longer than a call of the client may.
+    """In the scheduler's thread. Nothing waits longer than one call of the client.
 
-    refused: why nothing is cached, empty if something is. ranks: shards of a chunk. readable: the segments that all workers can
-    read, places: where segments lie for the first one, and mapped: the instances whose KV caches all can read. keys, client, courier:
-    once it is open, of the instance's namespace. announcer: what it has published, where somebody wants KV events. shared: what this
-    instance shares in place, tables: the generations of others, and pinning: what keeps their blocks, where KV caches are shared so.
+    refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk. readable: the segments that all workers can
+    read. places: where segments lie for the first worker. mapped: the instances whose KV caches all workers can read. keys, client,
+    courier: the namespace's; None before `open`. announcer: None unless somebody wants KV events. For sharing in place, else None.
+    shared: what this instance publishes. tables: other instances' generations. pinning: keeps their blocks during synchronous loads.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Introduction:
         refused: str | None,
         publications: Publications | None = None,
     ) -> None:
-        """hash_block: tokens that one of vLLM's block hashes stands for. publications: what is shared in place, if that is how."""
+        """hash_block: tokens that one of vLLM's block hashes covers. publications: None unless KV caches are shared in place."""
         self._config, self._model, self._hash_block = config, model, hash_block
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
         self._wait_until = 0.0
         self._prefix = b""
         self._not_joined = ""
-        """Why the server has not our generations, if it said so."""
+        """Why the server has not taken our generations; empty if it has, or was not asked."""
         self.shared = publications
         self.announcer: Announcer | None = None
         self.tables: Tables | None = None
@@ -75,18 +75,18 @@ class Introduction:
             self._refuse(refused)
             return
         try:
-            # Now, since it takes a moment in the background until it is there.
+            # Early, since connecting takes a moment, in the background.
             self.offload = OffloadLookup(config.offload, self.ranks, model.device_type != "cpu")
         except Exception:  # the integration's outermost line: vLLM serves without
             log.exception("vcache: nothing is read from the offload tier")
 
     @property
     def over(self) -> bool:
-        """Whether it is known what every worker holds, or that nothing is cached."""
+        """Whether all workers have introduced themselves, or the instance is refused."""
         return bool(self.refused) or len(self._shards) == self.workers
 
     def waits(self) -> bool:
-        """Whether a request is to wait until all workers have said what they hold, for `INTRODUCTION_SECONDS` at most."""
+        """Whether requests must wait for the workers' introductions; `INTRODUCTION_SECONDS` at most, then the instance is refused."""
         if self.keys is not None or self.over:
             return False
         self._wait_until = self._wait_until or monotonic() + INTRODUCTION_SECONDS
@@ -95,8 +95,8 @@ class Introduction:
         return not self.refused
 
     def note(self, shards: Mapping[tuple[int, int], Shard], links: Mapping[int, Link]) -> None:
-        """shards: what workers hold, by (pipeline rank, tensor rank), or that one caches nothing any more. links: how they reach the
-        offload tier, by their numbers."""
+        """Take in what workers report. shards: by (pipeline rank, tensor rank), what one holds, or why it caches nothing any more. links:
+        by worker's number, how it reaches the offload tier."""
         if shards and not self.refused:
             self._shards |= {rank: shard.spec for rank, shard in shards.items()}
             problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
@@ -109,7 +109,7 @@ class Introduction:
             self.offload.note(links)
 
     def reads(self, segments: Mapping[int, Mapping[SegmentId, Where]], mapped: Mapping[int, frozenset[bytes]]) -> None:
-        """What workers can read, by their numbers, where that changed."""
+        """Take in what workers can read, by worker's number; only those that report a change."""
         self._segments |= segments
         self._mapped |= mapped
         if len(self._segments) == self.workers:
@@ -119,8 +119,10 @@ class Introduction:
             self.mapped = frozenset.intersection(*self._mapped.values())
 
     def open(self) -> bool:
-        """Connect, once everything that names depend on is known: the engine runs, and every worker has said what it holds. Whether
-        chunks can be named."""
+        """Connect once all that the namespace depends on is known: the engine runs, and every worker has introduced itself.
+
+        Returns whether chunks can be named now.
+        """
         if self.keys is not None or self.refused or not self.over:
             return not self.refused and self.keys is not None
         if self.shared is not None and not self.shared.watches:
@@ -151,8 +153,8 @@ class Introduction:
         return True
 
     def _join(self) -> None:
-        """Show the server our generations: now, to every server that comes after it, and with every heartbeat until it takes them. Also
-        in the client's background thread."""
+        """Show the server our generations. Called on connecting, on reconnecting, and with every heartbeat until the server takes them; so
+        also in the client's background thread."""
         here, client = self.shared, self.client
         if here is None or client is None or not client.connected:
             return
@@ -175,7 +177,7 @@ class Introduction:
             self._listen()
 
     def _listen(self) -> None:
-        """Hear of resets that others have made, and of chunks that they have read. Also in the client's background thread."""
+        """Ask for resets that others have made, and for chunks that they have read here. Also in the client's background thread."""
         here, client = self.shared, self.client
         if here is None or client is None:
             return
@@ -185,14 +187,16 @@ class Introduction:
             log.debug("listen: %s", error)
 
     def _check(self) -> None:
-        """Hear which of the chunks published are gone. In the client's background thread."""
+        """Find out which chunks that were announced are gone. In the client's background thread."""
         if self.announcer is not None and self.client is not None:
             with suppress(VCacheError):
                 self.announcer.check(self.client.contains)
 
     def clear(self) -> bool:
-        """Have no chunk of the namespace found again, in the pool or the offload tier; False if the server did not answer, or before the
-        first step, when nobody knows which namespace that is."""
+        """Reset the namespace: none of its chunks, pooled or offloaded, is found again. True too if the instance is refused.
+
+        False if the server did not answer, or if the namespace is not known yet, before the first step.
+        """
         if not self.open() or self.client is None:
             return bool(self.refused)
         try:
@@ -206,7 +210,7 @@ class Introduction:
     def close(self) -> None:
         """Idempotent."""
         if self.client is not None:
-            with suppress(VCacheError):  # with what is still to be told
+            with suppress(VCacheError):  # any call takes along what is still to be told
                 self.client.list_segments()
         for part in (self.courier, self.client, self.offload):
             if part is not None:

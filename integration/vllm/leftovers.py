@@ -1,4 +1,4 @@
-"""KV of before a reset that vLLM itself did not make, as requests ran: what is computed from it is not stored."""
+"""Finds requests that go on with KV from before a reset, because vLLM kept it. What they compute is not stored."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from .tracked import Tracked
 
 
 class Leftovers:
-    """In the scheduler's thread, where the pool is what is shared. Whoever resets changes the weights, whatever vLLM says of its own cache:
-    requests go on with what they have, and others find that there. `Tracked.outdated` says of which this is so; of one that is preempted,
-    and computed again, it is not. Nothing is looked at unless vLLM kept something."""
+    """In the scheduler's thread; only for sharing through a pool.
+
+    A reset means that the weights change, even if vLLM could not clear its own cache: running requests go on with old KV, and later ones
+    hit it there. `Tracked.outdated` marks both; it is cleared for a request that is preempted and recomputed. It costs nothing unless
+    vLLM kept blocks.
+    """
 
     def __init__(self, groups: Groups | None, block: int) -> None:
-        """groups: None where all layers look at all tokens by one block table, of blocks of so many tokens."""
+        """groups: None if all layers share one block table. block: tokens of its blocks."""
         tables = {0: block} if groups is None else {one.number: one.block_size for one in [*groups.groups, *groups.states]}
         self._sizes = [tables[number] for number in sorted(tables)]
         self._kept = False
         self._resets = 0
         self._right: set[int] = set()
-        """Blocks that requests got since the last reset which have nothing of before it."""
+        """Blocks that requests got since the last reset and that hold nothing from before it."""
 
     def reset(self, pool: Any, requests: Iterable[Tracked]) -> None:
-        """The namespace is reset. pool: vLLM's `BlockPool`, which it may have reset just before; None if it was not shown."""
+        """The namespace is reset. pool: vLLM's `BlockPool`, which vLLM may just have reset; None if vLLM has not shown it."""
         self._kept = pool is None or pool.get_num_free_blocks() < pool.num_gpu_blocks - 1
         self._resets += 1
         self._right.clear()
@@ -32,14 +35,14 @@ class Leftovers:
             tracked.outdated = self._kept
 
     def loads(self, tracked: Tracked) -> None:
-        """A load of the request's begins; one of before a reset brings what was there before."""
+        """A load of the request begins. If a reset comes before its end, it brings old chunks."""
         tracked.resets = self._resets
 
     def begin(self, tracked: Tracked, computed: int) -> None:
-        """The request, of which so many tokens are computed, has got all of its blocks."""
+        """The request begins, or resumes, with all of its blocks and `computed` tokens: decide whether it is outdated."""
         if not self._kept:
             return
-        # What another connector brings, or vLLM copies of a part of a block, may be of before, whoever had the block since.
+        # What another connector loads, or vLLM copies out of a part of a block, may be old, whichever block it is in.
         local = tracked.local
         strange = computed > tracked.supplied or any(local % size for size in self._sizes)
         late = tracked.supplied > local and tracked.resets != self._resets
@@ -48,7 +51,7 @@ class Leftovers:
         self.more(tracked, tracked.rows)
 
     def more(self, tracked: Tracked, rows: Iterable[Sequence[int]]) -> None:
-        """The request has got these, too."""
+        """The request has got more blocks, by block table."""
         if not self._kept:
             return
         for row in rows:

@@ -1,6 +1,6 @@
-"""What vLLM's configuration and KV tensors say about a serving instance, for both integrations, and the layout that follows.
+"""Reads a serving instance from vLLM's configuration and KV tensors, for both integrations, and makes its layout.
 
-vLLM and LMCache are never imported here: whoever calls has loaded what there is.
+It imports neither vLLM nor LMCache.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .weights import digest, extra, rope, text, weights
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One serving instance as a whole, as any of its processes reads it from vLLM's configuration.
+    """A whole serving instance, as any of its processes reads it from vLLM's configuration.
 
-    dtype, kv_cache_dtype: of the computation, and of what is cached (`auto` resolved). layers, kv_heads, head_dim: of the whole
-    model, draft layers not included. rope: canonical text. context_parallel: both sizes multiplied. unnamed_inputs: whether images and
-    the like are told apart within one process only. new_weights: whether others may come while it runs. named: by the user.
-    gpu_memory_utilization: None where it does not apply. block_size: tokens a block that vLLM hands out. hash_algorithm: of vLLM's
-    block hashes. extra: what else the bytes depend on, by name.
+    dtype, kv_cache_dtype: the computation's and the cache's (`auto` resolved). layers, kv_heads, head_dim: the whole model's, without
+    draft layers. rope: canonical text. context_parallel: the product of both sizes. unnamed_inputs: images and the like are told apart
+    within one process only. new_weights: weights may change while it runs. named: the user has named the weights. block_size: tokens of
+    the blocks that vLLM hands out. gpu_memory_utilization: None if it does not apply. hash_algorithm: of vLLM's block hashes. recomputes:
+    see `_recomputes`. extra: what else the bytes depend on, by name.
     """
 
     model: str
@@ -62,9 +62,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ShardSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's part of every chunk.
 
-    kv_layout, dtype, layers, parts, page_bytes: as `PagedKV` has them. block_size: tokens a block of the tensors, maybe fewer than
-    vLLM's. chunk_bytes: of this worker's part. attention: the backends' names. layer_names: a digest of them, in their order.
-    problem: why this worker must not cache; then the rest may be missing.
+    kv_layout, dtype, layers, parts, page_bytes: see `PagedKV`. block_size: tokens of the tensors' blocks, maybe fewer than vLLM's.
+    chunk_bytes: this worker's part of a chunk. attention: the backends' names. layer_names: a digest of the names, in order. problem: why
+    this worker must not cache; then the rest may be missing.
     """
 
     pp_rank: int
@@ -82,10 +82,10 @@ class ShardSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
-    """What the configuration says, in the scheduler's process or a worker's, before or after the KV caches are made.
+    """The instance that `vllm_config` describes. In the scheduler's process or a worker's, before or after the KV caches are made.
 
-    name: the user's name for the weights, which then stands for their revision too. Reads the folder of local weights (names,
-    sizes and times); OSError if it cannot. A model's code may change its configuration while it loads: the scheduler's reading counts.
+    name: the user's name for the weights; it also replaces their revision. Reads the names, sizes and times of local weights; OSError if
+    it cannot. A model's code may change its configuration while it loads, so only the scheduler's reading goes into the layout.
     """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     device_type = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
@@ -123,10 +123,10 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
 def describe(
     vllm_config: Any, kv_caches: Mapping[str, Tensor], num_blocks: int, chunk_size: int, engine_config: EngineConfig
 ) -> PagedKV:
-    """The geometry of a worker's `kv_caches`, of `num_blocks` blocks as vLLM counts them (0: unknown), by layer.
+    """The geometry of a worker's `kv_caches`, tensors by layer.
 
-    `engine_config` says more where shapes leave a doubt. Raises LayoutError: what `PagedKV.describe` cannot recognise, blocks that
-    are not vLLM's, a chunk of `chunk_size` tokens that is not made of whole ones.
+    num_blocks: as vLLM counts them; 0: unknown. chunk_size: in tokens. engine_config: its `kv_axes` settle doubtful shapes. LayoutError
+    if `PagedKV.describe` does not recognise a tensor, if the blocks are not vLLM's, or if a chunk does not consist of whole blocks.
     """
     for layer, tensor in kv_caches.items():
         if not isinstance(tensor, Tensor):
@@ -148,12 +148,12 @@ def describe(
 def describe_groups(
     groups: Groups, kv_caches: Mapping[str, Any], num_blocks: int, chunk_size: int, engine_config: EngineConfig
 ) -> PagedKV:
-    """`describe` where it takes `groups` to say whose blocks are whose."""
+    """`describe` for a model with several block tables."""
     held = [
         {name: kv_caches[name] for name in group.layers if isinstance(kv_caches.get(name), Tensor)} for group in groups.groups
     ]
     sizes = [group.block_size for group in groups.groups]
-    # A pipeline stage may have no layer of a group, whose blocks are split as all are.
+    # A pipeline stage may have no layer of a group; its blocks are split as the other groups' are.
     split = max(size // tensor_block_size(size, layers, num_blocks) for size, layers in zip(sizes, held, strict=True))
     shares = [share._replace(block_size=share.block_size // split) for share in groups.shares]
     found = list(zip(held, shares, strict=True))
@@ -165,7 +165,7 @@ def describe_groups(
             f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens where vLLM hands out {num_blocks} of "
             f"{groups.groups[0].block_size}; set engine.kv_axes to what each axis of the tensors is"
         )
-    # Releases before 0.32 show what is in a state, later ones its pages.
+    # vLLM before 0.32 passes the tensors of a state, later releases its pages.
     states = [
         {name: [one] if isinstance(one := kv_caches[name], Tensor) else list(one) for name in group.layers if name in kv_caches}
         for group in groups.states
@@ -178,9 +178,10 @@ def describe_groups(
 def read_shard(
     vllm_config: Any, kv_caches: Mapping[str, Tensor], kv: PagedKV, chunk_size: int, pp_rank: int, tp_rank: int
 ) -> ShardSpec:
-    """What the scheduler must know of a worker, whose `kv_caches` are described by `kv`. In that worker, after the model is loaded.
+    """The shard of the worker whose `kv_caches` are described by `kv`, for its scheduler. In that worker, after the model is loaded.
 
-    Raises LayoutError if chunks are not made of whole blocks. A worker without `kv` hands up its ranks and a `problem`."""
+    chunk_size: in tokens. LayoutError if a chunk does not consist of whole blocks.
+    """
     return ShardSpec(
         pp_rank=pp_rank,
         tp_rank=tp_rank,
@@ -197,11 +198,10 @@ def read_shard(
 
 
 def layout(model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int, hash_root: bytes) -> Layout:
-    """What must be equal for two instances of vLLM to share, given the shards of all workers, in any order.
+    """The layout on which two instances must agree to share, given the shards of all workers, in any order.
 
-    The layout's own fields are those of the first rank's shard, so that with its shard alone a worker gets a layout that fits its
-    KV caches; whose namespace is the instance's only where there is one worker. hash_root: vLLM's NONE_HASH, which its seed
-    decides. Raises LayoutError without a shard.
+    Its own fields are the first rank's, so a worker can make a layout that fits its KV caches from its shard alone; with several workers
+    that layout's namespace is not the instance's. hash_root: vLLM's NONE_HASH, which follows from its seed. LayoutError without a shard.
     """
     if not shards:
         raise LayoutError("no worker has described its KV caches")
@@ -277,7 +277,7 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
 
 
 def chunk_misfit(chunk_size: int, block_size: int, setting: str) -> str | None:
-    """Why a chunk of so many tokens is not made of whole blocks, and what to set `setting` to; None if it is."""
+    """Why a chunk of so many tokens does not consist of whole blocks, and what to set `setting` to; None if it does."""
     if block_size > 0 and not chunk_size % block_size:
         return None
     fitting = -(-chunk_size // max(block_size, 1)) * block_size
@@ -298,7 +298,7 @@ def seed(hash_seed: str | None) -> str | None:
 
 
 def tensor_block_size(configured: int, kv_caches: Mapping[str, Any] | None, num_blocks: int) -> int:
-    """Tokens a block of the tensors: the attention kernel may want smaller blocks than vLLM hands out, and slots count alike in both."""
+    """Tokens of the tensors' blocks: the attention kernel may use smaller blocks than vLLM hands out. Slots are numbered alike in both."""
     tensor: Any = next(iter(kv_caches.values()), None) if kv_caches else None
     # Blocks are the first axis, or the second behind a pair of K and V.
     sizes = list(tensor.shape[:2]) if num_blocks and hasattr(tensor, "shape") else []
@@ -309,7 +309,7 @@ def tensor_block_size(configured: int, kv_caches: Mapping[str, Any] | None, num_
 
 
 def axes(kv_caches: Mapping[str, Any], block_size: int) -> str | None:
-    """What the axes of vLLM's tensors are (see `PagedKV.describe`), where as many heads as tokens a block leave shapes in doubt."""
+    """The axes of vLLM's tensors (see `PagedKV.describe`) if as many heads as tokens in a block make the shapes ambiguous; else None."""
     shape = tuple(next(iter(kv_caches.values())).shape) if kv_caches else ()
     if len(shape) == 4 and shape[1] == shape[2] == block_size:
         return "block head token dim"
@@ -319,7 +319,7 @@ def axes(kv_caches: Mapping[str, Any], block_size: int) -> str | None:
 
 
 def attention(vllm_config: Any, kv_caches: Mapping[str, Any] | None) -> str:
-    """The attention backends of the layers that cache, which arrange K, V and heads inside of a block. Known in workers only."""
+    """The names of the caching layers' attention backends, which arrange K, V and heads within a block. Known in workers only."""
     layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None) or {}
     used: list[Any] = [
         getattr(layer, "attn_backend", None) for name, layer in layers.items() if not kv_caches or name in kv_caches
@@ -341,29 +341,29 @@ def plain(dtype: object) -> str:
 
 
 def _recomputes(vllm_config: Any) -> bool:
-    """Whether vLLM computes tokens rightly whose load failed in the step that had counted on it.
+    """Whether vLLM recomputes tokens correctly after a load failed in the very step that counted on it.
 
-    Its second model runner does not take the failed tokens back, and asynchronous scheduling has the next step under way already: both
-    give wrong tokens, silently (vLLM issue #49250).
+    Its V2 model runner does not take the failed tokens back, and with asynchronous scheduling the next step is already under way: both
+    silently give wrong tokens (vLLM issue #49250).
     """
     second = bool(getattr(vllm_config, "use_v2_model_runner", True))
     return not second and not getattr(getattr(vllm_config, "scheduler_config", None), "async_scheduling", False)
 
 
 def _cache_dtype(name: object, model_dtype: object) -> str:
-    """vLLM's `cache_dtype`: `auto` is the model's own, and `fp8` another word for `fp8_e4m3`."""
+    """vLLM's `cache_dtype`, with `auto` resolved to the model's dtype and `fp8` to `fp8_e4m3`."""
     named = str(name)
     return {"auto": plain(model_dtype), "fp8": "fp8_e4m3"}.get(named, named)
 
 
 def _unnamed_inputs(model: Any, cache: Any) -> bool:
-    """Whether vLLM gives images numbers that begin anew in every process: where neither cache of its own needs to tell them apart."""
+    """Whether vLLM numbers images anew in every process, as it does if neither of its own caches has to tell them apart."""
     multimodal = getattr(model, "multimodal_config", None)
     return multimodal is not None and not (multimodal.mm_processor_cache_gb or cache.enable_prefix_caching)
 
 
 def _utilization(cache: Any, device_type: str) -> float | None:
-    """None on a CPU, and where `kv_cache_memory_bytes` decides instead."""
+    """vLLM's `gpu_memory_utilization`; None on a CPU, or if `kv_cache_memory_bytes` decides instead."""
     if device_type == "cpu" or getattr(cache, "kv_cache_memory_bytes", None):
         return None
     share = getattr(cache, "gpu_memory_utilization", None)

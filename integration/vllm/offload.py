@@ -21,13 +21,13 @@ log = logging.getLogger("vllm.vcache")
 
 
 class OffloadLookup:
-    """What the offload tier has of a prompt, for the scheduler. Its one thread; nothing waits longer than `offload.lookup_seconds`.
+    """Looks up chunks in the offload tier. In the scheduler's thread; nothing waits longer than `offload.lookup_seconds`.
 
-    A tier that cannot be had, or that one of the workers cannot read now, has nothing.
+    If the tier is out of reach, for the scheduler or for one of the workers, there are no hits.
     """
 
     def __init__(self, config: OffloadConfig, ranks: int, on_gpu: bool) -> None:
-        """ranks: shards of a chunk. on_gpu: where the KV caches are."""
+        """ranks: shards of a chunk. on_gpu: whether the KV caches are on GPUs."""
         self._tier: OffloadTier | None = None
         self._ranks = ranks
         self._links: dict[int, Link] = {}
@@ -57,7 +57,7 @@ class OffloadLookup:
         self._links |= links
         rates = [link.bandwidth for link in self._links.values() if link.bandwidth is not None]
         if self._tier is not None and rates:
-            # All of them load at once, each its shard; a chunk is there when the slowest has it.
+            # All workers load at once, each its shard: the slowest decides when a chunk is there.
             self._tier.bandwidth = min(rates) * self._ranks
 
     def close(self) -> None:

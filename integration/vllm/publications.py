@@ -1,4 +1,4 @@
-"""What this instance shares in place, as its scheduler knows it: the generations of its blocks, and which chunks lie in them."""
+"""Sharing in place, the scheduler's half: the generations of this instance's blocks, and which chunks are published in them."""
 
 from __future__ import annotations
 
@@ -27,44 +27,45 @@ Lies = tuple[Sequence[int], Sequence[int]]
 
 
 class Publications:
-    """In the scheduler's thread. instance: this start of this engine, among all that there ever were. each: vLLM's blocks of a chunk.
+    """In the scheduler's thread, except `hear`.
 
-    sequence: of the next publication; one of before a reset has a lower one. epoch: the one in which everything was computed that is
-    published; `heard`: the one that it is now. hints: what others have read, once vLLM has shown its pool.
+    instance: a random name for this start of this engine. each: vLLM's blocks of a chunk. sequence: the next publication's; a reset voids
+    all lower ones. epoch: that of all that is published. heard: the namespace's epoch by the server's latest word. hints: None until vLLM
+    has shown its pool.
     """
 
     def __init__(self, blocks: int, each: int) -> None:
-        """blocks: of vLLM's pool. SegmentError if there is no memory for the table."""
+        """blocks: those of vLLM's pool. each: vLLM's blocks of a chunk. SegmentError if there is no memory for the table."""
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         self.blocks, self.each, self.sequence = blocks, each, 1
         self.lead = each
-        """Of a chunk's blocks the first ones, which every reader needs."""
+        """How many of a chunk's first blocks every reader needs."""
         self._places = [1]
-        """Of each block table: how many of the places that requests are counted in are one of its blocks."""
+        """By block table: how many places (see `Completions.place`) one of its blocks has."""
         self.epoch = self.heard = 0
         self.generations = Generations(self.instance, blocks)
         self.pins = pins.Pins(self.generations) if pins.possible() else None
-        """What readers ask this instance not to hand out."""
+        """The blocks that readers ask this instance not to hand out; None if this machine cannot have pins."""
         self.retract: Callable[[int], None] = lambda sequence: None
-        """Told after a reset: publications of a lower sequence are void."""
+        """Called on a reset: publications with a lower sequence are void."""
         self._told: dict[ChunkKey, Lies] = {}
-        """Where the chunks were published last, which is where others look: all of their blocks, and in which generations."""
+        """Where each chunk was published last, which is where others look for it: its blocks and their generations."""
         self._filling = array(NUMBERS)
-        """Blocks that the step that is being planned fills, as far as they are not so in the table yet."""
+        """Blocks that the step being planned fills, and that the table does not show as filled yet."""
         self._pool: ResidentPool | None = None
         self.hints: Hints | None = None
         self.duplicates: Duplicates | None = None
-        """What others have as well, once vLLM has shown its pool."""
+        """None until vLLM has shown its pool, and for models with several block tables."""
         self.view: Callable[[bytes], GenerationView | None] = lambda instance: None
-        """Another instance's generations, once there is a server to ask."""
+        """Another instance's generations; None if it is gone, or no server is known yet."""
 
     @property
     def watches(self) -> bool:
-        """Whether vLLM has shown its block pool. What it hands out before is not known to be anybody's."""
+        """Whether vLLM has shown its block pool. Without it, it is not known what the blocks hold."""
         return self._pool is not None
 
     def watch(self, pool: Any) -> None:
-        """pool: vLLM's `BlockPool`. ValueError if it has other blocks than were told."""
+        """vLLM shows its `BlockPool`, before the first request. ValueError if its number of blocks is not the KV cache's."""
         if pool.num_gpu_blocks != self.blocks:
             raise ValueError(f"vLLM's pool has {pool.num_gpu_blocks} blocks, its KV cache {self.blocks}")
         self.duplicates = Duplicates(pool, self.generations, self.each, lambda instance: self.view(instance))
@@ -72,19 +73,21 @@ class Publications:
         self.hints = Hints(pool, self.generations, self.each)
 
     def reset(self) -> None:
-        """Nothing that was computed, or is being computed, is what was asked for any more."""
+        """Void all that was published, and all that the steps under way compute."""
         self._void_all()
         self._reset()
 
     def hear(self, heard: Heard) -> None:
-        """What the server says, for `learn`. Any thread."""
+        """Note what the server says, for the next `learn`. Any thread."""
         self.heard = heard.epoch
         if self.hints is not None:
             self.hints.hear(heard)
 
     def learn(self) -> bool:
-        """Take note of what was heard; True if the namespace was reset. What this instance computed before is not to be found by others,
-        however long vLLM's own cache, which nobody has reset, goes on with it."""
+        """Act on what was heard; True if the namespace was reset.
+
+        After a reset others no longer find what this instance computed before it, though vLLM's own cache may still hit it.
+        """
         if self.hints is not None:
             self.hints.apply()
         heard = self.heard
@@ -95,11 +98,14 @@ class Publications:
         return True
 
     def choose(self, tracked: Tracked, found: Found, tables: Tables, first: int) -> tuple[int, dict[int, Replica]]:
-        """What others have of the request's chunks from number `first` on: see `replicas.choose`."""
+        """See `replicas.choose`. first: the number of the first chunk that was asked for."""
         return choose(found, tables, self.each)
 
     def read(self, residents: Mapping[int, Replica], chunks: int) -> list[ResidentChunk]:
-        """What a load of so many chunks reads of these, which are numbered from its first one on, in as few pieces as one likes."""
+        """The blocks that a load of so many chunks reads, one entry for each owner or for each chunk.
+
+        residents: by number, from the load's first chunk on.
+        """
         lies: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
         for owner, blocks, generations in residents.values():
             of_owner = lies.setdefault(owner, ([], []))
@@ -108,15 +114,15 @@ class Publications:
         return [ResidentChunk.unpacked(owner, *map(b"".join, both)) for owner, both in lies.items()]
 
     def loads(self, tracked: Tracked, first: int) -> None:
-        """The request has got all its blocks, and fills the places from number `first` on by a load."""
+        """A load will fill the request's places from number `first` on; the request has all its blocks."""
         if self._pool is not None:
             tracked.loaded, tracked.resets = first, self._pool.resets
 
     def begin(self, tracked: Tracked, computed: int) -> None:
-        """The step, which is planned, is the first with these blocks of the request, as many places of which as `computed` hold its tokens:
-        those that it has hit in vLLM's cache, and those that it has loaded.
+        """The step being planned is the first with these blocks of the request.
 
-        vLLM's cache knows blocks even if no step writes them: what no step's plan filled stays void, and nothing behind it is published.
+        computed: how many places hold its tokens already, from a hit in vLLM's cache or a load. vLLM's cache may also name blocks that no
+        step has filled: these stay void, and nothing behind them is published.
         """
         if self._pool is None:
             return
@@ -132,7 +138,7 @@ class Publications:
             tracked.filled = NEVER
 
     def fill(self, tracked: Tracked, places: int) -> None:
-        """The step, which is planned, writes the last of the request's leading `places`: from then on these hold what they stand for."""
+        """The step being planned fills the request's places up to number `places`."""
         if self._pool is None or not self._counts(tracked):
             return
         coming = array(GENERATIONS, [self.generations.coming])
@@ -143,17 +149,17 @@ class Publications:
         tracked.filled = places
 
     def planned(self) -> None:
-        """The step has all blocks that it gets."""
+        """The step is planned, and has got all its blocks: show others what it fills."""
         if self._pool is not None and self.hints is not None:
             self._fill()
             self._pool.planned()
             self.hints.planned()
 
     def complete(self, tracked: Tracked, first: int, ready: int, loads: bool, loaded: bool) -> list[PublicationSpec]:
-        """Publish the request's chunks [first, ready) once the step is over, which has all of their tokens computed; but none that was
-        published already, and none behind a block that has got another owner or another meaning since the request got it.
+        """What to publish of the request's chunks [first, ready) once the step that completes them is over.
 
-        loads: the step loads, too. loaded: all of these were found, here or elsewhere.
+        Leaves out chunks that were published already, and those behind a block that was handed out or voided since the request got it.
+        loads: the step loads, too. loaded: the request loaded or hit all of these chunks.
         """
         if self._pool is None or self._pool.broken:
             return []
@@ -169,7 +175,7 @@ class Publications:
         return made
 
     def forget(self, tracked: Tracked, first: int) -> None:
-        """Nobody knows what was published of the request: publish it again when it is computed, again from place `first` on."""
+        """Forget what was published of the request, of which vLLM recomputes the places from number `first` on: publish it all again."""
         for key in tracked.keys:
             self._told.pop(key, None)
         if first < tracked.filled < NEVER:
@@ -187,10 +193,10 @@ class Publications:
     # ---- inside
 
     def _fresh(self, tracked: Tracked, lies: Iterable[tuple[int, Lies]]) -> list[tuple[int, Lies]]:
-        """Those of the request's chunks, by number, that were not published, or elsewhere later; they are from now on."""
+        """Those of the request's chunks, by number, that are not published at this place yet. They count as published from now on."""
         fresh = [(chunk, one) for chunk, one in lies if self._told.get(tracked.keys[chunk]) != one]
         if len(self._told) > self.blocks:
-            # Most of it is gone. What is not is published again when it is hit.
+            # Most of these chunks are gone. The others are published again when they are hit.
             self._told.clear()
         self._told.update((tracked.keys[chunk], one) for chunk, one in fresh)
         return fresh
@@ -201,7 +207,7 @@ class Publications:
             self._filling = array(NUMBERS)
 
     def _counts(self, tracked: Tracked) -> bool:
-        """Whether what the request computes now can be published; not behind a block that somebody has evicted, nor after a reset."""
+        """Whether what the request computes now can be published: not after a reset, nor behind a block that was evicted."""
         assert self._pool is not None
         if tracked.resets != self._pool.resets:
             tracked.generations, tracked.filled = [array(GENERATIONS) for _ in tracked.rows], NEVER
@@ -213,8 +219,7 @@ class Publications:
         return tracked.filled < NEVER
 
     def _right(self, tracked: Tracked) -> bool:
-        """Whether the request's blocks, as far as they are known, hold what it builds on; what is behind the first that does not is not
-        known any more."""
+        """Whether the request's known blocks still hold what it builds on. Forgets the first one that does not, and those behind it."""
         (row,), (generations,) = tracked.rows, tracked.generations
         there = np.array(generations)
         lost = (self.generations.counters[row[: len(there)]] != there) | (there & np.uint64(1) == 1)

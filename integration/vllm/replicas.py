@@ -1,4 +1,4 @@
-"""Which of a request's chunks lie in other instances' KV caches, and still do: the server's answer, held against their tables."""
+"""Chooses which chunks to read out of other instances' KV caches: checks the server's answer against their tables of generations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from vcache_backend.resident.tables import Tables
 from .groups import Groups
 
 Replica = tuple[bytes, bytes, bytes]
-"""Whose, and the blocks with their generations, packed as in the protocol."""
+"""A chunk in an instance's KV cache: the instance, its blocks (uint32) and their generations (uint64), packed as in the protocol."""
 
 
 def choose(found: Found, tables: Tables, each: int) -> tuple[int, dict[int, Replica]]:
-    """How many leading chunks can be loaded, and those that are read in place, by number. each: blocks of a chunk.
+    """How many leading chunks can be loaded, and those of them that are read in place, by number. each: blocks of a chunk.
 
-    Of a chunk's replicas the first one that is as it was published is taken, in the server's order, rather than what the pool has.
+    Takes the first of a chunk's replicas, in the server's order, that is still as it was published; the pool's copy only without one.
     """
     chosen: dict[int, Replica] = {}
     chunk = 0
@@ -38,10 +38,10 @@ def choose(found: Found, tables: Tables, each: int) -> tuple[int, dict[int, Repl
 
 
 def choose_with_windows(found: Found, tables: Tables, groups: Groups) -> tuple[int, int, dict[int, Replica]]:
-    """How many leading chunks can be loaded, how many could be if others had kept the windows, and those that are read in place, by number.
+    """How many leading chunks can be loaded, how many could be if others had kept the windows, and those read in place, by number.
 
-    Of a chunk's replicas that one is taken which has most of it, if it has what every hit needs; rather than what the pool has, if it
-    has all.
+    Takes the replica with the most of a chunk's blocks, if it has those that every hit needs; if the pool has the chunk, only a replica
+    with all of its blocks.
     """
     count, each = len(found.residents), groups.blocks
     right = np.zeros((count, each), dtype=np.bool_)
@@ -62,7 +62,7 @@ def choose_with_windows(found: Found, tables: Tables, groups: Groups) -> tuple[i
 
 
 def _leading(found: Found, tables: Tables, each: int, first: int) -> int:
-    """How many chunks from this number on the first replicas hold, as far as they all are one instance's."""
+    """How many chunks from number `first` on have a right first replica, all in one instance."""
     residents = found.residents
     if not residents[first]:
         return 0
@@ -73,7 +73,7 @@ def _leading(found: Found, tables: Tables, each: int, first: int) -> int:
 
 
 def _holds(found: Found, tables: Tables, each: int, ones: list[Resident]) -> int:
-    """How many of these, all of one instance, are as they were published, up to the first that is not."""
+    """How many of these replicas, all in one instance, are still as they were published, up to the first that is not."""
     view = tables.view(found.instances[ones[0].instance])
     if view is None:
         return 0

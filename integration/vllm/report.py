@@ -1,4 +1,4 @@
-"""What a worker tells the scheduler after a step, put together from all over the worker."""
+"""Puts together what a worker tells the scheduler after each step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from .metadata import Link, LoadSpan, Shard, WorkerReport
 from .model_spec import ShardSpec
 
 NOTICEABLE = 0.1
-"""A bandwidth that changed by a smaller share is not worth a word."""
+"""Smaller relative changes of the bandwidth are not reported."""
 MOST_STORED = 4096
 
 
 class Reporter:
-    """In the worker's main thread. failed, read, spans, flushed: see `WorkerReport`; all are sent once. introduce: the scheduler asks what
-    this worker holds. same: for which nap it asks for the weights, and whether they are as they were. number: of all workers."""
+    """In the worker's main thread. number: this worker's among all.
+
+    failed, read, spans, flushed: see `WorkerReport`; each entry is sent once. introduce: the next report says what this worker holds.
+    same: the nap that the scheduler asked for, and whether the weights are as they were before it.
+    """
 
     def __init__(self, place: tuple[int, int], number: int, rank: int, events: bool) -> None:
-        """place: pipeline and tensor rank. rank: of this one's part of a chunk. events: whether somebody wants to know what is stored."""
+        """place: pipeline and tensor rank. rank: that of this worker's part of a chunk. events: whether somebody wants KV events."""
         self._place, self.number, self._rank, self._events = place, number, rank, events
         self._session: Session | None = None
         self.refuse("it was given no KV caches")
@@ -36,7 +39,7 @@ class Reporter:
         self._mapped: frozenset[bytes] = frozenset()
 
     def open(self, session: Session, shard: Shard, neighbours: Neighbours | None = None) -> None:
-        """The worker has joined the pool, and holds this. neighbours: whose KV caches it reads in place."""
+        """The worker has joined the pool. neighbours: the KV caches that it reads in place; None if it shares through the pool."""
         self._session, self._shard, self._neighbours = session, shard, neighbours
         self._segments = self._readable()
         if self._events:
@@ -48,7 +51,7 @@ class Reporter:
         self._shard = Shard(ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=reason))
 
     def take(self) -> WorkerReport | None:
-        """What there is to say since the last call; None if nothing is."""
+        """The report since the last call; None if there is nothing to say."""
         segments, link, introduce = self._readable(), self._reached(), self.introduce
         mapped = self._neighbours.mapped if self._neighbours is not None else self._mapped
         new_segments, new_link, new_mapped = introduce or segments != self._segments, link != self._link, mapped != self._mapped
@@ -85,7 +88,7 @@ class Reporter:
             return self._segments
 
     def _reached(self) -> Link:
-        """How this worker reaches the offload tier: as last time, if there is no noticeable change."""
+        """How this worker reaches the offload tier; the last report's value if the change is not noticeable."""
         tier = self._session.tier if self._session is not None else None
         if tier is None:
             return self._link

@@ -1,4 +1,4 @@
-"""What a request asks of the connector in its own `kv_transfer_params`, under `vcache`."""
+"""A request's own settings for the connector: `vcache` in its `kv_transfer_params`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ NAME = "vcache"
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """load, store: whether it takes chunks from the pool, and leaves its own there. announced: another instance computes this
-    prompt now; wait for its chunks up to `wait_seconds` (None: `connector.wait_seconds`). consume_once: remove what was loaded."""
+    """load, store: whether the request may load chunks, and share its own. announced: another instance computes this prompt now: wait for
+    its chunks, up to `wait_seconds` (None: `connector.wait_seconds`). consume_once: remove chunks once they are loaded (None:
+    `connector.consume_once`)."""
 
     load: bool = True
     store: bool = True
@@ -26,7 +27,7 @@ DEFAULT = RequestParams()
 
 
 def read(params: Mapping[str, Any] | None) -> RequestParams:
-    """The wishes in a request's `kv_transfer_params`. ValueError, which names the key, for what is unknown or impossible."""
+    """The settings in a request's `kv_transfer_params`. ValueError, which names the key, if one is unknown or impossible."""
     found = (params or {}).get(NAME)
     if found is None:
         return DEFAULT

@@ -1,4 +1,4 @@
-"""vLLM's block pool, watched: a block's generation changes before anybody may write it again, or its bytes mean something else."""
+"""Watches vLLM's block pool, so that a block's generation changes before the block may be written again or its bytes change meaning."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from vcache_backend.resident.pins import Pins
 
 log = logging.getLogger("vllm.vcache")
 WAIT_SECONDS = 0.001
-"""How long a step waits for blocks that all are pinned."""
+"""How long a step waits if all free blocks are pinned."""
 _SLICE_SECONDS = 0.0001
 NUMBERS, GENERATIONS = "I", "Q"
-"""Types of arrays: of blocks' numbers, and of their generations. A slice of one is a copy of bytes; one of a list touches every number."""
+"""Type codes of `array` for blocks' numbers and for generations. Slicing an array copies bytes; slicing a list touches every number."""
 
 
 class ResidentPool:
-    """In the scheduler's thread. vLLM's own results and exceptions come through unchanged; if what is done here fails, the whole table
-    is given up first, so that nobody reads a block whose next owner was not counted.
+    """Replaces methods of vLLM's `BlockPool` to count generations. In the scheduler's thread.
 
-    broken: whether that has happened. resets, evicted: how often all blocks were made void, and how
-    often vLLM has evicted some. kept, forced: how many blocks were pinned when it was
-    their turn, and how many of those were handed out all the same.
+    vLLM's own results and exceptions come through unchanged. If our part fails, the whole table is given up first, so that nobody reads
+    a block whose next owner was not counted. broken: whether that has happened. resets: how often all blocks were voided. evicted: how
+    often vLLM has evicted blocks. kept: how many pinned blocks were spared when they came up. forced: how many pinned blocks were handed
+    out all the same.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class ResidentPool:
         pins: Pins | None = None,
         give_way: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """pool: vLLM's `BlockPool`, before it has handed out a block. on_reset: called when the prefix cache is to be reset, whatever vLLM
-        then decides. pins: of the same blocks; none is honoured otherwise. give_way: called before that many blocks are handed out, to
-        put others first; must not raise."""
+        """pool: vLLM's `BlockPool`, before it has handed out a block. on_reset: called when the prefix cache is to be reset, even if vLLM
+        then declines. pins: those on the same blocks; None: honour none. give_way: called before so many blocks are handed out, to put
+        others first; must not raise."""
         self._give_way = give_way
         self.broken, self.resets, self.evicted, self.kept, self.forced, self._pins = False, 0, 0, 0, 0, pins
-        # Also the null block's, whose bytes are of no request: none is anybody's until it is handed out and written.
+        # All of them, the null block included: none holds a request's bytes until it is handed out and written.
         generations.void_all()
         self._generations, self._on_reset = generations, on_reset
         self._queue: Any = pool.free_block_queue if pins is not None else None
@@ -57,18 +57,18 @@ class ResidentPool:
             generations.show_free(pool.free_block_queue.num_free_blocks)
 
     def planned(self) -> None:
-        """The step has all blocks that it gets."""
+        """The step has got all its blocks: show others how many are free."""
         if self._pins is not None:
             self._generations.show_free(self._queue.num_free_blocks)
 
     def void_all(self) -> None:
-        """The bytes of all blocks stay and mean something else. No reader's step counts on them by then: what was read before is right."""
+        """Void all generations: the bytes stay, but mean something else. Waits until no reader's step counts on a pin any more."""
         self.resets += 1
         with self._pins.none() if self._pins is not None else nullcontext():
             self._generations.void_all()
 
     def _get_new_blocks(self, num_blocks: int) -> Any:
-        """What writes them is launched after this has returned."""
+        """Count the blocks' new generation before vLLM can launch anything that writes them."""
         self._give_way(num_blocks)
         if self._pins is None:
             blocks = self._get(num_blocks)
@@ -83,13 +83,13 @@ class ResidentPool:
         return blocks
 
     def _take(self, blocks: list[Any]) -> None:
-        # In a step that only decodes it is one.
+        # A step that only decodes takes one block at a time.
         self._generations.void(blocks[0].block_id if len(blocks) == 1 else _numbers(blocks))
         if self._pins is not None:
             self._generations.show_free(self._queue.num_free_blocks)
 
     def _make_way(self, count: int) -> None:
-        """Have none of the next `count` blocks pinned, nor get pinned before `resume`. If vLLM has not so many, nothing changes."""
+        """See to it that none of the next `count` blocks is pinned, or gets pinned before `resume`. If vLLM has fewer, nothing changes."""
         assert self._pins is not None
         if not self._pins.halt():
             return
@@ -98,8 +98,10 @@ class ResidentPool:
             self._around(blocks)
 
     def _around(self, blocks: list[Any]) -> None:
-        """Have these, vLLM's first, not pinned: those that are are its last then, as if they had just been used, with all that it knows of
-        them. If there are too few others, they are handed out after `WAIT_SECONDS`."""
+        """Move the pinned ones of these blocks, the first in vLLM's free queue, to its end, as if they had just been used.
+
+        If too few blocks are unpinned, it waits up to `WAIT_SECONDS`, and then lets pinned ones be handed out.
+        """
         assert self._pins is not None
         count, queue, moved, until = len(blocks), self._queue, set[int](), time.monotonic() + WAIT_SECONDS
         while (pinned := self._pins.on(numbers := _numbers(blocks))) is not None and pinned[:count].any():
@@ -115,11 +117,11 @@ class ResidentPool:
             for at in np.flatnonzero(pinned).tolist():
                 queue.remove(blocks[at])
                 queue.append(blocks[at])
-            # Where one is pinned many are: one by one they took 66 ms.
+            # Pinned blocks come in long runs: looking at them one by one took 66 ms.
             blocks = self._first(2 * len(blocks))
 
     def _first(self, count: int) -> list[Any]:
-        """The first blocks that vLLM hands out, as many as there are."""
+        """The next `count` blocks that vLLM will hand out; fewer if it has fewer."""
         blocks, block = [], self._queue.fake_free_list_head
         for _ in range(min(count, self._queue.num_free_blocks)):
             block = block.next_free_block
@@ -127,8 +129,10 @@ class ResidentPool:
         return blocks
 
     def _evict_blocks(self, block_ids: Any) -> Any:
-        """After a load that failed vLLM computes into the same blocks, without allocating them anew: these stay void. No pin keeps them,
-        and nobody has one on them: blocks of a load that failed were never published."""
+        """Void blocks that vLLM evicts. After a failed load it recomputes into the same blocks without allocating them anew.
+
+        Pins need no check: blocks of a failed load were never published.
+        """
         self.evicted += 1
         self._surely(lambda: self._generations.void(list(block_ids)))
         return self._evict(block_ids)
@@ -139,7 +143,7 @@ class ResidentPool:
         return freed
 
     def _reset_prefix_cache(self) -> Any:
-        """Whatever vLLM decides, also where it says that it cannot reset now: its caller changes the weights."""
+        """Void all blocks even if vLLM answers that it cannot reset now: its caller changes the weights all the same."""
         self._surely(self.void_all)
         self._surely(self._on_reset)
         return self._reset()
@@ -154,5 +158,5 @@ class ResidentPool:
 
 
 def _numbers(blocks: list[Any]) -> npt.NDArray[np.uint32]:
-    # In half of the time that numpy takes for each.
+    # Twice as fast as numpy's conversion of a list.
     return np.frombuffer(array(NUMBERS, [block.block_id for block in blocks]), dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""What the hits of this instance have saved, by its own estimate: seconds of prefill. docs/operations.md says what it leaves out."""
+"""Estimates how many seconds of prefill this instance's hits have saved. docs/operations.md says what the estimate leaves out."""
 
 from __future__ import annotations
 
@@ -12,39 +12,40 @@ from .introduction import Introduction
 from .metadata import LoadSpan, StepMetadata
 
 LEAST_TOKENS = 1024
-"""Of prompts that begin in a step which is measured: one of few tokens takes about as long as one of many."""
+"""A step is measured if it computes at least so many tokens of new prompts: with fewer, its time hardly depends on their number."""
 SHARE = 0.9
-"""Of its tokens that are theirs."""
+"""And if these are at least this share of all its tokens."""
 KEPT, ENOUGH = 48, 3
-"""Steps that count, the latest ones, and how many it takes: kernels may be compiled in the first."""
+"""The median is taken over the latest KEPT measured steps, once there are ENOUGH: the first ones may compile kernels."""
 MOST_STEPS, MOST_LOADS = 64, 4096
-"""Under way."""
+"""Steps and loads under way that are remembered."""
 
 
 class Savings:
-    """In the scheduler's thread. A load that is over, and failed at no worker, has saved the time in which its tokens would have been
-    computed, less its own.
+    """In the scheduler's thread.
 
-    What a token takes is the median of the steps in which prompts begin of which no cache had anything. A step's time begins when it is
-    scheduled or, with asynchronous scheduling, when the step before it is over."""
+    A load that succeeded at all workers has saved the time in which its tokens would have been computed, less its own time. A token's
+    time is the median over steps of new prompts of which no cache had anything. A step's time begins when it is scheduled or, with
+    asynchronous scheduling, when the step before it is over.
+    """
 
     def __init__(self, instance: Introduction) -> None:
-        """instance: whose client tells the server."""
+        """instance: its client tells the server."""
         self._instance = instance
         self._steps: deque[tuple[float, int]] = deque(maxlen=MOST_STEPS)
-        """When each was scheduled, and the tokens of those that are measured."""
+        """Steps under way: when each was scheduled (time.monotonic), and its tokens; 0 if it is not measured."""
         self._over = 0.0
         self._measured: deque[float] = deque(maxlen=KEPT)
         self._loads: dict[str, tuple[int, list[float]]] = {}
-        """By request: tokens, and the seconds of the workers that are done."""
+        """By request: the load's tokens, and the seconds of each worker that is done."""
 
     @property
     def token_seconds(self) -> float | None:
-        """What a token takes that is computed; None as long as too few steps were measured."""
+        """Seconds to compute one token; None until `ENOUGH` steps were measured."""
         return median(self._measured) if len(self._measured) >= ENOUGH else None
 
     def scheduled(self, output: Any, meta: StepMetadata) -> None:
-        """A step that vLLM has planned. Less than a microsecond where no prompt begins."""
+        """vLLM has planned a step. Takes less than a microsecond if no prompt begins in it."""
         began, whole, total = monotonic(), 0, output.total_num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             whole += output.num_scheduled_tokens[new.req_id] if not new.num_computed_tokens else 0
@@ -53,7 +54,7 @@ class Savings:
         self._steps.append((began, total if measured else 0))
 
     def over(self) -> None:
-        """The first of these that was not over yet is: vLLM has its output."""
+        """vLLM has the output of the oldest step under way."""
         began, tokens = self._steps.popleft() if self._steps else (0.0, 0)
         before, self._over = self._over, monotonic()
         if tokens:
@@ -68,7 +69,7 @@ class Savings:
         self._loads[name] = tokens, []
 
     def loaded(self, spans: Iterable[LoadSpan]) -> None:
-        """Workers are over with these loads."""
+        """Workers have ended these loads."""
         for one in spans:
             tokens, seconds = self._loads.get(one.request_id, (0, []))
             seconds.append(one.metadata_seconds + one.data_seconds)

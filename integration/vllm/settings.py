@@ -1,4 +1,4 @@
-"""Our settings in `kv_connector_extra_config`: a file of them by its path, single sections in place, or both."""
+"""Reads our settings from `kv_connector_extra_config`: the path of a file, sections written in place, or both."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SOURCE = "kv_connector_extra_config"
 
 
 def read(extra_config: Mapping[str, Any]) -> Config:
-    """The configuration: sections such as `server` or `pool`, each over the one of the file that `config` names.
+    """The configuration: sections such as `server` or `pool`, whose keys override those of the file that `config` names.
 
-    Without `config` the file is `VCACHE_CONFIG`'s, as everywhere. Raises ConfigError, which names the key: unknown, or impossible.
+    Without `config` the file is the one in `VCACHE_CONFIG`. ConfigError, which names the key, if one is unknown or impossible.
     """
     path = extra_config.get("config")
     if path is not None and not isinstance(path, str):

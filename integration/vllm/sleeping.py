@@ -1,8 +1,8 @@
-"""Sleep mode, from vLLM 0.33 on: it takes the KV cache's memory away and gives new memory at the same addresses. The pool stays.
+"""Sleep mode, from vLLM 0.33 on: vLLM frees the KV cache's memory and later maps new memory at the same addresses. The pool stays.
 
-vLLM asks its connector for a reset before it sleeps, as it does where new weights come. What the pool has is right for as long as the
-weights are the same, so a reset for a sleep that keeps them is put off: every worker takes a digest of its weights before they go, and
-compares it when the first request after waking waits to be looked up. Whatever is not shown to be as it was: the namespace is reset.
+vLLM asks its connector for a reset before it sleeps, as before new weights. But the pool stays right as long as the weights are the same,
+so the reset for a sleep that keeps them is put off. Every worker takes a digest of its weights before they go, and compares it when the
+first request after waking is to be looked up. Unless all digests are equal, the namespace is reset then.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vcache_backend.vram_pool import checksum, cuda_segment
 log = logging.getLogger("vllm.vcache")
 
 CONFIRM_SECONDS = 10.0
-"""How long the first request after waking waits for all workers to say whether their weights are as they were."""
+"""How long the first request after waking waits for all workers to report whether their weights are as they were."""
 _CORE, _CUMEM, _TAG = "vllm.v1.engine.core", "vllm.device_allocator.cumem", "weights"
 _KEEPS = 1
 """The level of a sleep that keeps the weights."""
 
 
 def refusal(model_config: Any, wanted: bool) -> str | None:
-    """Why an instance that may sleep caches nothing, in one line with what to change; None if it may. wanted: `connector.sleep`."""
+    """Why an instance with sleep mode must not cache, in one line with what to change; None if it may. wanted: `connector.sleep`."""
     if not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return (
             "a sleeping vLLM before 0.33 gives the KV cache's memory away under a copy: start vLLM without --enable-sleep-mode, "
@@ -48,8 +48,10 @@ def refusal(model_config: Any, wanted: bool) -> str | None:
 
 
 def keeps_weights() -> bool:
-    """Whether the reset that vLLM is just asking its connector for belongs to a sleep that keeps the weights. It does not say so, but who
-    asked is on the stack. What is not recognised is a reset like any other."""
+    """Whether the reset that vLLM is asking for right now belongs to a sleep that keeps the weights.
+
+    vLLM does not say so; the callers on the stack do. If they are not recognised, the answer is False: an ordinary reset.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _CORE:
@@ -65,7 +67,7 @@ def keeps_weights() -> bool:
 
 
 def _level(paused: object) -> object:
-    """The level of the sleep that waits for the future of a pause; None if none does."""
+    """The level of the sleep that waits for `paused`, the future of a pause; None if none waits."""
     for callback in getattr(paused, "_done_callbacks", ()):
         code: CodeType | None = getattr(callback, "__code__", None)
         if getattr(callback, "__qualname__", "").startswith("EngineCore.sleep.") and code is not None:
@@ -75,9 +77,11 @@ def _level(paused: object) -> object:
 
 
 class Nap:
-    """In the scheduler's thread: whether the reset for a sleep is still put off. due: the number of the nap for which workers are to say
-    whether their weights are as they were, and nothing is looked up until all have; 0: none. What they say for an earlier nap, which may
-    be heard late, counts for no other: new weights may have come in between."""
+    """Whether a reset for a sleep is still put off. In the scheduler's thread.
+
+    due: the number of the nap for which workers must report whether their weights are as they were; nothing is looked up until all have.
+    0: none. A late report for an earlier nap does not count for this one: new weights may have come in between.
+    """
 
     def __init__(self, workers: int) -> None:
         self._workers, self._naps = workers, 0
@@ -86,18 +90,18 @@ class Nap:
         self._until = 0.0
 
     def begin(self) -> None:
-        """vLLM is about to sleep. May be called again before it has woken up."""
+        """vLLM is about to sleep. May be called again before it wakes up."""
         self._naps += 1
         self.due, self._said, self._until = self._naps, {}, 0.0
 
     @property
     def asked(self) -> bool:
-        """Whether workers are to say it in the next step. Not before a request waits: vLLM also runs steps, without a model, for requests
-        that came and left while it slept, and the weights that it goes on with are not there yet."""
+        """Whether workers must report in the next step. Only once a request waits: vLLM also runs steps without a model for requests that
+        came and left while it slept, when its weights may not be back yet."""
         return bool(self.due and self._until)
 
     def note(self, same: Mapping[int, tuple[int, bool]]) -> bool | None:
-        """What workers say of their naps, by their numbers: True once all weights are as they were, False once some are not; else None."""
+        """Take in workers' reports, by worker's number. True once all weights are as they were, False once some are not; else None."""
         if not self.due:
             return None
         self._said |= {worker: right for worker, (nap, right) in same.items() if nap == self.due}
@@ -107,7 +111,7 @@ class Nap:
         return all(self._said.values())
 
     def gives_up(self) -> bool:
-        """A request waits: whether it has been for `CONFIRM_SECONDS`, so that the weights count as new."""
+        """A request waits. Whether it has for `CONFIRM_SECONDS` now, so that the weights count as new."""
         self._until = self._until or monotonic() + CONFIRM_SECONDS
         if monotonic() < self._until:
             return False
@@ -119,7 +123,7 @@ class Nap:
 
 
 class Stretch(NamedTuple):
-    """Memory of a GPU."""
+    """A range of GPU memory, in bytes."""
 
     address: int
     nbytes: int
@@ -130,7 +134,7 @@ class Stretch(NamedTuple):
 
 
 class Weights:
-    """A worker's, as they were when it last fell asleep. Its main thread's."""
+    """A worker's weights, compared with those when it last fell asleep. In its main thread."""
 
     def __init__(self) -> None:
         self._worker: Callable[[], Any] = lambda: None
@@ -139,14 +143,18 @@ class Weights:
         self._same: tuple[int, bool] | None = None
 
     def note(self) -> None:
-        """vLLM's worker, whose call this is, gives memory away. What was noted counts on until the scheduler has heard how it compares:
-        there may have been new weights since."""
+        """Note the weights: vLLM's worker, which is calling, is about to free memory.
+
+        An earlier note stays until the scheduler has heard how it compares, since new weights may have come since.
+        """
         if not self._kept:
             self._kept, self._before = True, self._look(_sleeper())
 
     def ask(self, nap: int, due: bool) -> tuple[int, bool] | None:
-        """Where it is due: whether the weights are as noted, for this nap of the scheduler's. False where nobody can say. 0: it wants to
-        know nothing, or has heard, so that the next sleep's are those to note."""
+        """If `due`: (nap, whether the weights are as noted); False too if that cannot be told. Else None.
+
+        nap: the scheduler's number; 0: nothing is open, so that the next sleep notes the weights anew.
+        """
         if not nap:
             self._kept, self._same, self._before = False, None, None
         if not nap or not due:
@@ -156,7 +164,7 @@ class Weights:
         return self._same
 
     def _look(self, worker: Any) -> tuple[bytes, bytes] | None:
-        """Where the weights lie, and what is there. None where that cannot be had; then they count as new."""
+        """Digests of where the weights lie and of their bytes. None if these cannot be read; the weights then count as new."""
         try:
             self._worker = weakref.ref(worker)
             tensors = list(_tensors(worker))
@@ -170,7 +178,7 @@ class Weights:
 
 
 def _sleeper() -> Any:
-    """vLLM's worker that gives memory away, from the stack."""
+    """vLLM's worker that is freeing memory, found on the stack. LookupError if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in ("sleep", "discard") and hasattr(worker := frame.f_locals.get("self"), "model_runner"):
@@ -180,7 +188,7 @@ def _sleeper() -> Any:
 
 
 def _tensors(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's, and a draft model's."""
+    """The names and tensors of the model and of a draft model: parameters and buffers."""
     draft = worker.get_draft_model() if hasattr(worker, "get_draft_model") else None
     for number, model in enumerate(model for model in (worker.model_runner.get_model(), draft) if model is not None):
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -188,7 +196,10 @@ def _tensors(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _memory(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """All that sleep mode's allocator has made for weights, among it what is no parameter; and what of `tensors` lies elsewhere."""
+    """All memory that sleep mode's allocator holds for weights, including what is no parameter, and that of `tensors` elsewhere.
+
+    LookupError if some of it is freed now.
+    """
     allocator = getattr(getattr(sys.modules.get(_CUMEM), "CuMemAllocator", None), "instance", None)
     made = allocator.pointer_to_data if allocator is not None else {}
     held = [Stretch(address, data.handle[1]) for address, data in sorted(made.items()) if data.tag == _TAG]

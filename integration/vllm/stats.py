@@ -1,7 +1,7 @@
-"""What the connector tells vLLM's metrics: one step's counts and times, their way over process borders, and Prometheus.
+"""The connector's metrics: counts and times of a step, on their way to vLLM's log and to Prometheus.
 
-Both sides of the connector count into a `Meter`. vLLM takes what came together once a step, adds up the workers and the scheduler,
-sends `data` to the front end by MessagePack, and there logs it (`reduce`) and adds it to Prometheus (`VCachePromMetrics`).
+Both halves of the connector count into a `Meter`. vLLM takes its stats once a step, adds up those of the workers and the scheduler, and
+sends `data` to the front end by MessagePack, where it is logged (`reduce`) and added to Prometheus (`VCachePromMetrics`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIERS = ("own", "peer", "host", "resident", "store")
 
 
 class _Counter(NamedTuple):
-    """A counter, and the values of its label; one that is not listed counts as the last, so that the number of series is bounded."""
+    """A counter, and the values of its label. Any other value counts as the last one, so that the number of series is bounded."""
 
     documentation: str
     label: str = ""
@@ -61,15 +61,15 @@ HISTOGRAMS = {
 }
 BUCKETS = [0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0]
 MOST_OBSERVED = 4096
-"""Observations of one histogram that are kept where nobody takes them."""
+"""Observations of one histogram that are kept until somebody takes them."""
 
 
 @dataclass
 class VCacheStats(KVConnectorStats):  # type: ignore[misc]
     """Counts and times of one interval. One thread at a time.
 
-    `data`: `{"counters": {name: {label value: number}}, "histograms": {name: [seconds]}}`, without what did not happen; the label value
-    is "" where a counter has no label.
+    `data`: `{"counters": {name: {label value: number}}, "histograms": {name: [seconds]}}`, without zeros. The label value is "" for a
+    counter without a label.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -81,13 +81,13 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
     def count(self, name: str, amount: float, label: str = "") -> None:
-        """Add to a counter. What is not above 0 leaves no trace."""
+        """Add to a counter. Amounts of 0 or less are ignored."""
         if amount > 0:
             series = self.data.setdefault("counters", {}).setdefault(name, {})
             series[label] = series.get(label, 0) + amount
 
     def observe(self, name: str, *seconds: float) -> None:
-        """Observations of a histogram."""
+        """Add observations to a histogram, up to `MOST_OBSERVED`."""
         kept = self.data.setdefault("histograms", {}).setdefault(name, [])
         kept.extend(seconds[: max(MOST_OBSERVED - len(kept), 0)])
 
@@ -101,7 +101,7 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The short line of vLLM's log. Loads and failures are counted by worker."""
+        """The values for vLLM's log line. Loads and failures are summed over workers."""
         sums = {name: sum(series.values()) for name, series in self.data.get("counters", {}).items()}
         loads = self.data.get("histograms", {}).get("load_seconds", [])
         return {
@@ -116,7 +116,7 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Meter:
-    """Counts what happens between two `take()`s. Any thread. Its methods do not raise."""
+    """Counts what happens between two calls of `take`. Any thread, except `looked_up`, which runs in the thread that takes."""
 
     def __init__(self, counts_tokens: bool = True) -> None:
         """`counts_tokens`: False for every worker but one. Each loads and stores its share of the same tokens, so that bytes,
@@ -128,7 +128,7 @@ class Meter:
         self._lookups: list[float] = []
 
     def take(self) -> VCacheStats | None:
-        """What came together since the last call; None if nothing did."""
+        """The stats since the last call; None if there are none."""
         if self._stats is None and not self._lookups:
             return None
         with self._lock:
@@ -141,7 +141,7 @@ class Meter:
         return None if taken is None or taken.is_empty() else taken
 
     def looked_up(self, asked: int, hit: int, seconds: float) -> None:
-        """A look-up of so many tokens. In the thread that takes, at some cost to every request."""
+        """Count a look-up: tokens asked for and found, and seconds. Without the lock, since every request pays for it."""
         self._asked += asked
         self._hit += hit
         if len(self._lookups) < MOST_OBSERVED:
@@ -153,7 +153,7 @@ class Meter:
             self._add(name, amount, label)
 
     def loaded(self, stats: LoadStats) -> None:
-        """A load of which something is in place."""
+        """Count a load that has filled some blocks."""
         asking, copying = stats.metadata_seconds, stats.data_seconds
         with self._lock:
             for tier, tokens in stats.tokens.items():
@@ -164,7 +164,7 @@ class Meter:
             self._interval().observe("load_seconds", asking + copying)
 
     def timed(self, name: str, metadata_seconds: float, data_seconds: float) -> None:
-        """Add to a counter of seconds, by part."""
+        """Add to a counter of seconds, split into metadata and data."""
         self.count(name, metadata_seconds, "metadata")
         self.count(name, data_seconds, "data")
 
@@ -180,10 +180,10 @@ class Meter:
 
 
 class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The metrics `vllm:vcache_*`, one set of series for each engine. Front end's process.
+    """The metrics `vllm:vcache_*`, one set of series for each engine. In the front end's process.
 
-    Every series that is known beforehand stands at 0 from the start. The constructor's arguments are vLLM's: `metric_types` says
-    which classes stand for prometheus_client's (Ray has its own).
+    All series exist from the start, at 0. The constructor's arguments are vLLM's: `metric_types` maps prometheus_client's classes to
+    those to use (Ray has its own).
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._histograms[engine, name] = family.labels(*given)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval's `VCacheStats.data`. Names and engines that are not known here, a newer worker's, are passed over."""
+        """Add one interval's `VCacheStats.data`. Unknown names and engines, for example a newer worker's, are ignored."""
         for name, series in transfer_stats_data.get("counters", {}).items():
             for label, amount in series.items():
                 if (engine_idx, name, label) in self._counters:
@@ -222,5 +222,5 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def build_stats(data: Mapping[str, Any] | None) -> VCacheStats:
-    """Stats from what came over the process border. A copy: vLLM has one `data` for several loggers, and each adds to its own."""
+    """Stats from `data` of another process. A copy: vLLM passes one `data` to several loggers, and each adds to its own stats."""
     return VCacheStats().aggregate(VCacheStats(data=dict(data or {})))

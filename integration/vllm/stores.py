@@ -1,4 +1,4 @@
-"""A worker's stores: which are under way, and which of vLLM's blocks they still read."""
+"""Launches a worker's stores, and makes steps wait that would overwrite blocks which stores still read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("vllm.vcache")
 
 
 class _Gather(NamedTuple):
-    """A store under way, out of these blocks, vLLM's numbers. seconds: what launching it took."""
+    """A store under way. blocks: those it reads, vLLM's numbers. seconds: what launching it took."""
 
     copy: Completion
     blocks: frozenset[int]
@@ -35,11 +35,11 @@ class _Gather(NamedTuple):
 
 
 class Stores:
-    """In the worker's main thread. Nothing here raises, but `fence`."""
+    """In the worker's main thread. Only `fence` may raise."""
 
     def __init__(self, meter: Meter, at_once: bool = False) -> None:
-        """at_once: what the model's stream does next comes after a store. A step of a model with states clears and copies blocks before we
-        are told of it."""
+        """at_once: make the model's stream wait for every store at once. Needed for models with states: vLLM clears and copies blocks of a
+        step before it tells us of the step."""
         self._meter, self._at_once = meter, at_once
         self._session: Session | None = None
         self._kv: PagedKV | None = None
@@ -49,11 +49,11 @@ class Stores:
         self._updates = 0
 
     def open(self, session: Session, kv: PagedKV, block_size: int) -> None:
-        """The KV cache is known. block_size: tokens of vLLM's blocks, which may be several of the tensors'."""
+        """The KV cache is known. block_size: tokens of vLLM's blocks, each of which may be several blocks of the tensors."""
         self._session, self._kv, self._block_size = session, kv, block_size
 
     def fence(self, meta: StepMetadata) -> None:
-        """Let this step's work come after the stores that still read a block which somebody gets now."""
+        """Make this step's work wait, on the device, for stores that still read a block which gets a new owner in it."""
         if not self._under_way or self._session is None:
             return
         self._under_way = [gather for gather in self._under_way if not self._over(gather)]
@@ -62,8 +62,11 @@ class Stores:
                 self._session.copier.fence(gather.copy)
 
     def start(self, stores: Sequence[StoreSpec], unfilled: AbstractSet[int]) -> set[str]:
-        """Store what the step's model run, all of it queued, completes; but nothing that was computed from an `unfilled` block, whosever:
-        vLLM gives a request's blocks to others before they are filled. The requests that did are the answer."""
+        """Store the chunks that the step's model run, all of which is queued, completes.
+
+        Returns the requests of which nothing is stored, since their chunks were computed from an `unfilled` block, their own or another
+        request's: vLLM lets requests share blocks before they are filled.
+        """
         spoiled = {spec.request_id for spec in stores if unfilled and not unfilled.isdisjoint(spec.before + spec.blocks)}
         for spec in stores:
             session, kv = self._session, self._kv
@@ -75,7 +78,7 @@ class Stores:
         return spoiled
 
     def promote(self, load: Load, spec: LoadSpec, unfilled: AbstractSet[int]) -> None:
-        """Store what a load has brought from the offload tier in the pool again."""
+        """Store in the pool again what a load has brought from the offload tier."""
         chunks, session = load.to_promote(), self._session
         if not chunks or session is None:
             return
@@ -87,8 +90,10 @@ class Stores:
             self._store(session, load.places, load.keys, chunks, prefix, blocks, load.epoch)
 
     def save(self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]) -> None:
-        """Store chunks of an epoch out of `blocks`, all of theirs in order, which nobody has got since; but only if it `holds` once they
-        are read that nobody has got them yet."""
+        """Store chunks out of `blocks`, all of theirs in order, that are not held by any request and may be handed out at any time.
+
+        epoch: that of the chunks. holds: asked when the copy is over; False, if a block was handed out meanwhile, drops the chunks.
+        """
         session, kv = self._session, self._kv
         if session is not None and kv is not None:
             places = BlockPlaces(kv, session.chunk_size, blocks, self._block_size)
@@ -126,7 +131,7 @@ class Stores:
         fetched_in: int | None = None,
         holds: Callable[[], bool] | None = None,
     ) -> None:
-        """Store chunks out of `blocks`, vLLM's numbers, which get no new owner before they are read."""
+        """Store chunks out of `blocks`, vLLM's numbers. `fence` orders later owners of these behind the copy. See `save` for `holds`."""
         started = perf_counter()
         try:
             pending = store(session, places, keys, chunks, prefix, beside=True, fetched_in=fetched_in, holds=holds)

@@ -1,5 +1,7 @@
-"""OpenTelemetry spans of look-ups and loads, where vLLM's own tracing is on: children of its requests'. The scheduler's half makes all of
-them, the workers' by the times that they report: no process needs an exporter but that of vLLM's engine."""
+"""OpenTelemetry spans of look-ups and loads, as children of vLLM's request spans, if vLLM's tracing is on.
+
+The scheduler's half makes all spans, the workers' ones from the times that they report: only the engine's process needs an exporter.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from .metadata import LoadSpan
 from .tracked import Tracked
 
 MOST_LOADS = 1024
-"""Of which workers have not said that they are over; the oldest one's span ends then."""
+"""Loads under way with a span; beyond it the oldest one's span ends."""
 
 
 def wanted(vllm_config: Any) -> bool:
@@ -29,11 +31,11 @@ def begin(vllm_config: Any, workers: int) -> Spans | None:
 
 
 class Spans:
-    """One span `vcache.lookup` a request, and one `vcache.load` a load, from when vLLM has reserved its blocks until the last worker has
-    them; within it one `vcache.load.worker` for each. Nothing is raised: a load must not fail of its trace."""
+    """One span `vcache.lookup` for each request. One `vcache.load` for each load, from the reservation of its blocks until the last worker
+    is done, with one `vcache.load.worker` for each worker within it. In the scheduler's thread. Never raises."""
 
     def __init__(self, workers: int) -> None:
-        """ImportError where there is no OpenTelemetry."""
+        """ImportError without OpenTelemetry."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -46,10 +48,10 @@ class Spans:
         self._within, self._workers = trace.set_span_in_context, workers
         self._known: set[str] = set()
         self._loads: dict[str, tuple[Any, list[int]]] = {}
-        """By request: the span, and when workers were over."""
+        """By request: the span, and when each worker was done (nanoseconds of the wall clock)."""
 
     def looked_up(self, tracked: Tracked, local: int, found: int) -> None:
-        """The pool has so many tokens after the first `local`. The first time that a request is matched."""
+        """A look-up has found so many tokens after the first `local`. Only a request's first one makes a span."""
         name = tracked.request.request_id
         if name in self._known:
             return
@@ -60,7 +62,7 @@ class Spans:
             span.end()
 
     def loading(self, tracked: Tracked, tokens: int, synchronous: bool) -> None:
-        """The load of so many tokens begins."""
+        """The request's load of so many tokens begins."""
         name = tracked.request.request_id
         self._end(name)
         if len(self._loads) == MOST_LOADS:
@@ -70,7 +72,7 @@ class Spans:
             self._loads[name] = self._span("vcache.load", tracked, said), []
 
     def loaded(self, spans: Iterable[LoadSpan]) -> None:
-        """Workers are over with these; also of requests that have ended."""
+        """Workers have ended these loads; the requests may have ended, too."""
         for one in spans:
             span, ended = self._loads.get(one.request_id, (None, []))
             if span is not None:
@@ -99,7 +101,7 @@ class Spans:
 
 
 class _Names:
-    """Of spans and traces, from the system's random numbers, as the SDK asks for them."""
+    """The SDK's id generator, but from the system's random numbers: vLLM seeds Python's alike in every instance."""
 
     def generate_span_id(self) -> int:
         return secrets.randbelow((1 << 64) - 1) + 1

@@ -1,4 +1,4 @@
-"""Which chunks leave vLLM's KV cache soon: the pool beside it is to have them before."""
+"""Finds chunks that will soon leave vLLM's KV cache, and has them saved in the pool beside it."""
 
 from __future__ import annotations
 
@@ -14,46 +14,47 @@ from .metadata import PublicationSpec, StepMetadata
 from .publications import Publications
 
 AHEAD_STEPS = 3
-"""So many steps' worth of blocks at the head of vLLM's free queue are looked at. What a step saves is copied behind it, while the next one
-is planned already, and with asynchronous scheduling the one after it: only what a later one hands out has been saved by then."""
+"""How many steps' worth of blocks at the head of vLLM's free queue are looked at. A step's saves are copied behind it, when the next step
+is already planned, and with asynchronous scheduling the one after it, too: they are in time only for blocks that later steps take."""
 MOST_AHEAD = 8192
-"""Blocks looked at, however large steps are."""
+"""The most blocks that are looked at, however large steps are."""
 MOST_SAVED = 256
-"""Chunks that one step saves."""
+"""The most chunks that one step saves."""
 
 
 class Victims:
-    """In the scheduler's thread. Chunks that vLLM will use again first are saved as long as it does not: see `plan`.
+    """In the scheduler's thread. Each step saves published chunks at the head of vLLM's free queue: see `plan`.
 
-    Every block that is handed out moves the head of the queue, so it is looked at again once a quarter of what was looked at may be gone,
-    and costs nothing in between.
+    The queue is looked at again only once a fifth of the blocks seen may be gone, and costs next to nothing in between.
     """
 
     def __init__(self, publications: Publications, step_blocks: int) -> None:
-        """step_blocks: vLLM's blocks of all that a step computes at most."""
+        """step_blocks: the most blocks that one step fills."""
         self._publications, self._each = publications, publications.each
         self._need = min(AHEAD_STEPS * step_blocks, MOST_AHEAD)
         self._pool: Any = None
         count = publications.blocks
         self._keys: dict[int, ChunkKey] = {}
         self._rows: npt.NDArray[np.uint32] = np.zeros((count, self._each), dtype=np.uint32)
-        """Of each chunk, by its first block: all of its blocks."""
+        """By a chunk's first block: all of its blocks."""
         self._first: npt.NDArray[np.intp] = np.zeros(count, dtype=np.intp)
         self._published: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
-        """Of each block: the first one of its chunk, and the generation in which it was published."""
+        """By block: the first block of its chunk (`_first`), and the generation in which it was published."""
         self._saved: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
-        """By the chunk's first block: the generation in which it was to be saved, unless somebody has got or hit one of its blocks since.
-        (Block 0 is vLLM's null block, and no chunk's.)"""
+        """By a chunk's first block: the generation in which it was saved; 0 once one of its blocks was handed out or hit since. (Block 0 is
+        vLLM's null block, and no chunk's.)"""
         self._left = 0
-        """How many blocks at the head of the queue were looked at, and have not left it since."""
+        """How many of the blocks that were looked at are at least still in the queue."""
 
     def watch(self, pool: Any) -> None:
         """pool: vLLM's `BlockPool`."""
         self._pool = pool
 
     def plan(self, meta: StepMetadata) -> None:
-        """Have the step, which has all blocks that it gets, save chunks that a later one may overwrite. Each is saved once, until it was
-        used again: the pool may have lost it by then."""
+        """Have the step being planned, which has got all its blocks, save chunks that a later step may overwrite.
+
+        Each chunk is saved once, and again after it was used again, since the pool may have lost it by then.
+        """
         if self._pool is None:
             return
         self._note(meta)
@@ -84,20 +85,20 @@ class Victims:
         first, at = first[whole], at[whole]
         new = np.flatnonzero(self._saved[first] != now[first])
         if len(new) > MOST_SAVED:
-            # The others in the next step.
+            # The next step saves the others.
             self._left, new = int(at[new[MOST_SAVED]]), new[:MOST_SAVED]
         if len(new):
-            # Of a request the last chunk is the first to go.
+            # vLLM frees a request's last chunk first: store them the right way round.
             chosen = first[new][::-1]
             self._saved[chosen] = now[chosen]
             rows = self._rows[chosen]
             keys = [self._keys[one] for one in chosen.tolist()]
             lies = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
-            # All that is even is of the present epoch, as far as is known here.
+            # Blocks whose generation is valid belong to the present epoch, as far as is known here.
             meta.victims = PublicationSpec("", keys, *lies, sequence=0, epoch=self._publications.epoch)
 
     def _head(self) -> npt.NDArray[np.intp]:
-        """The blocks that vLLM hands out first, in order."""
+        """The next blocks that vLLM will hand out, in order."""
         queue, most, found = self._pool.free_block_queue, self._need + self._need // 4, list[int]()
         block, end = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
         while block is not None and block is not end and len(found) < most:

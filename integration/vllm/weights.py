@@ -1,8 +1,8 @@
-"""Which weights vLLM loads, and what changes what they compute, as plain text that is the same in every process.
+"""Identifies the weights that vLLM loads, and the settings that change what they compute, as text that is equal in every process.
 
-The weights have a name and a revision. From the Hugging Face hub: the repository and its commit, whether vLLM names it or a folder
-of the hub's cache. A folder or file of one's own: its real path, and a digest of the names, sizes and times of its files, since the
-pool outlives weights that are overwritten in place. So equal copies under two paths do not share, unless the user names them alike.
+Weights have a name and a revision. From the Hugging Face hub: the repository and its commit, whether vLLM names the repository or a folder
+of the hub's cache. Local files: the real path, and a digest of the files' names, sizes and times, since the pool outlives weights that are
+overwritten in place. So equal copies under two paths do not share, unless the user gives them one name.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
 _VOLATILE = ("transformers_version",)
-"""Keys of a Hugging Face configuration, beside those that begin with `_`, that say nothing about the model."""
+"""Keys of a Hugging Face configuration that say nothing about the model, besides those that begin with `_`."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
 _NO_DRAFT_KV = (None, "ngram", "ngram_gpu", "suffix")
 """Speculative methods without a model of their own, and so without layers in the KV cache."""
 
 
 def weights(model: Any) -> tuple[str, str]:
-    """(name, revision) of what vLLM's `ModelConfig` loads; see the module's text. OSError if its folder cannot be read."""
+    """(name, revision) of what vLLM's `ModelConfig` loads; see the module's docstring. OSError if its folder cannot be read."""
     # Weights in object storage: vLLM pulls the small files into a folder of its own and keeps the address here.
     name = str(getattr(model, "model_weights", "") or model.model)
     found = located(name)
@@ -37,7 +37,7 @@ def weights(model: Any) -> tuple[str, str]:
 
 
 def located(name: str) -> tuple[str, str] | None:
-    """(name, revision) of the weights at a path, see the module's text; None if nothing is there. OSError if it cannot be read."""
+    """(name, revision) of the weights at a path; see the module's docstring. None if nothing is there, OSError if it cannot be read."""
     snapshot = _SNAPSHOT.search(name)
     if snapshot:
         return snapshot["repository"].replace("--", "/", 1), snapshot["commit"]
@@ -46,7 +46,7 @@ def located(name: str) -> tuple[str, str] | None:
 
 
 def _files_digest(path: Path) -> str:
-    """What the files at `path` are, as far as one can tell without reading them."""
+    """`files-` and a digest of the names, sizes and times of the files at `path`, without hidden ones and subfolders."""
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
     found = blake2b(digest_size=8, person=b"vcache-model-1")
     for file in files:
@@ -56,7 +56,7 @@ def _files_digest(path: Path) -> str:
 
 
 def extra(vllm_config: Any) -> dict[str, str]:
-    """What changes the bytes of a block, or what is computed into it, and has no field of its own."""
+    """Settings that change a block's bytes, or what is computed into it, and have no field of their own in `Layout`."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     found = {
         "engine": f"vllm {'.'.join(str(getattr(sys.modules.get('vllm'), '__version__', '')).split('.')[:2])}",
@@ -74,7 +74,7 @@ def extra(vllm_config: Any) -> dict[str, str]:
 
 
 def _seen_as(multimodal: Any) -> dict[str, Any]:
-    """What an instance makes of an image, beside its content and the request's own wishes, which vLLM has in the image's name."""
+    """Settings of an instance that change what it makes of an image. vLLM's hash of the image covers its content and the request's own."""
     names = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate")
     found = {name: getattr(multimodal, name, None) for name in names}
     found["video_pruning_method"] = found["video_pruning_rate"] and getattr(multimodal, "video_pruning_method", None)
@@ -82,20 +82,20 @@ def _seen_as(multimodal: Any) -> dict[str, Any]:
 
 
 def _longest(model: Any) -> str:
-    """`max_model_len`, where it decides how vLLM turns all positions (LongRoPE) or scales queries (Llama 4)."""
+    """`max_model_len` if it changes how vLLM rotates all positions (LongRoPE) or scales queries (Llama 4); else empty."""
     matters = "longrope" in rope(model) or str(getattr(model.hf_config, "model_type", "")).startswith("llama4")
     return str(model.max_model_len) if matters else ""
 
 
 def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
-    """What an instance takes of adapters, if not all of it as it is; dtype: the model's, which theirs is unless it is set."""
+    """Settings that change what an instance applies of a LoRA adapter, without defaults. dtype: the model's, the adapters' default."""
     found = {name: getattr(lora, name, None) for name in ("target_modules", "enable_tower_connector_lora")}
     found["dtype"] = set_ if (set_ := text(getattr(lora, "lora_dtype", "auto"))) not in ("auto", dtype) else None
     return {name: sorted(value) if isinstance(value, list) else value for name, value in found.items() if value}
 
 
 def _loaded(load: Any) -> str:
-    """What is loaded that is not the model's own weights: none, or a tensorizer's file."""
+    """What is loaded in place of the model's own weights: `dummy`, or a digest of a tensorizer's settings; else empty."""
     kind = text(getattr(load, "load_format", ""))
     if kind == "tensorizer":
         return digest(_plain(getattr(load, "model_loader_extra_config", None)))
@@ -111,20 +111,20 @@ def _draft(speculative: Any) -> str:
 
 
 def rope(model: Any) -> str:
-    """The rotary embedding of a `ModelConfig`, as canonical JSON; empty for a model without."""
+    """The rotary embedding of a `ModelConfig`, as canonical JSON; empty for a model without one."""
     config = getattr(model, "hf_text_config", None)
     found = {name: getattr(config, name, None) for name in _ROPE}
     return _canonical({name: value for name, value in found.items() if value is not None}) if any(found.values()) else ""
 
 
 def _model_config(model: Any) -> Any:
-    """The Hugging Face configuration without what differs between equal instances: where it was read from, and by which version."""
+    """The Hugging Face configuration, without keys that differ between equal instances (`_VOLATILE`, and those with `_`)."""
     hf_config: Any = getattr(model, "hf_config", None)
     return _plain(hf_config.to_dict()) if hasattr(hf_config, "to_dict") else None
 
 
 def _plain(values: Any) -> Any:
-    """Configuration as mappings and lists, without what differs between equal instances."""
+    """A configuration as mappings and lists, without keys that differ between equal instances."""
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
     if isinstance(values, Mapping):
@@ -136,15 +136,15 @@ def _plain(values: Any) -> Any:
 
 
 def _canonical(values: Any) -> str:
-    # An object's own text may hold its address, which is another one in every process.
+    # The type's name only: an object's repr may hold its address, which differs between processes.
     return json.dumps(values, sort_keys=True, separators=(",", ":"), default=lambda value: type(value).__qualname__)
 
 
 def digest(values: Any) -> str:
-    """16 hexadecimal digits that are equal for equal plain values, in every process; empty for nothing."""
+    """16 hexadecimal digits, equal for equal plain values in every process; empty for an empty value."""
     return blake2b(_canonical(values).encode(), digest_size=8, person=b"vcache-model-1").hexdigest() if values else ""
 
 
 def text(named: Any) -> str:
-    """A value of an enumeration, or of a `Literal`, as text."""
+    """A value of an enumeration, or a plain one, as text."""
     return str(getattr(named, "value", named))
