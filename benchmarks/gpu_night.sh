@@ -19,7 +19,7 @@
 #     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
 #     inplace2  the death of an owner; likewise eager, TP=2, fp8, MLA, ngram; copies out of a KV cache
 #     hostpool  our connector with a pool in host memory: equality, TTFT, a restart
-#     deploy    data parallel ranks of one `vllm serve`; instances in containers of their own: in the pool, then in place
+#     deploy    data and expert parallel ranks of one `vllm serve`; instances in containers of their own: in the pool, then in place
 #     four      two instances on four GPUs: TP=2 (equality, TTFT), PP=2 (equality, a restart); in the pool, then in place; some 500 s
 #     campaign  live KV caches of two vLLMs under load, read by others while they are used again (at most 540 s with the start), and its
 #               control (at most 120 s)
@@ -188,7 +188,7 @@ case $call in
     vllm vllm 400 agreeing,equal,ttft,restart --pool-gib 16 --set vcache.pool.device=host --suffix _hostmem --prompts 40 --isolated
     ;;
   deploy)
-    vllm vllm 270 dp,isolated --rounds 9 --pool-gib 8
+    vllm vllm 300 dp,ep,isolated --rounds 9 --pool-gib 8
     vllm vllm 520 dp,isolated --rounds 9 --share in_place
     ;;
   four)

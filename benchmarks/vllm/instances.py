@@ -163,7 +163,7 @@ KINDS = {
         },
     ),
     # What comes out of a request does not depend on which others share its steps: who runs beside a failure can be compared.
-    # Compiled: in eager steps vLLM 0.26 takes a kernel for norms that depends on the batch (3 of 60 requests beside others differed).
+    # Compiled: in eager steps vLLM 0.26 takes a kernel for norms that depends on the batch (4 of 60 requests beside others differed).
     "steady": Kind(environment={"VLLM_BATCH_INVARIANT": "1", "TORCHINDUCTOR_DETERMINISTIC": "0"}),
 }
 
