@@ -1,4 +1,4 @@
-"""What is measured, one file a subject. Every figure stands beside its reference, measured in the same run.
+"""The benchmarks, one module for each subject. Every figure stands beside its reference, measured in the same run.
 
 Run from a checkout: `python -m benchmarks`. Not part of the installed package.
 """

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _why_not(name: str, asked: bool) -> str:
-    """Why a subject is not run here; empty if it is."""
+    """Why a subject is not run here; empty if it is run. asked: `--only` names it."""
     if name == "copies" and not torch.cuda.is_available():
         return "no GPU here"
     if name in LONG and not asked:

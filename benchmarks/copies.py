@@ -1,8 +1,7 @@
-"""The copy kernel against the copy engine, in real segments (VMM) between two GPUs and in host memory, interleaved in one run: slots, and
-KV caches of others.
+"""The copy kernel against the copy engine: slots of real segments (VMM) between two GPUs and in host memory, and others' KV caches.
 
-Both sides are timed with CUDA events, one copy at a time and in turn. Ours moves scattered pages of a paged KV cache, as the
-engine does it (`CudaCopier`), the copy engine the same number of contiguous bytes. Bytes are compared before any timing.
+Both are timed with CUDA events, one copy at a time, in turn. Our kernel moves scattered pages of a paged KV cache, as the engine does
+(`CudaCopier`); the copy engine moves the same number of contiguous bytes. All bytes are compared before any timing.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ def _check(made: Case, caches: list[torch.Tensor]) -> None:
 
 
 class InPlaceCase(NamedTuple):
-    """A paged KV cache on `reader`, and blocks of another one, in memory that its owner exported. rows, origins: of `Copier.pull`; halves:
-    the same with every other block counted from a second origin."""
+    """A paged KV cache on `reader`, and blocks of another one, in memory that its owner exported. rows, origins: see `Copier.pull`.
+    halves: the same with every other block counted from a second origin."""
 
     reader: Device
     kv: PagedKV
@@ -124,7 +123,7 @@ class InPlaceCase(NamedTuple):
 
 
 def in_place_case(owner: Device, reader: Device, nbytes: int) -> InPlaceCase:
-    """32 layers of (blocks, 2, 16, 8, 128) bf16, pages of 64 KiB, here and there; blocks in random order on both sides."""
+    """32 layers of (blocks, 2, 16, 8, 128) bf16, pages of 64 KiB, on both sides; blocks in random order."""
     layers, page_bytes = 32, 2 * PAGE_BYTES
     blocks = nbytes // (layers * page_bytes)
     with segment.create(owner, nbytes) as owned:
@@ -177,7 +176,7 @@ def engine_seconds(work: Callable[[], None]) -> float:
 
 
 def copier_seconds(work: Callable[[], Completion]) -> float:
-    """GPU time of one copy of ours, from where its first bytes set out to where the last ones are in place."""
+    """GPU time of one copy of ours, from the launch of its kernel until the last bytes are in place."""
     torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]
     completion = work()
     if not completion.wait(10):
@@ -186,7 +185,7 @@ def copier_seconds(work: Callable[[], Completion]) -> float:
 
 
 def interleaved(works: list[Callable[[], float]], nbytes: int) -> list[list[float]]:
-    """GB/s of each, RUNS samples, one after the other in turn."""
+    """GB/s of each work, RUNS samples; the works take turns."""
     for work in works:
         for _ in range(3):
             work()

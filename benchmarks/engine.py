@@ -1,4 +1,4 @@
-"""A whole `retrieve()`: hashing, lease, plan, copy, release, against nothing but its bytes at copy-engine speed.
+"""A whole `retrieve()` (hashing, lease, plan, copy, release) against a mere copy of its bytes by the copy engine.
 
 Two engines and a real metadata server. The chunks lie on the first engine's device; the second one retrieves them into blocks
 that were overwritten before. On GPUs: the Llama-3.1-8B shape, 4,096 tokens, 512 MiB, from a peer. On host memory: a small shape,
@@ -66,7 +66,7 @@ def _measure(name: str, stored: KV, into: KV, at_most: float | None) -> Row:
 
 
 class _Stages:
-    """When each stage of a `retrieve` is over, and what its copies take on the device, in runs of their own: medians."""
+    """Times the stages of a `retrieve` and its copies on the device, in separate runs: medians."""
 
     def __init__(self, engine: VCacheEngine) -> None:
         self._marks: list[tuple[str, float]] = []
@@ -137,7 +137,7 @@ def _engine(socket: Path, kv: KV, pool_bytes: int) -> VCacheEngine:
 
 
 def _copy_ms(target: torch.Tensor, source: torch.Tensor) -> float:
-    """One contiguous copy, timed with events on the GPU, with the host's clock elsewhere."""
+    """Milliseconds of one contiguous copy, by CUDA events on a GPU and by the host's clock elsewhere."""
     if not target.is_cuda:
         return 1e3 * timed(lambda: target.copy_(source))
     times = []

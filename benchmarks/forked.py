@@ -1,4 +1,4 @@
-"""Processes that are killed and stopped often: forked from one that has imported everything, since imports take seconds."""
+"""Processes that are often killed and started: forked from one that has imported everything, since imports take seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = 60.0
 
 
 class Counts(msgspec.Struct):
-    """What such a process counts, and tells from time to time: numbers and Counters."""
+    """What such a process counts and reports from time to time: numbers and Counters."""
 
     def add(self, more: Self) -> None:
         for name in self.__struct_fields__:
@@ -32,13 +32,13 @@ class Counts(msgspec.Struct):
 
 
 class Forked:
-    """A process that lives `life`, with a pipe to it. heard: when it said something last."""
+    """A process that runs `life`, with a pipe to it. heard: when it last reported (time.monotonic)."""
 
     _context = multiprocessing.get_context("forkserver")
     _lock = threading.Lock()
 
     def __init__(self, life: Callable[[S, Connection], None], settings: S, log: Path) -> None:
-        """log: where it writes what it says."""
+        """log: the file for its output."""
         self.log = log
         with self._lock:
             self._context.set_forkserver_preload([life.__module__])
@@ -62,7 +62,7 @@ class Forked:
 
 
 def begin(log: str) -> None:
-    """At the beginning of such a process: it ends with who started it, writes what it says to its log, and uses one thread of torch's."""
+    """Called first in such a process: have it end with its parent, write its output to `log`, and use one torch thread."""
     die_with_parent()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for output in (1, 2):
@@ -71,7 +71,10 @@ def begin(log: str) -> None:
 
 
 def hear(processes: Sequence[Forked], silence: float = SECONDS) -> Iterator[tuple[int, Any]]:
-    """What processes have said by now, with their numbers; None of one that has ended, or was silent for so long. Waits a moment."""
+    """The reports that have come, each with its process's index; None for one that has ended, or was silent for `silence` seconds.
+
+    Waits a moment if there are none.
+    """
     ready = wait([process.pipe for process in processes], timeout=0.02)
     for number, process in enumerate(tuple(processes)):
         said = None
@@ -85,15 +88,15 @@ def hear(processes: Sequence[Forked], silence: float = SECONDS) -> Iterator[tupl
 
 
 class Waker:
-    """Sends SIGCONT to who is stopped, by whomever, some time later. One thread. stops: how often."""
+    """Sends SIGCONT to processes some time after they were stopped, by whatever cause. One thread. stops: how many it has seen."""
 
     def __init__(self, seed: str, longest: float) -> None:
-        """longest: seconds until then."""
+        """longest: seconds that a process stays stopped, at most."""
         self._dice, self._longest, self._wakes = random.Random(f"wake {seed}"), longest, dict[int, float]()
         self.stops = 0
 
     def look(self, pids: list[int]) -> None:
-        """To be called often."""
+        """Look for stopped processes, and wake those that are due. Call it often."""
         now = time.monotonic()
         for pid in pids:
             if pid not in self._wakes and stopped(pid):

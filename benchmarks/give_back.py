@@ -1,4 +1,4 @@
-"""Memory taken back from a segment while it is read: how long `vcache segment resize` takes, and what readers wait meanwhile."""
+"""Taking memory back from a segment while it is read: how long `vcache segment resize` takes, and how long readers wait meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .results import Row, load, percentile, row
 
 GIB, CHUNK_BYTES = 1 << 30, 2 << 20
 KEPT, WHOLE = 4 * GIB, 12 * GIB
-"""Of a segment of WHOLE bytes, the first two KEPT are filled, and the first KEPT free again when all but KEPT are given back."""
+"""Bytes. In a segment of WHOLE bytes the first 2 × KEPT are filled, the first KEPT freed again, and then all but KEPT taken back."""
 SECONDS = 5.0
 _MADV_POPULATE_WRITE = 23
 

@@ -1,4 +1,4 @@
-"""As much of vLLM's block pool as the product wraps, for instances of the in-place campaign that are no vLLM."""
+"""The part of vLLM's block pool that our code wraps, for instances of the in-place campaign that do not run vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(eq=False, repr=False)
 class Block:
-    """As the wrapper of vLLM's pool sees one."""
+    """A block, with the attributes that our wrapper of vLLM's pool uses."""
 
     block_id: int
     prev_free_block: Block | None = None
@@ -16,7 +16,7 @@ class Block:
 
 
 class FreeQueue:
-    """As much of vLLM's as the product uses."""
+    """vLLM's queue of free blocks, as far as our code uses it."""
 
     def __init__(self) -> None:
         self.num_free_blocks = 0
@@ -39,7 +39,7 @@ class FreeQueue:
 
 
 class BlockPool:
-    """As much of vLLM's block pool as the product wraps. The block that was free for the longest is handed out first."""
+    """vLLM's block pool, as far as our code wraps it. Hands out the block that was free for the longest time first."""
 
     def __init__(self, blocks: int) -> None:
         self.num_gpu_blocks = blocks
@@ -56,7 +56,7 @@ class BlockPool:
         return taken
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """They are to be written again by whom they belong to."""
+        """Nothing: the blocks' owners will write them again."""
 
     def reset_prefix_cache(self) -> bool:
         return True

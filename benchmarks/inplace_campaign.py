@@ -1,22 +1,21 @@
-"""Reuse under the reader's feet: does a load out of another instance's live KV cache ever bring a wrong byte?
+"""Does a load out of another instance's live KV cache ever bring a wrong byte, though blocks are used again all the time?
 
     python -m benchmarks.inplace_campaign [--level cpu|vllm|gpu] [--loads N] [--seed N] [--control WHAT] [--out FILE]
 
-`cpu`: owners whose blocks are handed out and written again all the time, readers that load out of them, some slowly, and out of one
-another, and one metadata server: real processes, real memory, each byte compared (`inplace_instance`). They stop themselves at every
-step of the protocol, are stopped and killed at any moment and start again under other names; the server is killed and stopped. The seed
-throws the same dice again; the processes run as they will.
+`cpu`: one metadata server, owners whose blocks are constantly handed out and rewritten, and readers that load from them and from each
+other, some slowly. All are real processes with real memory, and each byte is compared (`inplace_instance`). They pause themselves at
+every step of the protocol, are stopped and killed at any moment, and start again under other names; the server is killed and stopped,
+too. One seed gives the same decisions again, but not the same timing.
 
-`vllm`: whole vLLMs on the CPU, each owner and reader at once, with so few KV blocks that they are used again all the time; tokens and
-log probabilities of each answer are compared with those of a vLLM that shares nothing (`vllm.campaign`).
+`vllm`: whole vLLMs on the CPU, each an owner and a reader, with so few KV blocks that these are constantly used again. Tokens and log
+probabilities of each answer are compared with those of a vLLM that shares nothing (`vllm.campaign`).
 
-`gpu`: owners are live vLLMs on two GPUs, or a tiny one on the CPU; readers are none, and compare sums with what owners told
-(`inplace_live`).
+`gpu`: owners are live vLLMs on two GPUs, or a tiny one on the CPU. Readers do not run vLLM; they compare what they load with checksums
+from the owners (`inplace_live`).
 
-Then the same with one rule broken: readers do not look at the generations after a copy; owners change them after they have written,
-publish before, or do not look for pins. There wrong bytes must be seen, or loads that are refused though they are pinned, or the zeros
-above prove nothing. And vLLMs without any connector, to tell apart what is
-wrong in their own prefix caches (vLLM #37164).
+Controls run the same with one rule broken: readers ignore the generations after a copy; owners change generations only after writing,
+publish before writing, or ignore pins. There wrong bytes, or refused loads in spite of pins, must be seen, or the zeros above prove
+nothing. Another control runs vLLMs without any connector, to tell apart faults of their own prefix caches (vLLM #37164).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def run() -> list[Row]:
 
 
 def measure(name: str, loads: int, seed: int, add: Callable[[Sequence[Row]], object], control: Control = "") -> list[str]:
-    """The campaign of a level and its controls, or one control alone; rows as they come. What is known of wrong loads."""
+    """Run a level's campaign and its controls, or one control alone, and `add` rows as they come. Returns descriptions of wrong loads."""
     level, wrong = LEVELS[name](), list[str]()
     with tempfile.TemporaryDirectory(prefix="vcache-inplace-shared-") as folder:
         level.prepare(shared := Path(folder))

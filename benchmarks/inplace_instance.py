@@ -1,8 +1,8 @@
-"""One instance of the in-place campaign: a KV cache that others read, whose blocks are handed out and written again all the time.
+"""One instance of the in-place campaign: a KV cache that others read, and whose blocks are constantly handed out and rewritten.
 
-An owner computes chunks. A reader (`inplace_reader`) loads them out of the others' KV caches, compares each byte, and publishes its
-copies. What a block holds follows from its chunk's key and the position alone, so nobody need be asked. Both stop themselves at any step
-of the protocol, as a process does that is swapped out or in a debugger; whoever watches them sends SIGCONT.
+An owner computes chunks. A reader (`inplace_reader`) loads them out of others' KV caches, compares each byte, and publishes its copies.
+What a block must hold follows from its chunk's key and position alone. Both stop themselves at any step of the protocol, as if swapped
+out or in a debugger; the parent process sends SIGCONT.
 """
 
 from __future__ import annotations
@@ -54,21 +54,20 @@ EACH = 2
 MOST_CHUNKS = 6
 BLOCKS = 8 * MOST_CHUNKS * EACH
 FAMILIES = 12
-"""Of prompts, each of which are prefixes of one another."""
+"""Families of prompts. Prompts of one family are prefixes of one another."""
 POISON = 0x5A5A5A5A5A5A5A5A
 CLOCK_SECONDS = 0.01
-"""So much earlier may the time of a file be."""
+"""How much earlier than the clock a file's time may be."""
 OFTEN = 20
-"""So much more often does an owner stop itself at steps that are rare."""
+"""How many times as often an owner stops itself at rare steps."""
 
 Role = Literal["owner", "reader", "vllm"]
 Control = Literal["", "no verdict", "counted late", "published early", "pins unseen", "no connector"]
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """stops: share of the steps at which it stops itself. control: which rule of the protocol is broken, to see that wrong bytes are found:
-    readers do not look at the generations after a copy; owners change them after they have written, publish before, or do not look for
-    pins; vLLMs do without a connector. shared: a folder of what all instances use. number: its place among them."""
+    """stops: share of the steps at which the instance stops itself. control: the rule of the protocol that is broken, see
+    `inplace_campaign`; empty: none. shared: a folder that all instances use. number: the instance's place among them."""
 
     config: Config
     role: Role
@@ -81,15 +80,15 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Outcomes(Counts):
-    """Counts. loads: those that brought something, all of which was compared; launched: that copied something at all.
+    """Counts of events.
 
-    reuse_hits: loads that were refused, from some chunk on, by their verdict: a block changed between launch and verdict. differed: those
-    among them whose refused chunks did hold other bytes. stale: loads that found a chunk gone before its launch. misses: look-ups
-    without anything to load. pinned: loads under pins that held; `pinned_refused` of them did not bring everything all the same. Not
-    counted there: those that took longer than a pin holds (`pinned_late`), and those from an owner that gave its table up meanwhile
-    (`pinned_given_up`), or had no other blocks (`pinned_forced`). kept, forced: see `ResidentPool`. written: chunks by owners. by_step:
-    times that a process stopped itself, by the step of the protocol. answers: of vLLM to whole requests, whose `loads` are those for
-    which something was loaded.
+    launched: loads that copied anything. loads: loads that brought something, all of it compared; with whole vLLMs, requests for which
+    something was loaded. reuse_hits: loads whose verdict refused some chunks, since a block changed between launch and verdict. differed:
+    those of them whose refused chunks did hold other bytes. stale: loads that found a chunk gone before the launch. misses: look-ups that
+    found nothing. pinned: loads whose pins held. pinned_refused: those of them that did not bring everything, except loads that took
+    longer than a pin holds (`pinned_late`), and loads from an owner that gave up its table (`pinned_given_up`) or had no other blocks
+    (`pinned_forced`). kept, forced: see `ResidentPool`. written: chunks that owners have written. by_step: how often a process stopped
+    itself, by the step of the protocol. answers: vLLM's, to whole requests.
     """
 
     loads: int = 0
@@ -118,7 +117,7 @@ class Outcomes(Counts):
     causes: Counter[str] = msgspec.field(default_factory=Counter)
 
     def add_pinned(self, whole: bool, late: bool, forced: bool, given_up: bool = False) -> bool:
-        """Count a load under pins. Whether it had to bring everything, and did not."""
+        """Count a load under pins. Returns whether it had to bring everything and did not."""
         self.pinned += 1
         for name, excused in ("late", late), ("given_up", given_up), ("forced", forced), ("refused", True):
             if not whole and excused:
@@ -128,13 +127,13 @@ class Outcomes(Counts):
         return False
 
     def add_kept(self, pool: ResidentPool) -> None:
-        """What it has counted since the last time."""
+        """Add what the pool has counted since the last call."""
         self.kept, self.forced = self.kept + pool.kept, self.forced + pool.forced
         pool.kept = pool.forced = 0
 
 
 class Told(NamedTuple):
-    """What an instance tells from time to time. wrong: what is known of each load with a wrong byte."""
+    """An instance's report. wrong: a description of each load with a wrong byte."""
 
     outcomes: Outcomes
     wrong: list[str]
@@ -142,7 +141,7 @@ class Told(NamedTuple):
 
 @dataclass
 class Written:
-    """The end of a model's step, which may be yet to come."""
+    """The end of a model's step, which may still be to come."""
 
     over: bool
 
@@ -153,7 +152,7 @@ class Written:
 class Instance:
     """The KV cache of an instance, its blocks, and its name at the server. One thread.
 
-    over: nothing of it is to be believed any more, and another one takes its place in this process.
+    over: the instance must no longer be believed; another one takes its place in this process.
     """
 
     def __init__(self, settings: Settings, dice: random.Random) -> None:
@@ -197,12 +196,12 @@ class Instance:
         self.publisher.retract(self.instance, self.sequence + 1)
 
     def some_prompt(self) -> list[ChunkKey]:
-        """Some are more popular than others."""
+        """The keys of a random prompt; some prompts are more popular than others."""
         family = min(self.dice.randrange(FAMILIES), self.dice.randrange(FAMILIES))
         return prompt(self.hasher, family)[: self.dice.randint(1, MOST_CHUNKS)]
 
     def allocate(self, chunks: int) -> tuple[list[int], UInt64s]:
-        """Blocks for so many, and their generations: from here on nobody may believe what they held."""
+        """Blocks for so many chunks, and their new generations. From here on nobody may believe what they held before."""
         blocks = [block.block_id for block in self.pool.get_new_blocks(chunks * EACH)]
         if self._late:
             return blocks, np.full(len(blocks), self.table.coming, dtype=np.uint64)
@@ -212,20 +211,20 @@ class Instance:
         return blocks, self.table.counters[blocks]
 
     def publish(self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark) -> None:
-        """Once they are written."""
+        """Publish the chunks once they are written."""
         self.sequence += 1
         self.told.outcomes.published += len(keys)
         numbers = np.array(blocks, dtype="<u4").tobytes()
         self.publisher.submit(Publication(keys, numbers, generations.astype("<u8").tobytes(), self.sequence), written)
 
     def step(self, name: str, often: int = 1) -> None:
-        """Here the process may be stopped, so many times as often as elsewhere."""
+        """A step of the protocol, at which the process may stop itself. often: how many times as often as elsewhere."""
         if self.dice.random() < often * self.settings.stops:
             stop_self()
             self.told.outcomes.by_step[name] += 1
 
     def round(self) -> None:
-        """One request."""
+        """Handle one request."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -237,7 +236,7 @@ class Instance:
 
 
 class Owner(Instance):
-    """Computes chunk after chunk, in more blocks than it has."""
+    """Computes chunk after chunk, more than its blocks can hold."""
 
     def round(self) -> None:
         keys = self.some_prompt()
@@ -282,7 +281,7 @@ class Owner(Instance):
             self.over = True
 
     def _write(self, keys: list[ChunkKey], blocks: list[int]) -> None:
-        """Page by page, as slowly as a model."""
+        """Write the chunks page by page, as slowly as a model would."""
         for number, key in enumerate(keys):
             here = blocks[number * EACH : (number + 1) * EACH]
             for plane, pages in enumerate(what(key)):
@@ -294,7 +293,7 @@ class Owner(Instance):
 
 
 def tell_forced(pool: ResidentPool, settings: Settings, instance: bytes) -> None:
-    """Before pinned blocks are handed out, since there are no others, it says so; see `forced_lately`."""
+    """Have the pool leave a note before it hands out pinned blocks for want of others; `forced_lately` reads it."""
     around = pool._around
 
     def went(*given: Any) -> Any:
@@ -307,7 +306,7 @@ def tell_forced(pool: ResidentPool, settings: Settings, instance: bytes) -> None
 
 
 def forced_lately(settings: Settings, owners: Iterable[bytes], seconds: float) -> bool:
-    """Whether one of them has handed out pinned blocks in this time."""
+    """Whether one of these owners has handed out pinned blocks in the last so many seconds."""
     for owner in owners:
         with suppress(FileNotFoundError):
             if Path(settings.log).with_name(f"{owner.hex()}.forced").stat().st_mtime > time.time() - seconds - CLOCK_SECONDS:
@@ -316,18 +315,18 @@ def forced_lately(settings: Settings, owners: Iterable[bytes], seconds: float) -
 
 
 def stop_self() -> None:
-    """As a process that is swapped out or in a debugger."""
+    """Stop this process, as if it were swapped out or in a debugger."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @functools.cache
 def prompt(hasher: TokenHasher, family: int) -> list[ChunkKey]:
-    """The keys of its chunks."""
+    """The keys of the chunks of a family's longest prompt."""
     return hasher.keys(np.arange(MOST_CHUNKS * EACH * BLOCK_SIZE) + family * 1_000_000)
 
 
 @functools.cache
 def what(key: ChunkKey) -> npt.NDArray[np.int64]:
-    """What a chunk's blocks must hold, (PLANES, EACH, WORDS): each page other words."""
+    """What a chunk's blocks must hold, shape (PLANES, EACH, WORDS): different words in each page."""
     seeds = mix(torch.tensor([int.from_bytes(key[8:16], "little", signed=True)]) + torch.arange(EACH))
     return torch.cat([content(seeds, layer, WORDS) for layer in range(LAYERS)]).numpy()

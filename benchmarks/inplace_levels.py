@@ -1,4 +1,4 @@
-"""What campaigns in place are made of: how many processes of which kind, what happens to them, and how much must have been seen."""
+"""The levels of the in-place campaign: which processes there are, what happens to them, and how much must be seen."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STOPS = 0.0005
 
 
 class Level(NamedTuple):
-    """What a campaign is made of. counts: of processes by role; mishaps: how often each comes, in shares. stops: as in `Settings`. loads:
-    that must bring something, and the share of them to be refused by their verdicts. controls: and how many loads each has at least,
-    for how many seconds at most. pinned: of the loads, the share to begin with pins that hold. seconds: what the campaign itself takes
-    at most. silence: seconds after which a process that says nothing has ended. prepare: fills the shared folder."""
+    """A campaign. counts: processes by role. mishaps: each one's weight. stops: see `Settings`. loads: how many must bring something, and
+    what share of them verdicts must refuse. controls: each with its least number of loads, and its most seconds. pinned: the share of
+    loads that must begin with pins that hold. seconds: the longest that the campaign itself takes. silence: seconds after which a silent
+    process counts as ended. prepare: fills the shared folder."""
 
     life: Callable[[Settings, Connection], None]
     counts: dict[Role, int]
@@ -83,7 +83,7 @@ def whole_requests() -> Level:
 
 
 def live_caches() -> Level:
-    """KV caches of live vLLMs, two on two GPUs, one on the CPU, and readers that are none. With a start of vLLM in it."""
+    """KV caches of live vLLMs (two on two GPUs, or one on the CPU), and readers that do not run vLLM. Its time includes vLLM's start."""
     from . import inplace_live as caches
 
     on_gpus = torch.cuda.is_available()

@@ -1,7 +1,7 @@
-"""Loads out of the KV caches of live vLLMs whose blocks are used again all the time: a reader that is no vLLM, of the in-place campaign.
+"""A reader of the in-place campaign that loads from live vLLMs' KV caches, whose blocks are constantly used again.
 
-Nobody knows what a vLLM's blocks must hold; so an owner sums up what its steps have written (`vllm.witness`), and the reader compares the
-sums of what it loaded, by owner, blocks and generations. On GPUs owners and readers are spread over the two; on the CPU all is small.
+What a vLLM's blocks must hold is not known beforehand. So an owner makes checksums of what its steps have written (`vllm.witness`), and
+the reader compares those of what it loaded, by owner, blocks and generations. On GPUs, owners and readers are spread over two of them.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from .processes import until
 SHAPE = "shape.json"
 MOST_CHUNKS = 16
 REMEMBERED, DRAWN = 1024, 32
-"""So many publications are remembered. Of so many of them the oldest is loaded that is still there: its blocks are used again next."""
+"""How many publications are remembered; and of how many drawn ones the oldest that is still there is loaded: it is likely to go next."""
 SLOW, SLOW_SECONDS = 0.4, 0.4
 START_SECONDS = 240.0
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Of each layer's tensor of an owner's KV cache, blocks first."""
+    """The shape of each layer's tensor in an owner's KV cache, blocks first."""
 
     shape: list[int]
     strides: list[int]
@@ -58,7 +58,7 @@ class Shape(msgspec.Struct, frozen=True):
     chunk: int
 
     def tensors(self, blocks: int, device: str) -> list[torch.Tensor]:
-        """As an owner's, the same order of bytes in a block, with so many blocks."""
+        """Tensors like an owner's, with the same order of bytes in a block, but so many blocks."""
         shape, strides, step = [blocks, *self.shape[1:]], [0] * len(self.shape), 1
         for axis in sorted(range(len(shape)), key=lambda axis: (self.strides[axis], -axis)):
             strides[axis], step = step, step * shape[axis]
@@ -67,7 +67,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """Of one publication: hexadecimal, as in it; and the sums, 8 bytes a block."""
+    """An owner's record of one publication: its fields as hexadecimal text, and the checksums, 8 bytes for each block."""
 
     keys: list[str]
     blocks: str
@@ -76,14 +76,14 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Published(NamedTuple):
-    """first: where its first chunk lies."""
+    """A remembered publication. first: where its first chunk lies."""
 
     keys: list[ChunkKey]
     first: Replica
 
 
 def sums(kv: PagedKV, blocks: Sequence[int]) -> torch.Tensor:
-    """For each block a number that all of its words have a part in, each word another one. On the current stream."""
+    """A checksum for each block: the sum of its words, each with a weight of its own. On the current stream."""
     ids = torch.tensor(blocks, dtype=torch.int64, device=kv.device)
     total = torch.zeros(len(blocks), dtype=torch.int64, device=kv.device)
     for page in kv.pages:
@@ -93,13 +93,13 @@ def sums(kv: PagedKV, blocks: Sequence[int]) -> torch.Tensor:
 
 @cache
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Odd, so that no change of a word goes unseen."""
+    """The words' weights. Odd, so that a change of one word always shows."""
     dice = torch.Generator().manual_seed(1)
     return (torch.randint(-(1 << 62), 1 << 62, (count,), generator=dice) * 2 + 1).to(device)
 
 
 class Follower(Reader):
-    """Loads what owners have published last."""
+    """Loads what owners have published recently."""
 
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         self.dice, self.over, self.told, self.settings = dice, False, Told(Outcomes(), []), settings
@@ -151,7 +151,7 @@ class Follower(Reader):
         return self._last[-1][0]
 
     def allocate(self, chunks: int) -> tuple[list[int], UInt64s]:
-        """Nobody reads them."""
+        """Blocks for so many chunks. Nobody reads them."""
         blocks = [block.block_id for block in self.pool.get_new_blocks(chunks * self.each)]
         return blocks, np.zeros(len(blocks), dtype=np.uint64)
 
@@ -159,7 +159,7 @@ class Follower(Reader):
         """Nothing."""
 
     def checkable(self, count: int, chosen: Mapping[int, Replica]) -> int:
-        """As far as an owner has told the sums."""
+        """How many of these leading chunks have checksums from their owner."""
         return next((number for number in range(count) if chosen.get(number) not in self._sums), count)
 
     def poison(self, blocks: Sequence[int]) -> None:
@@ -174,7 +174,7 @@ class Follower(Reader):
         return int((found != want).sum()) * self.kv.layers * self.kv.parts * self.kv.page_bytes
 
     def pinned(self, residents: Mapping[int, ResidentChunk]) -> list[GenerationView]:
-        """None: a vLLM that has not enough other blocks takes pinned ones."""
+        """None: a vLLM that is short of blocks takes pinned ones, which here would count as an error."""
         return []
 
     def describe(
@@ -184,10 +184,10 @@ class Follower(Reader):
         return f"process {os.getpid()}: one of {'; '.join(said)}"
 
     def close(self) -> None:
-        """Never: it ends by a signal."""
+        """Never called: a signal ends the process."""
 
     def _refresh(self) -> None:
-        """What owners have told since."""
+        """Read the records that owners have added."""
         for path in self._folder.glob("*.sums"):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))

@@ -1,4 +1,4 @@
-"""A reader of the in-place campaign, and the life of the process of either kind of instance."""
+"""A reader of the in-place campaign; and the main function of both kinds of instance."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from .inplace_instance import (
 )
 
 SLOW, SLOW_SECONDS = 0.1, 0.01
-"""Share of the copies that go block by block, and the longest that they pause in all."""
+"""Share of the copies that go block by block, and the most seconds that one pauses in all."""
 PINNED = 0.5
 """Share of the loads that begin with pins, as synchronous ones do."""
 REMEMBERED = 0.05
-"""Share of the look-ups that are answered from an old answer, as they all are while there is no server."""
+"""Share of the look-ups that use an earlier answer; while there is no server, all do."""
 REPORT_SECONDS = 0.2
 OFFLINE_SECONDS = 0.02
 PATIENCE_SECONDS = 60.0
 
 
 class Reader(Instance):
-    """Loads, compares, and has its copies read by others."""
+    """Loads chunks, compares them, and publishes its copies for others."""
 
     each = EACH
 
@@ -128,14 +128,14 @@ class Reader(Instance):
         return found
 
     def pinned(self, residents: Mapping[int, ResidentChunk]) -> list[GenerationView]:
-        """The tables of all owners, if these are pinned now, and could be loaded in a step; none if not."""
+        """Pin these chunks as for a synchronous load. The owners' tables; empty if not all could be pinned."""
         owners = {one.instance for one in residents.values()}
         views = [view for owner in owners if (view := self.tables.view(owner)) is not None]
         sure = len(views) == len(owners) and owners <= self.neighbours.mapped and self.dice.random() < PINNED
         return views if sure and self.pinning.pin("", residents.values()) else []
 
     def _failed(self, pinned: list[GenerationView], whole: bool, seconds: float) -> bool:
-        """Of a load under pins that took so long: whether it had to bring everything, and did not."""
+        """Count a load under pins that took so many seconds. Returns whether it had to bring everything and did not."""
         self.pinning.release([""])
         forced = forced_lately(self.settings, [view.instance for view in pinned], HOLD_SECONDS)
         given_up = any(view.dead for view in pinned)
@@ -146,11 +146,11 @@ class Reader(Instance):
         return count
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """So that what is not written is seen."""
+        """Fill the blocks with poison, so that bytes that a copy does not write are noticed."""
         self.words[:, blocks] = POISON
 
     def wrong(self, keys: Sequence[ChunkKey], blocks: Sequence[int], replicas: Sequence[Replica | None]) -> int:
-        """How many bytes of these chunks are not what they must be, wherever they come from."""
+        """How many bytes of these chunks are wrong."""
         if not keys:
             return 0
         want = np.concatenate([what(key) for key in keys], axis=1)
@@ -160,7 +160,7 @@ class Reader(Instance):
     def describe(
         self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, Replica], number: int | None = None
     ) -> str:
-        """That chunk, or the first wrong one, before anything is written over it."""
+        """A description of chunk `number`, or of the first wrong one. Call it before anything overwrites the blocks."""
         if number is None:
             number = next(n for n, key in enumerate(keys) if self.wrong([key], blocks[n * EACH :], ()))
         got = self.words[:, blocks[number * EACH : (number + 1) * EACH]]
@@ -181,12 +181,12 @@ class Reader(Instance):
 
 
 class Slowly:
-    """A share of a copier's copies go block by block, with pauses of at most so many seconds in all, in their caller's thread."""
+    """A copier that makes a share of its copies block by block, in the caller's thread, with pauses of at most `seconds` in all."""
 
     def __init__(self, inner: Copier, instance: Stopping, share: float, seconds: float) -> None:
         self._inner, self._instance, self._share, self._seconds = inner, instance, share, seconds
         self._kept: list[Completion] = []
-        """Of the last such copy: each holds what its kernel reads."""
+        """The completions of the last slow copy; each keeps alive what its kernel reads."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -207,7 +207,7 @@ class Slowly:
 
 
 def believe_copies() -> None:
-    """What a copy brought counts, whatever the generations say afterwards."""
+    """For a control: count every copy as right, whatever the generations say after it."""
     settle = resident._ResidentPiece.settle
 
     def settled(piece: resident._ResidentPiece, *arguments: Any) -> Settled:
@@ -218,7 +218,7 @@ def believe_copies() -> None:
 
 
 class Stopping(Protocol):
-    """Who copies, and is stopped at times."""
+    """An instance whose copies may be interrupted by stops."""
 
     dice: random.Random
     told: Told
@@ -227,7 +227,7 @@ class Stopping(Protocol):
 
 
 class Living(Protocol):
-    """An instance of a campaign, in its process."""
+    """An instance of a campaign, in its own process."""
 
     told: Told
     over: bool
@@ -238,12 +238,12 @@ class Living(Protocol):
 
 
 def live(settings: Settings, pipe: Connection) -> None:
-    """The life of an instance's process."""
+    """The main function of an instance's process."""
     live_as(Owner if settings.role == "owner" else Reader, settings, pipe)
 
 
 def live_as(kind: Callable[[Settings, random.Random], Living], settings: Settings, pipe: Connection) -> None:
-    """Until it is killed, it tells what happened. A wrong byte is told at once."""
+    """Run instances of `kind`, and report what happened, until the process is killed. A wrong byte is reported at once."""
     begin(settings.log)
     dice = random.Random(settings.seed)
     instance = kind(settings, dice)

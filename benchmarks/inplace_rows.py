@@ -1,4 +1,4 @@
-"""What is said of a campaign in place: rows, each beside the least that must have been seen or the most that may be wrong."""
+"""The result rows of an in-place campaign, each with its limit: the least that must be seen, or the most that may be wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTROLS: dict[Control, str] = {
 
 
 def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = CPU) -> list[Row]:
-    """loads: how many there were to be."""
+    """A campaign's rows. loads: how many were asked for."""
     seen = result.outcomes
     more = dict(sorted(result.mishaps.items())) | {"stops": result.stops, "seed": result.seed}
     what = f"{json.dumps(msgspec.to_builtins(seen) | more)} in {result.seconds:.0f} s; {load()}"
@@ -52,7 +52,7 @@ def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = C
 
 
 def control_row(control: Control, its: Result, name: str) -> Row:
-    """What was wrong in a control."""
+    """A control's row: how much it saw go wrong."""
     seen, case = its.outcomes, f"inplace_{CONTROLS[control]}_{name}"
     loads = f"{seen.wrong_bytes:,} wrong bytes in {seen.loads:,} loads, {seen.pinned:,} pinned"
     told = json.dumps(msgspec.to_builtins(seen)) if seen.answers else loads

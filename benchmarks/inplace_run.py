@@ -1,4 +1,4 @@
-"""One run of a campaign in place: its processes, what happens to them, and what they have seen."""
+"""Runs an in-place campaign: starts its processes, causes mishaps, and collects what they report."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ LONGEST_STOP = 0.6
 SERVER_STOP = 1.2
 PROGRESS_SECONDS = 15.0
 MOST_ENDED, MOST_AT_FIRST = 20, 3
-"""Processes that end by themselves, until a campaign is given up; and before anything was loaded or answered."""
+"""How many processes may end by themselves before a campaign is given up: in all, and before anything was loaded or answered."""
 NOWHERE = Path()
 
 
 class Instance(Forked):
-    """The process of one, in its place: `number` stays when it is started again."""
+    """An instance's process. `number` stays the same when it is started again."""
 
     def __init__(self, life: Callable[[Settings, Connection], None], settings: Settings, number: int) -> None:
         super().__init__(life, settings, Path(settings.log))
@@ -46,7 +46,7 @@ class Instance(Forked):
 
 
 class Result(msgspec.Struct):
-    """Of one run. ended: processes that nobody had told to end, or that were silent."""
+    """The result of one run. ended: how many processes ended by themselves or fell silent."""
 
     seed: int
     seconds: float
@@ -58,7 +58,7 @@ class Result(msgspec.Struct):
 
 
 class Campaign:
-    """All processes of one run, which are gone behind the context. One thread."""
+    """All processes of one run; the context manager ends them. One thread."""
 
     def __init__(self, level: Level, seed: int, shared: Path, control: Control = "") -> None:
         self.outcomes, self.mishaps, self.wrong, self.ended = Outcomes(), Counter[str](), list[str](), 0
@@ -84,7 +84,7 @@ class Campaign:
         self._undo.close()
 
     def run(self, over: Callable[[Outcomes, float], bool], pause: float) -> Result:
-        """Until `over` says so of what was counted, and of the seconds that took. pause: between two mishaps, on average."""
+        """Run until `over(counts, seconds)` is true. pause: seconds between two mishaps, on average."""
         started = shown = time.monotonic()
         due = started + pause
         while not over(self.outcomes, (now := time.monotonic()) - started):
@@ -104,7 +104,7 @@ class Campaign:
         return Result(self._seed, round(seconds, 1), self.outcomes, self.mishaps, self._waker.stops, ended, self.wrong)
 
     def _hear(self) -> None:
-        """What instances have told by now."""
+        """Collect the reports that have come."""
         for number, told in hear(self._here, self._level.silence):
             if told is not None:
                 self.outcomes.add(told.outcomes)
@@ -156,7 +156,7 @@ class Campaign:
         return Instance(self._level.life, settings, number)
 
     def _again(self, number: int) -> None:
-        """Kill it, if it lives, and start another one in its place, which has another name."""
+        """Kill the instance, if it lives, and start another one, with another name, in its place."""
         self._here[number].kill()
         self._here[number] = self._start(self._here[number].role, number)
 
@@ -166,7 +166,7 @@ class Campaign:
 
 
 def campaign(loads: int, seed: int, pause: float = PAUSE, level: Level = CPU, shared: Path = NOWHERE) -> Result:
-    """loads: those that bring something; and so many are refused by their verdicts as the level says."""
+    """Run a campaign until so many loads have brought something, and verdicts have refused as many as the level asks for."""
     with Campaign(level, seed, shared) as made:
         return made.run(
             lambda seen, passed: (seen.loads >= loads and seen.reuse_hits >= level.reuse_hits * loads) or passed > level.seconds,
@@ -175,8 +175,8 @@ def campaign(loads: int, seed: int, pause: float = PAUSE, level: Level = CPU, sh
 
 
 def run_control(control: Control, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
-    """Until something is wrong, where it must be, and there are so many loads or five times as many answers, or for as long as the
-    level says."""
+    """Run a control until it has gone wrong, if it must, and has the level's number of loads or five times as many answers; at most for
+    the level's time."""
 
     def over(seen: Outcomes, passed: float) -> bool:
         least = level.control_loads
@@ -188,5 +188,5 @@ def run_control(control: Control, seed: int, level: Level = CPU, shared: Path = 
 
 
 def bad(control: Control, seen: Outcomes) -> int:
-    """How much went wrong that the control is to show."""
+    """How much went wrong of what the control must show."""
     return seen.pinned_refused if control == "pins unseen" else seen.wrong

@@ -1,9 +1,9 @@
-"""Journals damaged in many ways: does a restarted server ever believe one that is not its predecessor's last word?
+"""Damages journals in many ways: does a restarted server ever believe one that is not its predecessor's last state?
 
-Histories are made by a real directory and a real journal: stores, evictions, removals, dropped segments, writers that never
-answer, compactions. Then the file is changed and a server's parts start from it: journal, directory, service; the segments' holders
-bring the witness and offer their memory again. Wrong is a key that is found where it was not, and a slot given away that a chunk has
-which the server no longer knows, or that somebody may still be writing to. A cold start is right.
+A real directory and a real journal make histories: stores, evictions, removals, dropped segments, writers that never answer, compactions.
+Then the file is changed, and a server's parts (journal, directory, service) start from it; the segments' holders bring the witness and
+offer their memory again. It is wrong if a key is found in another place than it was, or if a slot is given away that holds a chunk which
+the server no longer knows, or that somebody may still be writing to. A cold start is right.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OTHER = Peer(9, ProcessId(900, 9), "host", "host")
 
 
 class History:
-    """One life of a server: its journal's bytes when it was killed, those of some moments before, and what was true then."""
+    """One life of a server: its journal's bytes when it was killed, those of some earlier moments, and what was true at the end."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)
@@ -112,7 +112,7 @@ def _key(number: int) -> m.ChunkKey:
 
 
 def frames(data: bytes) -> Iterator[tuple[int, int]]:
-    """Where each frame starts and ends; first the header."""
+    """Where each frame of a journal starts and ends; the header is the first."""
     at, end = 0, journals.HEADER_BYTES
     while end <= len(data):
         yield at, end
@@ -123,7 +123,7 @@ def frames(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 class Written(Protocol):
-    """A journal, where its frames start and end, and what it once was."""
+    """A journal, its frames' places, and its earlier contents."""
 
     random: random.Random
     data: bytes
@@ -224,7 +224,7 @@ KINDS: dict[str, Mutation] = {
 
 
 def restarted(here: History, path: Path, fds: dict[m.SegmentId, int], believe: bool) -> Service:
-    """A server's parts, started from the file, once every segment was offered. believe: whatever can be read is taken for true."""
+    """A server's parts, started from the file, after every segment was offered. believe: take all that can be read for true (a control)."""
     here.witness.reached(here.frame)
     try:
         state = journals.read(path)
@@ -249,7 +249,7 @@ def restarted(here: History, path: Path, fds: dict[m.SegmentId, int], believe: b
 
 
 def wrongs(here: History, directory: Directory) -> int:
-    """Keys that are not where they were, and slots given away that were somebody's."""
+    """How many keys are not where they were, and how many slots were given away that were in use."""
     known = {entry.location for entry in directory.contents.live}
     wrong = sum(here.live.get(entry.key) != entry.location for entry in directory.contents.live)
     taken = [*here.written, *(location for location in here.live.values() if location not in known)]
@@ -292,7 +292,7 @@ class Counts:
 
 
 def campaign(mutations: int, seed: int = 1, believe: bool = False) -> Counts:
-    """So many mutations, the same ones for the same seed."""
+    """Try so many mutations; the same ones for the same seed. believe: see `restarted`."""
     counts, kinds = Counts(), list(KINDS.items())
     with tempfile.TemporaryDirectory() as name, _memory() as fds, patch.object(journals, "COMPACT_BYTES", 3000), _quiet():
         folder, round_ = Path(name), 0

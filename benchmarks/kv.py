@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 class Size(NamedTuple):
-    """A KV cache and how much of it moves. The default: Llama-3.1-8B's, whose chunks are 32 MiB; 512 MiB."""
+    """The shape of a KV cache, and how many chunks of it move. The default: Llama-3.1-8B's, 16 chunks of 32 MiB."""
 
     layers: int = 32
     heads: int = 8
@@ -39,7 +39,7 @@ class Size(NamedTuple):
 
 
 class KV:
-    """Holds `size` in blocks that lie anywhere, with contents told by their place. device: host, cuda:0 and so on."""
+    """A KV cache of `size` in scattered blocks, whose contents follow from their places. device: `host`, `cuda:0` and so on."""
 
     def __init__(self, size: Size, seed: int = 0, device: str = "host") -> None:
         self.size, self.device, dice = size, device, torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ class KV:
             tensor.fill_(float("nan"))
 
     def holds(self, other: KV) -> bool:
-        """Whether every token here is what it is there."""
+        """Whether every token's KV equals `other`'s."""
         return all(
             torch.equal(mine[:, self._blocks].cpu(), its[:, other._blocks].cpu())
             for mine, its in zip(self.tensors, other.tensors, strict=True)
@@ -66,12 +66,12 @@ _prompts = itertools.count(1)
 
 
 def prompt(tokens: int) -> torch.Tensor:
-    """One that nobody has seen."""
+    """A new prompt of random tokens."""
     return torch.arange(tokens) + next(_prompts) * 1_000_000
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Its seconds."""
+    """Seconds that the call takes."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
@@ -79,7 +79,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """torch's, for a while. More than there are idle cores make a copy many times slower."""
+    """Let torch use so many threads within the context. More than there are idle cores make a copy many times slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     yield

@@ -1,4 +1,4 @@
-"""The metadata server alone: latency of a lookup, keys a second from several clients, memory a chunk.
+"""The metadata server alone: latency of a look-up, keys per second from several clients, memory per chunk.
 
 A real server process and real client processes; no GPU, no data. The references are the project's own floors (issue 1),
 since no peer offers the same operation; the nearest figures of peers are in docs/benchmarks.md.
@@ -62,7 +62,7 @@ def _fill(client: Client) -> None:
 
 
 def store(client: Client, chunks: int) -> None:
-    """So many chunks, one slot each."""
+    """Store so many chunks, each in a slot."""
     for start in range(0, chunks, BATCH):
         reserved = client.reserve([key(n) for n in range(start, min(start + BATCH, chunks))], CHUNK_BYTES)
         client.commit(reserved.reservation)
@@ -81,7 +81,7 @@ def _lookup_times(client: Client) -> list[float]:
 
 
 def _together(clients: int, path: Path, what: str) -> list[float]:
-    """Keys a second of all clients together, three times over."""
+    """Keys per second of all clients together; three samples."""
     context = multiprocessing.get_context("spawn")
     rates = []
     for turn in range(3):
@@ -114,7 +114,7 @@ def _client(path: Path, what: str, turn: int, number: int, barrier: Barrier, res
 
 
 def _batches(turn: int, number: int, what: str) -> list[list[ChunkKey]]:
-    """Prepared beforehand, so that the clients' own work is not what is measured."""
+    """Batches of keys, made beforehand so that the clients' own work is not measured."""
     if what == "lookup":
         return [[key(n) for n in range(s, s + BATCH)] for s in range(0, CHUNKS - BATCH, BATCH)] * 40
     first = CHUNKS * (1 + turn * (os.cpu_count() or 1) * 4 + number * 3)

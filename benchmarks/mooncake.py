@@ -1,7 +1,7 @@
-"""The offload tier: what reading and writing through it costs against Mooncake's own client, and against none at all.
+"""The offload tier: what reading and writing through it costs, compared with Mooncake's own client, and with no tier at all.
 
-A real master and provider on this machine, over loopback TCP; nodes with a metadata server and a pool each, on the GPU if there is
-one. What is measured against the library alone is measured in turns with it, on the same objects. Failures: `benchmarks.soak --store`.
+A real master and provider on this machine, over loopback TCP; nodes with a metadata server and a pool each, on the GPU if there is one.
+Ours and the library's own calls take turns on the same objects. Failures are tested by `benchmarks.soak --store`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEP = Size(chunks=2)
 TINY = Size(layers=2, heads=2, dim=16, chunks=64)
 """64 chunks of 64 KiB, for what does not depend on bytes."""
 SIDE, PRODUCTS = (900, 2) if DEVICE == "host" else (8192, 8)
-"""The matrices of a step: 40 ms on one core; on a GPU as many operations as 512 tokens of an 8B model take."""
+"""The matrix products of a step, by size and number: 40 ms on one core; on a GPU as many operations as 512 tokens of an 8B model."""
 
 
 class Site:
@@ -96,7 +96,8 @@ def run() -> list[Row]:
 
 
 def _against_library(case: str, size: Size, ours: list[float], theirs: list[dict[str, float]], what: str) -> Row:
-    """Seconds of ours and of each way of the library's, in turns; its best way counts. The first turn connects and compiles."""
+    """The row for our seconds against those of each of the library's ways, of which the best counts. The first turn is left out: it
+    connects and compiles."""
     speeds = {way: [size.nbytes / turn[way] / 1e9 for turn in theirs[1:]] for way in WAYS}
     best = max(speeds, key=lambda way: statistics.median(speeds[way]))
     ways = ", ".join(f"{way} {statistics.median(samples):.2f}" for way, samples in speeds.items())
@@ -105,7 +106,7 @@ def _against_library(case: str, size: Size, ours: list[float], theirs: list[dict
 
 
 def get_row(size: Size = LARGE, runs: int = 9) -> Row:
-    """retrieve() of what only the store has, which is not stored in the pool again."""
+    """retrieve() of chunks that only the store has, without promotion into the pool."""
     ours, theirs = [], []
     with Site(2 * size.nbytes + GIB // 4) as site:
         kv, into, tokens = KV(size, 0, DEVICE), KV(size, 1, DEVICE), prompt(size.tokens)
@@ -133,7 +134,7 @@ def get_row(size: Size = LARGE, runs: int = 9) -> Row:
 
 
 def put_row(size: Size = LARGE, runs: int = 9) -> Row:
-    """store(), and all of it in the store."""
+    """store(), until all of it is in the Mooncake store."""
     ours, theirs = [], list[dict[str, float]]()
     object_bytes = objects.HEADER_BYTES + size.chunk_bytes
     with Site(3 * size.nbytes + GIB // 4) as site:
@@ -162,7 +163,7 @@ def put_row(size: Size = LARGE, runs: int = 9) -> Row:
 
 
 def _touch(raw: Child, size: Size, object_bytes: int, times: int) -> None:
-    """Write so many times `size` of the provider's memory once: a page that nobody has written before takes six times as long."""
+    """Write so many times `size` of the provider's memory once before measuring: a page's first write takes six times as long."""
     names = [[f"touch {turn} {index}" for index in range(size.chunks)] for turn in range(times)]
     for some in names:
         raw.ask("put", names=some, size=object_bytes, way="one call")
@@ -206,7 +207,7 @@ def _lookups(on: VCacheEngine, off: VCacheEngine, tokens: torch.Tensor, calls: i
 
 
 def step_rows(steps: int = 60, size: Size = STEP, side: int = SIDE) -> list[Row]:
-    """A step that stores two chunks and multiplies matrices, on one core or the GPU: store() alone, and all of it."""
+    """A step that stores two chunks and multiplies matrices, on one core or the GPU: times of store() alone and of the whole step."""
     with Site(GIB) as site, threads(1):
         kv, place = KV(size, 0, DEVICE), site.node()
         on = site.engine(place, kv, 16 * size.nbytes, site.depot.offload())

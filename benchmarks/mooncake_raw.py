@@ -1,6 +1,6 @@
-"""Mooncake's own client in a process of its own, with nothing of ours in between: what the tier is measured against.
+"""Mooncake's own client, in a process of its own and without our code: the reference for the offload tier.
 
-Started with the master's address and the bytes of its memory. The settings of the library are those the tier sets.
+Started with the master's address and the bytes of its memory as arguments. It uses the library with the tier's settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vcache_backend.config import MooncakeConfig, mooncake_environment
 from .processes import HOST, answer_commands
 
 WAYS = {"one call": (1, 0), "a call each": (1, 1), "2 threads, a call each": (2, 1), "2 threads, half each": (2, 2)}
-"""Threads, and parts of a batch: 0 for one, 1 for as many as there are objects, 2 for halves."""
+"""By name: (threads, how a batch is split: 0 not at all, 1 into single objects, 2 into halves)."""
 
 
 class RawClient:
@@ -61,7 +61,7 @@ class RawClient:
         self._store.batch_remove(names, True)
 
     def damage(self, names: list[str], size: int, how: str) -> int:
-        """Replace the objects that there are of these, each of `size` bytes, by others under their names: how many.
+        """Replace those of these objects that exist, each of `size` bytes, by damaged ones. Returns how many.
 
         how: `flip` a bit, `cut` the last byte, `zero` the second half, or the bytes of the `next` object.
         """

@@ -1,6 +1,6 @@
-"""A Mooncake store: a master and providers of host memory, in processes of their own on 127.0.0.1. For the tests, too.
+"""Starts a Mooncake store: a master and providers of host memory, in processes of their own on 127.0.0.1. The tests use it, too.
 
-The programs come with the package, and are started as users start them.
+The programs come with Mooncake's package, and are started as users start them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def missing() -> str:
         if find_spec(package) is None:
             return f"{package} is not installed (pip install 'vcache-backend[mooncake]')"
     probe = [sys.executable, "-c", "import mooncake.store"]
-    # In a process of its own: here it must not be loaded before its settings are made.
+    # In a process of its own: in this one the library must not be loaded before its settings are made.
     done = subprocess.run(probe, capture_output=True, text=True, timeout=READY_SECONDS, check=False)
     return done.stderr.strip().splitlines()[-1] if done.returncode else ""
 
@@ -41,7 +41,7 @@ class Part(Program):
     """The master or a provider; `start` returns when it is ready."""
 
     def __init__(self, log: Path, program: str, flags: dict[str, Any], **environment: str) -> None:
-        # What our own clients set for themselves is not for others.
+        # Our clients' own settings are not for these programs.
         theirs = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
         command = [_path(program), *(f"--{name}={value}" for name, value in flags.items())]
         super().__init__(program, command, log, theirs | environment)
@@ -51,16 +51,16 @@ class Part(Program):
         self.until(self.ready, READY_SECONDS)
 
     def ready(self) -> bool:
-        """Whether it is in use."""
+        """Whether it can be used."""
         raise NotImplementedError
 
     def restart(self) -> None:
-        """Anew on the same ports. A master knows no object then; providers join it by themselves, within a second or two."""
+        """Start again on the same ports. A master then knows no objects; providers join it by themselves within a second or two."""
         self.kill()
         self.start()
 
     def stop(self) -> None:
-        """From now on it hangs."""
+        """Have it hang, until `cont`."""
         self.signal(signal.SIGSTOP)
         until(lambda: not self.alive or stopped(self.pid), READY_SECONDS, 0.001)
 
@@ -83,7 +83,7 @@ class Master(Part):
         return all(_listens(port) for port in (self.port, self.metrics_port))
 
     def ask(self, path: str) -> str:
-        """An answer of its HTTP interface, such as /get_all_segments."""
+        """The answer of its HTTP interface to a path such as /get_all_segments."""
         with urllib.request.urlopen(f"http://{HOST}:{self.metrics_port}{path}", timeout=READY_SECONDS) as answer:
             return str(answer.read().decode())
 
@@ -110,12 +110,12 @@ class Provider(Part):
 
     @property
     def segment(self) -> str:
-        """The name of what it lends, as the master knows it; empty before it has one."""
+        """The master's name for the memory that it lends; empty before there is one."""
         _, found, rest = self.log.read_text(errors="replace").rpartition("server_name: ")
         return rest.split("\n", 1)[0].replace(" port: ", ":").strip() if found and "\n" in rest else ""
 
     def gone(self) -> bool:
-        """Has the master taken notice that this one died? It does after `client_ttl`."""
+        """Whether the master has noticed that this provider died, which it does after `client_ttl`."""
         return self.segment not in self.master.segments()
 
 
@@ -148,7 +148,7 @@ class Depot:
         return self.providers[-1]
 
     def objects(self) -> int:
-        """How many the store has, those included that are being written."""
+        """How many objects the store has, including those being written."""
         lines = self.master.ask("/metrics").splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("master_key_count ")))
 
@@ -158,7 +158,7 @@ class Depot:
         return MooncakeConfig(**(values | more))
 
     def offload(self, **more: Any) -> OffloadConfig:
-        """An offload tier on it, write_through; `more` of OffloadConfig's values, `mooncake` of MooncakeConfig's."""
+        """The configuration of a write-through offload tier on it. more: values of OffloadConfig; `mooncake`: values of MooncakeConfig."""
         mooncake = self.config(**more.pop("mooncake", {}))
         values: dict[str, Any] = {"policy": "write_through", "min_bandwidth": ByteSize(0), "mooncake": mooncake}
         return OffloadConfig(**(values | more))

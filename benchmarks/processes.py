@@ -34,16 +34,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ChildFailed(RuntimeError):
-    """A child said no, was late, or ended. The message has the end of its log."""
+    """A child answered with an error, was late, or ended. The message contains the end of its log."""
 
 
 def die_with_parent() -> None:
-    """In a child: SIGKILL when the thread that started it ends."""
+    """Called in a child: have it get SIGKILL when the thread that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Program:
-    """A process in a group of its own, killed with all it started. What it says goes to the end of `log`."""
+    """A process in a group of its own, killed with all that it started. Its output is appended to `log`."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.name, self.log, self._command = name, log, command
@@ -57,7 +57,7 @@ class Program:
         self.kill()
 
     def start(self) -> None:
-        """Again, after `kill`."""
+        """Start it, also again after `kill`."""
         with self.log.open("ab") as file:
             self._process = subprocess.Popen(
                 self._command,
@@ -81,7 +81,7 @@ class Program:
         return self._process.poll() is None
 
     def until(self, ready: Callable[[], Any], seconds: float = START_SECONDS) -> None:
-        """Wait for it. Raises ChildFailed if the process ends, or after `seconds`; it is killed then."""
+        """Wait until `ready()` is true. ChildFailed if the process ends, or after `seconds`, when it is killed."""
         deadline = time.monotonic() + seconds
         while not ready():
             if not self.alive or time.monotonic() > deadline:
@@ -108,7 +108,7 @@ class Program:
 
 
 class Child(Program):
-    """A program of this checkout that runs `answer_commands`. What it says on standard error goes to the log."""
+    """A program of this checkout that runs `answer_commands`. Its standard error goes to the log."""
 
     _stdin = _stdout = subprocess.PIPE
     _buffer = b""
@@ -119,7 +119,7 @@ class Child(Program):
         super().__init__(name, command, log, {**given, "PYTHONPATH": path})
 
     def send(self, command: str, **arguments: Any) -> None:
-        """Hand in a command; `answer` waits for it."""
+        """Send a command; `answer` waits for its result."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps([command, arguments]).encode() + b"\n")
@@ -128,9 +128,9 @@ class Child(Program):
             raise ChildFailed(f"{self.name}: {error}; {self.tail()}") from error
 
     def answer(self, seconds: float) -> Any:
-        """The next answer. Raises ChildFailed: an error, silence for `seconds`, or the child's end.
+        """The next answer. ChildFailed if it is an error, if the child is silent for `seconds`, or if it ends.
 
-        A child that was silent is killed: what it said later would be taken for the next answer.
+        A silent child is killed: its late answer would be taken for the next one.
         """
         reply = json.loads(self._line(time.monotonic() + seconds))
         if "error" in reply:
@@ -139,7 +139,7 @@ class Child(Program):
 
     @property
     def has_answered(self) -> bool:
-        """Whether `answer` would not wait: for what it has said, or for its end."""
+        """Whether `answer` would return, or raise, at once."""
         assert self._process.stdout is not None
         return b"\n" in self._buffer or bool(select.select([self._process.stdout], [], [], 0)[0])
 
@@ -167,9 +167,9 @@ class Child(Program):
 
 
 def answer_commands(make: Callable[[], Any]) -> None:
-    """The life of a child: say "ready" once `make` has given the object with the commands, then answer until standard input ends.
+    """The main loop of a child: say "ready" once `make` has returned the object with the commands, then answer until standard input ends.
 
-    Ends the process without its clean-up: threads of libraries would keep it. What anybody prints goes to the log.
+    It ends the process without clean-up, since threads of libraries could hold it up. Whatever is printed goes to the log.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -196,15 +196,15 @@ def answer_commands(make: Callable[[], Any]) -> None:
 
 
 def module(name: str, *arguments: str) -> list[str]:
-    """The command that runs a module of this Python's."""
+    """The command line that runs a module with this Python."""
     return [sys.executable, "-m", name, *arguments]
 
 
-# ---- what many need
+# ---- servers, waiting, ports
 
 
 class MetadataServer(Program):
-    """On a socket of its own, which begins empty; it serves when this returns."""
+    """A metadata server on a socket of its own, without chunks. It serves when `start` returns."""
 
     def __init__(self, path: Path, log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.path = path
@@ -217,7 +217,7 @@ class MetadataServer(Program):
 
 
 def until(what: Callable[[], Any], seconds: float, every: float = 0.01) -> bool:
-    """Wait for it, for so long at most: whether it is so."""
+    """Wait until `what()` is true, at most so many seconds. Whether it is."""
     deadline = time.monotonic() + seconds
     while not what():
         if time.monotonic() > deadline:
@@ -236,7 +236,7 @@ def stopped(pid: int) -> bool:
 
 @contextmanager
 def metadata_server() -> Iterator[Path]:
-    """One on a temporary socket, gone afterwards: the socket."""
+    """A metadata server on a temporary socket, which it yields; it ends with the context."""
     with (
         TemporaryDirectory(prefix="vcache-bench-") as folder,
         MetadataServer(Path(folder, "vcache.sock"), Path(folder, "log")) as it,
@@ -245,8 +245,8 @@ def metadata_server() -> Iterator[Path]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this host that nobody listens on, below those the kernel gives to connections. A process is given each once, and of
-    those that run tests side by side each has every `_SIDE_BY_SIDE`th."""
+    """Ports of this host that nobody listens on, below those that the kernel gives to connections. A process gets each port once;
+    processes that run tests side by side each draw from every `_SIDE_BY_SIDE`th port."""
     ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _SIDE_BY_SIDE
     ports: list[int] = []
     while len(ports) < count:

@@ -1,4 +1,4 @@
-"""Result rows, and the file they go to: with the machine, the versions and the commit they were measured on."""
+"""Result rows, and the files they are written to, together with machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def row(
     at_most: float | None = None,
     runs: int = 0,
 ) -> Row:
-    """Medians, judged by their ratio if there is a limit. runs: behind a sample that is one figure."""
+    """A row of medians, judged by their ratio if there is a limit. runs: how many runs are behind `samples` if that is one figure."""
     values = [samples] if isinstance(samples, (int, float)) else samples
     value = statistics.median(values)
     against = reference if isinstance(reference, (int, float)) else statistics.median(reference)
@@ -75,19 +75,19 @@ def row(
 
 
 def none(case: str, unit: str, count: float, what: str, runs: int = 1) -> Row:
-    """What must not be at all."""
+    """A row for something that must not happen: `count` has to be 0."""
     return Row(case, count, unit, 0.0, float(count), runs, 0.0, what, "0", not count)
 
 
 def fraction(case: str, good: Sequence[bool], what: str, limited: bool = True) -> Row:
-    """How many of the prompts are as they should be; all of them must."""
+    """A row for how many prompts are as they should be. limited: all of them must be."""
     share = sum(good) / len(good) if good else 0.0
     limit, ok = (">= 1", bool(good) and all(good)) if limited else ("", None)
     return Row(case, share, "fraction", 1.0, share, len(good), 0.0, what, limit, ok)
 
 
 def percentile(values: Sequence[float], which: int) -> float:
-    """0 for none, the value itself for one."""
+    """The percentile number `which`. 0 for no values, the value itself for one."""
     if len(values) < 2:
         return values[0] if values else 0.0
     return statistics.quantiles(values, n=100, method="inclusive")[which - 1]
@@ -103,7 +103,7 @@ def spread(samples: Sequence[float]) -> float:
 
 
 def machine() -> dict[str, object]:
-    """What it ran on."""
+    """The machine: GPUs, processor, memory, kernel and driver."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     model = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     return {
@@ -139,7 +139,7 @@ def document(rows: Sequence[Row], commit: str = "") -> dict[str, object]:
 
 
 def write(path: Path, result: dict[str, object]) -> None:
-    """One JSON file, readable in a diff; there whole or as it was before."""
+    """Write a JSON file that is readable in a diff, at once: it is never half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
@@ -152,7 +152,7 @@ def read(path: Path) -> list[Row]:
 
 
 class Report:
-    """Rows by case, in the order they came; a file that is there already is continued, and a case measured again is replaced."""
+    """Rows by case, in the order they came. Continues an existing file; a case that is measured again is replaced."""
 
     def __init__(self, path: Path | None, commit: str = "", suffix: str = "") -> None:
         self._path, self._commit, self._suffix = path, commit, suffix
@@ -161,7 +161,7 @@ class Report:
             self.rows = {row.case: row for row in read(path)}
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".new").write_bytes(b"")  # what cannot be written is said before anything is measured
+            path.with_suffix(".new").write_bytes(b"")  # fail now, not after the measurements
             path.with_suffix(".new").unlink()
 
     @property
@@ -190,7 +190,7 @@ def line(row: Row) -> str:
 
 
 def load() -> str:
-    """How busy this machine is, for the record."""
+    """How busy this machine is, as text."""
     return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 
@@ -199,7 +199,7 @@ class OutOfTime(RuntimeError):
 
 
 class Clock:
-    """Seconds of a run."""
+    """The time that a run has."""
 
     def __init__(self, seconds: float) -> None:
         self._started, self._seconds = time.monotonic(), seconds

@@ -1,7 +1,7 @@
-"""What was run on what: a table of docs/vllm.md, out of the result files.
+"""Makes the table of docs/vllm.md that says what was run on which vLLM and machine, from the result files.
 
 python3 -m benchmarks.run_on            prints it
-python3 -m benchmarks.run_on --write    puts it into the page, in place of the one that is there
+python3 -m benchmarks.run_on --write    replaces the table in the page
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ WHAT = {
     "the connector's own tests": r"connector_tests_(?!groups)\w+",
     "the same of several block tables": r"connector_tests_groups",
 }
-"""Words, and the rows that say so. Where all of a file's are right, or have no limit, its day counts."""
+"""By the table's words: a pattern of the rows that show it. A file's day counts if all of its matching rows are right or unlimited."""
 _BEGIN, _END = "<!-- python -m benchmarks.run_on --write -->\n", "<!-- end -->\n"
 
 
 def table(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """files: result files by their names. The last day of each thing on each vLLM and machine."""
+    """The table: the last day of each thing on each vLLM and machine. files: result files by name."""
     days: dict[str, dict[str, str]] = defaultdict(dict)
     for file in files.values():
         versions, gpus = file["versions"], file["machine"]["gpus"]
@@ -67,7 +67,7 @@ def table(files: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def current() -> str:
-    """As the result files have it now."""
+    """The table from the present result files."""
     return table({path.name: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))})
 
 

@@ -1,7 +1,7 @@
-"""The longest turn of the metadata server's loop while clients send the worst they can, and what a well-behaved one waits meanwhile.
+"""The longest turn of the metadata server's loop under hostile clients, and how long a well-behaved client waits meanwhile.
 
-A real server with 200,000 chunks in two segments of two devices; hostile clients are real processes. The server measures its own
-turns: processor time, which other processes on the machine do not change, and the wall clock.
+A real server with 200,000 chunks in two segments of two devices; the hostile clients are real processes. The server measures its own
+turns, in processor time, which other processes on the machine do not change, and by the wall clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .processes import PATIENT, metadata_server
 from .results import Row, load, percentile, row
 
 CHUNKS = 100_000
-"""In each of the two segments."""
+"""Chunks in each of the two segments."""
 SECONDS = 10.0
 LIMIT_MS = 20.0
 DEADLINE_MS = 250.0
@@ -67,7 +67,7 @@ def run() -> list[Row]:
 
 
 def _behave(path: Path) -> list[float]:
-    """Look-ups, one every millisecond: how long each took, in ms."""
+    """The well-behaved client: one look-up every millisecond. How long each took, in ms."""
     latencies, keys = [], [key(n) for n in range(64)]
     end = time.monotonic() + SECONDS
     with Client(path, PATIENT) as client:
@@ -83,7 +83,7 @@ def _behave(path: Path) -> list[float]:
 
 
 def _attack(path: Path, what: str) -> None:
-    logging.disable()  # of every connection that is lost, as it is meant to be
+    logging.disable()  # connections are lost on purpose
     end, number = time.monotonic() + SECONDS, list(ATTACKS).index(what)
     while time.monotonic() < end:
         with suppress(VCacheError, OSError), Client(path, PATIENT) as client:
@@ -98,13 +98,13 @@ def _until(end: float, step: Callable[[int], object]) -> None:
 
 
 def _look_up(client: Client, path: Path, end: float, number: int) -> None:
-    """As many equal keys as a look-up may have, and different ones."""
+    """Look-ups with the most keys that are allowed, equal ones and different ones."""
     keys = [key(n) for n in range(m.MAX_KEYS)]
     _until(end, lambda turn: client.lookup(keys if turn % 2 else [key(1)] * m.MAX_KEYS))
 
 
 def _flood(client: Client, path: Path, end: float, number: int) -> None:
-    """Requests one behind the other, whose answers are read now and then."""
+    """Requests without a pause, whose answers are read only now and then."""
     frames = [m.Stats(), m.ListSegments(), m.Lookup([key(n) for n in range(500)]), m.Contains([key(n) for n in range(2000)])]
     packets = [wire.encode(message) for message in frames] * 50
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
@@ -121,7 +121,7 @@ def _flood(client: Client, path: Path, end: float, number: int) -> None:
 
 
 def _hold(client: Client, path: Path, end: float, number: int) -> None:
-    """Leases on the same chunks again and again, all let go of at once by hanging up; removed under the lease."""
+    """Many leases on the same chunks, all ended at once by hanging up; and chunks that are removed while leased."""
     keys = [key(n) for n in range(m.MAX_KEYS)]
     leases = [client.acquire(keys + keys[:100]).lease for _ in range(20)]
     client.remove(keys[: m.MAX_KEYS // 2])
@@ -129,7 +129,7 @@ def _hold(client: Client, path: Path, end: float, number: int) -> None:
 
 
 def _store(client: Client, path: Path, end: float, number: int) -> None:
-    """As many slots as a request gets, each of which evicts; reservations that are left open."""
+    """Reservations of the most slots that are allowed, each of which evicts a chunk; some are left open."""
 
     def step(turn: int) -> None:
         first = (1 + number) * 10**9 + turn * m.MAX_SLOTS
@@ -143,13 +143,13 @@ def _store(client: Client, path: Path, end: float, number: int) -> None:
 
 
 def _squat(client: Client, path: Path, end: float, number: int) -> None:
-    """Chunks of other sizes, one of which needs the room of very many."""
+    """Chunks of other sizes, among them one that needs the room of very many."""
     sizes = (CHUNKS * CHUNK_BYTES, 64 * CHUNK_BYTES, 256, CHUNK_BYTES)
     _until(end, lambda turn: client.abort(client.reserve([key(10**12 + turn)], sizes[turn % len(sizes)]).reservation))
 
 
 def _clear(client: Client, path: Path, end: float, number: int) -> None:
-    """All that is there, then half of the memory, dropped and lent again."""
+    """Clears all chunks; then drops half of the memory and lends it again."""
     with segment.create(Device("host:c", "host"), CHUNKS * CHUNK_BYTES) as owned:
         while time.monotonic() < end:
             client.add_segment(owned.info, owned.fd)
@@ -160,8 +160,8 @@ def _clear(client: Client, path: Path, end: float, number: int) -> None:
 
 
 def _reside(client: Client, path: Path, end: float, number: int) -> None:
-    """An instance of a million blocks, which publishes as much as a message takes in other blocks each time, asks for as many keys as it
-    may, takes all back now and then, and hangs up."""
+    """An instance of a million blocks that publishes the most chunks a message takes, in other blocks each time, asks for the most keys
+    that are allowed, now and then retracts everything, and hangs up."""
     each, most = 16, m.MAX_PUBLISHED
     keys = [m.ChunkKey(key(n)[: -m.RANK_BYTES] + bytes(m.RANK_BYTES)) for n in range(m.MAX_KEYS)]
     instance, blocks = os.urandom(m.INSTANCE_BYTES), m.MAX_BLOCKS // 2
@@ -183,7 +183,7 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
 
 
 def _hello(client: Client, path: Path, end: float, number: int) -> None:
-    """Connections that come, say half of something, and go."""
+    """Connections that send half of a message and go."""
     link = ServerLink()
     layout = {"model": "llama", "namespace": os.urandom(8).hex(), **{f"field{n}": os.urandom(50).hex() for n in range(30)}}
     link.open(path, m.Hello(m.PROTOCOL_VERSION, "host", "host", layout), time.perf_counter() + 10, None, [])

@@ -1,12 +1,11 @@
-"""Real vLLM instances on two GPUs that share KV through vcache: is it right, and how fast is it?
+"""Are hits of real vLLM instances that share KV on two GPUs right, and how fast are they?
 
     python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm [--share in_place]] [--only PART,...] [--scale full|tiny]
 
-`--integration`: through LMCache and the plugin, or through our own connector; `--share in_place`: out of vLLM's own KV cache, without a
-pool. Needs vLLM, and LMCache for its own and for comparisons;
-the model has the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded. Each part writes its rows as soon as it has
-them; a part that fails does not cost the others theirs; at the deadline what runs is ended. Parts run in the order of `--only`.
-`--scale tiny` runs the same on the CPU, for the sake of the script.
+`--integration`: through LMCache and the plugin, or through our own connector. `--share in_place`: out of vLLM's own KV cache, without a
+pool. It needs vLLM, and LMCache for `lmcache` and for comparisons. The model has the shape of Llama-3.1-8B and dummy weights, so nothing
+is downloaded. Parts run in the order of `--only`. Each writes its rows as soon as it has them, and the others go on if one fails. At the
+deadline whatever runs is ended. `--scale tiny` runs the same on the CPU, to check the script.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from .vllm.scale import GIB, SCALES
 
 INTEGRATIONS = ("lmcache", "vllm")
 GRACE = 20
-"""Seconds after the deadline at which whatever still runs is ended, and the rows there are stay."""
+"""Seconds after the deadline at which whatever still runs is ended. The rows so far are kept."""
 
 
 class Run(NamedTuple):
-    """What a part works with. prompts: how many `equal` takes, 0: all of the scale's."""
+    """What a part works with. prompts: how many prompts `equal` takes; 0: all of the scale's."""
 
     fleet: Fleet
     clock: Clock
@@ -49,9 +48,8 @@ class Run(NamedTuple):
 class Part(NamedTuple):
     """Something to measure, the instances it needs, and about how many seconds on two H200s once they are up.
 
-    of: the integrations it is for. cpu: whether it runs on the CPU too; vLLM's MLA there has no prefix cache, and eager pipelines no
-    buffers between their stages. in_place, pool: whether
-    it says anything of what is shared so.
+    of: the integrations it is for. cpu: whether it also runs on the CPU, where vLLM's MLA has no prefix cache, and eager pipelines have
+    no buffers between their stages. in_place, pool: whether it applies to that way of sharing.
     """
 
     instances: tuple[str, ...]
@@ -77,8 +75,8 @@ def _few(
     then: Callable[[Run], list[Row]] | None = None,
     where: Callable[[], str] = lambda: "",
 ) -> Part:
-    """Hits of instances of a kind, and, but for eager ones of the plain model, whether their output depends on the prompt at all.
-    then: what is measured instead of the latter. where: what stores them, in words."""
+    """A part that compares a few hits of instances of a kind and, except for the eager plain model, checks that their output depends on
+    the prompt. then: measured instead of that check. where: who stores the chunks, in words."""
 
     def run(run: Run) -> list[Row]:
         scale = KINDS[kind].of(run.fleet.scale)
@@ -98,19 +96,19 @@ def _expert_parallel(run: Run) -> list[Row]:
 
 
 def _tp2_ttft(run: Run) -> list[Row]:
-    """Nothing where ranks take turns on one GPU: what that costs would hide the rest."""
+    """TTFT with tensor parallelism. No rows if the ranks take turns on one GPU, whose cost would hide the rest."""
     if on_one_gpu() and not run.fleet.scale.cpu:
         return []
     return latency.first_token(run.fleet, run.clock, run.source, run.rounds, kind="tp2")
 
 
 def _restart(run: Run) -> list[Row]:
-    """Of two instances of a model whose layers lie on two GPUs."""
+    """`restart` for two instances of a model whose layers lie on two GPUs."""
     return [] if run.fleet.in_place else equality.restart(run.fleet, run.source, "pp2")
 
 
 def _groups(kind: str, seconds: int, cpu: bool = True) -> Part:
-    """Of a model of several block tables. States are in no KV cache that others could read in place."""
+    """A part for a model with several block tables. Models with states are not run in place, where states cannot be read."""
 
     def run(run: Run) -> list[Row]:
         return groups.measure(run.fleet, run.clock, run.source, kind, run.rounds)
@@ -119,7 +117,7 @@ def _groups(kind: str, seconds: int, cpu: bool = True) -> Part:
 
 
 def _apart() -> str:
-    """Of instances that share the socket's folder and nothing else."""
+    """Who stores the chunks, in words, when instances share only the socket's folder."""
     own = "in namespaces of pids, network and IPC of its own" if container() else "not in such, which are forbidden here"
     return f"stored by an instance that sees another GPU; each is {own}"
 
@@ -162,7 +160,7 @@ PARTS: dict[str, Part] = {
     "gptoss": _groups("gptoss", 90),
     "tp2ttft": _few("tp2", 60, then=_tp2_ttft),
     "pp2": _few("pp2", 60, cpu=False, then=_restart),
-    # Of vLLM 0.32 the kernels of Mamba-2 for CPUs end with an IndexError where there is a prefix cache.
+    # vLLM 0.32's Mamba-2 kernels for CPUs end with an IndexError if there is a prefix cache.
     "state_mamba2": _groups("state_mamba2", 90, cpu=False),
     "state_conv": _groups("state_conv", 90),
     "state_gdn": _groups("state_gdn", 90),
@@ -176,9 +174,9 @@ PARTS: dict[str, Part] = {
     "state_graphs": _groups("state_graphs", 90, cpu=False),
     "ep": Part((), 60, _expert_parallel, OURS, cpu=False),
 }
-"""In the order they are run in; a part's number is the seed of its prompts, so new ones go to the end. In place: what an instance computed
-goes with it (`restart`); what a promise needs is in its owner's memory, not in the server's (`failures`); without a pool nothing goes
-below it (`below`), and of what sleeps nothing is read (`sleep`)."""
+"""In the order in which they run. A part's number is the seed of its prompts, so new parts go to the end. Some are not for sharing in
+place: `restart`, since an instance's KV goes with it; `failures`, since a promised chunk is in its owner's memory, not under the server's
+control; `below`, since without a pool nothing is offloaded; and `sleep`, since a sleeping instance's KV cache cannot be read."""
 APART = (
     ("pd",),
     ("eager",),
@@ -196,11 +194,11 @@ APART = (
     ("sleep",),
     ("ep",),
 )
-"""Parts whose instances start when all that others need is gone; those of one group start together, on the CPU each alone."""
+"""Groups of parts whose instances start after all others have ended; those of one group start together, on the CPU one at a time."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module's text. 1 if a row missed its limit or a part had no rows."""
+    """See the module's docstring. Returns 1 if a row missed its limit or a part had no rows."""
     options = _options(arguments)
     end_in_time(options.seconds)
     scale = SCALES[options.scale]
@@ -241,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _arrange(fleet: Fleet, names: Sequence[str], variants: Sequence[str]) -> None:
-    """Start all that the parts to come need, up to the next that wants the GPUs to itself; end what none of them does."""
+    """Start what the coming parts need, up to the next part that needs the GPUs alone; end the instances that none of them needs."""
     apart = [(name,) for group in APART for name in group] if fleet.scale.cpu else APART
     group = next((group for group in apart if names[0] in group), None)
     rest = {name for group in apart for name in group}
@@ -283,7 +281,7 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def common_options(parser: argparse.ArgumentParser, seconds: float) -> None:
-    """Those that all measurements of vLLM have."""
+    """Add the options that all measurements of vLLM have."""
     parser.add_argument("--out", type=Path, help="result file; one that is there is continued")
     parser.add_argument("--seconds", type=float, default=seconds, help="when to stop, whatever is left (default: %(default)g)")
     parser.add_argument("--commit", default="", help="the commit measured, where git cannot tell")

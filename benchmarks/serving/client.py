@@ -1,4 +1,4 @@
-"""A client of `/v1/completions`: one request, many at a time, and many at their times. Over plain asyncio streams."""
+"""A client of `/v1/completions`, over plain asyncio streams: sends jobs at given times, or a given number at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOST = "127.0.0.1"
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """Times in seconds on this process's clock, 0: it did not come to that. error: why there is no whole answer."""
+    """One answer. Times are in seconds on this process's clock; 0: that point was not reached. error: why the answer is incomplete."""
 
     sent: float = 0.0
     first: float = 0.0
@@ -25,7 +25,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A request on its way: the port it goes to, its body, and when."""
+    """A request to send: the server's port, the body, and when."""
 
     port: int
     body: bytes
@@ -33,7 +33,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Run:
-    """The answers of a list of jobs, by their order, as they come in. Used by one event loop."""
+    """Runs a list of jobs, and collects their answers in the jobs' order. Used by one event loop."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
@@ -41,7 +41,7 @@ class Run:
         self.started = 0.0
 
     async def go(self, concurrency: int, seconds: float) -> None:
-        """Jobs with times at their times, the others `concurrency` at once. After `seconds` what is not answered has an error."""
+        """Send jobs with times at their times, the others `concurrency` at once. Jobs that are unanswered after `seconds` get an error."""
         self.started = time.perf_counter()
         timed = [index for index, job in enumerate(self._jobs) if job.at is not None]
         waiting = iter([index for index, job in enumerate(self._jobs) if job.at is None])
@@ -70,9 +70,9 @@ class Run:
 
 
 async def complete(port: int, body: bytes, answer: Answer, rank: int | None = None) -> None:
-    """Send one request and note its times. rank: which data parallel rank is to answer; None: vLLM chooses.
+    """Send one request and note its times. rank: the data parallel rank that must answer; None: vLLM chooses.
 
-    Raises OSError, ValueError or EOFError for what is no stream of a completion.
+    Raises OSError, ValueError or EOFError if the answer is not a completion's stream.
     """
     answer.sent = time.perf_counter()
     reader, writer = await asyncio.open_connection(HOST, port)
@@ -93,7 +93,7 @@ async def complete(port: int, body: bytes, answer: Answer, rank: int | None = No
 
 
 async def _stream(reader: asyncio.StreamReader, answer: Answer) -> None:
-    """Server-sent events in chunks, up to `[DONE]`."""
+    """Read server-sent events up to `[DONE]`."""
     kept = b""
     while line := await reader.readline():
         size = int(line, 16)
@@ -126,7 +126,7 @@ class Details(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Of the stream's last event."""
+    """The token counts in the stream's last event."""
 
     prompt_tokens: int
     completion_tokens: int

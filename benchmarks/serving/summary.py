@@ -1,4 +1,4 @@
-"""From answers to figures, and from figures to rows."""
+"""Makes figures from answers, and rows from figures."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from .workloads import Ceilings
 
 MS = 1e3
 OURS = {"vcache": "vllm", "inplace": "inplace", "inplace_host": "inplace_host"}
-"""Our systems, and how rows begin that compare them with others."""
+"""Our systems, and the prefix of the rows that compare each with others."""
 FOUR = "prefix_x4"
 """The workload of four servers."""
 AHEAD = {("inplace", "mp", "prefix"): 1.1, ("inplace", "alone", FOUR): 1.5}
-"""What is asked of comparisons, ours, theirs, workload; else 1."""
+"""By (ours, theirs, workload): the least ratio of throughputs that is asked for; 1 for all others."""
 OF_RUNS = ("requests_per_second", "ttft_p50", "hit_rate")
-"""Figures of which each run's stays, beside the median of all."""
+"""Figures for which every run's row is kept, besides the median of all runs."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one system under one workload. Samples in ms, of whole answers; duration from the first request to the last answer.
+    """The figures of one system under one workload. Only complete answers count.
 
-    hit_rate: cached tokens ÷ prompt tokens, of whole answers, as the servers report them for each request. shares: of prompt
-    tokens, found in vLLM's own prefix cache and outside of it, by the servers' counters.
+    Samples are in ms; the duration is in seconds, from the first request to the last answer. hit_rate: cached tokens ÷ prompt tokens, as
+    the servers report them for each request. shares: the parts of all prompt tokens that were found in vLLM's own prefix cache, and
+    outside of it, by the servers' counters.
     """
 
     requests: int
@@ -40,12 +41,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def throughput(self) -> float:
-        """Whole answers a second."""
+        """Complete answers per second."""
         return (self.requests - self.errors) / self.duration if self.duration else 0.0
 
 
 def figures(answers: Sequence[Answer], before: Mapping[str, float], after: Mapping[str, float]) -> Figures:
-    """before, after: the servers' counters around the workload."""
+    """The figures of these answers. before, after: the servers' counters before and after the workload."""
     whole = [answer for answer in answers if not answer.error]
     prompt = sum(answer.prompt for answer in whole)
     duration = max(a.last for a in whole) - min(a.sent for a in whole) if whole else 0.0
@@ -63,9 +64,9 @@ def figures(answers: Sequence[Answer], before: Mapping[str, float], after: Mappi
 
 
 def raw_rows(system: str, workload: str, found: Figures, ceilings: Ceilings, what: str, has: str) -> list[Row]:
-    """Every figure of one system under one workload. Reference: itself, but for hit rates: the ceiling of a shared cache.
+    """A row for every figure of one system under one workload. The reference is the value itself; for hit rates a shared cache's ceiling.
 
-    what: the workload; `compared` needs it to be the same. has: the system's memory.
+    what: the workload in words; `compared` only compares rows with the same. has: the system's memory, in words.
     """
     said = f"{SYSTEMS[system].label}, {has}; {what}"
 
@@ -100,9 +101,9 @@ def case(system: str, workload: str, figure: str) -> str:
 
 
 def of_runs(rows: Mapping[str, Row], run: int, raw: Sequence[Row]) -> list[Row]:
-    """The raw rows of run number `run`, and instead of those in OF_RUNS the medians of all runs there are, with their spread.
+    """The raw rows of run number `run`, with the figures in OF_RUNS replaced by medians of all runs so far, with their spread.
 
-    rows: those of the runs before. What the workload is names all seeds: comparisons need the same ones.
+    rows: those of the earlier runs. The workload's text names all seeds, since comparisons need the same ones.
     """
     made = []
     for one in raw:
@@ -120,7 +121,7 @@ def of_runs(rows: Mapping[str, Row], run: int, raw: Sequence[Row]) -> list[Row]:
 
 
 def compared(rows: Mapping[str, Row], workload: str) -> list[Row]:
-    """Each of ours against each of the others that the same workload was measured on, from the raw rows. Ahead is above 1."""
+    """Rows that compare each of our systems with each other one measured on the same workload. A ratio above 1: ours is ahead."""
     found: list[Row] = []
     rate, first = "requests_per_second", "ttft_p50"
     for our, prefix in OURS.items():
@@ -140,7 +141,7 @@ def compared(rows: Mapping[str, Row], workload: str) -> list[Row]:
 
 
 def _named(rows: Mapping[str, Row], system: str, workload: str) -> dict[str, Row]:
-    """The rows that comparisons need; none unless all are there."""
+    """The rows of a system that comparisons need; empty unless all are there."""
     named = {figure: rows.get(case(system, workload, figure)) for figure in ("requests_per_second", "ttft_p50")}
     return {figure: row for figure, row in named.items() if row is not None} if all(named.values()) else {}
 

@@ -1,4 +1,4 @@
-"""The requests of the workloads, from a seed: who asks what, when, of which server; and how much of it caches could know."""
+"""Makes the workloads' requests from a seed: their tokens, times and servers; and computes how much of them caches could hit."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.uint32]
 TRACED = 512
-"""Tokens that one of the trace's hash ids stands for."""
+"""Tokens that one of the trace's hash ids covers."""
 FIRST = 3
-"""Token ids below are the model's own."""
+"""The first token id in use; lower ones are special tokens of the model."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked. Lengths in tokens.
+    """The parameters of the workloads. Lengths are in tokens.
 
-    prefixes, prefix, suffix, repeats: as `vllm bench serve --dataset-name prefix_repetition` has them; repeats: prompts a prefix.
-    concurrency: requests in flight, over both servers. warm: prompts of the warm-up, which stay in the caches. trace: its file.
-    trace_block: tokens that a block of 512 of the trace becomes; trace_tokens: prompt tokens in all; trace_turns: only
-    conversations of at least so many requests; trace_seconds: what the arrivals are squeezed into.
-    window: requests of the trace one after another, from number `window_start` on; window_block: as trace_block.
-    longest: where a prompt is cut. output: tokens of every answer. block: of vLLM's KV cache. servers: asked in turn.
+    prefixes, prefix, suffix, repeats: as in `vllm bench serve --dataset-name prefix_repetition`; repeats: prompts for each prefix.
+    concurrency: requests in flight, over all servers. warm: prompts of the warm-up, which stay in the caches. trace: its file.
+    trace_block: tokens for each block of 512 of the trace. trace_tokens: prompt tokens in all. trace_turns: take only conversations of at
+    least so many requests. trace_seconds: the time into which all arrivals are scaled. window: consecutive requests of the trace, from
+    number `window_start` on. window_block: as trace_block. longest: longer prompts are cut. output: tokens of every answer. block: tokens
+    of vLLM's KV blocks. servers: how many, asked in turn.
     """
 
     vocabulary: int
@@ -54,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """at: seconds after the workload's start, None: as soon as another one is done."""
+    """at: seconds after the workload's start; None: as soon as another request is done."""
 
     tokens: Tokens
     server: int
@@ -62,9 +62,9 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Ceilings(msgspec.Struct, frozen=True):
-    """Shares of all prompt tokens that caches without bounds know when each request comes after the one before it has ended.
+    """Hit rates of unbounded caches, as shares of all prompt tokens, if each request comes after the one before it has ended.
 
-    shared: one cache for all servers. single: one for each. unique: tokens that such a shared cache holds in the end.
+    shared: one cache for all servers. single: one for each server. unique: tokens that the shared cache holds in the end.
     """
 
     shared: float
@@ -84,10 +84,10 @@ def prefix_repetition(plan: Plan) -> list[Request]:
 
 
 def conversations(plan: Plan) -> list[Request]:
-    """A replay of whole conversations drawn from the trace, as they came, in `trace_seconds`.
+    """Whole conversations drawn from the trace, in the order of their arrivals, scaled to `trace_seconds`.
 
-    A block of the trace is a block of random tokens given by its id, so prompts share what they share in the trace. Raises
-    ValueError for a trace that is missing or no such trace.
+    A block of the trace becomes random tokens that follow from its id, so prompts share what they share in the trace. ValueError if the
+    trace is missing or has another format.
     """
     lines = _drawn(_trace(plan), plan)
     blocks: dict[int, Tokens] = {}
@@ -100,7 +100,7 @@ def conversations(plan: Plan) -> list[Request]:
 
 
 def unfiltered(plan: Plan) -> list[Request]:
-    """A part of the trace as it is, `concurrency` at a time: nobody chose conversations. Raises ValueError for a trace that is missing."""
+    """Consecutive requests of the trace, `concurrency` at a time, without a choice of conversations. ValueError if the trace is missing."""
     lines = _trace(plan)[plan.window_start : plan.window_start + plan.window]
     blocks: dict[int, Tokens] = {}
     return [Request(_prompt(line, plan, plan.window_block, blocks), index % plan.servers) for index, line in enumerate(lines)]
@@ -110,13 +110,13 @@ WORKLOADS = {"prefix": prefix_repetition, "trace": conversations, "unfiltered": 
 
 
 def warm_up(plan: Plan) -> list[Tokens]:
-    """Prompts that share nothing with the workloads nor with each other."""
+    """Prompts that share nothing with the workloads or with each other."""
     dice = np.random.default_rng([plan.seed, 2])
     return [_random(dice, min(plan.longest, plan.prefix + plan.suffix), plan) for _ in range(plan.warm)]
 
 
 def describe(name: str, plan: Plan, requests: Sequence[Request]) -> str:
-    """The workload in one line; two results with the same line may be compared."""
+    """The workload in one line. Results with the same line may be compared."""
     if name == "prefix":
         return (
             f"prefix repetition: {plan.prefixes} prefixes of {plan.prefix} tokens x {plan.repeats} suffixes of {plan.suffix}, "
@@ -135,7 +135,7 @@ def describe(name: str, plan: Plan, requests: Sequence[Request]) -> str:
 
 
 def ceilings(requests: Sequence[Request], block: int) -> Ceilings:
-    """What caches of whole blocks could know; the last token of a prompt is computed in any case, as vLLM does."""
+    """The ceilings of caches of whole blocks. A prompt's last token is always computed, as in vLLM."""
     shared: set[int] = set()
     single: list[set[int]] = [set() for _ in range(1 + max((request.server for request in requests), default=0))]
     known, own, total = 0, 0, 0
@@ -151,10 +151,10 @@ def ceilings(requests: Sequence[Request], block: int) -> Ceilings:
 
 
 def simulated(requests: Sequence[Request], block: int, capacity: int) -> float:
-    """Share of all prompt tokens that caches know of `capacity` blocks each, LRU, all of which every server reads.
+    """The hit rate, as a share of all prompt tokens, of LRU caches of `capacity` blocks, one for each server, that all servers read.
 
-    As `live` of the probe that sharing in place was planned with: requests one after another, what is read from another counts as used
-    there and is kept here too. Blocks that a request runs in are not taken off the capacity.
+    Requests come one after another. A read from another's cache counts as a use there, and is also kept in the reader's. Blocks in use
+    by running requests do not reduce the capacity.
     """
     caches = [OrderedDict[int, None]() for _ in range(1 + max(request.server for request in requests))]
     known = total = 0
@@ -180,7 +180,7 @@ def _leading(chain: Sequence[int], known: set[int]) -> int:
 
 
 def _chain(tokens: Tokens, block: int) -> list[int]:
-    """A key for each whole block, which stands for all tokens up to its end."""
+    """A key for each whole block, made from all tokens up to its end."""
     keys: list[int] = []
     for start in range(0, len(tokens) - block + 1, block):
         keys.append(hash((keys[-1] if keys else 0, tokens[start : start + block].tobytes())))
@@ -202,9 +202,9 @@ def _trace(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _drawn(lines: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
-    """Requests of as many conversations, drawn by the seed, as make up `trace_tokens`, in the order of the trace.
+    """The requests of randomly drawn conversations, `trace_tokens` in all, in the order of the trace.
 
-    All prompts begin with the same block; who shares the second one is taken for the same conversation.
+    All prompts begin with the same block; those that share the second one count as one conversation.
     """
     of: dict[int, list[int]] = {}
     for index, line in enumerate(lines):
