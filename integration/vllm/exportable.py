@@ -133,13 +133,17 @@ def refusal(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> str | N
 
 
 def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Config:
-    """`settings` with `connector.share: auto` resolved: `in_place` where it is possible and has been run on GPUs, which is with one worker
-    and one block table; else `pool`. All processes of an instance find the same."""
+    """`settings` with `connector.share: auto` resolved: `in_place` if that is possible and the better choice, else `pool`.
+
+    All processes of an instance find the same.
+    """
     if settings.connector.share != "auto":
         return settings
     why = next(_refusals(vllm_config, kv_cache_config, model), None)
-    if model.tp_size * model.pp_size > 1 or several(kv_cache_config):
-        why = "in place only where asked for, with several workers or block tables: GPUs have not shown it yet"
+    if several(kv_cache_config):
+        why = why or "of a model with windows it keeps blocks that they have passed, which a KV cache does not"
+    elif model.tp_size * model.pp_size > 1:
+        why = why or "in place only where asked for, with several workers: it has been run on one GPU, not yet across GPUs"
     if why:
         log.info("vcache: KV goes through a pool (connector.share: auto): %s", why)
     return config.sharing(settings, "pool" if why else "in_place")
