@@ -172,6 +172,8 @@ def _found(name: str) -> Path:
         if (folder / "config.json").is_file():
             return folder
         raise UnknownModel(f"no config.json in {folder}; name the folder that vLLM is given")
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise UnknownModel(f"no folder {folder}; name the folder with its config.json, or its name on Hugging Face")
     hub = hugging_face_cache()
     cached = hub / f"models--{name.replace('/', '--')}"
     try:
