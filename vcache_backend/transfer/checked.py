@@ -1,4 +1,4 @@
-"""Copies out of the pool whose bytes are checked, where the namespace has checksums."""
+"""Copies out of the pool that verify checksums, if the namespace has them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STUCK_SECONDS = 10.0
-"""How long a scatter is waited for whose slots cannot be looked at."""
+"""How long to wait for a copy whose checksums cannot be verified."""
 
 
 def looked_at(session: Session, kv: PagedKV, views: Sequence[SlotView], keys: Sequence[ChunkKey], copy: Completion) -> Completion:
-    """A copy under way that reads `views`, and perhaps more, with a look at the slots' checksums behind it, if there are any.
+    """Add the verification of checksums to a running copy that reads `views` (and perhaps more), if there are checksums.
 
-    keys: of the chunks in `views`. The answer's `done` and `wait` raise ChecksumError where a slot does not fit; the chunk is then
-    counted and on its way out of the pool.
+    keys: of the chunks in `views`. `done` and `wait` of the result raise ChecksumError if a slot does not match; its chunk is then counted
+    and removed from the pool.
     """
     if session.sealer is None or not views:
         return copy
     try:
         look = session.sealer.verify(views, keys, kv.chunk_bytes(session.chunk_size), copy)
     except BaseException as error:
-        # The caller takes a VCacheError to mean that nothing writes into its blocks.
+        # To the caller a VCacheError means that nothing writes into its blocks: first wait for the copy.
         if not copy.wait(STUCK_SECONDS):
             raise RuntimeError(f"a copy goes on whose slots cannot be looked at: {error}") from error
         raise
@@ -50,12 +50,12 @@ def looked_at(session: Session, kv: PagedKV, views: Sequence[SlotView], keys: Se
 
 
 def of_copier(copy: Completion) -> Completion:
-    """The copy alone, as its copier has given it: see `Copier.fence`."""
+    """The copy without the verification, as `Copier.fence` takes it."""
     return copy.copy if isinstance(copy, CheckedScatter) else copy
 
 
 def slot_bytes(session: Session, nbytes: int) -> int:
-    """Of a slot for a chunk of `nbytes`, with its checksum if it has one. Raises LayoutError where such chunks can have none."""
+    """Bytes of a slot for a chunk of `nbytes`, checksum included if there is one. LayoutError if such chunks cannot have one."""
     if session.sealer is None:
         return nbytes
     from vcache_backend.vram_pool.checksum import sealed_bytes
@@ -64,9 +64,9 @@ def slot_bytes(session: Session, nbytes: int) -> int:
 
 
 class CheckedScatter:
-    """Over once a copy out of slots and the look at those slots' checksums both are. `tell`: is given the numbers of bad slots, once.
+    """A Completion of a copy out of slots and the verification of their checksums. tell: called once with the numbers of bad slots, if any.
 
-    A Completion. `done` and `wait` raise ChecksumError, as soon as nothing of both runs any more, if a slot is bad.
+    If a slot is bad, `done` and `wait` raise ChecksumError once both are over.
     """
 
     def __init__(self, copy: Completion, look: Look, tell: Callable[[list[int]], None]) -> None:
@@ -83,7 +83,7 @@ class CheckedScatter:
 
     @property
     def seconds(self) -> float | None:
-        """Of the scatter."""
+        """Seconds of the copy alone."""
         return self.copy.seconds
 
     def _right(self) -> bool:

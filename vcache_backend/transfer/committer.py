@@ -1,4 +1,4 @@
-"""The background of a session: commits of its stores, beside what the server is told and nobody waits for."""
+"""A session's background thread: commits its stores, and sends the server the messages of `courier`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vcache_backend.vram_pool.copier import Completion
 log = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 0.05
-"""How long a copy is waited for before the rest of the work is looked at again."""
+"""How long to wait for a copy before other work gets its turn."""
 
 
 class PendingStore(NamedTuple):
-    """Copies under way into reserved slots of the chunks `keys`, `prefix` being those before them.
+    """A copy under way into the reserved slots of the chunks `keys`. prefix: keys of the chunks before them.
 
-    `keepalive`: slot views, whose mapping must live until the copy is complete. `sealed`: the writing of their checksums, behind the
-    copy; None where there are none. `holds`: asked once the copy is complete, whether what was copied is still what `keys` stand for.
+    keepalive: the slots' views, whose mapping must live until the copy is complete. sealed: the writing of checksums, after the copy; None
+    if there are none. holds: called once the copy is complete; returns whether the copied bytes still belonged to `keys`.
     """
 
     completion: Completion
@@ -39,15 +39,13 @@ class PendingStore(NamedTuple):
 
 
 class Committer(Courier):
-    """Commits the stores of one session, in the order they were submitted: each only after its copy's event, and its checksums'.
-
-    What else there is to tell the server waits for no store.
-    """
+    """Commits the stores of one session in the order of submission, each once its copy and its checksums are complete. Other messages
+    to the server do not wait for stores."""
 
     def __init__(
         self, client: Client, stats: EngineStats, max_inflight: int, listeners: Sequence[Callable[[list[ChunkKey]], None]] = ()
     ) -> None:
-        """listeners: told, in the commit thread, which chunks others can see from now on; looked at anew every time."""
+        """listeners: called in the commit thread with chunks that have become visible to others. The sequence may change later."""
         self._stats, self._max_inflight, self._listeners = stats, max_inflight, listeners
         self._queue: deque[PendingStore] = deque()
         super().__init__(client)
@@ -81,8 +79,8 @@ class Committer(Courier):
                 self._queue.popleft()
 
     def _finish(self, store: PendingStore) -> bool:
-        """Commit a store if nothing of it writes any more; False if something does. Too late, the server says so and takes the slots
-        back, however long that took: nobody else had them meanwhile."""
+        """Commit a store if its copies are over; False if they are not. However late the commit is, it is safe: the server refuses it once
+        the reservation has expired, and has given the slots to nobody else meanwhile."""
         for written in (store.completion, store.sealed):
             if written is not None and not written.wait(_SLICE_SECONDS):
                 return False

@@ -1,4 +1,4 @@
-"""What the server is told and nobody waits for: leases that ended, reservations given back, chunks touched or removed."""
+"""Messages to the server that nobody waits for: leases that ended, reservations given back, chunks touched or removed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Leased
 log = logging.getLogger(__name__)
 
 MOST_LETTERS = 4096
-"""Letters kept until the server is back; leases and reservations beyond them wait for the server's own clocks."""
+"""How many letters to keep until the server is back. Leases and reservations whose letters are dropped expire by themselves."""
 MANY_LETTERS = 32
-"""With so many the thread begins at once."""
+"""With so many letters the thread starts at once."""
 RETRY_SECONDS = 1.0
 LATER_SECONDS = 0.02
-"""How long the thread waits with what is not urgent."""
+"""How long letters that are not urgent wait."""
 
 
 class _Letter(NamedTuple):
-    """One call of the client. again: it is repeated until it was answered."""
+    """One call of the client: `call(about)`. again: repeat it until the server has answered."""
 
     call: Callable[[Any], object]
     about: Any
@@ -33,8 +33,8 @@ class _Letter(NamedTuple):
 
 
 class Courier:
-    """One thread that tells the server things, soon, while there is a connection. All methods from any thread; none waits but `flush`
-    and `close`."""
+    """A thread that sends messages to the server while there is a connection. All methods may be called from any thread; only `flush` and
+    `close` wait."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -45,32 +45,32 @@ class Courier:
         self._thread.start()
 
     def release(self, lease: int) -> None:
-        """End a lease under which nothing more is read, after `LATER_SECONDS`: at once the thread would take the interpreter from the
-        caller, who is on the way to a token."""
+        """End a lease that nothing is read under any more, after `LATER_SECONDS`: if it started at once, the thread would take the
+        interpreter from the caller, who is about to produce a token."""
         self._post(_Letter(self._client.release, lease, again=True), urgent=False)
 
     def release_asked(self, sent: Sent[Leased]) -> None:
-        """End a lease that was asked for and whose answer is still to come."""
+        """End a lease whose answer has not come yet."""
         self._post(_Letter(self._release_asked, sent, again=True))
 
     def give_back(self, reservation: int) -> None:
-        """Abort a reservation under which nothing was or is written."""
+        """Abort a reservation. Nothing may be writing into its slots."""
         self._post(_Letter(self._client.abort, reservation, again=True))
 
     def touch(self, keys: list[ChunkKey]) -> None:
-        """Make chunks recent."""
+        """Mark chunks as recently used."""
         self._post(_Letter(self._client.touch, keys))
 
     def remove(self, keys: list[ChunkKey]) -> None:
-        """Take chunks out of the pool."""
+        """Remove chunks from the pool."""
         self._post(_Letter(self._client.remove, keys))
 
     def retract(self, instance: InstanceId, sequence: int) -> None:
-        """Nothing that `instance` has published with a lower sequence is to be found."""
+        """Withdraw what `instance` has published with a lower sequence number."""
         self._post(_Letter(lambda before: self._client.retract(instance, before), sequence, again=True))
 
     def hint(self, instance: bytes, keys: list[ChunkKey]) -> None:
-        """A load reads the last of these chunks, and maybe others of them, in `instance`. After `LATER_SECONDS`."""
+        """Tell the owner `instance` that a load reads the last of these chunks, and perhaps others of them. After `LATER_SECONDS`."""
         self._post(_Letter(lambda prefix: self._client.hint(instance, prefix), keys), urgent=False)
 
     def flush(self, timeout: float) -> bool:
@@ -83,7 +83,7 @@ class Courier:
             return self._changed.wait_for(lambda: not (self._has_work() or self._busy), timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Finish what there is, within `timeout` seconds, and end the thread, after the call that it is in. Idempotent."""
+        """Send what there is, for at most `timeout` seconds, and end the thread after its current call. Idempotent."""
         self.flush(timeout)
         with self._changed:
             self._stopping = True
@@ -131,7 +131,7 @@ class Courier:
         return self._urgent or len(self._letters) >= MANY_LETTERS
 
     def _work(self) -> None:
-        """Tell what there is now, and nothing that comes in meanwhile: more important work may wait for this."""
+        """Send the letters that are there now, not those that arrive meanwhile: more important work may be waiting."""
         for _ in range(len(self._letters)):
             if self._stopping or not self._client.connected:
                 return

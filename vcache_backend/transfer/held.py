@@ -1,4 +1,4 @@
-"""A source of a load: chunks that somebody has in host memory already."""
+"""A source of a load: chunks that the caller already has in host memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vcache_backend.transfer.sources import LoadContext, Part, Settled, Source
 
 @dataclass
 class HeldChunk:
-    """One chunk's bytes, 1-D uint8 on the host, until it is given back, once. epoch: the one in which the offload tier that it came from
-    had stored it."""
+    """One chunk's bytes (1-D uint8, host memory), valid until `give_back` is called, which happens once. epoch: the one in which the
+    offload tier had stored the chunk."""
 
     payload: Tensor
     give_back: Callable[[], None]
@@ -23,7 +23,7 @@ class HeldChunk:
 
     @property
     def codec(self) -> None:
-        """The payload is the chunk."""
+        """None: the payload is not encoded."""
 
     def write_to(self, chunk: Tensor) -> None:
         chunk.copy_(self.payload, non_blocking=True)
@@ -45,7 +45,7 @@ class _HeldPart(Part):
 
 
 class HeldSource(Source):
-    """Chunks by number. They come from here and nowhere else, and are given back once they are in place, or are not wanted any more."""
+    """Chunks by number, which come from no other source. Each is given back once it is in place, or not needed any more."""
 
     def __init__(self, context: LoadContext, held: Mapping[int, HeldChunk]) -> None:
         self._context, self._held = context, dict(held)

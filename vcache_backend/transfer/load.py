@@ -1,4 +1,4 @@
-"""A load: chunks into a KV cache, run by run as they come, from memory of this node or the offload tier."""
+"""A load: copies chunks into a KV cache, run by run as they arrive, from this node's memory or the offload tier."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ABSENT = "absent"
-"""The cause of a load that ends with a chunk that is nowhere."""
+"""The cause of a load that ended because a chunk was nowhere to be found."""
 CANCELLED = "cancelled"
 NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "checksum", "changed")
-"""Causes that are not counted as failures here: a chunk that does not fit its checksum was, where it was found, and that an owner used
-a block again while it was read is counted by itself."""
+"""Causes that are not counted as failures here. `checksum` is counted where the bad chunk is found; `changed` (an owner reused a block
+while it was read) has a counter of its own."""
 SLICE_SECONDS = 0.005
-"""How long `run` waits before it goes on: a chunk of another source may have come meanwhile."""
+"""How long `run` waits at most before it looks at all sources again."""
 LINGER_SECONDS = 0.1
-"""How often to look whether the copies of an abandoned load are over."""
+"""How often an abandoned load checks whether its copies are over."""
 
 
 class Load:
-    """Brings the leading chunks of `keys` to their places. In the worker's thread that launches kernels.
+    """Copies the leading chunks of `keys` to their places. In the worker's thread that launches kernels.
 
-    `advance` does what can be done without waiting and says whether the load is over; `loaded` leading chunks are then in place,
-    complete and right, and `cause` says why not all. A load is never over while something may still write into its places.
+    Call `advance` until it returns True: it does what it can without waiting. Then the `loaded` leading chunks are in place and verified,
+    and `cause` says why not all of them are. A load is not over while anything may still write into its places.
     """
 
     def __init__(
@@ -66,15 +66,21 @@ class Load:
         neighbours: Neighbours | None = None,
         rest: Callable[[], tuple[list[ChunkKey], Places]] | None = None,
     ) -> None:
-        """`keys[i]` and `places` are those of chunk i. lease: one on the leading chunks that there is already, or was asked for; this load
-        ends it, and asks for one on the rest. mark: see `LoadContext`; None: the current stream goes on behind the copies.
-        wait_seconds: how long chunks that are not there yet may take to come. consume: remove the chunks once they are in place.
-        offload: what the pool has not may lie in the offload tier. name: of the request, for the log. held: chunks that
-        somebody has in host memory already, by number; a lease then begins with the first of the others. residents: chunks that lie in
-        the KV caches of `neighbours`, by number; a KV cache that is new is mapped aside, and waited for; chunks that are gone by the
-        time they are launched may come from elsewhere. Without a lease the pool is asked for the others at once, and for nothing if
-        there are none. rest: gives `keys` and `places` of all chunks, where those above are of the first ones only; called once these
-        are on their way, or found not to be there."""
+        """`keys[i]` and `places` belong to chunk i.
+
+        lease: an existing lease on the leading chunks, or one that was asked for; the load ends it, and asks for one on the rest.
+        mark: see `LoadContext`; None: the current stream continues behind the copies.
+        wait_seconds: how long to wait for chunks that are not there yet.
+        consume: remove the chunks once they are in place.
+        offload: look in the offload tier for what the pool lacks.
+        name: the request's, for the log.
+        held: chunks that the caller has in host memory, by number. A lease then begins with the first of the others.
+        residents: chunks in the KV caches of `neighbours`, by number. A KV cache that is new is mapped in the background, and the load
+        waits for it. Chunks that are gone when their copy would start may come from elsewhere. If there is no lease, the pool is asked
+        for the other chunks at once.
+        rest: returns the `keys` and `places` of all chunks, if those above are only the first ones. Called once the first ones are on
+        their way, or known to be missing.
+        """
         self.keys, self.places, self.stats = keys, places, LoadStats(session, places.kv, name, len(keys))
         self.loaded, self.cause = 0, ""
         self._session, self._consume = session, consume
@@ -93,12 +99,12 @@ class Load:
         self._parts: deque[Part] = deque()
         self._until, self._late = time.monotonic() + wait_seconds, "timeout" if wait_seconds else ABSENT
         self._end = len(keys)
-        """Nothing is launched from this chunk on."""
+        """The first chunk that is not wanted any more; no copy of it or of later ones starts."""
         self._rest = rest
         self._failed = self._cancelled = self._over = False
 
     def advance(self) -> bool:
-        """Go on as far as possible without waiting; whether it is over. Once it is, it stays so."""
+        """Do what is possible without waiting. Returns whether the load is over; from then on always True."""
         if self._over:
             return True
         try:
@@ -116,7 +122,7 @@ class Load:
         return self._over
 
     def run(self, patience: float) -> int:
-        """Go on until it is over, or for `patience` seconds without a chunk that is in place: how many there are."""
+        """Wait until it is over, or until no chunk has arrived for `patience` seconds. Returns how many chunks are in place."""
         moved, until = self.loaded, time.monotonic() + patience
         while not self.advance():
             now = time.monotonic()
@@ -142,17 +148,16 @@ class Load:
 
     @property
     def reached(self) -> int:
-        """Leading chunks that are in place or on their way."""
+        """How many leading chunks are in place or on their way."""
         return self._parts[-1].first + self._parts[-1].count if self._parts else self.loaded
 
     @property
     def launched(self) -> bool:
-        """Whether all of it is on its way, or in place, or nothing more of it is launched."""
+        """Whether no further copy will start."""
         return self._over or self.reached >= self._end
 
     def follow(self) -> None:
-        """What is queued in the current stream from now on comes behind the copies that are under way; only after a `mark`, else it does
-        so anyway."""
+        """Order the current stream behind the copies under way. Only needed with a `mark`; without one it already is."""
         try:
             for part in self._parts:
                 self._session.copier.fence(of_copier(part.moving))
@@ -162,26 +167,26 @@ class Load:
                 self._session.miss("load", error)
 
     def found(self, residents: Mapping[int, ResidentChunk]) -> None:
-        """These chunks, by number, lie in the KV caches of the neighbours by now. If there are none, no more are waited for."""
+        """These chunks, by number, have been found in neighbours' KV caches. An empty mapping: stop waiting for more."""
         if not residents:
             self._until, self._late = 0.0, ABSENT
         if self._residents is not None and not self._over:
             self._residents.add({number: one for number, one in residents.items() if number >= self.reached})
 
     def hold(self, cause: str = ABSENT) -> None:
-        """Launch nothing more: what is not on its way by now is not wanted."""
+        """Start no further copies: the load ends with what is on its way now."""
         if not self._over and self.reached < self._end:
             self._end, self.cause = self.reached, self.cause or cause
 
     def cancel(self) -> None:
-        """Nobody wants the chunks any more. What is on its way is waited for all the same."""
+        """The chunks are not needed any more. The load is over once the copies under way are."""
         self._cancelled = True
         self.hold(CANCELLED)
         for source in self._sources:
             source.cancel()
 
     def abandon(self) -> None:
-        """Wait for nothing any more: what it had to bring is not there, though something may still write into its places."""
+        """End the load as failed at once, although copies may still write into its places. A thread waits for those."""
         if not self._over:
             self._fail("copy")
             self._finish()
@@ -190,11 +195,11 @@ class Load:
 
     @property
     def epoch(self) -> int:
-        """The one in which chunks of the offload tier were stored that it brought; see `to_promote`."""
+        """The epoch in which the offload tier stored the chunks that it provided; see `to_promote`."""
         return min(self._context.epochs)
 
     def to_promote(self) -> list[int]:
-        """Once it is over: numbers of the chunks to store in the pool again, since they came from the offload tier."""
+        """After the load: numbers of the chunks that came from the offload tier and should be stored in the pool again."""
         context, offload = self._context, self._offload
         if len(context.epochs) != 1 or self._cancelled or offload is None or not offload.tier.promotes:
             return []
@@ -205,7 +210,6 @@ class Load:
     def _of_others(self, residents: Mapping[int, ResidentChunk], neighbours: Neighbours | None) -> ResidentChunks | None:
         if neighbours is None:
             return None
-        # Only who shares in place needs it.
         from vcache_backend.transfer.resident import ResidentChunks
 
         return ResidentChunks(self._context, residents, neighbours)
@@ -218,7 +222,7 @@ class Load:
             self._give_up()
 
     def _launch(self) -> bool:
-        """Start the copy of the next chunks that are at hand; False if there are none, now or at all."""
+        """Start the copy of the next chunks that are available. Returns False if none are now."""
         chunk, sources = self.reached, self._sources
         coming = [source for source in sources if source.expects(chunk)]
         if self._launched_from(coming or sources):
@@ -229,7 +233,7 @@ class Load:
         self._context.idle_since = perf_counter()
         if any(source.prepare(chunk) for source in sources if source.may_have):
             return False
-        # Somebody may have put it into the pool between the two questions.
+        # Another instance may have stored it between the two questions.
         return self._launched_from(sources)
 
     def _launched_from(self, sources: list[Source]) -> bool:
@@ -245,25 +249,25 @@ class Load:
         return False
 
     def _grow(self) -> None:
-        """The chunks behind the first ones are part of it from now on."""
+        """Extend the load from the first chunks to all of them; see `rest`."""
         rest, self._rest = self._rest, None
         if rest is not None:
             self.keys, self.places = self._context.keys, self._context.places = rest()
             self._end = self.stats.chunks = len(self.keys)
 
     def _give_up(self) -> None:
-        """Nothing could be launched: launch nothing more, unless something is on its way or may still come."""
+        """Nothing could be launched: end the load here, unless the next chunk is on its way or may still come."""
         if any(source.expects(self.reached) for source in self._sources):
             return
-        # That the pool cannot be read does not change; that the offload tier has nothing may. Who had a chunk and used its blocks again has
-        # no reason to compute it once more.
+        # Waiting helps if the offload tier, or an instance that is computing, may still provide the chunk. It does not help if the pool
+        # cannot be read, or if the owner has reused the chunk's blocks.
         gone = self._residents is not None and self._residents.gone
         if not gone and not self._pool.cause and time.monotonic() < self._until:
             return
         self.hold(next((source.cause for source in self._sources if source.cause), ABSENT if gone else self._late))
 
     def _settle(self) -> None:
-        """Take what is in place."""
+        """Count the parts whose copies are over, in order."""
         while self._parts and not self._failed:
             part = self._parts[0]
             if not part.moving.done():
@@ -292,18 +296,18 @@ class Load:
             self._session.miss("consume", error)
 
     def _fail(self, cause: str) -> None:
-        """Nothing that is not in place by now counts."""
+        """End the load with what is in place now."""
         self._failed, self.cause = True, cause
 
     def _linger(self) -> None:
-        """In a thread, as there may be no other load and no step: all that the copies use stays until they are over, and no longer, as an
-        owner's memory is free only then."""
+        """Release what the copies of an abandoned load use as soon as they are over: an owner's memory is not free before. In a thread of
+        its own, since no other load or step may come."""
         while self._parts:
             time.sleep(LINGER_SECONDS)
             self._drain()
 
     def _drain(self) -> None:
-        """Let go of parts that write nothing any more. A copy that failed does not."""
+        """Release the parts whose copies are over. A copy that failed writes nothing any more."""
         for part in list(self._parts):
             with suppress(Exception):
                 try:

@@ -1,4 +1,4 @@
-"""A source of a load: memory of this node, read where it lies, in one launch as far as it is at hand."""
+"""A source of a load: memory of this node. All chunks that are available are read in one launch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Piece(ABC):
-    """Consecutive chunks, from number `first` on, that lie in one place. Its bytes stay readable until `settle` or `leave`, one of which
-    is called once the copy is over; neither, where nobody knows whether it is.
+    """`count` consecutive chunks from number `first` on, in one place. They stay readable until `settle` or `leave`, one of which is called
+    once the copy is over. If that cannot be known, `lose` is called instead.
 
-    views: of the slots they lie in, if they do. local: they are on the device of the KV cache.
+    views: of their slots, if they lie in slots. local: whether they are on the device of the KV cache.
     """
 
     context: LoadContext
@@ -40,25 +40,25 @@ class Piece(ABC):
 
     @abstractmethod
     def origin(self) -> tuple[object, Int64s]:
-        """What it lies in, and the bases of its planes, see `Copier.pull`. Pieces in one thing have the same bases."""
+        """An object that identifies where it lies, and the bases of its planes, see `Copier.pull`. Pieces with one object share bases."""
 
     @abstractmethod
     def offsets(self, chunks: Int64s, inside: Int64s) -> Int64s:
-        """Of blocks, by chunk, counted from `first` on, and by their offset in a chunk."""
+        """Offsets of blocks in bytes. chunks: the blocks' chunks, counted from `first`. inside: the blocks' offsets in their chunks."""
 
     @abstractmethod
     def settle(self, tokens: Callable[[int], int], seconds: float) -> Settled:
-        """Its copy, which took so long, is over: how much of it is right. tokens: those wanted of so many leading chunks."""
+        """The copy is over, and took `seconds`: return how much of it is right. tokens: how many tokens so many leading chunks bring."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Nobody wants it: give back what keeps its bytes."""
+        """The chunks are not needed: release them."""
 
     def lose(self) -> None:  # noqa: B027 - most stay as they are
-        """Nobody knows whether something still reads it, and nobody wants it."""
+        """The chunks are not needed, but something may still be reading them."""
 
     def keep(self) -> None:  # noqa: B027 - most need nothing
-        """The copy takes long: see to it that the bytes stay."""
+        """Called while the copy runs: make sure that the chunks stay readable."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class _ReadPart(Part):
 
 
 def read(context: LoadContext, pieces: list[Piece]) -> Part:
-    """Launch the copy of these pieces, one behind the other. After any VCacheError nothing of it runs; after others nobody knows."""
+    """Launch one copy of these consecutive pieces. After a VCacheError none of it runs; after another exception some of it may."""
     first, count = pieces[0].first, sum(piece.count for piece in pieces)
     try:
         plan, started = context.plan(first, count), perf_counter()
@@ -167,7 +167,7 @@ class MemorySource(Source):
         return chunk in self._context.resident or self._pool.has(chunk)
 
     def launch(self, chunk: int) -> Part | None:
-        """Of the pool nobody is asked for what comes after the first piece: the copy need not wait for that."""
+        """Only for the first piece is the server asked for a lease: the copy need not wait for what follows."""
         pieces: list[Piece] = []
         at, residents = chunk, self._residents
         try:

@@ -78,10 +78,10 @@ class _PooledPiece(Piece):
 
 
 class Pooled:
-    """The chunks of one load that are in the pool. One thread, the worker's.
+    """The chunks of one load that are in the pool. In the worker's thread.
 
-    cause: why nothing comes from here now; empty where it is simply not here. more: whether chunks behind the lease that was given may
-    be there too, since it was not asked for on them.
+    cause: why nothing can come from the pool now; empty if a chunk is simply not there. more: whether chunks behind the given lease, which
+    did not ask for them, may be there, too.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Pooled:
         self.cause, self.more = "", False
 
     def has(self, chunk: int) -> bool:
-        """Whether this chunk is known to be here, or was asked for by number."""
+        """Whether this chunk is known to be in the pool, or was asked for by number."""
         if self._run is not None:
             return chunk in self._run.numbers
         return self._given is not None and self._numbers is not None and chunk in self._numbers
 
     def take(self, chunk: int, ask: bool) -> Piece | None:
-        """The chunks from this number on that one lease has, as far as this process can reach them. ask: wait for the server, if there is
-        no lease on them yet."""
+        """The chunks from this number on that one lease covers and this process can read. ask: if there is no lease on them, ask the server
+        and wait."""
         context, session = self._context, self._context.session
         if self._run is None or chunk not in self._run.numbers:
             if not ask and not (isinstance(self._given, Lease) and self._run is None):
@@ -126,20 +126,20 @@ class Pooled:
         return _PooledPiece(context, chunk, len(views), views, all(view.local for view in views), run)
 
     def _end_run(self) -> None:
-        """Nothing more is launched under the lease."""
+        """No further copy starts under the lease."""
         run, self._run = self._run, None
         if run is not None:
             run.leave(self._context.session)
 
     def _leased(self, chunk: int) -> _LeasedRun | None:
-        """The chunks from this number on, as far as they are there."""
+        """A lease on the chunks from this number on that are there."""
         given, self._given = self._given, None
         self.cause, self.more = "", False
         if isinstance(given, AskedLease):
             run = self._asked(given, chunk)
             if run is not None or self._numbers is None or chunk in self._numbers:
                 return run
-            # What was to come from elsewhere does not.
+            # A chunk that was to come from elsewhere is missing there: ask the pool for it.
             given = None
         if given is not None and given.keys[0] != self._context.keys[chunk]:
             self._context.session.leases.release(given)
@@ -156,9 +156,9 @@ class Pooled:
         return _consecutive(self._answered(lambda: session.leases.acquire(self._context.keys[chunk:])), chunk)
 
     def _asked(self, given: AskedLease, chunk: int) -> _LeasedRun | None:
-        """The answer, as far as it is about this chunk."""
+        """The lease that was asked for, if it covers this chunk."""
         if self._numbers is None and given.keys:
-            # While the answer is on its way.
+            # Plan while the answer is on its way.
             self._context.plan(chunk, len(given.keys))
         lease = self._answered(given.fetch)
         if lease is None or self._numbers is None:
@@ -182,7 +182,7 @@ class Pooled:
             self._context.stats.metadata_seconds += perf_counter() - started
 
     def cancel(self) -> None:
-        """End a lease that was given and not used. Idempotent."""
+        """End a lease that was given but not used. Idempotent."""
         self._end_run()
         given, self._given = self._given, None
         if isinstance(given, AskedLease):

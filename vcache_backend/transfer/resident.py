@@ -1,4 +1,4 @@
-"""Chunks of a load that lie in other instances' KV caches, as long as their blocks' generations say so."""
+"""Chunks of a load that are read out of other instances' KV caches, verified by their blocks' generations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vcache_backend.vram_pool.paged import Int64s
 UInt32s = npt.NDArray[np.uint32]
 UInt64s = npt.NDArray[np.uint64]
 _NUMBER, _GENERATION = np.dtype("<u4"), np.dtype("<u8")
-"""Read from text for each of many chunks they took almost half of the time."""
+"""Made once: parsing these from text took almost half of the time of unpacking."""
 
 
 class ResidentChunk(NamedTuple):
-    """One chunk in the KV cache of `instance`. blocks: its owner's, of vLLM, in order. generations: those it was published with."""
+    """One chunk in the KV cache of `instance`. blocks: the owner's block numbers, in order. generations: the blocks', when published."""
 
     instance: bytes
     blocks: UInt32s
@@ -29,12 +29,12 @@ class ResidentChunk(NamedTuple):
 
     @classmethod
     def unpacked(cls, instance: bytes, blocks: bytes, generations: bytes) -> Self:
-        """Little-endian numbers, as they travel. ValueError for what are none."""
+        """From little-endian numbers, as the protocol has them. ValueError if they are none."""
         return cls(instance, np.frombuffer(blocks, dtype=_NUMBER), np.frombuffer(generations, dtype=_GENERATION))
 
     @classmethod
     def all_unpacked(cls, packed: Sequence[tuple[bytes, bytes, bytes]]) -> list[Self]:
-        """Likewise of many, which mostly are equally long: in a third of the time that one by one takes."""
+        """Many at once, in a third of the time if they are equally long, as they mostly are."""
         instances, blocks, generations = zip(*packed, strict=True) if packed else ((), (), ())
         if len(set(map(len, blocks))) != 1 or len(set(map(len, generations))) != 1:
             return [cls.unpacked(*one) for one in packed]
@@ -42,14 +42,14 @@ class ResidentChunk(NamedTuple):
         return list(map(cls, instances, rows, np.frombuffer(b"".join(generations), dtype=_GENERATION).reshape(len(packed), -1)))
 
     def only(self, wanted: npt.NDArray[np.bool_]) -> Self:
-        """What is right if those of its blocks are right that are wanted, one at least: in place of each other one stands one of them."""
+        """The chunk with only its wanted blocks to verify (at least one): each other block is replaced by a wanted one."""
         at = np.where(wanted, np.arange(len(wanted)), wanted.argmax())
         return self._replace(blocks=self.blocks[at], generations=self.generations[at])
 
 
 @dataclass
 class _ResidentPiece(Piece):
-    """Between the neighbour's `enter` and `leave`: nobody unmaps it."""
+    """Lives between the neighbour's `enter` and `leave`, so that its KV cache stays mapped."""
 
     neighbour: Neighbour
     blocks: UInt32s
@@ -82,8 +82,10 @@ class _ResidentPiece(Piece):
 
 
 class ResidentChunks:
-    """The chunks of one load that somebody's KV cache has, by number, until they are launched or found gone: `LoadContext.resident`.
-    One thread, the worker's. gone: whether one was found gone."""
+    """Takes a load's chunks out of `LoadContext.resident`, as their copies start or they turn out to be gone. In the worker's thread.
+
+    gone: whether any chunk turned out to be gone.
+    """
 
     def __init__(self, context: LoadContext, residents: Mapping[int, ResidentChunk], neighbours: Neighbours) -> None:
         self._context, self._neighbours, self._chunks = context, neighbours, context.resident
@@ -91,7 +93,7 @@ class ResidentChunks:
         self.add(residents)
 
     def add(self, residents: Mapping[int, ResidentChunk]) -> None:
-        """More of them."""
+        """Add chunks, and begin to map their owners' KV caches."""
         self._chunks.update(residents)
         for instance in {one.instance for one in residents.values()}:
             self._neighbours.expects(instance)
@@ -102,8 +104,8 @@ class ResidentChunks:
         return one is not None and self._neighbours.expects(one.instance)
 
     def take(self, chunk: int) -> Piece | None:
-        """The chunks from this number on that one neighbour still has as they were published. One that it has not is forgotten, and may
-        come from elsewhere."""
+        """The chunks from this number on that one neighbour still has as published. Forgets chunks that it lost; they may come from
+        elsewhere."""
         first = self._chunks.get(chunk)
         if first is None:
             return None

@@ -1,4 +1,4 @@
-"""One worker's way to the pool: connection, segments, copier, commit thread, offload tier and statistics in one place."""
+"""One worker's access to the pool: connection, segments, copier, commit thread, offload tier and statistics."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 class Session:
     """Leases, copies and look-ups of one rank of one model instance.
 
-    Look-ups and leases from any thread; `bind` and copies from the worker's thread that launches kernels. Methods raise VCacheError
-    (and, from torch, RuntimeError) where something failed; `miss` turns that into a counted, once logged miss.
+    Look-ups and leases may come from any thread; `bind` and copies from the worker's thread that launches kernels. On failure methods
+    raise VCacheError (or torch's RuntimeError); `miss` counts such an error as a miss, and logs each cause once.
     """
 
     def __init__(
@@ -53,9 +53,12 @@ class Session:
         anonymous: bool = False,
         kv_device: str = "",
     ) -> None:
-        """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) says why not. Raises ConfigError; an absent server
-        is no error: everything is a miss until it is there. rank: of the keys that are stored here. anonymous: another process
-        of this instance tells the server its layout. kv_device: where the KV caches will lie, see `devices.resolve`."""
+        """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) says why not. Raises ConfigError. An absent server is
+        no error: everything is a miss until it is there.
+
+        rank: in the keys of chunks that this worker stores. anonymous: do not tell the server the layout; another process of this instance
+        does. kv_device: where the KV caches will lie, see `devices.resolve`.
+        """
         if layout.chunk_size != config.engine.chunk_size:
             raise ValueError(f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is {config.engine.chunk_size}")
         self.layout = layout = checked_layout(config, layout)
@@ -64,21 +67,21 @@ class Session:
         self._config = config
         self.stats = EngineStats()
         self.device = devices.resolve(config.pool.device, kv_device)
-        """Of the pool: where this worker lends, and which GPU reads it."""
+        """The pool's device: where this worker lends memory, and which GPU reads the pool."""
         fields = {} if anonymous else layout.fields() | {"namespace": str(self.namespace)}
         self.client = pool.connect(config, self.device, fields)
         self.pool = make_pool(self.client, self.device, config.pool.lent, over_budget)
         self.copier = copier or make_copier(self.device, config)
         self.sealer = make_sealer(self.device) if is_checked(layout) else None
         self.tier = make_tier(config, self.device, self.stats)
-        """The offload tier. None where there is none, which the pool serves without; `bind` may find that there is no memory for it."""
+        """The offload tier, or None. `bind` sets it to None if there is no memory for it; the pool works without."""
         self.on_stored: list[Callable[[list[ChunkKey]], None]] = [self._offer]
-        """Told, in the commit thread, which chunks of this worker others can see from now on."""
+        """Called in the commit thread with chunks of this worker that have become visible to others."""
         self.committer = Committer(self.client, self.stats, config.engine.max_inflight_stores, self.on_stored)
         self.leases = LeaseClient(self.client, self.committer, self.stats, self.note_epoch)
         self.miss = self.stats.miss
         self.uploader: Uploader | None = None
-        """Scatters what the offload tier brought; None until it is bound. See `uploads`."""
+        """Copies chunks from host memory into KV caches. None until it is needed, see `uploads`."""
         self._paged: PagedKV | None = None
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -86,8 +89,8 @@ class Session:
     # ---- the KV cache
 
     def bind(self, kvcaches: KVCaches, described: PagedKV | None = None) -> PagedKV:
-        """The geometry of these tensors, worked out once, or before: `described`. ValueError for what are no tensors, LayoutError if they
-        are not what the namespace stands for."""
+        """The geometry of these tensors. It is worked out once; described: it is known already. ValueError if they are no tensors,
+        LayoutError if they do not fit the layout of the namespace."""
         given = list(kvcaches.values()) if isinstance(kvcaches, Mapping) else kvcaches
         if self._paged is not None and self._same(given):
             return self._paged
@@ -104,13 +107,13 @@ class Session:
         return kv
 
     def _same(self, kvcaches: object) -> bool:
-        """Whether these are the tensors that are bound, and lie where they lay. Some 0.1 us each, in every call."""
+        """Whether these are the bound tensors, at the same addresses. Called on every call; some 0.1 us a tensor."""
         known = self._tensors
         same = isinstance(kvcaches, list | tuple) and len(kvcaches) == len(known) and all(map(operator.is_, kvcaches, known))
         return same and [tensor.data_ptr() for tensor in known] == self._addresses
 
     def uploads(self, kv: PagedKV) -> Uploader:
-        """What scatters chunks that lie in host memory. It takes memory on the device, so it is made when there are such."""
+        """Copies chunks from host memory into KV caches. It takes device memory, so it is made on first use."""
         if self.uploader is None:
             self.uploader = make_uploader(self.copier, kv, kv.chunk_bytes(self.chunk_size))
         return self.uploader
@@ -123,31 +126,31 @@ class Session:
     # ---- look-ups
 
     def lookup(self, keys: list[ChunkKey], ranks: int = 1) -> int:
-        """How many leading chunks are there for all `ranks` ranks (keys of rank 0), in the pool or the offload tier. No lease."""
+        """How many leading chunks all `ranks` ranks have, in the pool or the offload tier. keys: of rank 0. Takes no lease."""
         if not keys:
             return 0
         found = self.client.lookup(keys, ranks)
         return found if self.tier is None else self.tier.extend(self.client, keys, ranks, found)
 
     def contains(self, key: ChunkKey) -> int:
-        """0: in the pool; 1: in the offload tier; -1: nowhere known. No lease."""
+        """0: in the pool; 1: in the offload tier; -1: nowhere known. Takes no lease."""
         answer = self.client.present([key])
         if answer.present[0]:
             return 0
         return 1 if self.tier is not None and self.tier.lookup([key], answer.epoch) else -1
 
     def segments(self) -> dict[SegmentId, devices.Where]:
-        """Those whose chunks this worker can read, and where they lie for it."""
+        """The segments that this worker can read, and where each lies relative to it."""
         return {info.id: devices.where(self.device, info.device) for info in self.pool.mapped()}
 
     def views(self, locations: Sequence[Location]) -> list[SlotView]:
-        """Addresses of the leading locations this process can reach. Hold them until the copy is complete."""
+        """Addresses of the leading locations that this process can read. Keep them until the copy is complete."""
         return self.pool.slots(locations)
 
     # ---- the offload tier
 
     def _bind_tier(self, kv: PagedKV) -> None:
-        """Make the offload tier ready for these KV caches; where there is no memory for it, leave it out."""
+        """Prepare the offload tier for these KV caches. If there is no memory for it, go on without."""
         if self.tier is None:
             return
         try:
@@ -170,8 +173,8 @@ class Session:
             self.tier.note_epoch(epoch)
 
     def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
-        """Begin to read the leading run of chunks that the pool has not from the offload tier; None if nothing can come. To be cancelled
-        if it is not used up."""
+        """Begin to read the leading chunks that the pool lacks from the offload tier; None if it has none. To be cancelled if it is
+        not used up."""
         if self.tier is None or not keys or not self.tier.may_have(keys[0]):
             return None
         answer = self.client.present(list(keys))
@@ -181,7 +184,7 @@ class Session:
     # ---- life
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
-        """Wait until the stores so far are visible or given up, and, if `through`, offloaded or dropped; False if they are not after
+        """Wait until the stores so far are visible or given up, and, with `through`, offloaded or dropped. False if they are not after
         `timeout` seconds."""
         until = time.monotonic() + timeout
         flushed = self.committer.flush(timeout)
@@ -203,17 +206,17 @@ class Session:
 def make_pool(
     client: Client, device: devices.Device, segment_bytes: int, over_budget: Callable[[int, int], str | None]
 ) -> pool.Pool:
-    """The pool of a device. over_budget: see `Pool`; of host memory beside a GPU it is no question of that GPU's."""
+    """The pool of a device. over_budget: see `Pool`; not asked for host memory beside a GPU, which takes none of that GPU's memory."""
     if device.medium == "host" and device.ordinal is not None:
         return PinnedPool(client, device, segment_bytes)
     return pool.Pool(client, device, segment_bytes, over_budget)
 
 
 def make_tier(config: Config, device: devices.Device, stats: EngineStats) -> OffloadTier | None:
-    """The offload tier. None where it is off, or cannot be had, which is logged."""
+    """The offload tier. None if it is off, or cannot be opened, which is logged."""
     if config.offload.policy == "off":
         return None
-    # Needs libraries of its own.
+    # Imports optional libraries.
     from vcache_backend.offload.tier import open_tier
 
     return open_tier(config.offload, stats, device.ordinal is not None)

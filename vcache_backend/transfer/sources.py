@@ -1,4 +1,4 @@
-"""Where the chunks of a load come from, behind one small interface: memory of this node (memory.py), the offload tier, or a caller."""
+"""The sources of a load's chunks, behind one interface: memory of this node (memory.py), the offload tier, or the caller (held.py)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from vcache_backend.transfer.resident import ResidentChunk
 
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
-"""Of a load that ends, by why a fetch ended early; `store` is the rest."""
+"""A load's cause, by the cause for which a fetch ended early. Others: `store`."""
 
 
 class Settled(NamedTuple):
-    """How many leading chunks are right, and why not all; empty if they are."""
+    """How many leading chunks are right, and the cause if not all are; empty if they are."""
 
     chunks: int
     cause: str = ""
@@ -34,7 +34,7 @@ class Settled(NamedTuple):
 
 @dataclass
 class Part(ABC):
-    """Consecutive chunks on their way, from number `first` on: one copy."""
+    """One copy under way: `count` consecutive chunks from number `first` on. launched: by perf_counter."""
 
     context: LoadContext
     first: int
@@ -44,37 +44,37 @@ class Part(ABC):
     launched: float
 
     def keep(self) -> None:  # noqa: B027 - most need nothing
-        """Its copy takes long: see to it that its bytes stay."""
+        """Called while the copy runs: make sure that its source stays readable, for example by renewing a lease."""
 
     @abstractmethod
     def settle(self) -> Settled:
-        """Its copy is over, and whatever it needed is given back: how much of it is right."""
+        """Called once the copy is over: release what it used, and return how much of it is right."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Its copy is over, and nobody wants it: give back what it needed."""
+        """Called instead of `settle` once the copy is over, if the chunks are not needed any more: release what it used."""
 
     @property
     def pooled(self) -> Sequence[int]:
-        """Numbers of its chunks that may be in the pool."""
+        """Numbers of the chunks that may also be in the pool."""
         return range(self.first, self.first + self.count)
 
     @property
     def tokens(self) -> int:
-        """Those that are wanted of it."""
+        """How many tokens it copies."""
         return self.plan.tokens
 
     @property
     def seconds(self) -> float:
-        """What its copy took, which is over."""
+        """Seconds that the copy took. Only once it is over."""
         seconds = self.moving.seconds
         return perf_counter() - self.launched if seconds is None else seconds
 
 
 class Source(ABC):
-    """One place that chunks of a load come from. One thread, the worker's; only `wait` waits.
+    """One place that a load's chunks come from. In the worker's thread; only `wait` waits.
 
-    cause: why nothing comes from here now; empty where it is simply not here. may_have: whether `prepare` is worth a try.
+    cause: why nothing can come from here now; empty if the chunk is simply not here. may_have: whether calling `prepare` makes sense.
     """
 
     cause = ""
@@ -85,47 +85,47 @@ class Source(ABC):
         return False
 
     def prepare(self, chunk: int) -> bool:
-        """Begin to bring chunks from this number on, if that takes preparation; whether any are on their way."""
+        """Begin to fetch chunks from this number on, if the source needs that. Returns whether any are on their way."""
         return False
 
     @abstractmethod
     def launch(self, chunk: int) -> Part | None:
-        """Start the copy of the chunks from this number on that are here now; None if there are none."""
+        """Start the copy of the chunks from this number on that are available now. None if there are none."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait, at most so long, for what is being prepared; False, at once, if nothing is."""
+        """Wait, at most so long, for what is being fetched. Returns False at once if nothing is."""
         return False
 
     @abstractmethod
     def cancel(self) -> None:
-        """Nothing more is wanted. Idempotent."""
+        """No further chunks are needed: release what is not under way. Idempotent."""
 
 
 class LoadContext:
-    """What the sources of one load share. mark: a point in the model's stream; who owned the places before has no work queued
-    after it."""
+    """What the sources of one load share. mark: a point in the model's stream after which the places' previous owners have no work
+    queued, so that copies may start there."""
 
     def __init__(self, session: Session, places: Places, keys: list[ChunkKey], mark: Mark | None, stats: LoadStats) -> None:
         self.session, self.places, self.keys, self.mark, self.stats = session, places, keys, mark, stats
         self.idle_since = perf_counter()
-        """Since when the load has had nothing to do but wait."""
+        """Since when (perf_counter) the load has had nothing to do but wait."""
         self._planned: tuple[int, int, CopyPlan] | None = None
         self.resident: dict[int, ResidentChunk] = {}
-        """By number, those that are still to come out of other instances' KV caches."""
+        """Chunks that are still to be read from other instances' KV caches, by number."""
         self.fetched: list[int] = []
         """Numbers of the chunks that came from the offload tier."""
         self.epochs: set[int] = set()
-        """In which they were stored there."""
+        """The epochs in which the offload tier had stored those."""
 
     def settled_offloaded(self, part: Part, epochs: set[int], seconds: float) -> None:
-        """A part that came from the offload tier is in place. seconds: of its copy."""
+        """Count a part from the offload tier that is in place. seconds: of its copy."""
         keys = self.keys[part.first : part.first + part.count]
         self.stats.offloaded(part.first, keys, part.tokens, perf_counter() - self.idle_since, seconds)
         self.epochs |= epochs
         self.fetched += range(part.first, part.first + part.count)
 
     def plan(self, chunk: int, count: int) -> CopyPlan:
-        """The copy of so many chunks from this number on; one that was asked for just before is not made again."""
+        """The plan to copy `count` chunks from this number on. The last one is cached."""
         if self._planned is None or self._planned[:2] != (chunk, count):
             with self.session.stats.timed("plan"):
                 self._planned = chunk, count, self.places.load_plan(chunk, count)
@@ -148,8 +148,8 @@ class _StagedPart(Part):
 
 
 class OffloadSource(Source):
-    """Chunks in the offload tier, run by run, each on its way before it is needed. After a run that ended early nothing more is read:
-    what failed once may fail again."""
+    """Reads chunks from the offload tier, run by run, each ahead of its use. After a run that ended early it reads nothing more, since
+    another attempt may fail, too."""
 
     def __init__(self, context: LoadContext, tier: OffloadTier) -> None:
         self._context, self.tier, self.may_have = context, tier, True

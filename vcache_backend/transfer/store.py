@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LAUNCH_WITHIN = 0.5
-"""In which part of a reservation's time its copy must begin, so that it is over before that time is. A copy takes milliseconds."""
+"""The fraction of a reservation's time within which its copy must start, so that it ends in time. A copy takes milliseconds."""
 _REFUSALS = {Refusal.EXISTS: "exists", Refusal.BUSY: "busy", Refusal.FULL: "full"}
 
 
@@ -36,16 +36,16 @@ def store(
     fetched_in: int | None = None,
     holds: Callable[[], bool] | None = None,
 ) -> PendingStore | None:
-    """Reserve, gather in one launch, and leave the commit to the background. None if nothing is copied: what is there already is not.
+    """Reserve slots, copy in one launch, and commit in the background. None if nothing is copied, as if all chunks are there already.
 
     chunks: numbers of the chunks to store; `keys[i]` and `places` are those of chunk i. prefix: keys of the chunks before chunk 0,
-    which become as recent. beside: the current stream goes on beside the copy, which reads what that stream has written by now;
-    until the answer's `completion` nothing may write into the blocks, see `Copier.fence`. fetched_in: they came from the offload
-    tier, stored in that epoch: they are not stored if it is over, and must not make another chunk be lost. holds: see `PendingStore`.
+    which are marked as used, too. beside: the current stream does not wait for the copy, which reads what that stream has written so far;
+    nothing may write into the blocks before the result's `completion`, see `Copier.fence`. fetched_in: the chunks came from the offload
+    tier, which had stored them in that epoch; if it is over, they are not stored. holds: see `PendingStore`.
 
-    Of a reservation all slots are written, or it is given back: a commit publishes every slot. After a RuntimeError (a launch that
-    failed in torch), or whatever happens to the checksums of a copy that runs, nobody knows whether something writes: the
-    reservation is neither committed nor given back, and its slots wait in quarantine.
+    A commit publishes every slot of a reservation, so either all are written or the reservation is given back. After a RuntimeError (a
+    launch that failed in torch), or an error while checksums are written, something may still be writing: then the reservation is neither
+    committed nor given back, and the server quarantines its slots.
     """
     if not chunks:
         return None
@@ -59,12 +59,12 @@ def store(
         reserved = session.client.reserve([keys[chunk] for chunk in chunks], slot_bytes(session, nbytes))
     session.note_epoch(reserved.epoch)
     if fetched_in not in (None, reserved.epoch):
-        # A reset came in between: these are chunks of before.
+        # A reset came in between: these chunks are older than it.
         if reserved.reservation:
             committer.give_back(reserved.reservation)
         return None
     _note_refusals(stats, reserved, session.client.epoch)
-    # A process that was stopped meanwhile writes nothing.
+    # If this process was stopped meanwhile, it must not write any more.
     launch_by = asked + reserved.seconds * LAUNCH_WITHIN
     pending = _gather(session, places, keys, chunks, [*prefix, *keys[: chunks[0]]], reserved, launch_by, mark)
     if pending is not None:
@@ -82,7 +82,7 @@ def _gather(
     launch_by: float,
     mark: Mark | None,
 ) -> PendingStore | None:
-    """Copy into the slots that were reserved, unless it is later than `launch_by` (time.monotonic)."""
+    """Copy into the reserved slots, unless it is later than `launch_by` (time.monotonic)."""
     slots = [(chunk, slot) for chunk, slot in zip(chunks, reserved.slots, strict=True) if isinstance(slot, Location)]
     if not slots:
         return None

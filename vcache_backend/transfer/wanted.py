@@ -1,4 +1,4 @@
-"""What a request wants: its first chunks at once, and all of them while the first are on their way."""
+"""The chunks of a `retrieve`: the first ones at once, all of them while the copy of the first runs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from vcache_backend.transfer.places import SlotPlaces
 
 
 class Wanted(NamedTuple):
-    """Chunks, and where they go."""
+    """Chunks and the places they are copied to."""
 
     keys: list[ChunkKey]
     places: SlotPlaces
 
 
 class Rest:
-    """All chunks of a request whose first ones are known. Looked at once; a ValueError is kept until `check`, since copies are under way
-    by then."""
+    """All chunks of a request, of which the first ones are known. They are worked out once. A ValueError is kept until `check`, since
+    copies are under way by then."""
 
     def __init__(self, head: Wanted, look: Callable[[], Wanted]) -> None:
         self.known, self._look = head, look
         self._looked, self._wrong = False, list[ValueError]()
 
     def look(self) -> Wanted:
-        """All of them, or the first ones if there is something wrong with the others."""
+        """All chunks; only the first ones if the arguments for the others are wrong."""
         if not self._looked:
             self._looked = True
             try:
@@ -35,7 +35,7 @@ class Rest:
         return self.known
 
     def check(self) -> None:
-        """Look, if nobody did; ValueError if something is wrong. Not while something is under way."""
+        """Raise the ValueError, if there was one. Not while a copy is under way."""
         self.look()
         for error in self._wrong:
             raise error
