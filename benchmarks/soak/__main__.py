@@ -2,17 +2,17 @@
 
     python -m benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--only KIND] [--store] [--out FILE]
 
-Workers with a pool far too small for their prompts, so that slots are written anew all the time, and one metadata server. Workers are
-killed and stopped, also amid their copies; the server is killed, stopped and started again with a damaged journal, on a full disk, with
-no descriptors left, with a clock that was set back, beside a second one; clients send garbage. A verified retrieve is one that brought
-something: each byte of each token is compared with what it must be, in blocks that were poisoned before, and all other blocks with
-their poison. The seed throws the same dice again; the processes run as they will.
+Workers share one metadata server and a pool far too small for their prompts, so that slots are constantly rewritten. Workers are killed
+and stopped, also in the middle of copies. The server is killed, stopped, and started again with a damaged journal, on a full disk, with no
+descriptors left, with a clock that was set back, or beside a second one; clients send garbage. A verified retrieve is one that brought
+something: each byte of its tokens is compared with what it must be, in blocks that were poisoned before, and all other blocks with their
+poison. One seed gives the same decisions again, but not the same timing.
 
 With --store there is a Mooncake store as offload tier, too small as well, and the mishaps happen to its master, its providers, its
 objects and the processes that workers use it through.
 
-At the end, and alone with --control, the same workers ignore the verdict on their leases, or take every object for a right one. Then
-wrong bytes must be seen, or the zero above proves nothing.
+At the end, or alone with --control, a control is run: the same workers ignore the verdict on their leases, or accept every object. It must
+see wrong bytes, or the zero above proves nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DISK_BYTES = 32 << 20
 
 
 class Result(msgspec.Struct):
-    """Of one run, with its control."""
+    """The result of one run, with its control's."""
 
     seed: int
     seconds: float
@@ -62,7 +62,7 @@ class Result(msgspec.Struct):
     control: Outcomes | None = None
 
     def counted(self) -> dict[str, int]:
-        """Retrieves by what came of them, and mishaps."""
+        """Counts of retrieves, by outcome, and of mishaps, by kind."""
         return {**msgspec.to_builtins(self.outcomes), **self.counts, "stops": self.stops}
 
 
@@ -75,7 +75,8 @@ def run(
     only: Sequence[str] = (),
     store: bool = False,
 ) -> Result:
-    """retrieves: verified ones. minutes: for so long instead. pause: seconds between two mishaps, on average. only: kinds of mishaps."""
+    """Run the soak until so many retrieves are verified, or for so many `minutes` instead. pause: seconds between two mishaps, on average.
+    only: kinds of mishaps; all by default. store: with a Mooncake store, to which the mishaps happen."""
 
     def over(outcomes: Outcomes, seconds: float) -> bool:
         return seconds > 60 * minutes if minutes else outcomes.verified >= retrieves
@@ -90,7 +91,7 @@ def run(
 
 
 def run_control(seed: int, workers: int = WORKERS, store: bool = False) -> Outcomes:
-    """Workers that trust what they must not, until a byte is wrong, or for so long."""
+    """Run workers that trust what they must not, until a byte is wrong or the time is up."""
     with Soak(seed, workers, None, CONTROL_MISHAPS[store], trusting=True, store=store) as soak:
         soak.run(lambda outcomes, passed: outcomes.wrong > 0 or passed > CONTROL_SECONDS, PAUSE / 4 if store else PAUSE)
         return soak.outcomes
@@ -98,7 +99,7 @@ def run_control(seed: int, workers: int = WORKERS, store: bool = False) -> Outco
 
 @contextlib.contextmanager
 def small_disk() -> Iterator[Path | None]:
-    """An empty folder on a file system of its own, where this process has its own mounts and may have more; else None."""
+    """An empty folder on a small file system of its own; None unless this process has its own mounts and may add one."""
     with tempfile.TemporaryDirectory(prefix="vcache-soak-disk-") as folder:
         mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "soak", folder]
         if not _own_mounts() or subprocess.run(mount, check=False, capture_output=True, timeout=20).returncode:
@@ -118,7 +119,7 @@ def _own_mounts() -> bool:
 
 
 def rows(result: Result, asked: int, name: str = "soak") -> list[Row]:
-    """asked: how many verified retrieves there were to be; 0: as many as came."""
+    """The rows. asked: how many verified retrieves were asked for; 0: any number."""
     outcomes, control = result.outcomes, result.control
     what = json.dumps(result.counted() | {"seed": result.seed, "disk": result.disk})
     what = f"{what} in {result.seconds:.0f} s; {load()}"
@@ -136,7 +137,7 @@ def rows(result: Result, asked: int, name: str = "soak") -> list[Row]:
 
 
 def told(result: Result) -> str:
-    """All that was counted, and what is known of the first wrong bytes."""
+    """All counts, and descriptions of the first wrong bytes, as text."""
     counts = result.counted() | {"workers that ended": result.workers_died, "servers that ended": result.servers_ended}
     if result.control is not None:
         counts |= {"control: verified": result.control.verified, "control: wrong": result.control.wrong}
@@ -176,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _with_own_mounts() -> None:
-    """Become the same program in a mount namespace of its own, if root may: only there a disk can be full that is nobody else's."""
+    """Run this program again in a mount namespace of its own, if root may: only there can it fill a disk that nobody else uses."""
     if os.geteuid() == 0 and not _own_mounts():
         probe = subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True)
         if probe.returncode == 0:

@@ -1,4 +1,4 @@
-"""Workers, a server and a pool that is far too small for them, and what happens to all three."""
+"""Runs the soak: workers, a server, a pool that is far too small for them, and the mishaps."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .store import FLAGS, STORE_BYTES, TIMES, StoreMishaps
 from .worker import CHUNK_BYTES, CHUNK_TOKENS, Outcomes, Settings, run
 
 POOL_CHUNKS = 10
-"""Of each worker's segment; all prompts together have 64 chunks."""
+"""Chunks in each worker's segment; all prompts together have 64."""
 SEGMENTS = 3
 """Devices that lend to the pool; further workers share one with an earlier one."""
 FAMILIES, STORE_FAMILIES = 16, 600
-"""Of prompts; in the second case all together are more than the store holds, too."""
+"""Families of prompts, without and with a store; the latter's together exceed the store, too."""
 STOPS = 0.004
 """Share of the copies in which a worker stops itself."""
 QUICK = ClientConfig(
@@ -49,14 +49,14 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Soak:
-    """Everything of one run; nothing of it is left behind the context."""
+    """Everything of one run. The context manager ends and removes all of it."""
 
     def __init__(
         self, seed: int, workers: int, disk: Path | None, only: Sequence[str] = (), trusting: bool = False, store: bool = False
     ) -> None:
-        """disk: an empty folder on a small file system of its own, for socket and journal. only: kinds of mishaps, all by default.
-        trusting: workers that take every lease for one that held, and every object for a right one. store: with an offload tier, to
-        which the mishaps happen, and not to the server."""
+        """disk: an empty folder on a small file system of its own, for socket and journal. only: kinds of mishaps; all by default.
+        trusting: workers believe that every lease held, and that every object is right. store: with an offload tier, to which the
+        mishaps happen instead of to the server."""
         self.outcomes, self.found, self.died, self._waker = Outcomes(), list[Found](), 0, Waker(str(seed), LONGEST_STOP)
         self._seed, self._trusting = seed, trusting
         self._started, self._errors, self._starts = time.monotonic(), list[BaseException](), 0
@@ -85,16 +85,16 @@ class Soak:
 
     @property
     def stops(self) -> int:
-        """Of workers, by themselves or from outside."""
+        """How often workers were stopped, by themselves or from outside."""
         return self._waker.stops
 
     @property
     def servers_ended(self) -> int:
-        """That nobody had told to."""
+        """How many servers ended by themselves."""
         return self._node.ended
 
     def run(self, over: Callable[[Outcomes, float], bool], pause: float) -> float:
-        """Until `over` says so of what was counted and of the seconds that took: how many. Raises what went wrong in the soak itself."""
+        """Run until `over(outcomes, seconds)` is true. Returns the seconds. Raises errors of the soak itself."""
         mishaps = threading.Thread(target=self._torment, args=(pause,), daemon=True)
         self._started = shown = time.monotonic()
         mishaps.start()
@@ -139,7 +139,7 @@ class Soak:
         return [worker.pid for worker in self._workers]
 
     def _hear(self) -> None:
-        """Count what workers tell, and start another one when one is killed."""
+        """Count what workers report, and replace those that were killed."""
         for number, served in hear(self._workers):
             if served is not None:
                 self.outcomes.add(served.outcomes)
@@ -154,7 +154,7 @@ class Soak:
             self._workers[number] = self._start(number)
 
     def _torment(self, pause: float) -> None:
-        """What fails here is the soak's own fault, and ends it."""
+        """Cause mishaps until the end. An exception here is the soak's own fault, and ends it."""
         try:
             self.mishaps.run(pause)
         except BaseException as error:  # noqa: BLE001 - raised by `run`

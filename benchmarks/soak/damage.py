@@ -1,4 +1,4 @@
-"""What happens to a journal between two lives of a server: what `journal_mutations` knows, or it is gone."""
+"""Damages a journal between two lives of a server: by a mutation of `journal_mutations`, or by removing it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ KEPT = 8
 
 
 class Kept:
-    """One journal as it was at several times. The older copies are those that `take` made."""
+    """A journal and earlier copies of it, which `take` made."""
 
     def __init__(self, path: Path, dice: random.Random) -> None:
         self.random, self.data, self.frames, self.older = dice, b"", list[tuple[int, int]](), list[bytes]()
         self._path = path
 
     def take(self) -> None:
-        """Make a copy, to be put back some day."""
+        """Make a copy, which `change` may put back later."""
         self.older = [*self.older, self._path.read_bytes()][-KEPT:]
 
     def change(self, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong on a node: one thread that throws dice, and a moment's worth of each accident."""
+"""The mishaps of a node, chosen at random by one thread."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ KINDS = {
     "lock and socket removed": 1,
     "hostile client": 4,
 }
-"""How often each comes, in shares."""
+"""The weight of each kind."""
 LONGEST_STOP = 3.0
-"""Of a worker, in seconds: longer than leases and reservations last."""
+"""The longest stop of a worker, in seconds: longer than leases and reservations last."""
 SERVER_STOP = 1.2
 HOUR_NS = 3600 * 10**9
 BALLAST = "ballast"
 COPIED = 0.3
-"""Mishaps before which the journal is copied."""
+"""Share of the mishaps before which the journal is copied."""
 HOSTILE = 6
 """Connections of one hostile client."""
 
 
 class Mishaps:
-    """`run` throws the dice in its thread until it is over. `counts`: by kind. `recent`: the last ones. `killed`: workers' pids."""
+    """Causes random mishaps; `run` does so in its thread until `end`. counts: by kind. recent: the last ones. killed: workers' pids."""
 
     def __init__(self, node: Node, pids: Callable[[], list[int]], seed: str) -> None:
-        """pids: of the workers that live."""
+        """pids: gives the pids of the live workers."""
         self.counts: Counter[str] = Counter()
         self.recent: list[str] = []
         self.killed: set[int] = set()
         self._node, self._pids, self._dice = node, pids, random.Random(f"mishaps {seed}")
         self._over = threading.Event()
         self._acts: dict[str, tuple[int, Callable[[], object]]] = {}
-        """By kind: how often each comes, in shares, and what happens."""
+        """By kind: its weight, and what happens."""
 
     def run(self, pause: float) -> None:
-        """pause: seconds between two of them, on average."""
+        """Cause mishaps until `end`. pause: seconds between two of them, on average."""
         try:
             while not self._over.wait(self._dice.expovariate(1 / pause)):
                 self.happen(self._dice.choices(list(self._acts), [share for share, _ in self._acts.values()])[0])
@@ -71,7 +71,7 @@ class Mishaps:
             self.leave()
 
     def happen(self, kind: str) -> None:
-        """One of this kind, now."""
+        """Cause one mishap of this kind now."""
         self._node.look()
         self.counts[kind] += 1
         self.recent = [*self.recent[-5:], kind]
@@ -79,11 +79,11 @@ class Mishaps:
             self._acts[kind][1]()
 
     def end(self) -> None:
-        """Any thread."""
+        """Have `run` return. Any thread."""
         self._over.set()
 
     def leave(self) -> None:
-        """Let go of what is still held."""
+        """Release what mishaps still hold."""
 
     def _kill_worker(self) -> None:
         pid = self._dice.choice(self._pids())
@@ -91,15 +91,15 @@ class Mishaps:
         os.kill(pid, signal.SIGKILL)
 
     def _stop_worker(self) -> None:
-        """The soak wakes whoever sleeps."""
+        """Stop a worker; the soak wakes it later."""
         os.kill(self._dice.choice(self._pids()), signal.SIGSTOP)
 
 
 class NodeMishaps(Mishaps):
-    """What happens to workers, the metadata server, its journal, its descriptors."""
+    """Mishaps of workers, of the metadata server, of its journal and of its descriptors."""
 
     def __init__(self, node: Node, disk: Path | None, pids: Callable[[], list[int]], seed: str, only: Sequence[str] = ()) -> None:
-        """disk: the folder of the journal if that is a small file system of its own. only: kinds."""
+        """disk: the journal's folder if that is a small file system of its own, else None. only: kinds; all by default."""
         super().__init__(node, pids, seed)
         self._disk, self._journal, self._hostile = disk, damage.Kept(node.journal, self._dice), ExitStack()
         acts: tuple[Callable[[], object], ...] = (
@@ -119,7 +119,7 @@ class NodeMishaps(Mishaps):
         self._acts = {kind: (KINDS[kind], act) for kind, act in zip(KINDS, acts, strict=True) if kind in only or not only}
 
     def happen(self, kind: str) -> None:
-        """Also copies the journal now and then, to be put back some day."""
+        """As `Mishaps.happen`; now and then it first copies the journal, to put it back later."""
         if self._dice.random() < COPIED:
             with suppress(FileNotFoundError):
                 self._journal.take()
@@ -142,13 +142,13 @@ class NodeMishaps(Mishaps):
         self._node.signal(signal.SIGCONT)
 
     def _set_clock(self) -> None:
-        """Each time further back, as when every start finds an emptier battery."""
+        """Restart the server with its clock set back, further each time."""
         self._node.kill()
         self._node.clock -= self._dice.randrange(HOUR_NS)
         self._node.restart()
 
     def _remove_socket(self) -> None:
-        """Lock, socket or both go, and a second `serve` is started beside the first. Who begins now meets the second."""
+        """Remove the lock, the socket or both, and start a second `serve` beside the first. New clients reach the second one."""
         lock, path = self._node.lock, self._node.path
         for file in self._dice.choice([[lock], [path], [lock, path]]):
             file.unlink(missing_ok=True)
@@ -163,14 +163,14 @@ class NodeMishaps(Mishaps):
     # ---- its journal
 
     def _damage(self) -> None:
-        """Between the end of one server and the start of the next."""
+        """Damage the journal between the end of one server and the start of the next."""
         self._dice.choice([self._node.kill, self._node.terminate])()
         with suppress(FileNotFoundError, ValueError, IndexError):
             self._journal.change(self._dice.choice(damage.KINDS))
         self._node.restart()
 
     def _fill_disk(self) -> None:
-        """For a while; a third of the time a server starts on the full disk."""
+        """Fill the journal's disk for a while; in a third of the cases a server starts on the full disk."""
         with ExitStack() as undo:
             if self._disk is None:
                 soft, hard = resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE)
@@ -201,7 +201,8 @@ class NodeMishaps(Mishaps):
     # ---- its descriptors
 
     def _take_descriptors(self) -> None:
-        """A limit at or just above what it has; clients may connect and stay, or leave it its last one. A worker is stopped beside it."""
+        """Limit the server's descriptors to as many as it has, or a few more; clients connect and stay, or leave it its last one. A worker
+        is stopped meanwhile."""
         pid = self._node.pid
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         used = len(os.listdir(f"/proc/{pid}/fd"))
@@ -215,7 +216,7 @@ class NodeMishaps(Mishaps):
             self._over.wait(self._dice.uniform(0.3, 2.5))
 
     def _start_poor(self) -> None:
-        """After a kill: with so few that it cannot take everybody. If it refuses to start, that is an answer."""
+        """Kill the server, and start it with too few descriptors for all clients. It may also refuse to start."""
         self._node.kill()
         self.counts["no start with few descriptors"] += not self._node.start(self._dice.randint(8, 24))
         self._over.wait(self._dice.uniform(0.3, 2.0))
@@ -226,15 +227,15 @@ class NodeMishaps(Mishaps):
             resource.prlimit(pid, what, limits)
 
     def _awake(self) -> None:
-        """A server runs again, whatever became of the last one."""
+        """See to it that a server runs again."""
         self._node.look()
         if not self._node.running:
             self._node.restart()
 
-    # ---- those who mean no good
+    # ---- hostile clients
 
     def _attack(self) -> None:
-        """Connections with garbage and with nonsense in right messages; they stay until the next attack."""
+        """Open connections that send garbage, and valid messages with senseless contents. They stay until the next attack."""
         self.leave()
         with ExitStack() as undo:
             for _ in range(HOSTILE):
@@ -267,7 +268,7 @@ class NodeMishaps(Mishaps):
         return dice.choice(kinds)()
 
     def _request(self) -> list[Any]:
-        """A known name with arguments that mean nothing. Clear and reserve are left out: they would be granted."""
+        """A known request with senseless arguments. Not clear or reserve, which would be granted."""
         dice = self._dice
         names = ["commit", "abort", "lookup", "acquire", "renew", "release", "remove", "open_segment", "add_segment"]
         names += [

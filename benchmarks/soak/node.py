@@ -25,25 +25,25 @@ time.time = lambda: time.time_ns() / 1e9
 from vcache_backend.metadata_server.__main__ import main
 sys.exit(main())
 """
-"""The server's own `main`, with a wall clock that is so many ns ahead."""
+"""A program that runs the server's `main` with a wall clock that is so many ns ahead."""
 TIMES: dict[str, Any] = {"lease_seconds": 0.6, "reservation_seconds": 0.5, "recover_seconds": 2.0, "spin_seconds": 0.0}
-"""Short, so that those who are stopped for a second or two overrun them."""
+"""Short, so that processes that are stopped for a second or two exceed them."""
 
 
 class Node:
     """A folder with a socket, and the server on it. One thread."""
 
     def __init__(self, folder: Path, log: Path) -> None:
-        """folder: of the socket and the journal, which may be a small disk. log: beside it."""
+        """folder: that of the socket and the journal, which may be a small disk. log: the server's, outside of it."""
         self.path = folder / "vcache.sock"
         self.lock, self.journal = beside(self.path, ".lock"), beside(self.path, ".journal")
         self._log, self._config = log, log.with_suffix(".yaml")
         self._config.write_bytes(msgspec.yaml.encode({"server": TIMES}))
         self._server: Program | None = None
         self.clock = 0
-        """ns that the wall clock of the next server is ahead."""
+        """By how many ns the next server's wall clock is ahead."""
         self.ended = 0
-        """Servers that ended although nobody told them to."""
+        """How many servers ended by themselves."""
 
     @property
     def pid(self) -> int:
@@ -55,8 +55,8 @@ class Node:
         return self._server is not None
 
     def start(self, descriptors: int = 0) -> bool:
-        """A new server; False if it ended, or did not answer within START_SECONDS. descriptors: how many it may have at most; 0: as
-        many as this process."""
+        """Start a new server; False if it ended, or did not answer within START_SECONDS. descriptors: the most that it may have; 0: as many
+        as this process."""
         try:
             self._start(descriptors)
         except ChildFailed:
@@ -72,7 +72,7 @@ class Node:
         self._server = server
 
     def restart(self) -> None:
-        """The same, after this one's end. Raises ChildFailed if no server can be started."""
+        """Start a server again after its end. ChildFailed if it cannot be started."""
         self.kill()
         self._start()
 
@@ -83,7 +83,7 @@ class Node:
             self._server = None
 
     def terminate(self) -> None:
-        """SIGTERM, and SIGKILL to a server that does not follow it."""
+        """SIGTERM, then SIGKILL if the server does not end."""
         if (server := self._server) is not None:
             server.signal(signal.SIGTERM)
             with contextlib.suppress(ChildFailed):
@@ -95,7 +95,7 @@ class Node:
         self._server.signal(number)
 
     def look(self) -> None:
-        """Start another one if the server has ended by itself, and count that."""
+        """If the server has ended by itself, count that, and start another one."""
         if self._server is not None and not self._server.alive:
             self.ended += 1
             print(f"the metadata server ended; {self._server.tail()}", file=sys.stderr, flush=True)
@@ -103,8 +103,8 @@ class Node:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[bool]:
-        """Start a second server beside this one: does it serve the path now? If so, the first one is killed at the end of the block,
-        unless it ended by itself, as it should; else the second one has ended."""
+        """Start a second server beside this one, and yield whether it now serves the path. If so, the first one is killed at the block's
+        end, unless it has ended by itself, as it should; if not, the second one has ended."""
         first = self._server
         if not self.start():
             yield False
@@ -117,7 +117,7 @@ class Node:
 
 
 def _answers(path: Path, pid: int) -> bool:
-    """Is it this process that answers on the socket?"""
+    """Whether it is this process that answers on the socket."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.settimeout(0.2)
         probe.connect(str(path))

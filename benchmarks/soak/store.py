@@ -1,4 +1,4 @@
-"""What goes wrong with a Mooncake store, and with the processes that workers use it through."""
+"""Mishaps of a Mooncake store, and of the processes through which workers use it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .node import Node
 from .worker import CHUNK_BYTES, CHUNK_TOKENS, MOST_CHUNKS, namespace, prompt, some_family
 
 STORE_BYTES = (16 << 20, 16 << 20)
-"""Of each of two providers, of which four fifths are filled: not enough for what is stored."""
+"""Bytes of each of two providers, of which four fifths get filled: not enough for all that is stored."""
 FLAGS: dict[str, Any] = {"client_ttl": 3, "default_kv_lease_ttl": 200, "eviction_high_watermark_ratio": 0.8}
-"""Of the master."""
+"""The master's flags."""
 CALL_SECONDS = 3.0
 TIMES: dict[str, Any] = {
     "retry_seconds": 0.1,
@@ -37,7 +37,7 @@ TIMES: dict[str, Any] = {
 DAMAGED = 8
 """Prompts whose objects are damaged at once."""
 FAMILIES = 100
-"""Of which they are: those that are asked for most."""
+"""The families that these are drawn from: those that are asked for most."""
 OBJECT_BYTES = objects.HEADER_BYTES + CHUNK_BYTES
 SHARES = {
     "objects damaged": 8,
@@ -52,7 +52,7 @@ SHARES = {
 
 
 class StoreMishaps(Mishaps):
-    """What happens to the store's master and providers, its objects, the workers and their gateways."""
+    """Mishaps of the store's master, providers and objects, of the workers and of their offload processes."""
 
     def __init__(self, node: Node, depot: Depot, pids: Callable[[], list[int]], seed: str, only: Sequence[str] = ()) -> None:
         super().__init__(node, pids, seed)
@@ -88,21 +88,21 @@ class StoreMishaps(Mishaps):
         part.cont()
 
     def _hang(self) -> None:
-        """Longer, now and then, than a call may take: the process is replaced then."""
+        """Stop an offload process, now and then for longer than a call may take: then it is replaced."""
         pid = self._gateway()
         os.kill(pid, signal.SIGSTOP)
         self._over.wait(self._dice.uniform(0, 1.5 * CALL_SECONDS))
         os.kill(pid, signal.SIGCONT)
 
     def _gateway(self) -> int:
-        """Of some worker. Raises ProcessLookupError if it has none now."""
+        """The pid of some worker's offload process. ProcessLookupError if it has none now."""
         found = children(self._dice.choice(self._pids()))
         if not found:
             raise ProcessLookupError
         return found[0]
 
     def _damage(self) -> None:
-        """Objects of a few prompts, by a client of its own, which may itself be stuck or lose its connection."""
+        """Damage objects of a few prompts, through a client of its own, which may itself hang or lose its connection."""
         prompts = [prompt(some_family(self._dice, FAMILIES), MOST_CHUNKS) for _ in range(DAMAGED)]
         names = [objects.name(key) for tokens in prompts for key in self._hasher.keys(tokens)]
         try:
@@ -120,7 +120,7 @@ class StoreMishaps(Mishaps):
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process started, in any thread."""
+    """The pids of the processes that a process has started, in any thread."""
     found: list[int] = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,7 +1,7 @@
 """One worker of the soak: an engine that retrieves into poisoned blocks, checks every byte, and stores, until it is killed.
 
-What its KV must hold follows from the tokens alone (demo/content.py). Now and then it stops itself before, amid or behind a copy, as a
-process does that is swapped out or in a debugger; whoever watches it sends SIGCONT.
+What its KV must hold follows from the tokens alone (demo/content.py). Now and then it stops itself before, during or after a copy, as if
+swapped out or in a debugger; the parent process sends SIGCONT.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ MOST_CHUNKS = 4
 BLOCKS = 2 * MOST_CHUNKS * CHUNK_TOKENS // SHAPE.block_size
 BLOCKS_A_PROMPT = MOST_CHUNKS * CHUNK_TOKENS // SHAPE.block_size
 POISONS = 256
-"""Workers have poisons of their own, up to so many."""
+"""So many different poisons; up to that many workers each have their own."""
 REMOVED = 0.01
-"""Share of the rounds that take a prompt's chunks out of the pool."""
+"""Share of the rounds that remove a prompt's chunks from the pool."""
 WRITERS_STOP = 4
-"""So much more often does a worker stop in a store, of which there are fewer."""
+"""How many times as often a worker stops in a store, since there are fewer stores."""
 OFFLINE_SECONDS = 0.02
 TELL_SECONDS = 0.5
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """config: the engine's. log: where the worker's output goes. families: of prompts. stops: share of the copies in which it stops
-    itself. trusting: take every lease for one that held, whatever the server says, and every object of the store for a right one, to
-    see that wrong bytes are found."""
+    """config: the engine's. log: the file for the worker's output. families: how many families of prompts. stops: share of the copies in
+    which it stops itself. trusting: for the control: believe that every lease held and every object is right, whatever the server or a
+    checksum says."""
 
     config: Config
     number: int
@@ -68,9 +68,9 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Outcomes(Counts):
-    """Counts. retrieves: calls of `retrieve`; verified: those that brought something, all of which was compared; refused: those whose
-    lease did not hold; stopped: copies in which a worker stopped itself, when it was awake again; below: chunks that came out of the
-    store; bad_objects: what the store had and a worker refused."""
+    """Counts. retrieves: calls of `retrieve`. verified: those that brought something, all of it compared. refused: those whose lease did
+    not hold. stopped: copies in which a worker stopped itself, counted once it was awake again. below: chunks that came from the store.
+    bad_objects: objects of the store that a worker refused."""
 
     retrieves: int = 0
     verified: int = 0
@@ -87,14 +87,14 @@ class Outcomes(Counts):
 
 
 class Served(msgspec.Struct):
-    """What a worker tells. wrong: of each retrieve with a wrong byte, what is known of the first."""
+    """A worker's report. wrong: for each retrieve with a wrong byte, a description of the first one."""
 
     outcomes: Outcomes
     wrong: list[str]
 
 
 class StoppingCopier(HostCopier):
-    """Stops its process in some copies: before, between their halves, or behind. Host memory."""
+    """A copier for host memory that stops its process in some copies: before them, between their halves, or after them."""
 
     def __init__(self, dice: random.Random, stops: float) -> None:
         self.stopped = 0
@@ -128,7 +128,7 @@ class Worker:
         self._watch(settings.trusting)
 
     def _watch(self, trusting: bool) -> None:
-        """Remember leases and verdicts. Every other verdict is asked for, as if the grace were over."""
+        """Remember leases and verdicts. Have every other verdict ask the server, as if the lease's grace were over."""
         leases = self._engine._session.leases
         grant, verdict = leases.granted, leases.verdict
 
@@ -139,7 +139,7 @@ class Worker:
 
         def judged(lease: Lease, end: bool = True) -> bool:
             if self._dice.random() < 0.5:
-                # As if the grace were over: the server is asked.
+                # Pretend that the grace is over, so that the server is asked.
                 lease.deadline = min(lease.deadline, time.monotonic() + lease.seconds - GRACE_SECONDS)
             held = verdict(lease, end)
             self._refused += not held
@@ -148,7 +148,7 @@ class Worker:
         leases.granted, leases.verdict = granted, judged  # type: ignore[method-assign]
 
     def serve(self, lasting: float) -> Served:
-        """Rounds for so long; what happened in them. A wrong byte is told at once: this process may be killed."""
+        """Run rounds for so many seconds, and report what happened. Returns at once on a wrong byte, since this process may be killed."""
         served, deadline = Served(Outcomes(), []), time.monotonic() + lasting
         before = self._counted()
         while time.monotonic() < deadline and not served.wrong:
@@ -162,7 +162,7 @@ class Worker:
         return served
 
     def _counted(self) -> dict[str, int]:
-        """What is counted elsewhere, since the beginning."""
+        """Counts that the engine keeps, since the beginning."""
         stats = self._engine._stats
         chunks, failures = stats.counted("chunks_"), stats.snapshot()["failures"]
         bad = sum(count for cause, count in failures.items() if cause.startswith("offload_bad"))
@@ -190,7 +190,7 @@ class Worker:
             served.outcomes.add(Outcomes(wrong=1, wrong_bytes=sum(fault.nbytes for fault in faults)))
             served.wrong.append(self._describe(faults[0], engine.keys(tokens)))
         if not (got or engine._session.client.connected):
-            # Whoever starts the server again needs the core.
+            # Leave the core to the process that starts the server again.
             time.sleep(OFFLINE_SECONDS)
         cache.prefill(places[blocks:], digests[blocks:])
         engine.store(tokens, mask.logical_not(), cache.kvcaches, slots)
@@ -199,7 +199,7 @@ class Worker:
             engine._session.committer.remove(engine.keys(tokens))
 
     def _describe(self, fault: Fault, keys: Sequence[ChunkKey]) -> str:
-        """The first fault, before anything is written over it."""
+        """A description of the first fault. Call it before anything overwrites the blocks."""
         token = max(fault.token, 0)
         told = [f"process {os.getpid()}: {fault.kind} at token {token} in layer {fault.layer}, {fault.nbytes:,} bytes differ"]
         key = keys[token // CHUNK_TOKENS]
@@ -222,17 +222,17 @@ def layout(cache: PagedCache) -> Layout:
 
 
 def namespace() -> Namespace:
-    """Of every worker's keys."""
+    """The namespace of all workers' keys."""
     return layout(PagedCache(SHAPE, 1, torch.device("cpu"), 0)).namespace()
 
 
 def prompt(family: int, chunks: int) -> np.ndarray:
-    """Prompts of one family are prefixes of one another."""
+    """The tokens of a prompt of so many chunks. Prompts of one family are prefixes of one another."""
     return np.arange(chunks * CHUNK_TOKENS) + family * 1_000_000
 
 
 def some_family(dice: random.Random, families: int) -> int:
-    """From 1 on; low ones more often, as some prompts are more popular than others."""
+    """A random family's number, from 1 on; low ones come more often, as some prompts are more popular than others."""
     return 1 + min(dice.randrange(families), dice.randrange(families))
 
 
@@ -242,7 +242,7 @@ def _digests(family: int) -> torch.Tensor:
 
 
 def run(settings: Settings, pipe: Connection) -> None:
-    """The life of a worker process: it tells what happened, every TELL_SECONDS, until it is killed."""
+    """The main function of a worker process: reports what happened every TELL_SECONDS, until it is killed."""
     begin(settings.log)
     worker = Worker(settings)
     while True:

@@ -1,17 +1,17 @@
-"""What vLLM said to a request, and whether another answer was computed from the same KV."""
+"""vLLM's answer to a request, and whether another answer was computed from the same KV."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 TOLERANCE = 0.15
-"""By how much a log probability may change with the shape of the batch: some 0.06 was seen with AMX, a step of bfloat16 where the
-logits are. One other token at the prompt's beginning moves the worst of 120 by 5 and more."""
+"""By how much a log probability may change with the shape of the batch. Some 0.06 was seen with AMX, the step of bfloat16 at the logits'
+size. Another token at the prompt's beginning changes the worst of 120 by 5 or more."""
 
 
 class Answer(NamedTuple):
-    """logprobs: of the tokens, after those of the prompt if it was rated. cached: prompt tokens that were not computed, since vLLM's
-    own prefix cache or vcache had them. seconds: for each token, the next likely one and its log probability."""
+    """logprobs: those of the answer's tokens, after the prompt's if these were asked for. cached: prompt tokens that vLLM's own prefix
+    cache or vcache had. seconds: for each token, the second most likely one and its log probability."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -35,8 +35,8 @@ class Answer(NamedTuple):
         return self.tokens, self.logprobs
 
     def agrees(self, other: Answer) -> bool:
-        """Was it computed from the same KV, in batches of whatever shapes? Two tokens that are about as likely may change places, with a
-        third between them in one of the answers; what follows them says nothing then."""
+        """Whether it was computed from the same KV, in batches of any shapes. Two tokens that are about equally likely may change places,
+        with a third between them in one of the answers; what follows is not compared then."""
         rated = len(self.logprobs) - len(self.tokens)
         for place, (own, others) in enumerate(zip(self.logprobs, other.logprobs, strict=True), -rated):
             if abs(own - others) > TOLERANCE:
@@ -46,10 +46,10 @@ class Answer(NamedTuple):
         return True
 
     def _might_say(self, place: int, token: int) -> bool:
-        """Whether this one is the next likely there, and about as likely."""
+        """Whether this token is the second most likely one at this place, and about as likely as the first."""
         second, logprob = self.seconds[place]
         return second == token and self.logprobs[place - len(self.tokens)] - logprob <= TOLERANCE
 
     def differs(self, other: Answer) -> bool:
-        """Was it computed from other KV? Probabilities say so even where all tokens happen to be the same."""
+        """Whether it was computed from other KV. Probabilities show it even if all tokens happen to be the same."""
         return not self.agrees(other)

@@ -1,7 +1,7 @@
-"""An instance of the in-place campaign that is a whole vLLM: what it answers is compared with what vLLM says that shares nothing.
+"""An instance of the in-place campaign that is a whole vLLM. Its answers are compared with those of a vLLM that shares nothing.
 
-Tiny models on the CPU, so few KV blocks that they are used again all the time, prompts that are prefixes of one another and end alike: what
-comes out depends on the KV that was loaded. Some copies are slow, and the process stops itself at their steps.
+Tiny models on the CPU, with so few KV blocks that these are constantly used again. Prompts are prefixes of one another and end alike, so
+the answers depend on the KV that was loaded. Some copies are slow, and the process stops itself at their steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TAIL, ANSWER = 8, 6
 
 
 class Size(NamedTuple):
-    """families: of prompts, of up to `chunks` chunks. at_once: requests. tokens: of the KV cache."""
+    """families: how many families of prompts, each of up to `chunks` chunks. at_once: requests in flight. tokens: the KV cache's size."""
 
     scale: Scale
     families: int
@@ -56,11 +56,11 @@ class Size(NamedTuple):
 WHOLE = Size(TINY, families=12, chunks=6, at_once=3, tokens=36 * TINY.block)
 """Fewer tokens than the longest prompts need: some requests are preempted."""
 SLOW, SLOW_SECONDS = 0.3, 0.3
-"""Share of the loads that go block by block, and the longest that they pause in all."""
+"""Share of the loads that go block by block, and the most seconds that one pauses in all."""
 
 
 class Engine:
-    """A vLLM that is asked all the time. One thread. over: never."""
+    """A vLLM that always has requests. One thread. over: always False."""
 
     def __init__(self, settings: Settings, dice: random.Random, size: Size) -> None:
         self.dice, self.told, self.over = dice, Told(Outcomes(), []), False
@@ -76,7 +76,7 @@ class Engine:
             self.watch(connector._worker)
 
     def round(self) -> None:
-        """A step of the engine, with as many requests as it takes. Ends the process where vLLM fails."""
+        """Run one step of the engine, with as many requests as it takes. Ends the process if vLLM fails."""
         size = self.size
         while len(self.asked) < size.at_once:
             self._count += 1
@@ -93,16 +93,16 @@ class Engine:
                 self.answered(output, *self.asked.pop(output.request_id))
 
     def step(self, name: str) -> None:
-        """Here the process may be stopped."""
+        """A step of the protocol, at which the process may stop itself."""
         if self.dice.random() < self._stops:
             self.told.outcomes.by_step[name] += 1
             stop_self()
 
     def close(self) -> None:
-        """Never: it ends by a signal."""
+        """Never called: a signal ends the process."""
 
     def answered(self, output: Any, family: int, chunks: int) -> None:
-        """A request of that prompt is over."""
+        """A request for that prompt has ended."""
         raise NotImplementedError
 
     def watch(self, worker: Any) -> None:
@@ -110,7 +110,7 @@ class Engine:
         raise NotImplementedError
 
     def stops_behind(self, owner: Any, name: str, step: str) -> None:
-        """The process may be stopped each time that this method has returned."""
+        """Have the process stop itself now and then after this method of `owner` has returned."""
         method = getattr(owner, name)
 
         def called(*args: Any, **more: Any) -> Any:
@@ -122,7 +122,7 @@ class Engine:
 
 
 class Whole(Engine):
-    """Its answers are compared with those of vLLM alone."""
+    """An instance whose answers are compared with those of vLLM alone."""
 
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         self._right = msgspec.json.decode(Path(settings.shared, "answers.json").read_bytes(), type=dict[str, Answer])
@@ -156,7 +156,7 @@ class Whole(Engine):
         def noted(loading: Any) -> None:
             note(loading)
             resident, outcomes = loading.stats.tokens["resident"], self.told.outcomes
-            # vLLM adds something of its own behind the name.
+            # vLLM appends a suffix to the request's name.
             self._resident[loading.spec.request_id.rpartition("-")[0] or loading.spec.request_id] += resident
             outcomes.causes[loading.cause] += 1
             outcomes.reuse_hits += loading.cause == "changed"
@@ -181,9 +181,9 @@ def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
     scale = size.scale
     given: dict[str, Any] = {"enforce_eager": True} if scale.cpu else {"load_format": "dummy", "gpu_memory_utilization": 0.15}
     if scale.cpu:
-        # What it finds out about a model it would find out in a process that has to import vLLM first.
+        # vLLM would inspect the model in a new process, which has to import vLLM first.
         registry._run_in_subprocess = lambda look: look()
-        # With a connector, it does this.
+        # With our connector, the connector does this.
         amx.permit()
     return vllm.LLM(
         model=str(Path(folder, "model")),
@@ -211,7 +211,7 @@ def _transfer(settings: Settings, size: Size) -> dict[str, Any]:
 
 
 def answer_all(folder: str, pipe: Connection) -> None:
-    """The life of the reference: vLLM alone computes each prompt there is, one at a time; `answers.json` in the folder."""
+    """The main function of the reference's process: vLLM alone answers each prompt, one at a time, into the folder's `answers.json`."""
     die_with_parent()
     write_model(Path(folder, "model"), TINY)
     llm, found = make(folder, None, WHOLE), {}
@@ -234,11 +234,11 @@ def prepare(folder: Path) -> None:
 
 
 def live(settings: Settings, pipe: Connection) -> None:
-    """The life of an instance's process."""
+    """The main function of an instance's process."""
     live_as(Whole, settings, pipe)
 
 
 if current_platform.is_cpu() and hasattr(current_platform, "register_triton_kernel_overrides"):
-    # Stand-ins for Triton's kernels are put in once, by who imports this, not by each process. It looks at every name of every module.
+    # Replace Triton's kernels once, in the process that imports this and forks the others: it looks at every name of every module.
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)

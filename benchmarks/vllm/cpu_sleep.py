@@ -1,7 +1,7 @@
-"""vLLM's sleep mode where its own does nothing: on the CPU.
+"""vLLM's sleep mode on the CPU, where vLLM's own does nothing.
 
-The engine's half is vLLM's. A worker does here what `gpu_worker.py` of 0.33 does, in its order, in the thread that calls it: weights lose
-their bytes and get them back (level 1) or do not (level 2), the KV cache holds something else afterwards.
+The engine's half is vLLM's. A worker does what `gpu_worker.py` of 0.33 does, in the same order and thread: weights lose their bytes, and
+get them back (level 1) or not (level 2); the KV cache has other contents afterwards.
 """
 
 from __future__ import annotations
@@ -60,5 +60,5 @@ def _soil(worker: Any) -> None:
 
 
 def _memory(tensors: Any) -> Iterator[tuple[int, int]]:
-    """Where they lie; but not what vLLM has packed for this CPU."""
+    """The tensors' memory, as (address, bytes), without weights that vLLM has packed for this CPU."""
     return ((memory.data_ptr(), memory.nbytes()) for memory in (tensor.untyped_storage() for tensor in tensors))

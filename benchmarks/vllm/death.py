@@ -1,4 +1,4 @@
-"""In place: how long after an owner's SIGKILL is its memory free, though another one has it mapped; and does it start again at once?"""
+"""In place: how long after an owner's SIGKILL its memory is free, though a reader has it mapped; and whether it starts again at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST = 0.95
 
 
 def owner_death(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
-    """A computes, B reads and so has A's KV cache mapped, A is killed, and starts again with the same settings."""
+    """A computes a prompt; B reads it, and so maps A's KV cache; A is killed, and starts again with the same settings."""
     samples: list[float] = []
     again: list[bool] = []
     length = fleet.scale.lengths[LENGTH]
@@ -51,14 +51,14 @@ def owner_death(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
 
 
 def _gpu(fleet: Fleet) -> Callable[[], bool]:
-    """Whether A's GPU has its KV cache free again."""
+    """A function that tells whether the memory of A's KV cache is free again on its GPU."""
     helper = fleet.helper()
     due = helper.ask("free", ordinal=0) + MOST * OWNERS * fleet.scale.kv_bytes
     return lambda: bool(helper.ask("free", ordinal=0) >= due)
 
 
 def _host(reader: Child) -> Callable[[], bool]:
-    """Whether the reader has nothing of A's mapped any more: the last to do so frees it."""
+    """A function that tells whether the reader has unmapped all of A's memory: the last process to do so frees it."""
 
     def mapped() -> int:
         lines = Path(f"/proc/{reader.pid}/maps").read_text().splitlines()

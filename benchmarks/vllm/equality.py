@@ -1,10 +1,10 @@
-"""Whether what comes after a hit is what it should be: tokens and logprobs, bit for bit, against vLLM's own prefix cache.
+"""Compares answers after a hit with answers after a hit in vLLM's own prefix cache: tokens and logprobs, bit for bit.
 
-For each prompt, `first` is computed by instance A (which stores it) and, in a step of the same shape, by a vLLM without a pool, the
-reference. Then `then` is asked of both the reference, whose own prefix cache has it, and of instance B on the other GPU, which has
-never computed it: what B says can only come from the pool. The reference's hit is as long as the pool's (see `scheduler`), so both
-compute the same tokens in steps of the same shapes, 64 greedy tokens follow, one request at a time. B's KV blocks hold other
-prompts' bytes before. A prompt counts as equal only if B's hit was as long as it should be and every token and logprob is the same.
+For each prompt, `first` is computed by instance A, which stores it, and in a step of the same shape by a vLLM without a pool, the
+reference. Then `then` is asked of the reference, whose own prefix cache has it, and of instance B on the other GPU, which has never
+computed it, so that B's KV can only come from the pool. The reference's hit is as long as the pool's (see `scheduler`), so both compute
+the same tokens in steps of the same shapes; 64 greedy tokens follow, one request at a time. B's KV blocks hold other prompts' bytes
+before. A prompt counts as equal only if B's hit has the right length and every token and logprob is the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MASKS = (0x01, 0x40, 0xFF)
 
 
 def said(answer: dict[str, Any]) -> str:
-    """What must be the same, as text, so that NaN equals NaN."""
+    """The part of an answer that is compared, as text, so that NaN equals NaN."""
     return json.dumps([answer["tokens"], answer["logprobs"]])
 
 
@@ -45,12 +45,12 @@ def soil(child: Child, fleet: Fleet, prompts: Prompts, extra: dict[str, Any] | N
 
 
 def ended(fleet: Fleet) -> dict[str, Any]:
-    """What to ask the reference's scheduler for, so that its own hit ends where the pool's does."""
+    """`extra_args` for the reference, so that its own hit ends where the pool's does (see `scheduler`)."""
     return {"chunk": fleet.scale.chunk, "whole_blocks": fleet.scale.whole_blocks}
 
 
 def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
-    """What vLLM's own prefix cache makes of it, `first` having been computed."""
+    """The answer to `then` after a hit in vLLM's own prefix cache, once `first` is computed."""
     answer: dict[str, Any] = child.ask(
         "generate", SECONDS, tokens=hit.then, count=fleet.scale.answer, logprobs=LOGPROBS, extra=ended(fleet)
     )
@@ -60,7 +60,7 @@ def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
 
 
 class Pair:
-    """A stores, B hits, and the reference."""
+    """Instances A, which stores, and B, which hits, and the reference."""
 
     def __init__(self, fleet: Fleet, prefix: str = "") -> None:
         self.fleet = fleet
@@ -70,7 +70,7 @@ class Pair:
         self._chunk = fleet.of(INSTANCES[self._writer].kind).chunk
 
     def store(self, hit: Hit) -> int:
-        """A computes and stores `first`, and the reference computes it; the pool is emptied where it would have to evict."""
+        """Have A compute and store `first`, and the reference compute it. Empties the pool first if it would have to evict."""
         chunks = len(hit.first) // self._chunk
         self.fleet.make_room(len(hit.first))
         due = self.fleet.chunks(self._writer) + chunks
@@ -99,8 +99,8 @@ def equal(
     store: Callable[[Pair, Hit], object] = Pair.store,
     where: str = "",
 ) -> list[Row]:
-    """The row over all `hits`, or over those before the time was up. kind: of the instances, by their names' prefix. store: what makes
-    a hit of `then`; where: what it does, in words, if not the usual."""
+    """The row over all `hits`, or over those before the time was up. kind: the prefix of the instances' names. store: what has to be done
+    so that `then` is a hit. where: what `store` does, in words, if it is not the default."""
     suffix = f"_{kind}" if kind else ""
     case, prefix = f"{fleet.rows}_equal{suffix}", f"{kind}_" if kind else ""
     pair = Pair(fleet, prefix)
@@ -146,9 +146,9 @@ def _difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
 
 
 def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
-    """What `equal` rests on: A, B and the reference compute the same bits from the same prompt.
+    """The control of `equal`: A, B and the reference compute the same bits from the same prompt.
 
-    They do not where each compiled for itself, trying kernels and keeping the faster: so they share what one of them compiled (`fleet`).
+    They would not if each compiled for itself, since compilation times kernels and keeps the faster; so they share one's code (`fleet`).
     """
     suffix, prefix = (f"_{kind}", f"{kind}_") if kind else ("", "")
     pair, scale, same = Pair(fleet, prefix), fleet.scale, []
@@ -163,7 +163,7 @@ def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
 
 
 def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) -> list[Row]:
-    """What the other comparisons rest on: an early token changes the output, and the reference repeats itself."""
+    """The control of the other comparisons: an early token changes the output, and the reference repeats itself."""
     suffix = f"_{kind}" if kind else ""
     alone, scale = fleet.instance(f"{kind}_alone" if kind else "alone"), fleet.scale
     changed, repeated, tokens = [], [], 0
@@ -190,9 +190,9 @@ def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) ->
 
 
 def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
-    """One byte of the pool is flipped, and the comparison must see it; before and after it must see nothing.
+    """Flip one byte of the pool: the comparison must see it, and must see nothing before and after.
 
-    In place a byte of each block of A's own KV cache: B's answer comes out of that.
+    In place, flip a byte of each block of A's KV cache, from which B's answer comes.
     """
     pair, scale = Pair(fleet), fleet.scale
     flips = pair.a if fleet.in_place else fleet.helper()
@@ -234,7 +234,7 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
 
 
 def restart(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
-    """B is killed and started again; the first request hits what A stored, the second what B itself had stored."""
+    """Kill B and start it again: its first request must hit what A stored, its second what B itself had stored."""
     suffix, prefix = (f"_{kind}", f"{kind}_") if kind else ("", "")
     pair, scale = Pair(fleet, prefix), fleet.scale
     fleet.pool.clear()
@@ -263,10 +263,10 @@ def restart(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
 
 
 def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
-    """One instance on both GPUs: its own prefix-cache hit, then, its blocks overwritten, the pool's. In place a second such instance reads
-    what the first still holds.
+    """One instance on both GPUs: compares its own prefix-cache hit with the pool's, after its blocks are overwritten. In place a second
+    such instance reads what the first still holds.
 
-    Whole hits alone: the reference is the instance that computed them, and stores what it computes of a longer prompt.
+    Only whole hits: the reference is the instance that computed them, and it would store what it computes of a longer prompt.
     """
     child, scale = fleet.instance("tp2"), fleet.scale
     reader = fleet.instance("tp2_turned") if fleet.in_place else child

@@ -1,10 +1,10 @@
-"""Loads that fail after they were promised: whether the request says what it would have, and those beside it too.
+"""Loads that fail after they were promised: are the answers to their requests, and to those beside them, still right?
 
-B's connector promises a prompt's chunks, the step is scheduled, and before it is executed the chunks are removed from the pool
-or the metadata server is killed (`probe`), while other requests of B decode. What B says must be what a vLLM without a pool says of
-the same prompts, and where nothing is lost what it says of a hit in its own prefix cache. Instances run batch-invariant kernels on
-GPUs, so that the moment at which a request joins a step, which no two runs share, changes nothing; tokens are compared. Each instance
-compiles for itself, as vLLM keeps no such code: the control says of how many prompts they compute the same bits.
+B's connector promises a prompt's chunks and the step is scheduled. Before it is executed the chunks are removed from the pool, or the
+metadata server is killed (`probe`), while other requests of B decode. B's tokens must equal those of a vLLM without a pool for the same
+prompts; if nothing was lost, those after a hit in that vLLM's own prefix cache. On GPUs instances run batch-invariant kernels, so that it
+does not matter at which moment a request joins a step, which differs between runs. Each instance compiles for itself, since vLLM keeps no
+such code; the control says for how many prompts they compute the same bits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WAYS = {"lmcache": ("kill",), "vllm": ("clear", "kill")}
 HOW = {"clear": "its chunks removed from the pool", "kill": "the metadata server killed"}
 ATTEMPTS = 3
 MOST_DEATHS = 2
-"""Of B: after that many there are no more trials of the kind."""
+"""After so many deaths of B there are no more trials of the kind."""
 BESIDE_ANSWER = 2
-"""How many times as many tokens as the request whose load fails the others get, so that they outlive it."""
+"""How many times as many tokens the other requests get as the one whose load fails, so that they outlast it."""
 
 
 class _Trials:
-    """What came of the trials of one kind."""
+    """The outcomes of the trials of one kind."""
 
     def __init__(self) -> None:
         self.good: list[bool] = []
@@ -47,9 +47,11 @@ class _Trials:
 
 
 def failures(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
-    """Rows for each way to fail; a trial in which no load was promised is made again, and counts as wrong after the third.
-    Of LMCache's connector only recorded:
-    vLLM's V2 model runner with asynchronous scheduling does not recompute a synchronous load rightly (vLLM issue 49250)."""
+    """Rows for each way to fail. A trial in which no load was promised is repeated, and counts as wrong after the third.
+
+    For LMCache's connector the rows have no limit: vLLM's V2 model runner with asynchronous scheduling does not recompute a failed
+    synchronous load correctly (vLLM issue 49250).
+    """
     control, pair = agreeing(fleet, prompts, "failing"), Pair(fleet, "failing_")
     soil(pair.b, fleet, prompts)
     trials = {how: _Trials() for how in ("none", *WAYS[fleet.integration])}
@@ -70,9 +72,9 @@ def failures(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
 
 
 def _trial(fleet: Fleet, pair: Pair, prompts: Prompts, length: int, how: str, counts: _Trials) -> bool:
-    """One prompt; False if no load was promised, so that nothing was tried: B may not have found a revived server yet.
+    """Try one prompt. False if no load was promised, for example since B has not found the restarted server yet.
 
-    B may die of it (LMCache): then the trial is wrong, and B is started again.
+    B may die (with LMCache): then the trial counts as wrong, and B is started again.
     """
     scale, note = fleet.scale, fleet.folder / f"lost.{len(counts.good)}.{how}.json"
     note.unlink(missing_ok=True)
@@ -121,7 +123,7 @@ def _answer(fleet: Fleet, pair: Pair) -> dict[str, Any] | None:
 
 
 def _promised(note: Path) -> int:
-    """Tokens promised before what was done; 0: nothing was promised, so nothing done."""
+    """Tokens that were promised before the load was made to fail; 0: none were, so nothing was done."""
     return int(json.loads(note.read_text())["promised"]) if note.exists() else 0
 
 

@@ -1,10 +1,10 @@
 """The processes of a run: the metadata server, a Mooncake store, and vLLM instances (`instances`, `settings`).
 
-Both GPUs are visible to every instance, the one it computes on first, unless the run is `isolated`: then each sees its own only.
+Every instance sees both GPUs, first the one it computes on, unless the run is `isolated`: then each sees only its own.
 
-Instances of one kind run the same compiled code, loaded from one cache of vLLM's: the first with a connector and the first without
-compile, are ended once that is saved there, and start again like all others. An instance that runs what it compiled itself may differ
-in the last bit from one that loaded it.
+Instances of one kind run the same compiled code, which they load from one cache of vLLM's. The first instance with a connector and the
+first without compile it, are ended once it is saved, and start again like all others: an instance that runs code which it has compiled
+itself may differ in the last bit from one that has loaded it.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ START_SECONDS = 240.0
 STORE_POOLS = 2
 """The store holds as much as the pool of two instances."""
 OWNERS = 2
-"""In place, how many times as large as a reader's the KV cache of who computes is."""
+"""In place: how many times as large as a reader's KV cache an owner's is."""
 BACK_SECONDS = 20.0
 WRITTEN_SECONDS = 0.3
 STATES_SECONDS = 0.1
-"""Between looks at whether there are more states; those of one prompt come as its steps end."""
+"""Seconds between looks for more states; those of one prompt come as its steps end."""
 SAVED = (b"saved AOT compiled function", b"Directly load AOT compilation")
 """What vLLM logs once there is compiled code that others can load."""
 
 
 class Fleet:
-    """Starts what is asked for; everything ends with it.
+    """Starts the processes that are asked for; the context manager ends all of them.
 
-    folder: logs and settings. cache: vLLM's compiled code and the models, kept for the next run. more: settings of vcache, by
+    folder: for logs and settings. cache: for vLLM's compiled code and the models, kept for the next run. more: settings of vcache, by
     `vcache.SECTION.KEY`. integration: `lmcache`, vcache as a plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin
-    with it. isolated: an instance sees the GPU it computes on and no other, those on two GPUs their own two. in_place: nobody
-    lends the pool anything, others read vLLM's own KV cache; rows begin with `inplace`.
+    with it. isolated: an instance sees only the GPUs it computes on. in_place: nobody lends to the pool, and others read vLLM's own KV
+    cache; rows begin with `inplace`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Fleet:
         self.more = more or {}
         self.in_place, self.rows = in_place, "inplace" if in_place else integration
         self._undo = ExitStack()
-        # Not among the logs: those may be another run's too, and a journal beside the socket would bring its pool back.
+        # A folder apart from the logs, which may be another run's too: a journal beside the socket would bring that run's pool back.
         own = self._undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-vllm-"))
         self._settings = Integration(name=integration, socket=Path(own, "vcache.sock"), more=self.more)
         self._children: dict[str, Child] = {}
@@ -96,7 +96,7 @@ class Fleet:
     # ---- instances
 
     def start(self, names: Iterable[str]) -> None:
-        """Let these start, and what they need first; `instance` waits for one of them. Returns once what they share is compiled."""
+        """Start these instances, and first what they need. Returns once the code that they share is compiled; `instance` waits for one."""
         new = [name for name in names if name not in self._children and name not in self._failed]
         with self._alone():
             for name in new:
@@ -127,12 +127,12 @@ class Fleet:
             assert self.pool is not None
         scale = KINDS[spec.kind].of(self.scale)
         if self.in_place and spec.gpu == 0:
-            # What its readers' own prefix caches cannot keep, who computes it must still have.
+            # The owner must still hold what its readers' own prefix caches cannot keep.
             scale = msgspec.structs.replace(scale, kv_bytes=OWNERS * scale.kv_bytes)
         given = arguments(scale, spec, self.model(spec.kind), self._settings)
         settings = json.dumps({"arguments": given, "dummy": given.get("load_format") == "dummy"})
         log = self.folder / f"{name}.log"
-        # Of an earlier run with the same folder: its lines would say that the code is compiled.
+        # Remove an earlier run's log: its lines would say that the code is compiled.
         log.unlink(missing_ok=True)
         within = container() if KINDS[spec.kind].isolated else []
         command = [*within, *module(f"{__package__}.child", settings)]
@@ -141,13 +141,13 @@ class Fleet:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One run at a time: two that made the same beside each other would each have their own."""
+        """Let only one run at a time make the shared cache: two beside each other would each make their own."""
         with (self.cache / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def of(self, kind: str) -> Scale:
-        """The run's scale as instances of a kind have it."""
+        """The run's scale, adapted to instances of a kind."""
         return KINDS[kind].of(self.scale)
 
     def model(self, kind: str) -> Path:
@@ -155,13 +155,13 @@ class Fleet:
         return write_model(self.cache / f"model{kind and '_' + kind}_{scale.name}", scale)
 
     def _await_compiled(self, name: str) -> None:
-        """Until others can load what this one compiled; or until it has started or failed, which is told of later."""
+        """Wait until others can load what this instance compiles, or until it has started or failed. `instance` reports a failure."""
         child = self._children[name]
         until(lambda: child.has_answered or any(said in child.log.read_bytes() for said in SAVED), START_SECONDS, 0.2)
         print(f"  {name}: compiled after {time.monotonic() - self._waiting[name]:.0f} s", flush=True)
 
     def instance(self, name: str, seconds: float = START_SECONDS) -> Child:
-        """The instance, ready. Raises ChildFailed if it did not start, the second time at once."""
+        """The instance, once it is ready. ChildFailed if it does not start; a second call for it raises at once."""
         if name in self._failed:
             raise ChildFailed(self._failed[name])
         self.start([name])
@@ -179,7 +179,7 @@ class Fleet:
         return child
 
     def settle(self) -> None:
-        """Wait until nothing starts any more: a start beside a measurement would be measured too. Who fails is told of later."""
+        """Wait until no instance is starting, so that a start does not disturb a measurement. `instance` reports failures."""
         for name in list(self._waiting):
             with suppress(ChildFailed):
                 self.instance(name)
@@ -202,7 +202,7 @@ class Fleet:
 
     @property
     def server(self) -> MetadataServer:
-        """The metadata server, which is started if there is none."""
+        """The metadata server; started on the first call."""
         if self._server is None:
             log = self.folder / "server.log"
             self._server = self._undo.enter_context(MetadataServer(self._settings.socket, log, {**os.environ, **ENVIRONMENT}))
@@ -217,7 +217,7 @@ class Fleet:
         return self._client
 
     def chunks(self, writer: str = "a") -> int:
-        """Committed chunks in the pool, all GPUs' parts of one as `writer` stores it, in place those resident in instance `writer`."""
+        """Whole committed chunks in the pool, with as many parts as `writer` stores; in place, the chunks resident in instance `writer`."""
         stats = self.pool.stats()
         if not self.in_place:
             return stats.chunks // KINDS[INSTANCES[writer].kind].gpus
@@ -225,8 +225,10 @@ class Fleet:
         return sum(one.resident for one in stats.instances if not one.missing and descends(one.pid, child))
 
     def stored(self, chunks: int, seconds: float = 5.0, writer: str = "a") -> bool:
-        """Wait until `chunks` says so many, and where states come after their chunks until no more come. ChildFailed where in place there
-        is none at all: nothing is shared."""
+        """Wait until there are so many `chunks`, and with states until no more of these come. Whether there are, after so many seconds.
+
+        ChildFailed if in place there are none at all, so that nothing is shared.
+        """
         deadline = time.monotonic() + seconds
         keeps_states = KINDS[INSTANCES[writer].kind].states
         while (found := self.chunks(writer)) < chunks:
@@ -243,28 +245,28 @@ class Fleet:
         return True
 
     def _said(self, name: str) -> str:
-        """What vcache has last said in an instance's log."""
+        """vcache's last line in an instance's log."""
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
         return " | ".join([line for line in lines if "vcache" in line.lower() and ("WARN" in line or "ERROR" in line)][-5:])
 
     def make_room(self, tokens: int) -> None:
-        """Empty the pool before it must evict: what is stored then would lie on the reader's own GPU.
+        """Empty the pool if so many tokens would make it evict: later chunks would lie on the reader's own GPU.
 
-        In place, forget what is resident: blocks that get a new owner take their chunks along, and nobody could count what is new.
+        In place, forget all resident chunks: used-again blocks take theirs along, so that new ones could not be counted.
         """
         scale = self.scale
         if self.in_place or (self.chunks() * scale.chunk + tokens) * scale.token_bytes > 0.8 * scale.pool_bytes:
             self.pool.clear()
 
     def copied(self) -> Row:
-        """In place nobody has anywhere to store to: chunks in the pool and its segments."""
+        """In place: a row for the chunks and segments of the pool, of which there must be none."""
         stats = self.pool.stats()
         held = ", ".join(f"{one.resident} in {one.id[:8]} on {one.device}" for one in stats.instances)
         what = f"segments of the pool, and chunks copied into it: stores move no byte; resident chunks: {held or 'none'}"
         return none(f"{self.rows}_pooled_chunks", "chunks", stats.chunks + len(stats.segments), what)
 
     def helper(self) -> Child:
-        """The process that can touch the pool's memory, see `memory`."""
+        """The process that can write into the pool's memory, see `memory`."""
         if "memory" not in self._children:
             assert self.server is not None
             command = module(f"{__package__}.memory", str(self._settings.socket))
@@ -274,7 +276,7 @@ class Fleet:
         return self._children["memory"]
 
     def revive(self, before: ServerStats) -> None:
-        """Start the metadata server again after its end; wait until all who were connected `before` are, and their segments too."""
+        """Start the metadata server again after its end. Wait until all clients and segments of `before` are back."""
         self.server.kill()
         self.server.start()
 
@@ -304,7 +306,7 @@ class Fleet:
         return self._depot
 
     def below(self, objects: int) -> bool:
-        """Wait until the store holds so many, and the last of them whole."""
+        """Wait until the store holds so many objects, the last one completely written."""
         if not until(lambda: self.depot.objects() >= objects, BACK_SECONDS):
             return False
         # An object counts from when its writing begins.

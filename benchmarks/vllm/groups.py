@@ -1,7 +1,7 @@
-"""Models whose layers have block tables of their own, full attention and sliding windows or states: are hits right, and how fast?
+"""Models with several block tables, of full attention and sliding windows or states: are hits right, and how fast are they?
 
-Hits end as vLLM's own do, and where it keeps the windows for them: with a chunk, a few tokens before the prompt's end. So the reference
-needs no scheduler of ours, which could not cut a window's blocks. A state is there at the same place, where vLLM ends a step.
+Hits end with a chunk, a few tokens before the prompt's end, where vLLM's own hits end and where it keeps the windows, and the state, for
+them. So the reference needs no scheduler of ours, which could not cut a window's blocks.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from .instances import KINDS
 from .prompts import Hit, Prompts
 
 LENGTHS = {"1k": 12, "4k": 12, "16k": 8}
-"""How many hits of each."""
+"""How many hits of each length."""
 LONG = "16k"
 MEETINGS = 5
 STATES_TAIL = 2
-"""Tokens after the last whole chunk. Convolutions look back at two or three; one token alone would be a decode."""
+"""Tokens after the last whole chunk. Convolutions look back at two or three; a single token would be a decode step."""
 STATES = ("state_mamba2", "state_conv", "state_gdn")
-"""Kinds of models with states, of which one row tells together."""
+"""Kinds of models with states, which have one row together."""
 
 
 class Ended(Prompts):
-    """Prompts of whole chunks and some tokens more: behind states of which the last token must look back itself, since the others are a few
-    of thousands that it attends to."""
+    """Prompts of whole chunks and a few tokens more, so few with states that the last token itself depends on the loaded state: further
+    tokens between them would hardly show."""
 
     def whole(self, length: int) -> Hit:
         chunk, tail = self._scale.chunk, STATES_TAIL if self._scale.state_bytes else latency.TAIL
@@ -38,7 +38,7 @@ class Ended(Prompts):
 
 
 def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int) -> list[Row]:
-    """`groups_equal_KIND` with its controls, and `groups_ttft_16k_KIND`; in place each behind `inplace_`."""
+    """The rows `groups_equal_KIND` with its controls, and `groups_ttft_16k_KIND`; in place with the prefix `inplace_`."""
     scale = fleet.of(kind)
     prompts, prefix = Ended(scale, seed=source.seed), "inplace_" if fleet.in_place else ""
     if fleet.in_place:
@@ -55,7 +55,7 @@ def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int)
 
 
 def together(rows: Sequence[Row]) -> list[Row]:
-    """`groups_equal_state`: of a run that has all of them, the prompts of all models with states."""
+    """The row `groups_equal_state`, over the prompts of all models with states, if a run has all of them."""
     cases = {f"groups_equal_{kind}": kind for kind in STATES}
     found = [row for row in rows if row.case in cases]
     if len(found) < len(cases):
@@ -67,8 +67,8 @@ def together(rows: Sequence[Row]) -> list[Row]:
 
 
 def _states_matter(fleet: Fleet, prompts: Prompts, kind: str) -> list[Row]:
-    """What `equal` rests on too: with other states in the first layer a hit in vLLM's own cache ends otherwise, and with the right ones as
-    before. Last, as it meddles with memory: what fails here costs no other row."""
+    """A control of `equal`: with other states in the first layer, the answer after a hit in vLLM's own cache changes; with the right ones
+    it is as before. Run last, since it writes into memory: a failure here costs no other row."""
     alone, good, failed = fleet.instance(f"{kind}_alone"), list[bool](), ""
     for length in fleet.scale.few:
         try:
@@ -91,7 +91,7 @@ def _state_matters(fleet: Fleet, hit: Hit, alone: Child) -> bool:
 
 
 def _meet(fleet: Fleet, prompts: Ended, kind: str) -> None:
-    """Have the reader map its owner's KV cache, which releases before 0.30 do beside a request that is computed."""
+    """Have the reader map its owner's KV cache. Before vLLM 0.30 this takes a first request, which is computed."""
     pair = equality.Pair(fleet, f"{kind}_")
     for _ in range(MEETINGS):
         hit = prompts.whole(fleet.scale.chunk)

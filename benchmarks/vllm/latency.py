@@ -1,11 +1,11 @@
-"""Times: to first token on a hit, on a miss, and between the tokens of running requests while another one loads.
+"""Times to first token on a hit and on a miss, and times between the tokens of running requests while another one loads.
 
-All on otherwise idle GPUs, one request at a time unless said otherwise, the variants in turn within each round.
+On otherwise idle GPUs, one request at a time unless said otherwise; the variants take turns within each round.
 
-Prompts of hits end `TAIL` tokens after their last whole chunk, as almost all do: then a hit in vLLM's own prefix cache, by our connector
-and through LMCache leaves the same tokens to compute. Of a prompt that ends with a chunk vLLM and our connector compute the last block,
-LMCache the last token, which vLLM 0.26 takes for a decode: one whole CUDA graph where the others launch one a layer and wait for the
-host.
+Prompts of hits end `TAIL` tokens after their last whole chunk, as almost all prompts do. Then a hit in vLLM's own prefix cache, through our
+connector and through LMCache leaves the same tokens to compute. If a prompt ended with a chunk, vLLM and our connector would compute the
+last block, but LMCache only the last token. vLLM 0.26 treats that as a decode: one whole CUDA graph, where the others launch one for each
+layer and wait for the host.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ ALLOWED_COPY = 1.15
 VS_RECOMPUTE = {"4k": 4.0, "16k": 15.0, "32k": 30.0}
 TPOT = {"lmcache": 1.10, "vllm": 1.05, "inplace": 1.03}
 MISS = {"inplace_16k": 1.003}
-"""What a miss may cost in place; else 1.01 for lengths in `VS_RECOMPUTE`."""
+"""Limits for the ratio of a miss in place; else 1.01 for lengths in `VS_RECOMPUTE`."""
 LOAD = "16k"
 EVERY = 1.0
 OFTEN = 0.1
 TAIL = 8
 """Tokens after the last whole chunk: fewer than a block."""
 REPEATS = {"1k": 3, "4k": 3}
-"""How often a round asks short prompts, 1 for all others: the host takes most of their time, and its times spread."""
+"""How often a round asks short prompts; all others once. The host takes most of their time, and its times vary."""
 
 SIDES = {"vcache": ("a", "b"), "lmcache": ("lm_a", "lm_b")}
-"""Who stores and who hits. lmcache: through LMCache, beside our own connector."""
+"""By variant: the instance that stores and the one that hits. lmcache: through LMCache, in the same run as our own connector."""
 
 Samples = dict[tuple[str, str], list[float]]
 
 
 def copy_engine(fleet: Fleet) -> float:
-    """GB/s of the copy engine between the GPUs, measured now; nothing to go by on the CPU."""
+    """GB/s of the copy engine between the GPUs, measured now. Meaningless on the CPU."""
     if fleet.scale.cpu:
         return 1.0
     speeds: list[float] = fleet.helper().ask("copy_speed", 90.0, nbytes=1 << 30)
@@ -58,7 +58,7 @@ def copy_engine(fleet: Fleet) -> float:
 def allowed(
     floor: float, nbytes: int, speed: float, base: str = "own prefix-cache hit", more: float = ALLOWED_MS
 ) -> tuple[float, str]:
-    """What a hit may take, ms, and as a sum in words: a `floor`, `nbytes` at the copy engine's `speed`, and some `more`."""
+    """How many ms a hit may take, and that sum in words: `floor` ms, `nbytes` at the copy engine's `speed` (GB/s), and `more` ms."""
     said = f"{base} {floor:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {more:g} ms"
     return floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + more, said
 
@@ -72,10 +72,10 @@ def first_token(
     kind: str = "",
     only: str = "",
 ) -> list[Row]:
-    """TTFT by length of: recomputing, vLLM's own prefix cache, and `variants` (of `SIDES`). One warm-up round is left out.
+    """TTFT, by length, of recomputing, of vLLM's own prefix cache, and of `variants` (of `SIDES`). One warm-up round does not count.
 
-    A variant whose instances do not start is left out; when time runs short, what there is by then is taken. kind: of the instances,
-    by their names' prefix. only: this length.
+    A variant whose instances do not start is left out; if time runs short, the rounds so far count. kind: the prefix of the instances'
+    names. only: this length alone.
     """
     fleet.settle()
     speed = copy_engine(fleet)
@@ -95,13 +95,13 @@ def first_token(
 
 
 def _lengths(fleet: Fleet, kind: str = "") -> dict[str, int]:
-    """Of the prompts, by the name rows give them: in whole chunks, of which a model with states has larger ones."""
+    """The prompts' lengths by their names in rows, rounded to whole chunks, which are larger for models with states."""
     scale = fleet.of(kind)
     return {name: max(length // scale.chunk, 1) * scale.chunk + TAIL for name, length in scale.lengths.items()}
 
 
 def _names(variant: str, kind: str) -> tuple[str, str]:
-    """Who stores and who hits."""
+    """The instances of a kind that store and that hit."""
     writer, reader = SIDES[variant]
     return (f"{kind}_{writer}", f"{kind}_{reader}") if kind else (writer, reader)
 
@@ -119,7 +119,7 @@ def _starts(fleet: Fleet, variant: str, kind: str) -> bool:
 def _round(
     fleet: Fleet, prompt: list[int], name: str, samples: Samples, variants: Sequence[str], short: list[str], kind: str
 ) -> None:
-    """One prompt through all variants. Every hit comes after its instance had nothing to do for as long as others took to compute it."""
+    """Ask one prompt of all variants. Before every hit its instance was idle for as long as others took to compute the prompt."""
     scale = fleet.of(kind)
     due, alone = scale.hit(len(prompt)), fleet.instance(f"{kind}_alone" if kind else "alone")
     samples["recompute", name].append(_ttft(alone, prompt)[0])
@@ -159,7 +159,7 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str], ki
             if values:
                 what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
                 rows.append(row(f"{begin}_{variant}_ms_{name}", "ms", values, floor, what=what))
-        # What lies in host memory comes by another way than the limits are for.
+        # The limits do not apply to a pool in host memory, which is read over PCIe.
         if name in VS_RECOMPUTE and held["vcache"] and fleet.more.get("vcache.pool.device") != "host":
             rows += _judged(fleet, name, held, floor, speed, missed, kind)
     return rows
@@ -168,7 +168,7 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str], ki
 def _judged(
     fleet: Fleet, name: str, held: dict[str, list[float]], floor: float, speed: float, missed: str, kind: str
 ) -> list[Row]:
-    """The rows with limits. Each GPU of an instance copies its own part, all at the same time."""
+    """The rows with limits. The GPUs of an instance copy their parts at the same time."""
     begin, gpus = f"{fleet.rows}_{kind}" if kind else fleet.rows, KINDS[kind].gpus
     most, sum_ = allowed(floor, fleet.of(kind).read_bytes(_lengths(fleet, kind)[name] - TAIL) // gpus, speed)
     ours = held["vcache"]
@@ -184,7 +184,7 @@ def _judged(
 
 
 def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -> list[Row]:
-    """TTFT of a miss with the pool and without, on one GPU, in turn; what the pool stores of it lies on that GPU."""
+    """TTFT of a miss with the pool and without, in turn on one GPU, on which the pool also stores it."""
     fleet.settle()
     children = {"with": fleet.instance("a"), "without": fleet.instance("alone")}
     rows: list[Row] = []
@@ -214,16 +214,16 @@ def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -
 def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     """Gaps between the tokens of running requests on B while requests load 16k tokens from A's GPU, one a second.
 
-    LMCache loads before the step, on the worker's main thread, so every running request waits for the copy, in one step a load;
-    our connector loads beside the steps, and the step a load's token comes out of computes that request's last tokens too.
-    Windows with and without loads alternate. The loads take turns among as many prompts as B's own prefix cache cannot keep.
+    LMCache loads before a step, on the worker's main thread, so in one step for each load every running request waits for the copy. Our
+    connector loads beside the steps; only the step that computes the loading request's last tokens is longer. Windows with and without
+    loads alternate. The loads cycle through more prompts than B's own prefix cache can keep.
     """
     fleet.settle()
     scale, b = fleet.scale, fleet.instance("b")
     length = scale.lengths[LOAD]
     loads = _held_by_a(fleet, clock, prompts, length)
     seconds = scale.decode_seconds
-    # Contexts grow and steps with them, by a tenth in the time this takes: each kind has the same share of every part of it.
+    # Contexts, and so steps, grow by a tenth meanwhile: this order spreads each kind of window evenly.
     order = [0.0, EVERY, OFTEN, OFTEN, EVERY, 0.0] * 2
     windows = [{"seconds": seconds, "every": min(every, seconds / 2)} for every in order]
     running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
@@ -242,7 +242,7 @@ def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
 
 
 def _held_by_a(fleet: Fleet, clock: Clock, prompts: Prompts, length: int) -> list[list[int]]:
-    """As many prompts as B's own prefix cache cannot keep, which A has computed and stored."""
+    """More prompts than B's own prefix cache can keep, which A has computed and stored."""
     scale, a = fleet.scale, fleet.instance("a")
     fleet.pool.clear()
     loads = [prompts.new(length) for _ in range(scale.kv_bytes // scale.token_bytes // length + 2)]
@@ -255,7 +255,7 @@ def _held_by_a(fleet: Fleet, clock: Clock, prompts: Prompts, length: int) -> lis
 
 
 def _owner(fleet: Fleet, clock: Clock, prompts: Prompts, loads: Sequence[list[int]]) -> Row:
-    """Gaps between the tokens of requests that run on A while B reads `loads` out of its KV cache, one a second; and while nobody does."""
+    """Gaps between the tokens of A's running requests while B reads `loads` out of A's KV cache, one a second, and while nobody does."""
     scale, a, b = fleet.scale, fleet.instance("a"), fleet.instance("b")
     windows = [{"seconds": scale.decode_seconds, "every": 0.0}]
     gaps: dict[bool, list[float]] = {False: [], True: []}

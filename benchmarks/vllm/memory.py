@@ -1,4 +1,4 @@
-"""A process that maps the pool's segments and may write into them behind everybody's back, and that times the copy engine.
+"""A process that maps the pool's segments, can write into them without the server's knowledge, and times the copy engine.
 
 Started with the metadata server's socket as its only argument.
 """
@@ -30,7 +30,7 @@ class Memory:
         self._mapped: dict[str, MappedSegment] = {}
 
     def fill(self, value: int) -> None:
-        """Every byte of every segment becomes `value`: only while the pool is empty."""
+        """Set every byte of every segment to `value`. Only while the pool is empty."""
         with Client(self._socket, PATIENT, reconnect=False) as client:
             client.require()
             for info in client.list_segments():
@@ -43,7 +43,7 @@ class Memory:
         _synchronize()
 
     def written(self, value: int) -> tuple[str, int]:
-        """Where, since `fill(value)`, something else was written: the first segment, and the first such byte in it."""
+        """Where something was written since `fill(value)`: the first such segment, and the first such byte in it."""
         for id_, mapped in self._mapped.items():
             for start in range(0, mapped.nbytes, STEP):
                 where = torch.nonzero(mapped.tensor(start, min(STEP, mapped.nbytes - start)) != value)
@@ -52,12 +52,12 @@ class Memory:
         raise RuntimeError("nothing was written into the pool")
 
     def flip(self, id_: str, offset: int, mask: int) -> None:
-        """One byte, exclusive or `mask`."""
+        """XOR one byte with `mask`."""
         self._mapped[id_].tensor(offset, 1).bitwise_xor_(mask)
         _synchronize()
 
     def free(self, ordinal: int) -> int:
-        """Bytes of a GPU that nobody has."""
+        """Free bytes of a GPU's memory."""
         return int(torch.cuda.mem_get_info(ordinal)[0])
 
     def copy_speed(self, nbytes: int) -> list[float]:

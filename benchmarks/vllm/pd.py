@@ -1,11 +1,11 @@
-"""Disaggregated prefill: how long until the decode instance's first token, when another instance computes the prompt?
+"""Disaggregated prefill: how long does the decode instance's first token take if another instance computes the prompt?
 
-A kv_producer computes on GPU 0 and a kv_consumer on GPU 1, through our own connector. Each round has a new prompt for each of: handed
-to both at the same instant (`together`); to the consumer once the producer has answered (`in_turn`); to the producer with the pool
-off (`prefill`). Time to first token runs from that instant to the token of whoever answers. What comes out after `together` is compared
-with what the producer says of the same prompt from vLLM's own prefix cache.
+Through our own connector, with a kv_producer on GPU 0 and a kv_consumer on GPU 1. Each round sends a new prompt in each of three ways: to
+both at the same instant (`together`); to the consumer once the producer has answered (`in_turn`); to the producer with the pool off
+(`prefill`). Time to first token counts from the sending to the answering instance's first token. Tokens after `together` are compared
+with the producer's own, after a hit in vLLM's own prefix cache.
 
-Prompts end 8 tokens after their last whole chunk, fewer than a block: so both compute the same last tokens in a step of the same shape.
+Prompts end 8 tokens after their last whole chunk, less than a block, so both compute the same last tokens in a step of the same shape.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEW_TOKENS = 16
 WARM_UP = 2
 ALLOWED_MS = 5.0
 SOON = 0.05
-"""Seconds until the instant at which instances hand in what they were sent: enough to read it."""
+"""Seconds until the instant at which both instances submit the request: enough to receive it."""
 ANSWER_SECONDS = 60.0
 OFF = {"load": False, "store": False}
 COMES = {"announced": True, "wait_seconds": 20.0, "consume_once": True}
@@ -66,7 +66,7 @@ def in_turn(here: Pair, prompt: list[int]) -> Taken:
 
 
 def prefill(here: Pair, prompt: list[int]) -> Taken:
-    """The producer computes the prompt itself, and the pool has no part in it."""
+    """The producer computes the prompt itself, without the pool."""
     when = time.perf_counter() + SOON
     answer = here.producer.ask("at", ANSWER_SECONDS, when=when, tokens=prompt, count=1, vcache=OFF)
     return Taken(answer["first"] - when, answer)
@@ -80,8 +80,8 @@ WAYS: dict[str, Callable[[Pair, list[int]], Taken]] = {
 
 
 class Samples:
-    """What the rounds gave. seconds: by way. full: whether all whole chunks came from the pool. equal: whether the tokens are right.
-    left: chunks in the pool that `consume_once` should have taken out."""
+    """The rounds' results. seconds: by way. full: whether all whole chunks came from the pool. equal: whether the tokens are right. left:
+    chunks in the pool that `consume_once` should have removed."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -90,7 +90,7 @@ class Samples:
         self.left: list[int] = []
 
     def add(self, fleet: Fleet, here: Pair, prompts: Prompts, length: int, turn: int) -> None:
-        """One round, each time beginning with another way."""
+        """Run one round. Each round begins with another way."""
         ways = itertools.islice(itertools.cycle(WAYS.items()), turn % len(WAYS), turn % len(WAYS) + len(WAYS))
         for name, way in list(ways):
             prompt = prompts.new(length + TAIL)
@@ -110,7 +110,7 @@ class Samples:
 
 
 def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int) -> list[Row]:
-    """The rows; what there is by then when time runs short, after at least one round."""
+    """The rows of all rounds, or, if time runs short, of those so far, at least one."""
     length, samples = fleet.scale.lengths[LENGTH], Samples()
     here = Pair(fleet.instance("producer"), fleet.instance("consumer"))
     speed = copy_engine(fleet)
@@ -126,7 +126,7 @@ def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int) -> li
 
 
 def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str = "") -> list[Row]:
-    """length: tokens that go through the pool, `nbytes` of KV. speed: the copy engine's, in GB/s. prefix: of the rows' names."""
+    """The rows. length, nbytes: tokens that go through the pool, and their bytes. speed: the copy engine's, GB/s. prefix: of row names."""
     ms = {name: [1e3 * value for value in values] for name, values in samples.seconds.items()}
     computed = statistics.median(ms["prefill"])
     most, sum_ = allowed(computed, nbytes, speed, "prefill", ALLOWED_MS)
