@@ -1,4 +1,4 @@
-"""The engine: token sequences and paged KV caches on one side, the pool on the other."""
+"""`VCacheEngine`: stores, looks up and retrieves the KV of token sequences, between paged KV caches and the pool."""
 
 from __future__ import annotations
 
@@ -33,30 +33,33 @@ from vcache_backend.vram_pool.copier import Copier
 from vcache_backend.vram_pool.paged import PagedKV
 
 COPY_SECONDS = 10.0
-"""How long `retrieve` waits for its next chunk, beside what the offload tier may take; a copy takes milliseconds."""
+"""How long `retrieve` waits for its next chunk, on top of `offload.get_seconds`. A copy takes milliseconds."""
 HEAD_BYTES = 192 << 20
-"""So much of twice as much or more `retrieve` looks at, leases and launches first. Its copy takes half a millisecond over NVLink, in which
-the rest is launched."""
+"""The bytes that `retrieve` leases and launches first, if there are at least twice as many. Their copy takes half a millisecond over
+NVLink, in which the rest is hashed, leased and launched."""
 Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
 
 
 class VCacheEngine:
     """Store, look up and retrieve the KV of token prefixes, in chunks of `config.engine.chunk_size` tokens.
 
-    One engine serves one rank of one model instance. `lookup` and `contains` may run in any thread beside `store` and
-    `retrieve`, which belong to the worker's thread that launches kernels. A failure is a miss: the methods raise
-    ValueError for arguments that cannot be meant (their message says which), and nothing for servers, segments or GPUs that
-    fail. What happened is in `get_stats()` and, once for each cause, in the log.
+    One engine serves one rank of one model instance. `store` and `retrieve` run in the worker's thread that launches kernels;
+    `lookup` and `contains` in any thread, also meanwhile. A failure is a miss: the five calls raise ValueError for wrong
+    arguments (the message says which), and nothing if a server, segment or GPU fails. `get_stats()` and the log, once for
+    each cause, say what happened.
     """
 
     def __init__(
         self, config: Config, layout: Layout, *, rank: int = 0, ranks: int = 1, copier: Copier | None = None, kv_device: str = ""
     ) -> None:
-        """`rank` of `ranks` that hold a shard of each chunk (1 where all ranks hold the same, as with MLA).
+        """Connect to the server, and lend this worker's segment to the pool.
 
-        `copier`: how bytes move; by default the one of the configured device. Raises ConfigError for an impossible
-        configuration; an absent metadata server is no error: everything is a miss until it is there. kv_device: where the KV caches
-        lie, such as `cuda:0`; to be given where the pool is in host memory and they are not.
+        rank: this worker's, of the `ranks` that each hold a shard of every chunk (1 if all ranks hold the same, as with MLA).
+        copier: how bytes move; by default the configured device's. kv_device: where the KV caches lie, such as `cuda:0`; needed if
+        the pool is in host memory and they are not.
+
+        Raises ConfigError for an impossible configuration, and ValueError if `layout` has another chunk size. An absent server is
+        no error: everything is a miss until it is there.
         """
         self._session = session = Session(config, layout, rank=rank, copier=copier, kv_device=kv_device)
         self._layout, self._ranks, self._stats = session.layout, ranks, session.stats
@@ -73,8 +76,10 @@ class VCacheEngine:
     # ---- the five calls
 
     def lookup(self, tokens: Tokens, *, salt: bytes | None = None) -> int:
-        """How many leading tokens can be retrieved now, by every rank, from the pool or the offload tier. A multiple of the chunk size.
-        Takes no lease."""
+        """How many leading tokens every rank can retrieve now, from the pool or the offload tier: a multiple of the chunk size.
+
+        Takes no lease.
+        """
         with self._stats.timed("lookup"):
             ids = as_tokens(tokens)
             keys = self._hasher.keys(ids, as_salt(salt))
@@ -97,11 +102,13 @@ class VCacheEngine:
     ) -> None:
         """Put the KV of whole chunks of `tokens` into the pool.
 
-        mask: boolean, one a token, False on a prefix that is in the pool already; None: nothing is. kvcaches: one
-        tensor a layer, as vLLM has them. slot_mapping: `slot_mapping[i]` is the slot (block · block_size + place in the
-        block) of token `offset + i`, -1 where it has none, each slot once; int64, CPU preferred. A chunk is stored if its tokens lie in
-        whole blocks, in order. Returns when the copy is launched; on a GPU the current stream waits for it, so that blocks freed after this
-        call are not overwritten too early. The chunks become visible in the background.
+        mask: boolean, one for each token: False on a prefix that the pool has already, True on the rest. None: True everywhere.
+        kvcaches: one tensor a layer, as vLLM has them.
+        slot_mapping: `slot_mapping[i]` is the slot of token `offset + i`: block · block_size + place in the block, -1 for none, no
+        slot twice. int64, preferably on the CPU.
+
+        A chunk is stored if its tokens lie in whole blocks, in order. Returns when the copy is launched; on a GPU the current stream waits
+        for it, so that work queued after this call may overwrite the blocks. The chunks become visible in the background.
         """
         with self._stats.timed("store"):
             ids, size = as_tokens(tokens), self._layout.chunk_size
@@ -126,13 +133,13 @@ class VCacheEngine:
         *,
         salt: bytes | None = None,
     ) -> torch.Tensor:
-        """Fill `kvcaches` with the KV of the leading tokens that the pool has.
+        """Fill `kvcaches` with the KV of the leading tokens that the pool or the offload tier has. Waits until it is there.
 
-        mask: False on a prefix the caller has already (never written). slot_mapping: a slot of its own for each token, -1: not wanted.
-        Whole blocks are brought, or nothing of them.
-        Returns a boolean CPU tensor, one a token: True where the KV is now in `kvcaches`, complete and valid. The lease held
-        from before the copy until after it; if it did not, no token counts. On a GPU the current stream is ordered behind
-        the copy, too.
+        mask: as in `store`; False on a prefix that the caller has already, which is never written. slot_mapping: the slot of each
+        token, -1 for tokens that are not wanted. A block is filled only if all its tokens are wanted and lie in it, in order.
+
+        Returns a boolean CPU tensor, one for each token: True where the KV is now in `kvcaches`, complete and valid. What was read in the
+        pool counts only if its lease held until the copy was over. On a GPU the current stream waits for the copy.
         """
         with self._stats.timed("retrieve"):
             given: Any = tokens if isinstance(tokens, list) else as_integers(tokens)
@@ -141,7 +148,7 @@ class VCacheEngine:
             start, chunks = first // size, total // size
             head = start + self._head(chunks - start)
             keys = self._keys(given[: head * size], salted)
-            # The server answers while the places are looked at.
+            # The server answers while the places are worked out.
             with self._session.leases.ask(keys[start:]) as lease:
                 slots, kv = as_slots(slot_mapping, total, 0), self._bound("retrieve", kvcaches)
                 if kv is None:
@@ -158,7 +165,7 @@ class VCacheEngine:
                 return self._loaded(Rest(Wanted(keys[start:], places), all_of_it), keys[:start], lease)
 
     def contains(self, cache_key: bytes) -> int:
-        """0: the chunk of this key is in VRAM; 1: in the offload tier; -1: nowhere known. Takes no lease."""
+        """0: the chunk of this key is in the pool; 1: in the offload tier; -1: in neither, as far as is known. Takes no lease."""
         key = as_key(cache_key)
         try:
             return self._session.contains(key)
@@ -167,8 +174,8 @@ class VCacheEngine:
             return -1
 
     def get_stats(self) -> dict[str, Any]:
-        """Counters and latencies of this engine (see `EngineStats.snapshot`) and, under `server`, the pool's as the server
-        counts them: occupancy by segment, evictions; None while there is no server."""
+        """Counters and latencies of this engine (see `EngineStats.snapshot`). Under `server`: the pool's segments with their
+        occupancy, chunks and evictions; None while there is no server."""
         mine: dict[str, Any] = self._stats.snapshot()
         client = self._session.client
         mine["connected"] = client.connected
@@ -189,8 +196,11 @@ class VCacheEngine:
     # ---- life
 
     def register(self, kvcaches: KVCaches) -> None:
-        """Check the KV caches and compile the kernels for them, so that no request waits for it. Optional, once, in the
-        worker's thread. Raises LayoutError if they are not what the layout says: nothing would ever be stored or retrieved."""
+        """Check the KV caches and compile the kernels for them, so that no request waits for that. Optional; in the worker's thread.
+
+        Raises ValueError for what are no tensors, and LayoutError if they are not what the layout says, with which nothing would ever
+        be stored or retrieved.
+        """
         self._session.bind(kvcaches)
 
     def keys(self, tokens: Tokens, *, salt: bytes | None = None) -> list[ChunkKey]:
@@ -198,8 +208,8 @@ class VCacheEngine:
         return self._keys(tokens, as_salt(salt))
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
-        """Wait until the stores so far are visible or given up, and, if `through`, written to the offload tier or dropped; False if they
-        are not after `timeout` seconds."""
+        """Wait until the stores so far are visible or given up; False after `timeout` seconds. through: wait until they are written to
+        the offload tier or dropped, too."""
         return self._session.flush(as_seconds(timeout), through)
 
     def close(self) -> None:
@@ -213,12 +223,12 @@ class VCacheEngine:
         return of_rank(keys, self._rank) if self._rank else keys
 
     def _head(self, chunks: int) -> int:
-        """How many of so many chunks are leased and launched before the rest."""
+        """How many of `chunks` chunks are leased and launched before the rest: see `HEAD_BYTES`."""
         nbytes = self._session.chunk_bytes
         return max(HEAD_BYTES // nbytes, 1) if nbytes and chunks * nbytes >= 2 * HEAD_BYTES else chunks
 
     def _bound(self, call: str, kvcaches: KVCaches) -> PagedKV | None:
-        """None if the KV caches are not what the layout says. ValueError if they are none."""
+        """The geometry of the KV caches; None, counted as a miss, if they are not what the layout says. ValueError if they are none."""
         try:
             return self._session.bind(kvcaches)
         except ValueError:
@@ -228,21 +238,21 @@ class VCacheEngine:
             return None
 
     def _places(self, kv: PagedKV, slots: npt.NDArray[np.int64], first: int, chunks: int) -> SlotPlaces:
-        """Of the chunks from the one with token `first` on, `chunks` with those before it. ValueError if two tokens have one slot."""
+        """The places of the chunks from the one with token `first` on, up to number `chunks`. ValueError if two tokens have one slot."""
         size = self._layout.chunk_size
         places = SlotPlaces(kv, size, slots, range(first // size * size, chunks * size, size), first)
         places.refuse_shared()
         return places
 
     def _loaded(self, wanted: Rest, prefix: list[ChunkKey], lease: AskedLease) -> torch.Tensor:
-        """Load the chunks behind those of `prefix`: which tokens that has brought. lease: asked for on the first of them."""
+        """Load the chunks after those of `prefix`, and say which tokens that has brought. lease: on the first of them."""
         loaded, covered = 0, None
         try:
             keys, places = wanted.known
             load = Load(self._session, places, keys, lease=lease, rest=wanted.look)
             try:
                 if not load.advance():
-                    # While the copy runs: what the answer mostly is.
+                    # Made while the copy runs: the answer if all chunks come.
                     covered = torch.from_numpy(wanted.look().places.loaded(len(load.keys)))
             finally:
                 loaded = load.run(self._patience)

@@ -1,1 +1,1 @@
-"""Moving KV: sessions with the server, keys, loads and stores of chunks."""
+"""Moves KV: a worker's session with the server, chunk keys, loads and stores."""

@@ -1,4 +1,4 @@
-"""What callers pass to the engine, checked and in one form. What cannot be meant is a ValueError that says which and why."""
+"""Checks the arguments of the engine's calls, and brings them into one form. A wrong one is a ValueError that says which and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KVCaches = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 
 def first_wanted(mask: object, size: int) -> int:
-    """Index of the first token the mask wants, `size` if none. ValueError unless the mask is False on a prefix only."""
+    """Index of the first token that the mask wants, `size` if it wants none. None wants all. ValueError if False comes after True."""
     if mask is None:
         return 0
     if not isinstance(mask, torch.Tensor) or mask.shape != (size,) or mask.dtype != torch.bool:
@@ -26,7 +26,7 @@ def first_wanted(mask: object, size: int) -> int:
     try:
         wanted = int(mask.sum())
         prefix_only = bool(mask[size - wanted :].all())
-    except RuntimeError as error:  # of a tensor without bytes
+    except RuntimeError as error:  # a meta tensor, for example
         raise ValueError(f"mask cannot be read: {error}") from error
     if not prefix_only:
         raise ValueError("mask must be False on a prefix and True on the rest; it has False after True")
@@ -34,7 +34,7 @@ def first_wanted(mask: object, size: int) -> int:
 
 
 def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[np.int64]:
-    """One slot for each of `size` tokens, -1 before `offset`. ValueError if slots are missing."""
+    """Shape (size,), int64: the slot of each token, -1 before `offset`. slot_mapping: those of tokens [offset, size). ValueError."""
     try:
         offset = operator.index(offset)
         if isinstance(slot_mapping, torch.Tensor):
@@ -53,7 +53,7 @@ def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[n
 
 
 def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
-    """One tensor a layer, in the order in which they came."""
+    """The KV caches as a list, one tensor a layer, in the order given. ValueError for anything but dense tensors."""
     if isinstance(kvcaches, Mapping):
         kvcaches = list(kvcaches.values())
     if not isinstance(kvcaches, Sequence) or not all(
@@ -66,7 +66,7 @@ def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
 
 
 def as_salt(salt: object) -> bytes:
-    """None is no salt, as it is in vLLM and LMCache."""
+    """The salt as bytes; empty for None, which means no salt, as in vLLM and LMCache. ValueError."""
     if salt is None:
         return b""
     if not isinstance(salt, bytes | bytearray | memoryview):
@@ -75,6 +75,7 @@ def as_salt(salt: object) -> bytes:
 
 
 def as_key(cache_key: object) -> ChunkKey:
+    """The argument as a chunk key. ValueError if it is not `KEY_BYTES` bytes."""
     if not isinstance(cache_key, bytes) or len(cache_key) != KEY_BYTES:
         given = f"{len(cache_key)} bytes" if isinstance(cache_key, bytes) else f"a {type(cache_key).__name__}"
         raise ValueError(f"cache_key is {given}; expected {KEY_BYTES} bytes, one of `keys(tokens)`")
@@ -82,7 +83,7 @@ def as_key(cache_key: object) -> ChunkKey:
 
 
 def as_seconds(timeout: object) -> float:
-    """A time to wait that the clock can count."""
+    """A timeout in seconds, limited to what a lock can wait. ValueError for NaN and what is no number."""
     if not isinstance(timeout, int | float) or timeout != timeout:
         raise ValueError(f"timeout is {timeout!r}; expected seconds")
     return min(max(timeout, 0.0), threading.TIMEOUT_MAX / 2)

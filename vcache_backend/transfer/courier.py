@@ -74,7 +74,7 @@ class Courier:
         self._post(_Letter(lambda prefix: self._client.hint(instance, prefix), keys), urgent=False)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until everything handed over so far is done or given up; False at the deadline (seconds)."""
+        """Wait until all work is done or given up; False after `timeout` seconds. Letters that wait for a connection do not count."""
         with self._changed:
             if self._stopping:
                 return not self._has_work()

@@ -1,24 +1,24 @@
-"""Chunk keys, all of them: what is hashed into a key is said here and nowhere else.
+"""Makes all chunk keys. This is the only place that says what is hashed into a key.
 
 key = namespace prefix (8 bytes) ‖ digest (16 bytes) ‖ rank (2 bytes, big-endian)
 
 The namespace is BLAKE2b-256 of the layout (see `layout`): model, revision, dtype, geometry, sizes of chunks and parallel groups, and
-what an integration adds. The digests are of three kinds, which never meet, as each has a `person` or a namespace of its own:
+what an integration adds. The digests are of several kinds. They cannot collide, since each has its own `person` or namespace:
 
 | digest | is BLAKE2b-128, keyed with the namespace's fingerprint, of | `person` |
 | --- | --- | --- |
 | the engine's, chunk i | h(i-1) ‖ tokens of chunk i as little-endian uint32, with h(-1) the next line's | `vcache-chunk-1` |
 | its root | the salt | `vcache-salt-1` |
-| of a state that goes with a chunk, part i | the chunk's digest ‖ i, one byte | `vcache-state-1` |
+| of a state that belongs to a chunk, part i | the chunk's digest ‖ i, one byte (not keyed) | `vcache-state-1` |
 | LMCache's | count of tag names and values ‖ those, sorted, each with its length ‖ LMCache's hash, signed | `vcache-lmcache-1` |
 | vLLM's | nothing: the first 16 bytes of vLLM's hash of the chunk's last block | |
 | vLLM's, with an adapter | that key, keyed with the adapter's digest | |
-| the adapter's digest (256 bits) | its name, its path, and what lies there, each with its length | `vcache-lora-2` |
+| the adapter's digest (256 bits) | its name, its path, and its content, each with its length (not keyed) | `vcache-lora-2` |
 
-The engine's chain makes a key stand for its whole prefix; the fingerprint keeps namespaces apart whatever the tokens are; the salt,
-which clients of a tenant may choose, cannot imitate a chain. vLLM's block hash chains as well, and has the salt, the adapter's name and
-the multimodal inputs in it; the root of its chain is in the namespace. LMCache's chunk hash stands for the whole prefix but has 64
-bits only; the digest cannot mend that. 128 bits of a cryptographic hash: tokens need not be compared on a hit.
+The engine's chain makes a key stand for its whole prefix. The fingerprint keeps namespaces apart whatever the tokens are. The salt, which
+clients of a tenant may choose, cannot imitate a chain. vLLM's block hash is a chain, too, and covers the salt, the adapter's name and the
+multimodal inputs; the root of that chain is in the namespace. LMCache's chunk hash stands for the whole prefix but has only 64 bits, and
+hashing it again does not add any. The others have 128 bits of a cryptographic hash, so tokens need not be compared on a hit.
 """
 
 from __future__ import annotations
@@ -44,25 +44,28 @@ Tokens = npt.NDArray[np.uint32]
 
 
 def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
-    """A 1-D sequence, numpy array or tensor of integers from 0 to 2^32 - 1 (on a GPU: copied to the host). ValueError for anything else."""
+    """Tokens as a 1-D uint32 array, from a sequence, numpy array or tensor (on a GPU: copied to the host).
+
+    ValueError unless `tokens` has one dimension and holds integers from 0 to 2^32 - 1.
+    """
     if isinstance(tokens, list) and tokens:
         with suppress(TypeError, OverflowError):
-            # In half of numpy's time, which looks for a type first.
+            # Takes half of numpy's time, which looks for a type first.
             return np.frombuffer(array("I", tokens), dtype=np.uint32)
     ids = as_integers(tokens)
     if ids.dtype == np.uint32:
         return cast(Tokens, ids)
-    # One pass finds a bit that is none of theirs, a sign too.
+    # One pass finds any bit above the 32, and a sign, too.
     if int(np.bitwise_or.reduce(ids)) >> 32:
         raise ValueError(f"tokens are from {ids.min()} to {ids.max()}; expected 0 to {(1 << 32) - 1}")
     return ids.astype(np.uint32)
 
 
 def as_integers(tokens: Sequence[int] | Any) -> npt.NDArray[np.integer[Any]]:
-    """`tokens` as they are, in an array of one dimension; their values are not looked at. ValueError like `as_tokens`."""
+    """`tokens` as a 1-D array of their own integer type. Values are not checked. ValueError unless they are integers in one dimension."""
     there: Any = tokens
     try:
-        # A tensor says it in a third of the time that numpy needs to find out.
+        # `Tensor.numpy` takes a third of the time of `np.asarray` of a tensor.
         ids = np.asarray((there.cpu() if there.is_cuda else there).numpy() if hasattr(there, "is_cuda") else there)
     except Exception as error:  # whatever a foreign object raises
         raise ValueError(f"tokens are a {type(tokens).__name__} that cannot be read: {type(error).__name__}: {error}") from error
@@ -72,7 +75,7 @@ def as_integers(tokens: Sequence[int] | Any) -> npt.NDArray[np.integer[Any]]:
 
 
 class _Hashed(NamedTuple):
-    """What was hashed last. tokens: those of `keys`, as they go into the hash."""
+    """What was hashed last. tokens: those of `keys`, as little-endian uint32."""
 
     tokens: bytes
     salt: bytes
@@ -80,9 +83,9 @@ class _Hashed(NamedTuple):
 
 
 class TokenHasher:
-    """Keys of rank 0 of the whole chunks of a token sequence, for one namespace and chunk size. Any thread.
+    """Makes keys of rank 0 for the whole chunks of a token sequence, for one namespace and chunk size. Any thread.
 
-    Chunks that begin the sequence before it, too, are not hashed again: a look-up, a retrieve and a store of one prompt hash it once.
+    Leading chunks that the previous sequence had, too, are not hashed again: a look-up, a retrieve and a store of one prompt hash it once.
     """
 
     def __init__(self, namespace: Namespace, chunk_size: int) -> None:
@@ -105,11 +108,11 @@ class TokenHasher:
         return list(keys)
 
     def _known(self, raw: bytes, salt: bytes) -> list[ChunkKey]:
-        """The keys of the leading chunks that were hashed a moment ago."""
+        """The keys of the leading chunks that the last sequence had, too."""
         last, step = self._last, self._step
         if salt != last.salt:
             return []
-        # Mostly all of one begins the other.
+        # Mostly the whole sequence is a prefix of the last one.
         if last.tokens.startswith(raw):
             return last.keys[: len(raw) // step]
         same, most = 0, min(len(raw), len(last.tokens))
@@ -118,7 +121,7 @@ class TokenHasher:
         return last.keys[: same // step]
 
     def _chain(self, known: list[ChunkKey], salt: bytes) -> bytes:
-        """The digest that the next chunk's is chained to."""
+        """The digest that the chunk after `known` is chained to."""
         if known:
             return known[-1][len(self._prefix) : -RANK_BYTES]
         root = self._root.copy()
@@ -141,15 +144,17 @@ class TokenHasher:
 
 
 class BlockHashKeys:
-    """Keys of rank 0 from vLLM's block hashes, for one namespace. hashes_per_chunk: how many of them a chunk spans."""
+    """Makes keys of rank 0 from vLLM's block hashes, for one namespace. hashes_per_chunk: how many hashes a chunk spans. Any thread."""
 
     def __init__(self, namespace: Namespace, hashes_per_chunk: int) -> None:
         self._prefix, self._each = namespace.prefix, hashes_per_chunk
         self._suffix = bytes(RANK_BYTES)
 
     def keys(self, hashes: Sequence[bytes], first: int, stop: int, adapter: bytes = b"") -> list[ChunkKey]:
-        """Of the chunks [first, stop); `adapter`: see `adapter_digest`. ConfigError for hashes too short to stand for a prefix, which
-        those of a `prefix_caching_hash_algo` that is not cryptographic are."""
+        """The keys of the chunks [first, stop). hashes: those of all the request's blocks. adapter: see `adapter_digest`.
+
+        Raises ConfigError for hashes too short to stand for a prefix: those of a `prefix_caching_hash_algo` that is not cryptographic.
+        """
         each, prefix, suffix = self._each, self._prefix, self._suffix
         made = [prefix + last[:HASH_BYTES] + suffix for last in hashes[(first + 1) * each - 1 : stop * each : each]]
         if made and len(made[-1]) != KEY_BYTES:
@@ -162,7 +167,7 @@ class BlockHashKeys:
 
 
 def state_keys(keys: Sequence[ChunkKey], parts: int) -> list[ChunkKey]:
-    """Of the states behind these chunks' last tokens, `parts` of each, chunk by chunk. keys: of rank 0."""
+    """The keys of the states after these chunks' last tokens, `parts` for each chunk, chunk by chunk. keys: of rank 0."""
     cut = slice(NAMESPACE_BYTES, -RANK_BYTES)
     made = [
         (key, blake2b(key[cut] + bytes([part]), digest_size=HASH_BYTES, person=b"vcache-state-1"))
@@ -173,8 +178,10 @@ def state_keys(keys: Sequence[ChunkKey], parts: int) -> list[ChunkKey]:
 
 
 def adapter_digest(lora_request: Any, content: str) -> bytes:
-    """32 bytes for an adapter, by its name, its path and what lies there: vLLM hashes the first two at most, which is enough in one
-    process, and chunks outlive it."""
+    """32 bytes that identify a LoRA adapter by its name, its path and `content` (see `Adapters.content`).
+
+    vLLM's block hashes cover name and path at most. That is enough within one process, but chunks outlive it.
+    """
     digest = blake2b(digest_size=32, person=b"vcache-lora-2")
     for part in (str(lora_request.lora_name), str(lora_request.lora_path), content):
         data = part.encode("utf-8", "surrogatepass")
@@ -188,14 +195,14 @@ Tags = tuple[tuple[str, Any], ...] | None
 
 
 class TaggedHash(Protocol):
-    """What we read of LMCache's `CacheEngineKey`. The rest of it is in the namespace."""
+    """The fields of LMCache's `CacheEngineKey` that are hashed here. Its others are in the namespace."""
 
     chunk_hash: int
     tags: Tags
 
 
 class TaggedHashKeys:
-    """Keys from LMCache's, for one namespace and rank. Any thread."""
+    """Makes keys from LMCache's keys, for one namespace and rank. Any thread."""
 
     def __init__(self, namespace: Namespace, rank: int) -> None:
         self._prefix = namespace.prefix
@@ -203,13 +210,13 @@ class TaggedHashKeys:
         self._root = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-lmcache-1")
 
     def keys(self, keys: Sequence[TaggedHash]) -> list[ChunkKey]:
-        """One key for each of `keys`. ValueError for a key of a single layer, which is no chunk."""
+        """One key for each of `keys`. ValueError for keys of single layers, which are not supported."""
         if keys and getattr(keys[0], "layer_id", None) is not None:
             raise ValueError("a key of one layer: LMCache runs with use_layerwise, which vcache does not support")
         return [self.of_request([key.chunk_hash], key.tags)[0] for key in keys]
 
     def of_request(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:
-        """The keys of chunks with these hashes and all the same tags."""
+        """One key for each hash; all have the same tags."""
         prefix, suffix, start, made = self._prefix, self._suffix, self._tagged(tags), []
         for number in hashes:
             digest = start.copy()
@@ -218,7 +225,7 @@ class TaggedHashKeys:
         return made
 
     def _tagged(self, tags: Tags) -> blake2b:
-        """The hash state after the tags, in the order of their names; no tags and none at all are the same."""
+        """The hash state after the tags, sorted by name. Empty tags and None are the same."""
         state = self._root.copy()
         pairs = sorted((name.encode("utf-8", "surrogatepass"), _canonical(value)) for name, value in tags or ())
         parts = [part for pair in pairs for part in pair]

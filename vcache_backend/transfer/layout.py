@@ -1,4 +1,4 @@
-"""What two instances must agree on to share chunks (`Layout`), and the namespace that follows from it."""
+"""Says what two instances must agree on to share chunks (`Layout`), and makes a namespace of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHECKSUM = "ml64x2-2"
-"""What `Layout.extra["checksum"]` is where engine.checksum is on: `checksum.NAME`, without what that module imports."""
+"""`Layout.extra["checksum"]` where engine.checksum is on. It equals `checksum.NAME`, which is not imported since it needs Triton."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that changes the bytes of a chunk, or whose they are. Two instances share if and only if all of it is equal.
+    """Everything that changes the bytes of a chunk, or who may read it. Two instances share if and only if all of it is equal.
 
-    kv_layout: the arrangement of one layer's KV in its blocks, as `PagedKV.describe()` names it.
-    extra: what an adapter must add (LoRA, quantisation, a tenant's salt, the hash algorithm and seed of foreign block hashes).
+    block_size, chunk_size: in tokens. kv_layout: how a block arranges the KV of one layer, as `PagedKV.describe()` names it.
+    extra: what an integration must add (LoRA, quantisation, a tenant's salt, the hash algorithm and seed of foreign block hashes).
     """
 
     model: str
@@ -43,7 +43,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     extra: dict[str, str] = {}
 
     def __post_init__(self) -> None:
-        """ValueError for what no KV cache can be."""
+        """Raises ValueError for values that no KV cache can have."""
         for name, kind in get_type_hints(Layout).items():
             value, least = getattr(self, name), int(name not in ("pp_rank", "kv_heads", "head_dim"))
             if kind in (int, str) and (not isinstance(value, kind) or (kind is int and value < least)):
@@ -64,8 +64,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         axes: str | None = None,
         **more: Any,
     ) -> Layout:
-        """The layout of these tensors, one a layer, with blocks of `block_size` tokens. more: what tensors do not tell, as `revision`,
-        `tp_size`, `extra`. axes: see `PagedKV.describe`, which recognises them from their shapes, or raises LayoutError."""
+        """The layout of these tensors, one a layer, with blocks of `block_size` tokens.
+
+        axes: see `PagedKV.describe`; None: recognised from the shapes. more: fields that tensors do not show, such as `revision`,
+        `tp_size`, `extra`. Raises LayoutError if the tensors' arrangement is not recognised, ValueError for wrong values.
+        """
         from vcache_backend.vram_pool.paged import PagedKV
 
         kv = PagedKV.describe(kvcaches, block_size, axes=axes)
@@ -75,18 +78,18 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return cls(model=model, **(heads | known | more))
 
     def fields(self) -> dict[str, str]:
-        """All of it as text, for the server and for people."""
+        """All fields as text, for the server and for people. `extra` appears as `extra.NAME`."""
         plain = {name: str(getattr(self, name)) for name in self.__struct_fields__ if name != "extra"}
         return plain | {f"extra.{key}": value for key, value in sorted(self.extra.items())}
 
     def namespace(self) -> Namespace:
-        """The namespace of this layout: a 32-byte BLAKE2b digest over its canonical MessagePack."""
+        """The namespace of this layout: the 32-byte BLAKE2b digest of `fields()`, sorted, as MessagePack."""
         canonical = msgspec.msgpack.encode(sorted(self.fields().items()))
         return Namespace(hashlib.blake2b(canonical, digest_size=32, person=b"vcache-layout-1").digest())
 
 
 class Namespace(NamedTuple):
-    """`fingerprint`: 32 bytes, keys the token hash. `prefix`: its first 8, the start of every chunk key."""
+    """fingerprint: 32 bytes, the key of the token hash. prefix: its first 8 bytes, with which every chunk key begins."""
 
     fingerprint: bytes
 
@@ -99,8 +102,10 @@ class Namespace(NamedTuple):
 
 
 def checked_layout(config: Config, layout: Layout) -> Layout:
-    """The layout with what the configuration changes of it: slots with and without checksums are never shared, nor are chunks that
-    came through a codec which loses something."""
+    """The layout with what the configuration adds to it: whether slots have checksums, and the offload tier's codec if it loses something.
+
+    Instances that differ in these never share chunks.
+    """
     extra = {name: value for name, value in layout.extra.items() if name not in ("checksum", "offload_codec")}
     checksum = {"checksum": CHECKSUM} if config.engine.checksum else {}
     codec = {"offload_codec": config.offload.codec} if config.offload.loses else {}

@@ -1,4 +1,4 @@
-"""Leases on chunks of the pool: asked for, given their full time again, and ended with a verdict."""
+"""Leases on chunks of the pool: takes them, renews them, and ends them with a verdict."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from vcache_backend.transfer.courier import Courier
 from vcache_backend.transfer.stats import EngineStats
 
 ASK_AGAIN_SECONDS = 0.02
+"""How often `verdict` asks again while a lease has patience."""
 FOREIGN = -1
-"""The connection of a lease that another process's client got. Others may read under it, too: that process ends it."""
+"""The `connection` of a lease that another process took. Others may read under it, too, and that process ends it."""
 
 
 class Lease(msgspec.Struct, eq=False):
-    """A leading run of chunks that may be read.
+    """The right to read the chunks `keys`, which lie at `locations`.
 
-    `deadline`: until when (time.monotonic), counted from before it was asked for, `seconds` earlier. `connection`: which of the
-    client's it was given on, it ends with it; FOREIGN for one of another process of this node. `patience`: seconds that a verdict may
-    take where the lease did not hold, or nobody says so: what was read cannot be taken back.
+    deadline: when it ends (time.monotonic): `seconds` after it was asked for or renewed. connection: the number of the client's connection
+    on which it was granted, and with which it ends; FOREIGN if another process of this node took it. patience: seconds for which
+    `verdict` asks again if the lease did not hold or the server does not answer; for reads that cannot be taken back.
     """
 
     id: int
@@ -42,7 +43,10 @@ class Lease(msgspec.Struct, eq=False):
 
 
 class AskedLease:
-    """A lease on the leading run of `keys` that was asked for. As a context it is given back at the end, unless it was fetched."""
+    """A request for a lease on the leading run of `keys`, which was sent. As a context manager it drops the lease, unless it was fetched.
+
+    One thread.
+    """
 
     def __init__(self, leases: LeaseClient, keys: list[ChunkKey]) -> None:
         self.keys, self._leases = keys, leases
@@ -55,7 +59,7 @@ class AskedLease:
             self._failure = error
 
     def fetch(self) -> Lease | None:
-        """Wait for the answer, once; None if none of the chunks is in the pool. Raises VCacheError."""
+        """Wait for the answer. None if the pool has none of the chunks, or on a second call. Raises VCacheError."""
         if self._failure is not None:
             raise self._failure
         sent, self._sent = self._sent, None
@@ -64,14 +68,14 @@ class AskedLease:
         try:
             leased = sent.answer()
         except VCacheError:
-            # A lease that comes too late is ended.
+            # If the answer still comes, its lease is ended.
             if not sent.over:
                 self._leases.end_asked(sent)
             raise
         return self._leases.granted(self.keys, leased, self._asked, self._connection)
 
     def drop(self) -> None:
-        """Give it back in the background, unless it was fetched. Idempotent."""
+        """End the lease in the background, unless it was fetched. Idempotent."""
         sent, self._sent = self._sent, None
         if sent is not None:
             self._leases.end_asked(sent)
@@ -84,22 +88,22 @@ class AskedLease:
 
 
 class LeaseClient:
-    """The leases of one session. Any thread. `note_epoch`: told in which epoch of the namespace the leased chunks were stored."""
+    """The leases of one session. Any thread. note_epoch: called with the namespace's epoch that each answer names."""
 
     def __init__(self, client: Client, courier: Courier, stats: EngineStats, note_epoch: Callable[[int], None]) -> None:
         self.client, self._courier, self._stats, self._note_epoch = client, courier, stats, note_epoch
 
     def acquire(self, keys: list[ChunkKey]) -> Lease | None:
-        """Lease the leading run of chunks that are in the pool; None if there are none. Raises VCacheError."""
+        """Lease the leading run of `keys` that is in the pool; None if it is empty. Raises VCacheError."""
         asked, connection = time.monotonic(), self.client.connections_lost
         return self.granted(keys, self.client.acquire(keys), asked, connection)
 
     def ask(self, keys: list[ChunkKey]) -> AskedLease:
-        """`acquire` in two steps: the answer is fetched later."""
+        """Like `acquire`, without waiting for the answer: `AskedLease.fetch` does. Never raises VCacheError; `fetch` does."""
         return AskedLease(self, keys)
 
     def granted(self, keys: list[ChunkKey], leased: Leased, asked: float, connection: int) -> Lease | None:
-        """The server's answer, which was asked for at that time on that connection."""
+        """The lease in the server's answer to a request sent at `asked` (time.monotonic) on `connection`; None if it grants none."""
         self._stats.add_time("acquire", time.monotonic() - asked)
         self._note_epoch(leased.epoch)
         if not leased.lease:
@@ -108,12 +112,12 @@ class LeaseClient:
         return Lease(leased.lease, there, leased.locations, until, leased.seconds, connection)
 
     def good_for_a_copy(self, lease: Lease) -> bool:
-        """Whether the lease has more than half its time left, and was given on the present connection."""
+        """Whether the lease has more than half its time left, and the connection on which it was granted is still there."""
         same = self.client.connected and lease.connection == self.client.connections_lost
         return same and lease.seconds_left > lease.seconds / 2
 
     def renew(self, lease: Lease) -> bool:
-        """Give a lease its full time again; False if it had ended, or nobody answered."""
+        """Extend a lease to its full time from now on; False if it had ended, or the server did not answer. Waits for the answer."""
         asked = time.monotonic()
         try:
             held = self.client.renew(lease.id)
@@ -124,8 +128,11 @@ class LeaseClient:
         return held
 
     def verdict(self, lease: Lease, end: bool = True) -> bool:
-        """Whether a lease under which a copy is over held until now; `end` it, unless there are more copies. Nobody is asked, or waited
-        for, before `GRACE_SECONDS` are over; then no answer is a no, unless the lease has patience."""
+        """Whether the lease held until now, which is after a copy under it. end: end it, too; False while other copies go on under it.
+
+        Within `GRACE_SECONDS` of the grant it holds by itself: True at once. Later the server is asked, and no answer means False. A lease
+        that is not ended here may have patience: then the answer is True if its chunks turn out to lie where they lay.
+        """
         end = end and lease.connection != FOREIGN
         granted = lease.deadline - lease.seconds
         if time.monotonic() < min(granted + GRACE_SECONDS, lease.deadline):
@@ -142,8 +149,11 @@ class LeaseClient:
             return False
 
     def _untouched(self, lease: Lease) -> bool:
-        """Whether its chunks lie where they lay when it was given: a slot that was used again meanwhile has another generation, also under
-        a server that was started again. Chunks that are not there may come back, with their segment."""
+        """Whether its chunks still lie at the locations in the lease; asks for `patience` seconds.
+
+        A slot that was used again has another generation, even after a restart of the server. Chunks that are missing may come back with
+        their segment, so it asks again.
+        """
         until, before = time.monotonic() + lease.patience, dict(zip(lease.keys, lease.locations, strict=True))
         while time.monotonic() < until:
             with suppress(VCacheError):
@@ -156,10 +166,10 @@ class LeaseClient:
         return False
 
     def release(self, lease: Lease) -> None:
-        """End a lease in the background: nothing was read under it, or it does not matter."""
+        """End a lease in the background, without a verdict. Leaves a FOREIGN one alone."""
         if lease.connection != FOREIGN:
             self._courier.release(lease.id)
 
     def end_asked(self, sent: Sent[Leased]) -> None:
-        """End a lease whose answer is still to come, in the background."""
+        """End, in the background, a lease whose answer is still to come."""
         self._courier.release_asked(sent)

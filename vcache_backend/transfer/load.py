@@ -46,7 +46,7 @@ class Load:
     """Copies the leading chunks of `keys` to their places. In the worker's thread that launches kernels.
 
     Call `advance` until it returns True: it does what it can without waiting. Then the `loaded` leading chunks are in place and verified,
-    and `cause` says why not all of them are. A load is not over while anything may still write into its places.
+    and `cause` says why not all of them are. A load is not over while anything may still write into its places, unless it was abandoned.
     """
 
     def __init__(

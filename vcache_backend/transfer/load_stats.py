@@ -1,4 +1,4 @@
-"""What one load has brought so far, by where it lay, and the time that took."""
+"""Counts what one load has brought so far, by where it lay, and the time that took."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ log = logging.getLogger(__name__)
 
 
 class LoadStats:
-    """Of one load, and added to its session's. One thread.
+    """Counters of one load, which also adds to those of its session. One thread.
 
-    tokens: by where they lay: on the reader's own GPU ("own"), on a peer's, in host memory, in another
-    instance's KV cache ("resident"), or in the offload tier ("store").
+    tokens: by where they lay: see `devices.where`, and "resident" (another instance's KV cache), "store" (the offload tier).
     metadata_seconds: asking the server. data_seconds: copying, and waiting for the offload tier.
     """
 
@@ -32,10 +31,12 @@ class LoadStats:
         self.metadata_seconds = self.data_seconds = 0.0
 
     def pooled(self, first: int, own: int, count: int, tokens: int, seconds: float) -> None:
-        """`count` chunks of the pool, from the load's chunk `first` on, are in place, `tokens` of them wanted. own: how many of them lay on
-        the reader's own device. seconds: of their copy."""
+        """Count `count` chunks of the pool, from the load's chunk `first` on, and their `tokens` wanted tokens, which are in place.
+
+        own: how many of the chunks lay on the reader's own device. seconds: of their copy.
+        """
         device = self._session.device
-        # Of the first and the last chunk only a part may be wanted; in all it is every token.
+        # Tokens are split in proportion to chunks; of the first and last chunk only a part may be wanted. Their sum is exact.
         of_own, each = tokens * own // count, tokens * self.token_bytes // count
         for owner, brought in ((device.name, of_own), ("", tokens - of_own)):
             if brought:
@@ -49,7 +50,7 @@ class LoadStats:
             log.debug(said, self._which(first, count), own, device, 1e3 * self.metadata_seconds, 1e3 * seconds)
 
     def resident(self, first: int, owner: bytes, count: int, tokens: int, seconds: float) -> None:
-        """The same of chunks out of the KV cache of instance `owner`."""
+        """Like `pooled`, for chunks read in the KV cache of instance `owner`."""
         self.data_seconds += seconds
         self.tokens["resident"] += tokens
         stats, nbytes = self._session.stats, tokens * self.token_bytes
@@ -61,13 +62,13 @@ class LoadStats:
             log.debug(said, self._which(first, count), owner.hex(), 1e3 * seconds)
 
     def refused(self, first: int, owner: bytes, count: int) -> None:
-        """So many chunks were used again by their owner before the copy was over: what was read of them does not count."""
+        """Count `count` chunks, from number `first` on, whose blocks `owner` used again before their copy was over."""
         self._session.stats.count(chunks_refused=count)
         self._session.stats.read_from(owner, 0, count)
         log.debug("%s changed in instance %s while they were read", self._which(first, count), owner.hex())
 
     def offloaded(self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float) -> None:
-        """The same of chunks from the offload tier. waited: seconds since the load had nothing else to do."""
+        """Like `pooled`, for chunks of the offload tier. waited: seconds since the load had nothing else to do."""
         self.data_seconds += waited
         self.tokens["store"] += tokens
         stats = self._session.stats

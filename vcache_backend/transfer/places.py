@@ -1,4 +1,4 @@
-"""Where the chunks of a request lie in a KV cache, by slots or by blocks, and the copies from there and to there."""
+"""Says where the chunks of a request lie in a KV cache, by slots or by blocks, and plans copies from and to there."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Places(Protocol):
-    """Places of consecutive chunks, numbered from 0. All plans raise LayoutError for places outside of the KV cache."""
+    """The places of chunks, numbered from 0, in the KV cache `kv`. Plans raise LayoutError for places outside of the KV cache."""
 
     kv: PagedKV
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
-        """The copy of `count` chunks from number `first` on, as far as they are wanted, out of slots 0, 1, ..."""
+        """The copy of the wanted blocks of `count` chunks, from number `first` on, out of slots 0, 1, ..."""
         ...
 
     def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
@@ -31,12 +31,12 @@ class Places(Protocol):
         ...
 
     def holds(self, chunk: int) -> bool:
-        """Whether the chunk has a place for each of its tokens, and nothing of it is left alone, so that it can be stored from here."""
+        """Whether all of the chunk has its place here, so that it can be stored from here."""
         ...
 
 
 class BlockPlaces:
-    """By block numbers: chunk i is the i-th row of `blocks`, whose blocks have `block_size` tokens (those of the tensors, or several)."""
+    """Places by block numbers. `blocks` lists the blocks of one chunk after the other, each of `block_size` tokens."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class BlockPlaces:
         *,
         holes: bool = False,
     ) -> None:
-        """skip, stop: a load wants `blocks[skip:stop]` only. holes: negative ones are not wanted, as of several groups
-        (`PagedKV.shares`)."""
+        """block_size: a multiple of the tensors' block size. skip, stop: a load wants `blocks[skip:stop]` only. holes: negative blocks are
+        not wanted; otherwise they are an error, unless there are several groups (`PagedKV.shares`)."""
         self.kv, self._size, self._holes = kv, chunk_size, holes
         self._each, parts = kv.blocks_in(chunk_size), block_size // kv.block_size
         ids = np.array(blocks, dtype=np.int64)
@@ -73,24 +73,24 @@ class BlockPlaces:
         return (chunk + 1) * self._each <= self._stop and not (own < 0).any()
 
     def distinct(self) -> bool:
-        """Whether all that is wanted has a place, and no two of it the same."""
+        """Whether all blocks from `skip` on have a place, and no two the same."""
         ids = self._ids[self._skip :]
         return len(set(ids.tolist())) == len(ids) and bool(np.minimum.reduce(ids, initial=0) >= 0)
 
     def there(self, chunks: int) -> npt.NDArray[np.bool_]:
-        """For each block of the leading `chunks` chunks whether it has a place."""
+        """Shape (blocks,): which blocks of the leading `chunks` chunks have a place."""
         found: npt.NDArray[np.bool_] = self._ids[: chunks * self._each] >= 0
         return found
 
 
 class SlotPlaces:
-    """By a slot mapping: the tokens of chunk i have their places at `slots[starts[i] : starts[i] + chunk_size]`, -1 for none."""
+    """Places by a slot mapping: the tokens of chunk i are in `slots[starts[i] : starts[i] + chunk_size]`; -1: the token has none."""
 
     def __init__(
         self, kv: PagedKV, chunk_size: int, slots: Int64s, starts: Sequence[int], skip: int = 0, *, whole: bool = False
     ) -> None:
-        """skip: a load leaves the tokens before this one alone. whole: it then begins with the whole block that this one is in, and
-        raises LayoutError where a token it wants is not in a whole block; otherwise it leaves such tokens out."""
+        """skip: a load wants the tokens of `slots[skip:]` only. whole: round `skip` down to a block, and raise LayoutError if wanted tokens
+        are not in a whole block; otherwise they are left out."""
         self.kv, self.slots = kv, slots
         self._skip = skip // kv.block_size * kv.block_size if whole else skip
         self._size, self._starts, self._whole = chunk_size, starts, whole
@@ -98,13 +98,13 @@ class SlotPlaces:
 
     @cached_property
     def _blocks(self) -> BlockPlaces:
-        """The same by blocks. Raises LayoutError."""
+        """The same places by blocks. Raises LayoutError."""
         ids, block = whole_blocks(self.kv, self._size, self.slots, self._starts, self._skip), self.kv.block_size
         left_alone = -(-max(self._skip - self._begin, 0) // block)
         return BlockPlaces(self.kv, self._size, ids, block, left_alone, holes=not self._whole)
 
     def refuse_shared(self) -> None:
-        """ValueError if two of the tokens that are wanted have one slot: the KV of one of them would be taken for the other's."""
+        """Raise ValueError if two wanted tokens have the same slot: the KV of one would be taken for the other's."""
         with suppress(LayoutError):
             if self._blocks.distinct():
                 return
@@ -120,7 +120,7 @@ class SlotPlaces:
         return self._blocks.load_plan(first, count)
 
     def loaded(self, chunks: int) -> npt.NDArray[np.bool_]:
-        """Shape of `slots`: which tokens a load of the leading `chunks` chunks brings, which stand there one behind the other."""
+        """Shape of `slots`: which tokens a load of the leading `chunks` chunks brings. Only for chunks that are adjacent in `slots`."""
         mask = np.zeros(len(self.slots), dtype=np.bool_)
         if chunks:
             mask[self._begin : self._begin + chunks * self._size] = np.repeat(self._blocks.there(chunks), self.kv.block_size)

@@ -22,19 +22,19 @@ POLL_SECONDS = 0.0002
 
 
 class _LeasedRun:
-    """Chunks of these numbers under one lease. users: pieces of them that are under way, and one for those not launched yet."""
+    """The chunks with these numbers, under one lease. users: how many of their pieces are under way, and 1 while more may be launched."""
 
     def __init__(self, lease: Lease, numbers: Sequence[int]) -> None:
         self.lease, self.numbers, self.users = lease, numbers, 1
 
     def leave(self, session: Session) -> None:
-        """One user less; the last one ends the lease."""
+        """Drop one user; the last one ends the lease."""
         self.users -= 1
         if not self.users:
             session.leases.release(self.lease)
 
     def consecutive(self, chunk: int) -> tuple[int, int]:
-        """Which of its locations are those of `chunk` and of the chunks right behind it."""
+        """[start, end) of the lease's locations that are those of `chunk` and of the consecutive chunks after it."""
         start = end = self.numbers.index(chunk)
         if isinstance(self.numbers, range):
             return start, len(self.numbers)
@@ -87,9 +87,9 @@ class Pooled:
     def __init__(
         self, context: LoadContext, lease: Lease | AskedLease | None, every: float, numbers: Sequence[int] | None = None
     ) -> None:
-        """lease: one that there is already or that was asked for; another process's is the only one. numbers: of the chunks it was
-        asked for; None: consecutive ones from the first that is taken on. every: seconds between two questions for chunks that
-        are not there; 0: there is no need to bound them."""
+        """lease: one that was taken or asked for. If another process took it (FOREIGN), the server is not asked for any other.
+        numbers: of the chunks it is on; None: consecutive ones, from the first one taken on.
+        every: the least seconds between two requests for a lease; 0: no limit."""
         self._context, self._given, self._numbers, self._every = context, lease, numbers, every
         self._only = isinstance(lease, Lease) and lease.connection == FOREIGN
         self._run: _LeasedRun | None = None
@@ -182,7 +182,7 @@ class Pooled:
             self._context.stats.metadata_seconds += perf_counter() - started
 
     def cancel(self) -> None:
-        """End a lease that was given but not used. Idempotent."""
+        """End the leases under which no copy is under way. Idempotent."""
         self._end_run()
         given, self._given = self._given, None
         if isinstance(given, AskedLease):

@@ -1,4 +1,4 @@
-"""The background of a worker that shares in place: which chunks lie in its KV cache, told once they do, and again to a new server."""
+"""The background thread of a worker that shares in place: publishes the chunks in its KV cache, and again to a new server."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from vcache_backend.vram_pool.copier import Mark
 log = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 0.05
-"""How long a step's end is waited for before the rest of the work is looked at again."""
+"""How long to wait for a step's end at a time, in between the thread's other work."""
 _POLL_SECONDS = 0.0005
 MOST_WAITING = 1024
-"""Publications of steps that are not over. Those after them are dropped: what is not published is a miss."""
+"""The most publications that wait for the end of their step. Further ones are dropped; their chunks are misses for others."""
 TOGETHER = 16
-"""Chunks that are saved together: if one of them changes hands before they are read, none is."""
+"""Chunks that are saved together. If a block of one is handed out before they are copied, none of them is saved."""
 SLOWEST_SECONDS = 60.0
-"""The longest pause before a server that does not know what was published is told again, until the scheduler has shown it the
-generations; the first is `courier.RETRY_SECONDS`, and each is twice the one before."""
+"""The longest pause between two attempts to tell a server what it does not know. It refuses until the scheduler has shown it the
+generations. The first pause is `courier.RETRY_SECONDS`, and each is twice the one before."""
 
 
 class Publication(NamedTuple):
-    """Chunks of one rank, the blocks they lie in and those blocks' generations, packed as in `Publish`, which says what the rest is."""
+    """Chunks of one rank, their blocks and those blocks' generations. All fields are those of `Publish`, packed as there."""
 
     keys: list[ChunkKey]
     blocks: bytes
@@ -45,7 +45,7 @@ class Publication(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """What can be read once `written` is reached. soon: it is told as soon as that."""
+    """A publication that may be told once `written` is reached. soon: then at once."""
 
     publication: Publication
     written: Mark
@@ -53,28 +53,30 @@ class _Waiting(NamedTuple):
 
 
 class Publisher(Courier):
-    """Tells the server of one worker's chunks, in the order they were submitted: each only after the step that wrote it.
+    """Publishes one worker's chunks in the order they were submitted, each once the step that wrote it is over.
 
-    What was published is kept, one chunk for each block that chunks begin with, and told again to a server that lost it, as far as
-    the blocks still hold it.
+    It keeps the last chunk that begins at each block, and publishes those whose blocks still hold them again if the server has lost them.
     """
 
     def __init__(self, client: Client, stats: EngineStats, instance: InstanceId, each: int, lead: int = 0) -> None:
-        """each: blocks of a chunk. lead: of those the first ones, without which it is of no use to anybody; 0: all."""
+        """each: blocks of a chunk. lead: how many of the first ones must still hold the chunk for it to be of use; 0: all."""
         self._stats, self._instance, self._each, self._lead = stats, instance, each, lead or each
         self._queue: deque[_Waiting] = deque()
         self._kept: dict[bytes, Publication] = {}
-        """Of one chunk each, by the first of its blocks."""
+        """Publications of one chunk each, by the bytes of its first block's number."""
         self._tables = Tables(client)
         self._servers = self._knows = 0
-        """How many there were, in a row, and which of them knows what is kept."""
+        """The number of the present server, counted from 0, and of the one that knows all that is kept; -1: none does."""
         self._again_at, self._pause = 0.0, courier.RETRY_SECONDS
         super().__init__(client)
         client.on_return.append(self._returned)
 
     def submit(self, publication: Publication, written: Mark, soon: bool = True) -> None:
-        """Hand over what can be read once `written` is reached. Never blocks. soon: others may look for it at once; else it is told after
-        `courier.LATER_SECONDS`, or with what is behind it: the step that the thread would take the interpreter from is over then."""
+        """Queue chunks that can be read once `written` is reached. Any thread; never blocks.
+
+        soon: publish them as soon as that, since others may look for them. Otherwise after `courier.LATER_SECONDS`, or with later ones, so
+        that the thread does not take the interpreter from the present step.
+        """
         with self._changed:
             if len(self._queue) >= MOST_WAITING:
                 self._stats.failed("publication_dropped")
@@ -83,14 +85,16 @@ class Publisher(Courier):
             self._changed.notify_all()
 
     def known(self, publication: Publication) -> list[Publication]:
-        """Those of these chunks that were told as they are named here, in whatever sequence, `TOGETHER` at a time, the last ones first.
-        What a step spoiled was not. Any thread."""
+        """The chunks of `publication` that were published just so, in any sequence: `TOGETHER` at a time, the last ones first. Any thread.
+
+        Leaves out chunks of steps that failed, which were never published.
+        """
         ones = [(one, self._kept.get(one.blocks[:NUMBER_BYTES])) for one in _single(publication)]
         same = [one for one, kept in ones if kept is not None and kept._replace(sequence=one.sequence) == one]
         return [_joined(same[max(0, at - TOGETHER) : at]) for at in range(len(same), 0, -TOGETHER)]
 
     def holds(self, publication: Publication) -> bool:
-        """Whether all of these chunks still lie where they were published. Any thread; asks the server the first time."""
+        """Whether all blocks of these chunks still have the published generations. Any thread; asks the server the first time."""
         view = self._tables.view(self._instance)
         blocks, generations = np.frombuffer(publication.blocks, dtype="<u4"), np.frombuffer(publication.generations, dtype="<u8")
         return view is not None and view.leading(blocks, generations, self._each) == len(publication.keys)
@@ -104,7 +108,7 @@ class Publisher(Courier):
     # ---- inside
 
     def _returned(self) -> None:
-        """There is a server again, maybe another one. In the client's thread."""
+        """Called when there is a server again, maybe another one. In the client's thread."""
         with self._changed:
             self._servers, self._again_at, self._pause = self._servers + 1, 0.0, courier.RETRY_SECONDS
             self._changed.notify_all()
@@ -113,7 +117,7 @@ class Publisher(Courier):
         return bool(self._queue) or self._is_due() or super()._has_work()
 
     def _hurries(self) -> bool:
-        """Whoever is asked after this instance has answered looks for what it has computed at once."""
+        """Whether a publication is urgent: an instance that is asked after this one has answered looks for its chunks at once."""
         return any(one.soon for one in self._queue) or super()._hurries()
 
     def _work(self) -> None:
@@ -122,13 +126,13 @@ class Publisher(Courier):
             self._wait()
             self._tell_again()
         for _ in range(len(self._queue)):
-            # A step that failed is taken out by this.
+            # This removes the publication of a step that failed.
             if self._stopping or not self._over(self._queue[0].written):
                 return
             publication = self._queue.popleft().publication
             self._keep(publication)
             if not self._tell(publication) and self._knows == self._servers:
-                # Its scheduler may not have shown the generations yet, or the server is gone.
+                # The scheduler may not have shown the generations yet, or the server is gone.
                 self._knows, self._pause = -1, courier.RETRY_SECONDS
                 self._wait()
 
@@ -139,7 +143,7 @@ class Publisher(Courier):
         self._again_at, self._pause = time.monotonic() + self._pause, min(2 * self._pause, SLOWEST_SECONDS)
 
     def _over(self, written: Mark) -> bool:
-        """Whether the step is over, or failed, in which case nothing reads its blocks: their tokens never come."""
+        """Whether the step is over. Removes the publication at the head of the queue if its step failed."""
         until = time.monotonic() + _SLICE_SECONDS
         try:
             while not written.reached():
@@ -158,7 +162,7 @@ class Publisher(Courier):
             self._kept[one.blocks[:NUMBER_BYTES]] = one
 
     def _tell(self, publication: Publication) -> int | None:
-        """How many of the chunks the server took; None if it did not say."""
+        """How many of the chunks the server took, 0 if it refused them; None if it is unavailable."""
         try:
             keys, blocks, generations, sequence, epoch = publication
             taken = self._client.publish(self._instance, sequence, keys, blocks, generations, epoch)
@@ -170,8 +174,7 @@ class Publisher(Courier):
         return taken
 
     def _tell_again(self) -> None:
-        """All that is kept and still there, in its old order, to a server that may not know it. Until it knows this instance and has
-        heard the last of it."""
+        """Publish all chunks that are kept and still there, in their old order. The server knows them if it took any, or there are none."""
         server = self._servers
         view = self._tables.view(self._instance)
         if view is None or not self._client.connected:
@@ -204,6 +207,6 @@ def _single(publication: Publication) -> list[Publication]:
 
 
 def _joined(ones: Sequence[Publication]) -> Publication:
-    """All of their chunks, in order, as one publication: some, of one sequence and one epoch."""
+    """One publication of all these publications' chunks, in order. At least one; all of one sequence and one epoch."""
     blocks, generations = b"".join(one.blocks for one in ones), b"".join(one.generations for one in ones)
     return ones[0]._replace(keys=[key for one in ones for key in one.keys], blocks=blocks, generations=generations)

@@ -53,8 +53,8 @@ class Session:
         anonymous: bool = False,
         kv_device: str = "",
     ) -> None:
-        """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) says why not. Raises ConfigError. An absent server is
-        no error: everything is a miss until it is there.
+        """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) says why not. Raises ConfigError, and ValueError if
+        `layout` has another chunk size. An absent server is no error: everything is a miss until it is there.
 
         rank: in the keys of chunks that this worker stores. anonymous: do not tell the server the layout; another process of this instance
         does. kv_device: where the KV caches will lie, see `devices.resolve`.

@@ -1,4 +1,4 @@
-"""What an engine counts: hits and misses, bytes by source, metadata time apart from data time, failures by cause."""
+"""Counts what an engine does: hits and misses, bytes by source, metadata time and data time, failures by cause."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TIMES = (
     *("lookup", "retrieve", "store", "acquire", "release", "reserve", "commit", "plan", "retrieve_copy", "store_copy"),
     *("offload_lookup", "offload_put"),
 )
-"""Whole calls first, then their parts: `retrieve_copy` and `store_copy` are data, `plan` is neither, the rest is metadata. Last those of
-the offload tier; a put is one batch, in the background."""
+"""Names of the latencies: whole calls first, then their parts, then those of the offload tier. `retrieve_copy` and `store_copy` are
+data time, `plan` is neither, the other parts and `lookup` are metadata time. A put is one batch, in the background."""
 METADATA = ("acquire", "release", "reserve", "commit")
 DATA = ("retrieve_copy", "store_copy")
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed")
@@ -35,9 +35,9 @@ class EngineStats:
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._said: dict[str, int] = {}
-        """Reasons, and in which life of the server each was said last."""
+        """By reason: the `Client.epoch` in which it was logged last."""
         self._owners: dict[bytes, tuple[int, int]] = {}
-        """By instance: bytes, and refused chunks. The newest last."""
+        """By instance: bytes read, and chunks refused. The latest read comes last."""
         self.updates = 0
         """How often something was added to the counters."""
 
@@ -46,6 +46,7 @@ class EngineStats:
         return _Timed(self, name)
 
     def add_time(self, name: str, seconds: float) -> None:
+        """Add one duration to `name`, which is in `TIMES`."""
         with self._lock:
             self._times[name].add(seconds * 1e6)
 
@@ -56,34 +57,36 @@ class EngineStats:
             self.updates += 1
 
     def read_from(self, owner: bytes, nbytes: int, refused: int = 0) -> None:
-        """So many bytes came out of the KV cache of this instance, and so many chunks were not what they were published as."""
+        """Count bytes read in the KV cache of instance `owner`, and chunks `refused` because they were no longer what was published."""
         with self._lock:
             before = self._owners.pop(owner, (0, 0))
             self._owners[owner] = before[0] + nbytes, before[1] + refused
             if len(self._owners) > MAX_OWNERS:
-                # That of which the last read is the longest ago: each start of an instance is a new one.
+                # Forget the one read longest ago. Each start of an instance is a new owner.
                 del self._owners[next(iter(self._owners))]
 
     def reads(self) -> list[Reads]:
-        """What came out of which instance's KV cache so far."""
+        """What was read in each instance's KV cache so far."""
         with self._lock:
             return [Reads(InstanceId(owner), nbytes, refused) for owner, (nbytes, refused) in self._owners.items()]
 
     def failed(self, cause: str) -> int:
-        """One more failure of this cause; how many so far."""
+        """Count a failure. Returns how many of this cause there were so far."""
         with self._lock:
             self._failures[cause] += 1
             return self._failures[cause]
 
     def unsaid(self, reason: str, epoch: int) -> bool:
-        """Whether this is to be said: once in each life of the server."""
+        """Whether to log this reason now: once in each `epoch` (`Client.epoch`)."""
         with self._lock:
             before, self._said[reason] = self._said.get(reason), epoch
             return before != epoch
 
     def miss(self, call: str, error: Exception) -> int:
-        """Count a failure, and say each cause once. Always 0."""
-        # What does not fit its checksum was counted and said where it was found.
+        """Count a failure of `call`, and log it if it is the first of its cause. Returns 0.
+
+        A ServerUnavailable is not logged here. A ChecksumError was counted and logged where it was found.
+        """
         if not isinstance(error, ChecksumError):
             first = self.failed(f"{call}: {type(error).__name__}") == 1
             if first and not isinstance(error, ServerUnavailable):
@@ -91,12 +94,12 @@ class EngineStats:
         return 0
 
     def not_stored(self) -> dict[str, int]:
-        """Chunks that were not stored so far, by cause."""
+        """How many chunks were not stored so far, by cause."""
         with self._lock:
             return {name: self._counts[f"not_stored_{name}"] for name in NOT_STORED}
 
     def counted(self, prefix: str) -> dict[str, int]:
-        """The counters whose names begin so, without that beginning."""
+        """The counters whose names begin with `prefix`, by the rest of their names."""
         with self._lock:
             return {name.removeprefix(prefix): amount for name, amount in self._counts.items() if name.startswith(prefix)}
 
@@ -126,7 +129,7 @@ class EngineStats:
 
 
 class _Timed:
-    """In half of a generator's time: there are some in every request's way."""
+    """A class, as it takes half of the time of a generator-based context manager; each request uses several."""
 
     def __init__(self, stats: EngineStats, name: str) -> None:
         self._stats, self._name, self._started = stats, name, perf_counter()

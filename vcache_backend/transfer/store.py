@@ -36,7 +36,9 @@ def store(
     fetched_in: int | None = None,
     holds: Callable[[], bool] | None = None,
 ) -> PendingStore | None:
-    """Reserve slots, copy in one launch, and commit in the background. None if nothing is copied, as if all chunks are there already.
+    """Reserve slots, copy in one launch, and commit in the background. In the worker's thread.
+
+    Returns None if nothing is copied: the pool has the chunks or no room, or too many stores wait for their commit. Raises VCacheError.
 
     chunks: numbers of the chunks to store; `keys[i]` and `places` are those of chunk i. prefix: keys of the chunks before chunk 0,
     which are marked as used, too. beside: the current stream does not wait for the copy, which reads what that stream has written so far;
