@@ -309,8 +309,9 @@ def test_a_load_is_not_over_before_its_copy_is(two: Two, a: Instance, b: Instanc
     """Others go on meanwhile; and what is not in place is not stored in the pool."""
     (tokens, own), (beside, undisturbed) = two.kept(a), alone(a)
     with meddled(b, UPLOAD, "slow", 60.0, times=1):
-        b.add("beside", beside, max_tokens=8)
         b.add("waits", tokens)
+        eventually(lambda: not b.step(1) and b.ask("calls")[UPLOAD])
+        b.add("beside", beside, max_tokens=8)
         done = b.finish("beside")
         assert set(done) == {"beside"}
         assert two.chunks() == 0
