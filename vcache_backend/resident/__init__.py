@@ -1,1 +1,1 @@
-"""Chunks that lie in an instance's own KV cache: who holds which bytes now, and the KV caches of others as this process sees them."""
+"""Sharing in place: which blocks of a KV cache hold what (generations, pins), and other instances' KV caches mapped into this process."""

@@ -1,4 +1,4 @@
-"""Sees to it that the memory of an owner that has ended is mapped here no longer than the copies under way need."""
+"""Unmaps the memory of owners that have ended as soon as the copies that read it are over."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from typing import Generic, Protocol, TypeVar
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 0.25
-"""From the end of an owner until nothing of it is read any more: what a step counts on, which may not fail, is launched by then."""
+"""How long after its owner's end new copies out of its memory may still begin. A step may count on copies that it has not launched yet, and
+they must not fail."""
 LOOK_SECONDS = 0.5
-"""How often to look whether an owner that lives has given its memory up."""
+"""How often to check whether a living owner has given its memory up."""
 
 
 class Borrowed(Protocol):
-    """What is mapped here of one owner's memory."""
+    """One owner's memory that is mapped here."""
 
     @property
     def given_up(self) -> bool:
-        """Whether its owner, which may live, does not want it read any more."""
+        """Whether its owner, which may still live, does not want it read any more."""
         ...
 
     def forbid(self) -> None:
-        """No new copies out of it."""
+        """Allow no new copies out of it."""
         ...
 
     def unmap(self) -> bool:
-        """Unless a copy is under way, which False says. After `forbid`; may wait for the device."""
+        """Unmap it; False, and nothing happens, while a copy is under way. Called after `forbid`; may wait for the device."""
         ...
 
 
@@ -39,15 +40,16 @@ B = TypeVar("B", bound=Borrowed)
 
 
 class Caretaker(Generic[B]):
-    """A thread that waits for the ends of processes, and unmaps what was theirs once nobody reads it.
+    """A thread that waits for the ends of owners' processes, and unmaps their memory once no copy reads it. Any thread.
 
-    on_end: called in that thread for each whose owner has ended, when it is forbidden and before it is unmapped.
+    on_end: called in that thread for each memory that is forbidden, before it is unmapped: its owner has ended or given it up, or `close`
+    was called.
     """
 
     def __init__(self, on_end: Callable[[B], None]) -> None:
         self._on_end = on_end
         self._lock = threading.Lock()
-        """Nobody waits for anything under it."""
+        """Held for moments only: nothing waits under it."""
         self._pidfds: dict[int, B] = {}
         self._going: list[B] = []
         self._closing, self._hurry = False, threading.Event()
@@ -58,13 +60,14 @@ class Caretaker(Generic[B]):
         self._thread.start()
 
     def admit(self, borrowed: B, pidfds: list[int]) -> bool:
-        """Take care of it, and of these pidfds, from now on; False, and they stay the caller's, after `close`. Raises OSError likewise."""
+        """Watch these processes for `borrowed`, and own the pidfds from now on. False after `close`; then, and after an OSError, both stay
+        the caller's."""
         with self._lock, ExitStack() as undo:
             if self._closing:
                 return False
             for pidfd in pidfds:
                 self._events.register(pidfd, select.EPOLLIN)
-                # Closing alone would leave it in there: whoever sent it holds the same open file.
+                # Closing a pidfd does not unregister it, since its sender holds the same open file.
                 undo.callback(self._events.unregister, pidfd)
             undo.pop_all()
             self._pidfds |= dict.fromkeys(pidfds, borrowed)
@@ -72,7 +75,7 @@ class Caretaker(Generic[B]):
         return True
 
     def discard(self, borrowed: B) -> None:
-        """It was never admitted, and nobody reads it: unmap it, in the thread as long as there is one."""
+        """Unmap what was never admitted and nobody reads: in the thread, or in this one if the thread has ended."""
         borrowed.forbid()
         with self._lock:
             running = self._bell is not None
@@ -84,18 +87,18 @@ class Caretaker(Generic[B]):
             borrowed.unmap()
 
     def wake(self) -> None:
-        """Something was left, or something is to be looked at. Any thread."""
+        """Have the thread look again: a copy has left, or there is something new. Any thread."""
         with self._lock:
             if self._bell is not None:
                 os.eventfd_write(self._bell, 1)
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is admitted any more."""
+        """Whether `admit` refuses: after `close`, or if the thread has failed."""
         return self._closing
 
     def close(self, seconds: float) -> None:
-        """Forbid and unmap all, each when its last copy has left, and end the thread; wait so long for that. Idempotent."""
+        """Forbid all memory, unmap each once its last copy is over, and end the thread. Waits at most `seconds`. Idempotent."""
         with self._lock:
             self._closing = True
         self._hurry.set()
@@ -130,7 +133,7 @@ class Caretaker(Generic[B]):
             with suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
         with self._lock:
-            # Before any is closed: its number may be another's at once.
+            # Looked up before any pidfd is closed, since its number may be used again at once.
             ended = {self._pidfds[fd] for fd in ready if fd in self._pidfds}
             here = set(self._pidfds.values())
         if ended and not self._closing:

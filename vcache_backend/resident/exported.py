@@ -1,4 +1,4 @@
-"""A worker's KV cache as others are told of it, and its exported memory as the server hands it on."""
+"""Describes a worker's KV cache to others, and hands its exported memory to the server, which passes it on."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> CacheShape:
     """What a reader must know of `kv`, whose pages lie in `regions` on `device`.
 
-    Raises LayoutError: another device, pages outside of the regions or across two of them, planes whose blocks are not equally far apart,
-    too many.
+    Raises LayoutError: `kv` is on another kind of device, pages lie outside of the regions or across two of them, planes have different
+    strides, or there are too many planes or regions.
     """
     if (kv.device.type == "cuda") != (device.medium == "cuda"):
         raise LayoutError(
@@ -62,9 +62,9 @@ def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> Cache
 
 
 def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> None:
-    """Raises LayoutError unless a cache of this shape, for `blocks` blocks of vLLM, can be read into `kv` on `device` page by page.
+    """Raise LayoutError unless a cache of this shape, with `blocks` blocks of vLLM, can be read into `kv` on `device` page by page.
 
-    The shape may come from a peer: every page of it lies inside of its regions afterwards.
+    The shape may come from a peer. If it passes, all of its pages lie inside of its regions.
     """
     theirs = shape.layout, shape.page_bytes, shape.parts, shape.layers, shape.block_size, shape.medium
     ours = kv.name, kv.page_bytes, kv.parts, kv.layers, kv.block_size, device.medium
@@ -81,10 +81,11 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
 
 
 class Shown:
-    """This worker's KV cache is there for others, at any server, until `close`.
+    """Shows this worker's KV cache to others through the server, until `close`.
 
-    The fds stay the caller's, and open till then. Shown at once, in the caller's thread, and after every reconnection, in the
-    client's. trouble: why the server does not have it now, which is logged, and tried again with every heartbeat; empty if it does.
+    It is shown at once, in the caller's thread, and after every reconnection, in the client's. The regions' fds stay the caller's, and
+    must be open until `close`. trouble: why the server does not have it now; empty if it does. Each new reason is logged, and every
+    heartbeat tries again.
     """
 
     def __init__(self, client: Client, instance: bytes, rank: int, shape: CacheShape, regions: Sequence[Region]) -> None:
@@ -97,7 +98,7 @@ class Shown:
         self._show()
 
     def close(self) -> None:
-        """Nothing is shown from now on. What the server has of it goes with this client's connection. Idempotent."""
+        """Show nothing from now on. What the server has goes with this client's connection. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -105,7 +106,7 @@ class Shown:
                 self._client.on_beat.remove(self._mend)
 
     def _mend(self) -> None:
-        """What was refused for want of room may be taken now."""
+        """Try again what was refused, for lack of room for example. In the client's thread."""
         if self.trouble:
             self._show()
 

@@ -1,14 +1,15 @@
-"""Which bytes a block of a KV cache holds: a counter for each block, in memory that its owner writes and all others only read.
+"""Generation tables: a counter for each block of a KV cache tells what it holds. Its owner writes them, all others only read.
 
-A counter changes before its block may be written again, so whoever finds the published even number after a copy has copied what the
-number stood for. Odd: nobody has filled the block, or what it holds counts no more; it equals nothing. An even number is given once: to
-all blocks that are filled together.
+A counter changes before its block may be written again. So a reader that finds the published number after its copy has copied what that
+number stood for. Published numbers are even, and each is used once, for all blocks that are filled together. An odd number means that the
+block holds nothing that may be read; it equals no published number.
 
-One memfd: a page with the header (`_HEADER`), then the counters, little-endian, 64 bits each, aligned, so that none is ever read in
-halves. It is sealed: its size does not change, and only its owner, who mapped it before, can write it.
+A table is one memfd: a page with the header (`_HEADER`), then the counters, 64 bits each, little-endian and aligned, so that none is ever
+read in halves. It is sealed: its size cannot change, and nobody but the owner, who mapped it before, can write it.
 
-Nothing here is a fence. The owner stores the counter and then has the block written, the reader loads the block and then the counter:
-x86-64 keeps stores in order, and loads too (TSO), and no compiler moves numpy's across a call. On other machines both classes refuse.
+There are no fences here. The owner stores the counter before it has the block written, and the reader loads the block before the counter.
+x86-64 keeps stores in order, and loads, too (TSO), and no compiler moves numpy's accesses across a call. On other machines both classes
+refuse.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ MAGIC = b"vcache-g"
 VERSION = 2
 MACHINE = "x86_64"
 _HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQQQ")
-"""Magic, version, 1 once the owner gave the table up, instance, blocks, by which clock the owner takes pins, or 0 if it takes none, and how
-many blocks nobody uses."""
+"""Magic, version, 1 once the owner gave the table up, instance, number of blocks, the `clock()` by which the owner honours pins (0: it
+honours none), and how many blocks the owner can hand out."""
 _DEAD_AT, _CLOCK_AT, _FREE_AT = 12, 40, 48
 VOID = np.uint64(1)
-"""Of a block that holds nothing which anybody may read."""
+"""The counter of a block that holds nothing that may be read."""
 SEALS = RESIZING | FUTURE_WRITE
-"""What every reader insists on: a table that others write says nothing."""
+"""The seals that every reader insists on: a table that others can write proves nothing."""
 
 UInt32s = npt.NDArray[np.uint32]
 UInt64s = npt.NDArray[np.uint64]
@@ -47,14 +48,14 @@ Blocks = Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.uint32]
 
 
 class Generations:
-    """The owner's table. One thread, the scheduler's; `give_up` from any. `fd` is for others, and stays this object's.
+    """The owner's table. In the scheduler's thread; `give_up` in any. fd: for others to map; stays this object's.
 
-    counters: as they are now, one for each of `blocks`. All start at 2, and 0 is never published. coming: the number of the blocks that are
-    filled next.
+    counters: the present numbers, one for each of `blocks` blocks. All start at 2, and 0 is never published. coming: the number that the
+    blocks filled next will get.
     """
 
     def __init__(self, instance: bytes, blocks: int) -> None:
-        """Raises SegmentError where there is no memory or descriptor for it, or the machine does not order stores."""
+        """Raises SegmentError if there is no memory or descriptor for it, or the machine does not order stores."""
         _check_machine()
         if len(instance) != INSTANCE_BYTES or not 0 < blocks <= MAX_BLOCKS:
             raise SegmentError(
@@ -75,47 +76,49 @@ class Generations:
         _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks, 0, 0)
 
     def void(self, blocks: Blocks | int) -> None:
-        """These hold nothing that anybody may read until they are `filled`: somebody else may write them from now on. IndexError, and no
-        change, if one of them is none of the cache's."""
+        """Mark blocks as holding nothing that may be read until they are `filled`. From now on they may be written.
+
+        Raises IndexError, and changes nothing, if the cache does not have one of them.
+        """
         self.counters[blocks] = VOID
 
     def honours_pins(self, does: bool) -> None:
-        """Whether readers may count on pins from now on; see `pins`. Nobody may at first."""
+        """Say whether readers may count on pins from now on; see `pins`. At first they may not."""
         struct.pack_into("<Q", self._memory, _CLOCK_AT, clock() if does else 0)
 
     def show_free(self, blocks: int) -> None:
-        """So many of the blocks can be handed out; readers pin a part of these at most."""
+        """Say how many blocks can be handed out, of which a reader pins only a part."""
         with suppress(ValueError):  # closed
             struct.pack_into("<Q", self._memory, _FREE_AT, blocks)
 
     def filled(self, blocks: Blocks) -> None:
-        """What these, all void, are being given is what their new, even number stands for."""
+        """Give these blocks, all of them void, the next even number, which stands for what is being written into them."""
         self.counters[blocks] = self.coming
         self.coming += 2
 
     def void_all(self) -> None:
-        """What every block holds means something else: nobody may read it before it is handed out and filled again."""
+        """Mark all blocks as holding nothing that may be read until they are handed out and filled again."""
         self.counters |= np.uint64(1)
 
     def give_up(self) -> None:
-        """Nothing here is to be believed any more, whatever happens next. Never raises."""
+        """Declare the table dead for good: readers believe nothing in it any more. Any thread. Never raises."""
         with suppress(ValueError, TypeError):  # closed, which gave it up
             struct.pack_into("<I", self._memory, _DEAD_AT, 1)
 
     def close(self) -> None:
-        """Give it up, and let go of the memory: those who have it mapped see that nobody keeps it. Idempotent."""
+        """Give the table up, and release its memory. Those who have it mapped see that it is dead. Idempotent."""
         self.give_up()
         self._undo.close()
 
     def _release(self) -> None:
         self.counters = np.empty(0, dtype=np.uint64)
-        # Somebody else still looks at the counters: the mapping goes with that array.
+        # Raised if somebody still has an array of the counters: the mapping then goes with it.
         with suppress(BufferError):
             self._memory.close()
 
 
 class GenerationView:
-    """Another instance's table, which is mapped as long as this object lives. Any thread."""
+    """Another instance's table, mapped for as long as this object lives. Any thread."""
 
     def __init__(self, memory: mmap.mmap, instance: bytes, blocks: int) -> None:
         self.instance, self.blocks = instance, blocks
@@ -126,9 +129,9 @@ class GenerationView:
 
     @classmethod
     def open(cls, fd: int, instance: bytes, blocks: int) -> GenerationView:
-        """The table behind `fd`, which stays the caller's, if it is `instance`'s, of so many blocks, and sealed.
+        """Map the table behind `fd`, which stays the caller's. It must be `instance`'s, of `blocks` blocks, and sealed.
 
-        Raises SegmentError for everything else, before it is touched where touching it could kill this process.
+        Raises SegmentError otherwise. What could kill this process when touched is refused before it is mapped.
         """
         _check_machine()
         with raising_as({OSError: SegmentError}, "generation table"):
@@ -147,19 +150,16 @@ class GenerationView:
 
     @property
     def dead(self) -> bool:
-        """Whether its owner gave it up. False says nothing about an owner that was killed."""
+        """Whether the owner gave it up. An owner that was killed did not."""
         return bool(self._dead[0])
 
     @property
     def free(self) -> int:
-        """How many blocks its owner can hand out, as of a moment ago."""
+        """How many blocks the owner could hand out a moment ago."""
         return int(self._free[0])
 
     def leading(self, blocks: UInt32s, generations: UInt64s, each: int) -> int:
-        """How many leading chunks, of `each` blocks, still hold what `generations` stand for.
-
-        The number of a block that is void, or that the cache does not have, equals nothing; of a dead table none does.
-        """
+        """How many leading chunks, of `each` blocks each, still hold what `generations` stand for: see `right`."""
         count = min(len(blocks), len(generations)) // each
         same = self.right(blocks[: count * each], generations[: count * each])
         if same.all():
@@ -167,16 +167,21 @@ class GenerationView:
         return int(same.reshape(count, each).all(axis=1).argmin())
 
     def right(self, blocks: UInt32s, generations: UInt64s) -> npt.NDArray[np.bool_]:
-        """Which of these, as many as there are generations, still hold what those stand for."""
+        """Which of these blocks still hold what their `generations`, one for each block, stand for.
+
+        None of a dead table, and no block that is void or that the cache does not have.
+        """
         now = self.counters.take(blocks, mode="clip")
         same: npt.NDArray[np.bool_] = (now == generations) & (generations & np.uint64(1) == 0) & (blocks < self.blocks)
-        # After the counters: an owner whose counters fail it gives up before it hands out a block.
+        # Read after the counters: an owner that cannot keep its counters gives the table up before it hands out a block.
         return np.zeros_like(same) if self.dead else same
 
     def pinned(self, blocks: UInt32s, generations: UInt64s) -> bool:
-        """Whether these, blocks of the cache that a pin was written for, are as `generations` say, and their owner looks for pins, by this
-        process's clock, before it hands one out."""
-        # In this order: what was handed out while it took no pins was void before it took them again.
+        """Whether the owner will honour a pin that was just written for these blocks of its cache, and they have these `generations`.
+
+        It must honour pins by this process's clock.
+        """
+        # In this order: blocks handed out while the owner honoured no pins were void before it honoured them again.
         honoured = int(self._clock[0]) == clock()
         same = bool((self.counters[blocks] == generations).all() and not (generations & np.uint64(1)).any())
         return honoured and same and not self.dead
@@ -184,14 +189,14 @@ class GenerationView:
 
 @cache
 def clock() -> int:
-    """The time namespace of this process: in another one `time.monotonic` says something else."""
+    """A number for this process's time namespace (its inode): processes with the same number have the same `time.monotonic`."""
     with suppress(OSError):
         return os.stat("/proc/self/ns/time").st_ino
     return 1
 
 
 def _check(fd: int, blocks: int) -> None:
-    """Refuse what could shrink under a mapping, be written by others, or has another size than it should. SegmentError, OSError."""
+    """Refuse a table that could shrink under a mapping or be written by others, or has the wrong size. Raises SegmentError, OSError."""
     if reason := lacking(fd, SEALS):
         raise SegmentError(f"generation table: {reason}")
     nbytes = os.fstat(fd).st_size
@@ -208,5 +213,5 @@ def _check_machine() -> None:
 
 
 def _size(blocks: int) -> int:
-    """Whole pages: the header's, and the counters'."""
+    """Bytes of a table, in whole pages: the header's, and the counters'."""
     return mmap.PAGESIZE * (1 + -(-blocks * 8 // mmap.PAGESIZE))

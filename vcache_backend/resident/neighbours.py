@@ -1,8 +1,8 @@
-"""KV caches of other instances, mapped into this process as long as their owners live.
+"""Maps KV caches of other instances into this process, for as long as their owners live.
 
-When an owner dies its memory must be free at once, or its restart fails; but to unmap what a copy still reads would kill this
-process's context. So copies are counted: who launches one says so before (`enter`) and after it is over (`leave`), an owner's end
-forbids new ones, and a thread unmaps when the last has left.
+When an owner dies its memory must become free soon, or its restart fails. But unmapping memory that a copy still reads would kill this
+process's CUDA context. So copies are counted: each is announced before its launch (`enter`) and once it is over (`leave`). An owner's
+end forbids new copies, and a thread unmaps once the last one has left.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from vcache_backend.vram_pool.paged import Int64s, PagedKV
 log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 2.0
-"""Most time for the requests to the server about one new instance, of which there are some tens."""
+"""The most time for the requests to the server about one new instance, of which there are some tens."""
 CLOSE_SECONDS = 5.0
-"""How long closing waits for copies under way."""
+"""How long `Neighbours.close` waits for copies under way."""
 
 
 class Neighbour:
     """The KV cache of one rank of another instance. Any thread.
 
-    bases: the address of each plane's block 0 in this process; what lies there is to be read only, and only between `enter` and `leave`.
-    each: blocks of vLLM in a chunk. split: blocks of the tensors in a block of vLLM, which is what generations count.
+    bases: the address of each plane's block 0 in this process; to be read only, and only between `enter` and `leave`.
+    each: vLLM's blocks in a chunk. split: the tensors' blocks in a block of vLLM. Generations are of vLLM's blocks.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Neighbour:
         self._mapped: list[mmap.mmap | torch.Tensor] = []
 
     def enter(self) -> bool:
-        """A copy out of it is about to be launched; the mapping stays until `leave`. False: its owner has ended, so launch none."""
+        """Announce a copy out of it: it stays mapped until `leave`. False if its owner has ended; then launch none."""
         with self._lock:
             self._launches += not self._forbidden
             return not self._forbidden
 
     def leave(self) -> None:
-        """The copy is over, and its generations have been looked at. Once for each `enter` that was True. Never waits for the device."""
+        """Say that a copy is over and its generations were checked. Once for each `enter` that was True. Never waits for the device."""
         with self._lock:
             self._launches -= 1
             last = self._forbidden and not self._launches
@@ -83,12 +83,12 @@ class Neighbour:
         if device.medium == "cuda":
             self._mapped.append(cuda_segment.map_fd(fd, nbytes, self.shape.device, device))
         else:
-            # Of this size, and it cannot shrink: no read is a SIGBUS.
+            # It has this size and cannot shrink, so no read is a SIGBUS.
             host_segment.check(fd, nbytes)
             self._mapped.append(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
 
     def begin(self) -> None:
-        """All regions are mapped."""
+        """Work out `bases`, once all regions are mapped."""
         addresses = [_address(held) for held in self._mapped]
         self.bases = np.array([addresses[region] + offset for region, offset in self.shape.planes], dtype=np.int64)
         self.bases.flags.writeable = False
@@ -113,7 +113,7 @@ class Neighbour:
 class Neighbours:
     """The KV caches that a worker on `device` can read into its own, `kv`. Any thread; no method raises.
 
-    rank: of this worker, and of those it reads from. A thread of its own waits for the ends of the owners' processes.
+    rank: this worker's, and that of the workers it reads from. A thread waits for the ends of the owners' processes.
     """
 
     def __init__(self, client: Client, device: Device, kv: PagedKV, rank: int) -> None:
@@ -124,11 +124,13 @@ class Neighbours:
         self._refused = Refusals()
         self._caretaker = Caretaker(self._ended)
         self._aside = ThreadPoolExecutor(1, "vcache-neighbours-aside")
-        """Asks and tells the server what neither a step nor an owner's end may wait for."""
+        """Runs requests to the server that neither a step nor an owner's end may wait for."""
 
     def expects(self, instance: bytes) -> bool:
-        """Whether the KV cache of `instance` is being mapped, in a thread; that of one heard of for the first time is from now on. Over
-        after some seconds at most, and `get` then answers at once."""
+        """Whether the KV cache of `instance` is being mapped, in another thread. The first call for an instance starts that.
+
+        It takes some seconds at most, and then `get` answers at once.
+        """
         if instance in self._coming:
             return True
         if instance in self._here or instance in self._refused or self._caretaker.closed:
@@ -141,11 +143,11 @@ class Neighbours:
         return False
 
     def get(self, instance: bytes) -> Neighbour | None:
-        """The KV cache of `instance`; None while it is not to be had, and for good once its owner has ended.
+        """The KV cache of `instance`; None while it cannot be read, and for good once its owner has ended.
 
-        One that `expects` was not asked about is mapped in the caller's thread: some tens of requests to the server, then some 10 ms for
-        40 GiB of a GPU. What cannot be read here is said once in the log, and not tried again; what this process is short of, whenever
-        it was.
+        If it is not mapped, and `expects` was not called, it is mapped in the caller's thread: some tens of requests to the server, then
+        some 10 ms for 40 GiB of a GPU. A KV cache that cannot be read here is logged once and not tried again. If this process ran short
+        of something, or the server failed, it is tried again after a while (`tables.pause`).
         """
         known = self._here.get(instance)
         if known is not None:
@@ -169,7 +171,7 @@ class Neighbours:
         return frozenset(self._here)
 
     def close(self) -> None:
-        """Unmap all, each once its last copy has left; waits `CLOSE_SECONDS` for that at most. Idempotent."""
+        """Unmap all KV caches, each once its last copy is over. Waits at most `CLOSE_SECONDS`. Idempotent."""
         self._caretaker.close(CLOSE_SECONDS)
         self._aside.shutdown(wait=False)
 
@@ -178,7 +180,7 @@ class Neighbours:
     def _map_new(self, instance: bytes) -> None:
         try:
             self.get(instance)
-        except Exception:  # the thread's last line of defence; a load waits for its end
+        except Exception:  # the thread's last line of defence; a load waits until it is no longer in `_coming`
             self._refused.add(instance)
             log.exception("the KV cache of instance %s is not read in place", instance.hex())
         finally:
@@ -196,7 +198,7 @@ class Neighbours:
                 _in_time(started)
                 pidfds.append(open_process(self._client, instance, rank))
                 undo.callback(os.close, pidfds[-1])
-            # Here before its end can be noticed.
+            # In `_here` before `admit`, from which on the owner's end is noticed.
             undo.callback(self._forget, neighbour)
             self._map(neighbour, started)
             self._here[instance] = neighbour
@@ -214,25 +216,25 @@ class Neighbours:
             try:
                 neighbour.map(fd, nbytes, self._device)
             finally:
-                # The mapping alone holds the memory.
+                # The mapping keeps the memory.
                 os.close(fd)
         neighbour.begin()
 
     def _forget(self, neighbour: Neighbour) -> None:
-        """What was mapped of it goes in the thread: here a step may be waiting."""
+        """Undo `_open`. What is mapped already is unmapped in the caretaker's thread, since a step may be waiting for this one."""
         self._here.pop(neighbour.instance, None)
         self._caretaker.discard(neighbour)
 
     def _ended(self, neighbour: Neighbour) -> None:
-        """In the thread."""
+        """The caretaker's `on_end`, in its thread."""
         self._refused.add(neighbour.instance)
         self._here.pop(neighbour.instance, None)
         if not self._caretaker.closed:
             log.info("instance %s has ended: its KV cache is unmapped here", neighbour.instance.hex())
 
     def _tell(self, instance: bytes) -> None:
-        """It is unmapped, so nobody need look here for the memory of an owner that has ended."""
-        with suppress(RuntimeError):  # closed: its connection goes, which says as much
+        """Tell the server that it is unmapped here, so that this process is not suspected of holding an ended owner's memory."""
+        with suppress(RuntimeError):  # closed: the connection's end tells the server as much
             self._aside.submit(self._told, instance)
 
     def _told(self, instance: bytes) -> None:

@@ -1,18 +1,18 @@
-"""Blocks that their owner is asked not to hand out while they are read: what lets a step count on a read that may not fail.
+"""Pins: a reader asks an owner not to hand out blocks for a moment, so that a step can count on reading them in place.
 
-A pin is a time, in memory of the owner's that its readers write: until then nobody gets the block. Nobody waits for anybody, nothing has
-to be taken back, and who dies or stops holds nothing for longer than `HOLD_SECONDS`.
+A pin is a time, written by a reader into memory of the owner: the owner does not hand out the block before then. Nobody waits for anybody,
+nothing has to be taken back, and a reader that dies or stops holds nothing for longer than `HOLD_SECONDS`.
 
-Both sides write first and then look. The owner, before it hands blocks out, says that it takes no pins, looks for those there are, makes
-the blocks void, and takes pins again. The reader writes its pins, and then looks: first whether they are taken, then at the generations,
-which must all be as they were published. A processor may let a load pass an earlier store, so that both would see nothing; `barrier`,
-which the reader pays for alone, makes that impossible:
+Both sides write first and then look. Before the owner hands blocks out it says that it honours no pins, looks for pins, makes the blocks
+void, and honours pins again. The reader writes its pins and then looks: first whether pins are honoured, then whether all generations
+are as published. A processor may execute a load before an earlier store, and then neither would see the other. `barrier`, which only the
+reader calls, makes that impossible:
 
-- if the owner looks for pins after the reader's barrier, it sees them;
-- if it looked before, it had said that it takes none; behind the barrier the reader sees that, or that it takes them again, and then the
-  blocks are void.
+- If the owner looks for pins after the reader's barrier, it sees them.
+- If it looked before, it had said that it honours none. After the barrier the reader sees either that, or that pins are honoured again;
+  in that case the blocks handed out are void.
 
-Each reader writes a row of its own: nobody can change a number in one go from Python.
+Each reader writes a row of its own, since Python has no atomic update of a number in shared memory.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from vcache_backend.seals import RESIZING, lacking
 log = logging.getLogger(__name__)
 
 HOLD_SECONDS = 0.25
-"""How long a pin holds: ten times what the largest copy takes. One that ends later than that from now is nobody's, and holds nothing."""
+"""How long a pin holds: ten times what the largest copy takes. The owner ignores pins that end later than that: no reader writes them."""
 LATE_SECONDS = 0.05
-"""A reader that took longer than that to pin counts on nothing: it was stopped."""
+"""The most time that `Pinning.pin` may take. After more, for example if the process was stopped, it counts on nothing."""
 ROWS = 64
-"""Readers of one owner that can pin. What is not written to takes no memory."""
+"""The most readers of one owner that can pin. Rows that are not written to take no memory."""
 SHARE = 8
-"""A reader pins at most so small a part of the blocks that an owner can hand out, an eighth: so many that it has others."""
+"""A reader pins at most 1/8 of the blocks that an owner can hand out, so that the owner has others."""
 _HOLD, _LATE, _SKEW = int(HOLD_SECONDS * 1e9), int(LATE_SECONDS * 1e9), 1_000_000
 _SYSCALL, _REGISTER, _EXPEDITED = 324, 4, 2
-"""Of membarrier(2) on x86-64: `REGISTER_GLOBAL_EXPEDITED`, and `GLOBAL_EXPEDITED`, a microsecond."""
+"""membarrier(2) on x86-64: its number, and the commands `REGISTER_GLOBAL_EXPEDITED` and `GLOBAL_EXPEDITED`. It takes a microsecond."""
 
 
 def barrier(command: int = _EXPEDITED) -> bool:
-    """From here on this thread sees what threads of processes that take pins wrote before, and they see what it has written. False where
-    the kernel does not do that."""
+    """A full memory barrier between this thread and the threads of all processes that have called `possible`: afterwards each sees what
+    the others wrote before. False if the kernel does not have it."""
     return bool(_libc().syscall(_SYSCALL, command, 0, 0) == 0)
 
 
 @cache
 def _libc() -> ctypes.PyDLL:
-    """Not `CDLL`, which would let other threads run meanwhile, and wait for them afterwards."""
+    """libc, called with the interpreter's lock held: `CDLL` would release it, and wait for it afterwards."""
     return ctypes.PyDLL(None)
 
 
@@ -75,26 +75,26 @@ def possible() -> bool:
 
 
 class _Board:
-    """One owner's pins: for each of `ROWS` readers the end of its last pin, and, from the next page on, a row with a word for each block.
-    All are nanoseconds of `time.monotonic_ns`."""
+    """One owner's pins, mapped: for each of `ROWS` readers the end of its last pin, and from the next page on its row, with the end of its
+    pin on each block. All are nanoseconds of `time.monotonic_ns`."""
 
     def __init__(self, fd: int, blocks: int) -> None:
         self.blocks, self._memory = blocks, mmap.mmap(fd, size(blocks))
         self.last: npt.NDArray[np.int64] = np.frombuffer(self._memory, dtype="<i8", count=ROWS)
         self.ends = memoryview(self._memory)[: 8 * ROWS].cast("q")
-        """The same, for a look that takes a microsecond."""
+        """The same as `last`; reading it takes a microsecond only."""
         rows = np.frombuffer(self._memory, dtype="<i8", offset=mmap.PAGESIZE, count=ROWS * blocks)
         self.until: npt.NDArray[np.int64] = rows.reshape(ROWS, blocks)
 
 
 class _Row:
-    """One reader's row of a board. Nobody else's while this lives: the lock goes with the process."""
+    """One reader's row of a board. It is locked for as long as this object or its process lives."""
 
     def __init__(self, fd: int, blocks: int) -> None:
-        """Raises SegmentError if others have all of them; OSError."""
+        """Raises SegmentError if `fd` is no board for `blocks` blocks, or others have all rows; OSError."""
         if reason := misfit(fd, blocks):
             raise SegmentError(reason)
-        # A file of its own, or the lock would be everybody's who was given the same one; the mapping keeps it open.
+        # Opened anew, since everybody who was given this fd shares its open file, and so its locks. The mapping keeps the new one open.
         own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             self.number = next((row for row in range(ROWS) if _locked(own, row)), -1)
@@ -110,13 +110,13 @@ class _Row:
         self._last[self.number] = until
 
     def clear(self, blocks: UInt32s, until: int, last: int) -> None:
-        """Those of the blocks that were pinned until then; until `last` there are others."""
+        """Remove the pins of these blocks that end at `until`. last: the end of the reader's last pin that remains."""
         self._until[blocks[self._until[blocks] == until]] = 0
         self._last[self.number] = last
 
 
 def _locked(fd: int, row: int) -> bool:
-    """Whether that row is this open file's alone, from now on."""
+    """Lock a row for this open file; False if another has it."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhxxxxqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, row, 1, 0))
     except (BlockingIOError, PermissionError):
@@ -125,10 +125,10 @@ def _locked(fd: int, row: int) -> bool:
 
 
 class Pins:
-    """An owner's. One thread, its scheduler's. fd: for its readers, and stays this object's."""
+    """An owner's side of pins. In its scheduler's thread. fd: for readers; stays this object's."""
 
     def __init__(self, generations: Generations) -> None:
-        """Raises SegmentError where there is no memory or descriptor for it. `possible` says whether it is of use."""
+        """Raises SegmentError if there is no memory or descriptor for it. Of no use unless `possible()`."""
         self._generations, self._rests = generations, 0
         with raising_as({OSError: SegmentError}, "pins"):
             self.fd = os.memfd_create("vcache-pins", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -142,39 +142,39 @@ class Pins:
         generations.honours_pins(True)
 
     def halt(self) -> bool:
-        """Nobody begins to count on a pin until `resume`. Whether somebody may do so already."""
+        """Honour no new pins until `resume`. Returns whether somebody may count on a pin already."""
         self._generations.honours_pins(False)
         return not self._rests and max(self._board.ends) > time.monotonic_ns()
 
     def resume(self) -> None:
-        """No block of those that others may count on was handed out since `halt`, or it is void."""
+        """Honour pins again. Every block that was handed out since `halt` must be void by now."""
         if self._rests and time.monotonic_ns() >= self._rests:
             self._rests = 0
         if not self._rests:
             self._generations.honours_pins(True)
 
     def on(self, blocks: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_] | None:
-        """Which of these are pinned; None if none is. After `halt`."""
+        """Which of these blocks are pinned; None if none is. Called after `halt`."""
         now, last = time.monotonic_ns(), self._board.last
-        # Of the rows of those who pin these words alone: a row may be long.
+        # Reads only these blocks' words, in the rows of readers with pins: a row may be long.
         until = self._board.until[np.flatnonzero(last > now)[:, None], blocks]
         pinned: npt.NDArray[np.bool_] = np.asarray(((until > now) & (until <= now + _HOLD + _SKEW)).any(axis=0))
         return pinned if pinned.any() else None
 
     def rest(self) -> None:
-        """All free blocks were pinned: for `HOLD_SECONDS` nobody begins to count on a pin, and none is looked for."""
+        """Honour and look for no pins for `HOLD_SECONDS`. Called when all free blocks are pinned."""
         self._rests = time.monotonic_ns() + _HOLD
 
     @contextmanager
     def none(self) -> Iterator[None]:
-        """Meanwhile nobody counts on a pin: waits for those that somebody may count on, `HOLD_SECONDS` at most."""
+        """A context in which nobody counts on a pin. First waits until the present pins are over, at most `HOLD_SECONDS`."""
         self._settle()
         yield
         self._rests = 0
         self.resume()
 
     def close(self) -> None:
-        """Once. Nobody counts on a pin any more, after at most `HOLD_SECONDS`."""
+        """Honour no more pins. Waits until the present ones are over, at most `HOLD_SECONDS`. Call it once."""
         self._settle()
         os.close(self.fd)
 
@@ -186,18 +186,21 @@ class Pins:
 
 
 class Pinning:
-    """A reader's. One thread, its scheduler's."""
+    """A reader's side of pins. In its scheduler's thread."""
 
     def __init__(self, client: Client, tables: Tables) -> None:
         self._client, self._tables = client, tables
         self._rows: dict[bytes, _Row] = {}
         self._refused = Refusals()
         self._held: list[tuple[int, str, bytes, UInt32s]] = []
-        """Until when, for which request, whose, and which blocks."""
+        """Pins: (end in ns, request's name, owner, blocks)."""
 
     def pin(self, name: str, chunks: Iterable[tuple[bytes, UInt32s, UInt64s]]) -> bool:
-        """Whether none of these will be handed out for `HOLD_SECONDS`, or until `release`: whose, the blocks, and the generations they were
-        published with. Some microseconds, and a request to the server for each owner that is new. Never raises."""
+        """Pin all blocks of these chunks: (owner, blocks, published generations) each. name: for `release`.
+
+        True if none of them will be handed out for `HOLD_SECONDS`, or until `release`; False if that is not certain: then this call
+        leaves nothing pinned. Takes some microseconds, and a request to the server for each new owner. Never raises.
+        """
         of: dict[bytes, list[tuple[UInt32s, UInt64s]]] = {}
         for instance, blocks, generations in chunks:
             of.setdefault(instance, []).append((blocks, generations))
@@ -224,7 +227,7 @@ class Pinning:
         return False
 
     def release(self, names: Iterable[str]) -> None:
-        """Nobody reads any more what was pinned under these names. What others have pinned as well stays so."""
+        """Remove the pins under these names. Blocks that are pinned under another name, too, stay pinned."""
         over = set(names)
         ended = [held for held in self._held if held[1] in over]
         self._held = [held for held in self._held if held[1] not in over]
@@ -236,7 +239,7 @@ class Pinning:
                 row.clear(blocks, until, max((held[0] for held in others), default=0))
 
     def _row(self, instance: bytes) -> _Row | None:
-        """None while there is none to be had."""
+        """This reader's row of the owner's board; None while it cannot have one."""
         known, view = self._rows.get(instance), self._tables.view(instance)
         if view is None or not possible():
             self._rows.pop(instance, None)
@@ -258,12 +261,12 @@ class Pinning:
 
 
 def size(blocks: int) -> int:
-    """Of the memory for the pins of so many blocks."""
+    """Bytes of the memory for the pins of `blocks` blocks."""
     return mmap.PAGESIZE * (1 + -(-ROWS * blocks * 8 // mmap.PAGESIZE))
 
 
 def misfit(fd: int, blocks: int) -> str:
-    """Why `fd` is no memory for the pins of so many blocks; empty if it is. Raises OSError."""
+    """Why `fd` is not memory for the pins of `blocks` blocks; empty if it is. Raises OSError."""
     if reason := lacking(fd):
         return reason
     nbytes = os.fstat(fd).st_size

@@ -1,4 +1,4 @@
-"""Generation tables of other instances, each opened once."""
+"""Opens generation tables of other instances, each once, and remembers instances that cannot be read."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 SLOW_SECONDS = 5.0
 SHORT_SECONDS = 30.0
-"""Until the next question about an instance: after one that the server could not answer; after one that it did not in time, for which
-a step had to wait; and after this process ran short of something, which the log says each time."""
+"""The seconds until an instance that could not be opened is tried again: if the server failed; if it did not answer in time, for which a
+step may have waited; if this process ran short of something, which is logged each time."""
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN} | {
     f"CUDA_ERROR_{code}" for code in ("OUT_OF_MEMORY", "OPERATING_SYSTEM")
 }
-"""What says something of this process or this machine now, and nothing of the instance. (The driver has one error for all that the
-kernel refuses it.)"""
+"""Errors that are due to the present state of this process or machine, not to the instance. (`OPERATING_SYSTEM` is the driver's code for
+everything that the kernel refuses it.)"""
 MAX_REFUSED = 4096
-"""Instances that are remembered as unusable. Each start of an owner is a new one."""
+"""The most instances remembered as unusable; beyond it the oldest are forgotten. Each start of an owner is a new instance."""
 
 
 class Refusals:
-    """Instances that are not to be asked for, or not yet. Any thread."""
+    """Instances that are not to be tried, for some time or for good. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class Refusals:
         return time.monotonic() < self._until.get(instance, 0.0)
 
     def add(self, instance: bytes, seconds: float = float("inf")) -> None:
-        """For so long, or for good: nobody is called by the same name twice."""
+        """Refuse `instance` for so many seconds; by default for good, as no later instance has the same name."""
         with self._lock:
             self._until.pop(instance, None)
             self._until[instance] = time.monotonic() + seconds
@@ -52,7 +52,7 @@ class Refusals:
 
 
 def pause(error: Exception) -> float:
-    """Seconds until an instance that could not be opened is asked for again; infinite if it cannot be read, whoever tries again."""
+    """Seconds until an instance that could not be opened is tried again; infinite if trying again cannot help."""
     if isinstance(error, ServerTimeout):
         return SLOW_SECONDS
     if not isinstance(error, LayoutError | SegmentError | OSError):
@@ -66,7 +66,7 @@ def pause(error: Exception) -> float:
 
 
 class Tables:
-    """Any thread. An instance is forgotten once its owner gave its table up, or its scheduler's process has ended."""
+    """The generation tables of other instances. Any thread. A table is forgotten once its scheduler's process has ended."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -77,8 +77,10 @@ class Tables:
         self._pidfds: dict[int, bytes] = {}
 
     def view(self, instance: bytes) -> GenerationView | None:
-        """The table of `instance`; None while it is not to be had, and when it is gone. Some microseconds for one that is open;
-        three requests to the server, each with its deadline, for one that is new. Never raises."""
+        """The table of `instance`; None while it cannot be opened, and once it is dead or its scheduler has ended. Never raises.
+
+        Takes some microseconds for an open table, and some requests to the server, each with its deadline, for a new one.
+        """
         with self._lock:
             self._bury()
             view = self._views.get(instance)
@@ -99,7 +101,7 @@ class Tables:
             return None if view.dead else view
 
     def close(self) -> None:
-        """Forget all. Idempotent; views that somebody has stay usable."""
+        """Forget all tables. Views that were handed out stay usable. Idempotent."""
         with self._lock:
             self._ends.close()
             for pidfd in self._pidfds:
@@ -117,7 +119,7 @@ class Tables:
 
     def _open(self, instance: bytes) -> GenerationView:
         with ExitStack() as undo:
-            # Before the table: whose process has ended meanwhile is noticed.
+            # Opened before the table, so that the end of a process in between is noticed.
             pidfd = open_process(self._client, instance, SCHEDULER)
             undo.callback(os.close, pidfd)
             _, view = open_table(self._client, instance)
@@ -128,7 +130,7 @@ class Tables:
 
 
 def open_table(client: Client, instance: bytes) -> tuple[Joined, GenerationView]:
-    """Raises SegmentError for what is no table of this instance's, and any VCacheError the client raises."""
+    """What the server knows of `instance`, and its generation table. Raises SegmentError if the table is another's, and VCacheError."""
     joined, fd = client.open_instance(instance)
     try:
         return joined, GenerationView.open(fd, instance, joined.blocks)
@@ -137,7 +139,8 @@ def open_table(client: Client, instance: bytes) -> tuple[Joined, GenerationView]
 
 
 def open_process(client: Client, instance: bytes, rank: int) -> int:
-    """A pidfd of a process of `instance`, the caller's to close. Raises SegmentError if it is none; OSError; what the client raises."""
+    """A pidfd of the process of `rank` of `instance`; the caller closes it. Raises SegmentError if it is none, OSError, and what the client
+    raises."""
     fd = client.open_process(instance, rank)
     try:
         if not processes.is_pidfd(fd, 0):
