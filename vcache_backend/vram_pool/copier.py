@@ -1,4 +1,4 @@
-"""Runs a plan: what every copier promises, and the one for host memory. See cuda_copier.py for GPUs."""
+"""The interface of copiers, which run plans, and the copier for host memory. The one for GPUs is in cuda_copier.py."""
 
 # torch.cuda's streams and events have no types.
 # mypy: allow-untyped-calls
@@ -24,7 +24,7 @@ _Move = Callable[[PagedKV, CopyPlan, Sequence[Tensor]], None]
 
 
 class Completion(Protocol):
-    """A copy under way. May be asked from any thread, any number of times."""
+    """A copy under way. Any thread, any number of calls."""
 
     def done(self) -> bool:
         """Whether all bytes are in place. Never waits. Raises VCacheError if the device failed."""
@@ -36,35 +36,35 @@ class Completion(Protocol):
 
     @property
     def seconds(self) -> float | None:
-        """How long the bytes took, tables and queues not included; None while it is not known."""
+        """Seconds that the bytes took, without tables and queues; None while the copy runs or if it is not known."""
         ...
 
 
 class Mark(Protocol):
-    """A point in the work of a stream: what was queued when it was made."""
+    """A point in the work of a stream: after all that was queued when the mark was made. Any thread."""
 
     def reached(self) -> bool:
-        """Whether all of that is done. Never waits. Any thread. Raises VCacheError if the device failed."""
+        """Whether all work before it is done. Never waits. Raises VCacheError if the device failed."""
         ...
 
 
 class Copier(Protocol):
-    """Moves bytes between one KV cache and slots. Used by one worker; may be called from several of its threads.
+    """Moves bytes into and out of one KV cache. Used by one worker; may be called from several of its threads.
 
-    `slots` are the request's, in the order of the plan's slot indices. Both calls raise LayoutError, and move nothing, where a
-    slot is missing or smaller than a chunk, or the plan or the device is not the KV cache's. After any VCacheError nothing of
-    the copy runs. Whatever else they raise (torch's RuntimeError, a Triton error) leaves that open: the slots are not to be reused.
+    slots: the request's, in the order of the plan's slot indices. `gather` and `scatter` raise LayoutError, and move nothing, if a slot
+    is missing or smaller than a chunk, or the plan or the device is not the KV cache's. After any VCacheError nothing of the copy
+    runs. After any other error (torch's RuntimeError, a Triton error) it may be running, and the slots must not be used again.
 
-    `after`: let the caller's stream go on beside the copy, which starts once the work before this mark is done. The caller then
-    sees to it that nothing else touches the blocks until the copy is complete, or queues a `fence`.
+    after: let the caller's stream go on beside the copy, which starts once the work before this mark is done. The caller then
+    sees to it that nothing else touches the blocks until the copy is over, or queues a `fence`.
     """
 
     def prepare(self, kv: PagedKV) -> None:
-        """Make ready for copies of `kv`, so that no request waits for it. Optional, before the first copy."""
+        """Make ready for copies of `kv`, so that no request waits for that. Optional; before the first copy."""
         ...
 
     def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
-        """Copy KV blocks into slots. Work queued before this call is read; work queued after it may overwrite the blocks."""
+        """Copy KV blocks into slots: what work queued before this call has written. Work queued after it may overwrite the blocks."""
         ...
 
     def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
@@ -81,25 +81,25 @@ class Copier(Protocol):
         *,
         local: bool = False,
     ) -> Completion:
-        """Copy blocks from anywhere into KV blocks, in one launch, ordered as `scatter` is.
+        """Copy pages at any addresses into KV blocks, in one launch, ordered like `scatter`.
 
-        rows: (n, 3) int64: number of an origin, offset in bytes, KV block. origins: (k, planes) int64: the page of plane p of row r is
-        the bytes from address `origins[r's origin, p] + r's offset` on. Nobody here can tell what lies there: the caller answers for
-        it until the copy is over, until when this holds on to `keep`. local: all of it is on the KV cache's device.
-        Raises LayoutError, and moves nothing, where rows name a block or an origin that there is not.
+        rows: (n, 3) int64: number of an origin, offset in bytes, KV block. origins: (k, planes) int64: the page of plane p of row r begins
+        at address `origins[r's origin, p] + r's offset`. Addresses are not checked: the caller sees to it that they stay readable until
+        the copy is over. keep: an object to hold until then. local: all pages are on the KV cache's device.
+        Raises LayoutError, and moves nothing, if a row names a block or an origin that does not exist.
         """
         ...
 
     def mark(self) -> Mark:
-        """Now, in the work of the current stream."""
+        """A mark after all work that is queued on the current stream now."""
         ...
 
     def fence(self, copy: Completion) -> None:
-        """Let what is queued on the current stream from now on come after `copy`, one of this copier's. The host never waits."""
+        """Have the current stream wait for `copy`, one of this copier's, before later work. The host never waits."""
         ...
 
     def close(self) -> None:
-        """Wait for the copies under way, with a deadline. May be called again."""
+        """Wait for the copies under way, with a deadline. Idempotent."""
         ...
 
 
@@ -116,12 +116,12 @@ class Finished:
         return True
 
     def reached(self) -> bool:
-        """As the mark of work that was done before it was made."""
+        """True: as a Mark it stands for work that was done before."""
         return True
 
 
 class HostCopier:
-    """Copies with torch, in the caller's thread: for KV caches in host memory, and for host segments."""
+    """Copies with `reference`, in the caller's thread: for KV caches in host memory, and for host segments."""
 
     def prepare(self, kv: PagedKV) -> None:
         """Nothing is compiled."""
@@ -163,13 +163,13 @@ class HostCopier:
         started = time.perf_counter()
         move(kv, plan, [slot.tensor for slot in slots])
         if kv.device.type == "cuda":
-            # The slots' lease may end once we return, and torch may still be reading them.
+            # The lease on the slots may end once this returns, so torch must not be reading them any more.
             torch.cuda.current_stream(kv.device).synchronize()
         return Finished(time.perf_counter() - started)
 
 
 def check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
-    """LayoutError unless every byte of the plan lies inside of its slot."""
+    """Raise LayoutError unless every byte of the plan lies inside of its slot."""
     if plan.block_size != kv.block_size:
         raise LayoutError(f"the plan is for blocks of {plan.block_size} tokens, the KV cache has {kv.block_size}")
     need = kv.chunk_bytes(plan.chunk_size)
@@ -182,7 +182,7 @@ def check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
 
 
 def check_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
-    """LayoutError unless every row has its origin and its place in the KV cache."""
+    """Raise LayoutError unless every row's origin and block exist. See `Copier.pull`."""
     planes = len(kv.planes)
     if rows.ndim != 2 or rows.shape[1] != 3 or origins.ndim != 2 or origins.shape[1] != planes:
         raise LayoutError(f"rows of 3 and origins of {planes} planes are needed; given are {rows.shape} and {origins.shape}")

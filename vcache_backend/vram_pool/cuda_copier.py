@@ -1,4 +1,4 @@
-"""The copier of a GPU: plans run on streams of their own. Ordering is this module's promise."""
+"""The copier of a GPU: runs copies on streams of its own, in the order that `Copier` promises."""
 
 # torch.cuda's streams and events have no types.
 # mypy: allow-untyped-calls
@@ -23,15 +23,15 @@ from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 CLOSE_SECONDS = 5.0
-"""How long closing waits for copies under way."""
+"""How long `CudaCopier.close` waits for the copies of each stream."""
 _TABLE_ROWS = 1024
-"""Rows of a new table at least: 4,096 tokens of a model of 64 layers in blocks of 16 need 384."""
+"""The least rows of a new table: 4,096 tokens of a model of 64 layers in blocks of 16 need 384."""
 _SPIN_SECONDS = 0.005
 _SLEEP_SECONDS = 0.0001
 
 
 class CudaMark(NamedTuple):
-    """The work a stream of this process's held when `event` was recorded on it."""
+    """The work that a stream of this process had when `event` was recorded on it."""
 
     event: torch.cuda.Event
 
@@ -41,9 +41,9 @@ class CudaMark(NamedTuple):
 
 
 class CudaCompletion:
-    """A copy on a stream of `device`, over once `end` is reached.
+    """A copy on a stream of `device`, over once `end` is reached. Any thread.
 
-    Holds what the copy uses until then, and calls `give_back` once.
+    held: what the copy uses, kept until then. give_back: called once, by whoever first finds the copy over.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CudaCompletion:
 
 
 class _Slots:
-    """A copy between a KV cache and slots. Holds on to them. Raises LayoutError."""
+    """A copy between a KV cache and slots, which it keeps alive. Raises LayoutError."""
 
     origins = 1
 
@@ -89,12 +89,12 @@ class _Slots:
         self.host = any(slot.whole.device.type == "cpu" for slot in slots)
 
     def fill(self, table: Int64s) -> int:
-        """Write the kernel's table; the alignment of the slots."""
+        """Write the kernel's table. Returns the alignment of the slots."""
         return kernels.fill_slots(self.kv, self._plan, np.array([slot.address for slot in self._slots], dtype=np.int64), table)
 
 
 class _Rows:
-    """A copy into a KV cache from anywhere, see `Copier.pull`. Holds on to `keep`. Raises LayoutError."""
+    """A copy into a KV cache from any addresses: see `Copier.pull`. Keeps `keep` alive. Raises LayoutError."""
 
     def __init__(self, kv: PagedKV, rows: Int64s, origins: Int64s, keep: object, local: bool) -> None:
         check_rows(kv, rows, origins)
@@ -102,16 +102,16 @@ class _Rows:
         self._rows, self._bases, self._keep = rows, origins, keep
 
     def fill(self, table: Int64s) -> int:
-        """Write the kernel's table; the alignment of what is read."""
+        """Write the kernel's table. Returns the alignment of the pages that are read."""
         return kernels.fill_table(self.kv, self._rows, self._bases, table)
 
 
 class CudaCopier:
-    """Copies with the Triton kernel, on two streams of GPU `ordinal`: one for gathers, one for scatters.
+    """Copies with the Triton kernel, on two streams of GPU `ordinal`: one for gathers, one for scatters and pulls.
 
-    Each copy starts after the work that the caller's current stream holds, and that stream then waits for the copy's end, unless
-    the caller gave a mark: on the device, the host never waits. max_ctas: most thread blocks of a copy beyond the own GPU; 0
-    for the tuned number.
+    Each copy starts after the work of the caller's current stream, and that stream then waits for the copy's end, unless the caller
+    gave a mark. Both wait on the device; the host never waits. max_ctas: the most thread blocks of a copy from or to other memory
+    than the own GPU's; 0: the tuned number.
     """
 
     def __init__(self, ordinal: int, max_ctas: int = 0) -> None:
@@ -122,7 +122,7 @@ class CudaCopier:
         self._driver = cuda_driver.load()
         self._under_way: list[CudaCompletion] = []
         self._lock = threading.Lock()
-        """Over `_under_way`: a copy that one thread adds while another looks which are over must not get lost."""
+        """Guards `_under_way`: one thread may add a copy while another removes those that are over."""
 
     def prepare(self, kv: PagedKV) -> None:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
@@ -172,8 +172,8 @@ class CudaCopier:
         tuning = kernels.tuning_for(local=job.local, host=job.host, max_ctas=0 if job.local else self.max_ctas)
         size = kernels.table_rows(kv, job.blocks, job.origins)
         start = torch.cuda.Event(enable_timing=True)
-        # The current device belongs to the thread, and launches go by it. Everything here is queued by handle: torch's stream
-        # contexts and copies would cost the host as much as the rest of a retrieve.
+        # Launches go to the thread's current device. Work is queued by stream handle: torch's stream contexts and copies would cost
+        # the host as much as the rest of a retrieve.
         with torch.cuda.device(self.device) if torch.cuda.current_device() != self.device.index else nullcontext():
             table = self._table(size, side)
             aligned = job.fill(table.array[:size])
@@ -201,27 +201,27 @@ class CudaCopier:
                 if after is None:
                     current.wait_event(end)
             except BaseException:
-                # The current stream may not be waiting for the kernel: nothing may run behind the caller's back.
+                # The current stream may not be waiting for the kernel, and the caller does not know of it: nothing may be left running.
                 side.synchronize()
                 raise
         completion = CudaCompletion(self.device, start, end, job, lambda: self._tables.append(table))
-        # What a kernel uses must live until it ends, even if the caller gave up and dropped its completion.
+        # What a kernel uses must live until it ends, even if the caller drops the completion.
         with self._lock:
             self._under_way.append(completion)
-            # Of a device that failed the completion tells: a VCacheError here would mean that nothing of this copy runs.
+            # A VCacheError from here would mean that nothing of this copy runs. If the device failed, the completion says so.
             with suppress(VCacheError):
                 self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
         return completion
 
     def _table(self, rows: int, side: torch.cuda.Stream) -> kernels.Table:
-        """A table that no copy uses: one of an earlier copy that is over, or a new one."""
+        """A table of at least `rows` rows that no copy uses: that of a copy that is over, or a new one."""
         while self._tables:
             with suppress(IndexError):  # another thread took it
                 table = self._tables.pop()
                 if table.rows >= rows:
                     return table
-        # Memory from the side stream's own pool: what torch gives out on the caller's stream may be in use by work queued there
-        # that has not run, and the table is written without waiting for that.
+        # Its memory comes from the side stream's pool. Memory from the caller's stream may still be used by work queued there, and
+        # the table is written without waiting for that.
         with torch.cuda.stream(side):
             return kernels.Table(max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device, self._driver)
 
@@ -232,7 +232,7 @@ def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
         waited = time.monotonic() - began
         if waited >= timeout_s:
             return False
-        # Most copies take a millisecond or two, and even the shortest sleep lasts some 50 microseconds.
+        # Spin first: most copies take a millisecond or two, and even the shortest sleep takes some 50 microseconds.
         if waited < _SPIN_SECONDS:
             os.sched_yield()
         else:

@@ -1,8 +1,8 @@
 """Checked calls of the CUDA driver API: every failure is a `DriverError` that names the call and the driver's reason.
 
 `cuda.bindings` is imported on the first `load()`, so that machines without a GPU need neither it nor a driver.
-Contexts are the devices' primary ones, which torch uses too. A context is current per thread: `current()` pushes it and
-pops it again, so no caller's thread is left on another device than before.
+Contexts are the devices' primary ones, which torch uses, too. Each thread has a current context: `current()` pushes one and
+pops it again, so the caller's thread is left on the device that it was on.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from vcache_backend.errors import SegmentError
 log = logging.getLogger(__name__)
 
 _PORTABLE, _DEVICEMAP = 0x01, 0x02
-"""CU_MEMHOSTREGISTER_…: for every context, at an address of the device's."""
+"""CU_MEMHOSTREGISTER_…: usable in every context, and mapped into the device's addresses."""
 Link = Literal["nvlink", "pcie", "none"]
 
 
 class DriverError(SegmentError):
-    """A CUDA driver call said no. `code` is the driver's name for it, as in `CUDA_ERROR_OUT_OF_MEMORY`."""
+    """A CUDA driver call failed. code: the driver's name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`."""
 
     def __init__(self, call: str, code: str, reason: str) -> None:
         super().__init__(f"{call}: {code} ({reason})")
@@ -36,8 +36,8 @@ class DriverError(SegmentError):
 def load() -> Driver:
     """The driver of this process, initialised; the same object on every call, usable from every thread.
 
-    Raises SegmentError in one line when `cuda-bindings` or the NVIDIA driver is missing. Not usable in a forked child of
-    a process that called it: CUDA is not.
+    Raises SegmentError if `cuda-bindings` or the NVIDIA driver is missing. A forked child of a process that called it cannot
+    use it, nor CUDA.
     """
     try:
         bindings = importlib.import_module("cuda.bindings.driver")
@@ -47,14 +47,14 @@ def load() -> Driver:
         return Driver(bindings)
     except SegmentError:
         raise
-    except Exception as error:  # a foreign loader: without libcuda it raises types of its own
+    except Exception as error:  # without libcuda the bindings raise types of their own
         raise SegmentError(f"the NVIDIA driver cannot be used: {error}; install it, or set pool.device: host") from error
 
 
 class Driver:
     """The driver calls that segments and the doctor need. Devices are CUDA ordinals of this process, sizes are bytes.
 
-    `bindings` is the module `cuda.bindings.driver`, or in tests something that answers like it.
+    bindings: the module `cuda.bindings.driver`, or in tests something with its functions.
     """
 
     def __init__(self, bindings: Any) -> None:
@@ -62,7 +62,7 @@ class Driver:
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: object) -> Any:
-        """Call `name`; its single answer (None without one). Raises DriverError."""
+        """Call function `name`. Returns its first result, None without one. Raises DriverError."""
         code, *answer = getattr(self._cuda, name)(*arguments)
         if code != self._cuda.CUresult.CUDA_SUCCESS:
             raise DriverError(name, code.name, self._reason(code))
@@ -74,7 +74,7 @@ class Driver:
         return text.decode() if known else "the driver gives no reason"
 
     def attempt(self, name: str, *arguments: object) -> None:
-        """`call` on the way out: a failure is logged and the remaining clean-up goes on."""
+        """`call` for clean-up: a failure is logged, so that the rest of the clean-up goes on."""
         try:
             self.call(name, *arguments)
         except DriverError as error:
@@ -93,7 +93,7 @@ class Driver:
         return int(self.call("cuDeviceGetCount"))
 
     def uuid(self, ordinal: int) -> str:
-        """The GPU's name for all processes: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as nvidia-smi prints it."""
+        """The GPU's name in all processes: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as nvidia-smi prints it."""
         answer = self.call("cuDeviceGetUuid", self._device(ordinal))
         return f"GPU-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
 
@@ -117,7 +117,7 @@ class Driver:
         return reader == owner or bool(self.call("cuDeviceCanAccessPeer", self._device(reader), self._device(owner)))
 
     def link(self, reader: int, owner: int) -> Link:
-        """How `reader` reaches `owner`'s memory. Native atomics tell NVLink from PCIe: PCIe peers do not have them."""
+        """How `reader` reaches `owner`'s memory. NVLink is recognised by native atomics, which PCIe peers do not have."""
         if not self.can_access_peer(reader, owner):
             return "none"
         attribute = self._cuda.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -135,7 +135,7 @@ class Driver:
     # ---- contexts
 
     def retain(self, ordinal: int) -> Any:
-        """The device's primary context, held until `release_context`; made where nobody (torch) holds it yet."""
+        """The device's primary context, held until `release_context`. Made if nobody (torch) holds it yet."""
         return self.call("cuDevicePrimaryCtxRetain", self._device(ordinal))
 
     def release_context(self, ordinal: int) -> None:
@@ -147,7 +147,7 @@ class Driver:
 
     @contextmanager
     def current(self, context: Any) -> Iterator[None]:
-        """`context` is this thread's within the block; the one before is afterwards."""
+        """Makes `context` this thread's current one within the block."""
         self.call("cuCtxPushCurrent", context)
         try:
             yield
@@ -156,7 +156,7 @@ class Driver:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """The device's primary context is held, and this thread's, within the block."""
+        """Holds the device's primary context, and makes it this thread's current one, within the block."""
         with ExitStack() as undo:
             context = self.retain(ordinal)
             undo.callback(self.release_context, ordinal)
@@ -164,13 +164,15 @@ class Driver:
             yield
 
     def beside_captures(self) -> None:
-        """From now on this thread may call what would spoil a CUDA graph that another thread captures, and leaves that graph whole. vLLM
-        captures in the mode in which any thread's memory calls would fail, and the capture with them."""
+        """Let this thread, from now on, allocate and map memory while another thread captures a CUDA graph.
+
+        vLLM captures in a mode in which such calls of any thread would fail otherwise, and the capture with them.
+        """
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self.call("cuThreadExchangeStreamCaptureMode", mode)
 
     def memory(self, ordinal: int) -> tuple[int, int]:
-        """(free, total) bytes. Where no context exists one is made for the question: some 0.3 s and 0.5 GB for a moment."""
+        """(free, total) bytes. If the process has no context there, one is made for the moment: some 0.3 s and 0.5 GB."""
         with self.on(ordinal):
             code, free, total = self._cuda.cuMemGetInfo()
         if code != self._cuda.CUresult.CUDA_SUCCESS:
@@ -180,7 +182,7 @@ class Driver:
     # ---- memory
 
     def granularity(self, ordinal: int) -> int:
-        """The step of allocation and mapping sizes on this device (2 MiB on current GPUs)."""
+        """Sizes of allocations and mappings on this device are multiples of this (2 MiB on current GPUs)."""
         flag = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.call("cuMemGetAllocationGranularity", self._allocation(ordinal), flag))
 
@@ -189,7 +191,7 @@ class Driver:
         return self.call("cuMemCreate", nbytes, self._allocation(ordinal), 0)
 
     def export(self, handle: Any) -> int:
-        """A new fd that keeps the memory alive by itself, closed on exec."""
+        """A new fd, closed on exec, that keeps the memory alive by itself. The caller closes it."""
         return int(self.call("cuMemExportToShareableHandle", handle, self._posix, 0))
 
     def import_fd(self, fd: int) -> Any:
@@ -200,14 +202,14 @@ class Driver:
         self.attempt("cuMemRelease", handle)
 
     def reserve(self, nbytes: int, alignment: int) -> int:
-        """A range of addresses with nothing behind it."""
+        """A range of addresses without memory."""
         return int(self.call("cuMemAddressReserve", nbytes, alignment, 0, 0))
 
     def free(self, address: int, nbytes: int) -> None:
         self.attempt("cuMemAddressFree", address, nbytes)
 
     def map(self, address: int, nbytes: int, handle: Any) -> None:
-        """Put the whole of `handle` at `address`; nobody may touch it before `allow`."""
+        """Map the whole of `handle` at `address`. It may not be accessed before `allow`."""
         self.call("cuMemMap", address, nbytes, 0, handle, 0)
 
     def unmap(self, address: int, nbytes: int) -> None:
@@ -222,22 +224,22 @@ class Driver:
         self.call("cuMemSetAccess", address, nbytes, [access], 1)
 
     def register(self, address: int, nbytes: int) -> None:
-        """Lock the pages of host memory that is mapped here, whole ones, and let all GPUs of this process read and write them."""
+        """Lock whole pages of host memory that are mapped here, and let all GPUs of this process read and write them."""
         self.call("cuMemHostRegister", address, nbytes, _PORTABLE | _DEVICEMAP)
 
     def on_device(self, address: int) -> int:
-        """Where the current context's GPU has the registered memory that is mapped here at `address`."""
+        """The address at which the current context's GPU has the registered memory that is at `address` here."""
         return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     def unregister(self, address: int) -> None:
         self.attempt("cuMemHostUnregister", address)
 
     def event(self) -> Any:
-        """An event without timing, never destroyed: for those that live as long as the process."""
+        """A new event without timing. It is never destroyed, so it is for users that live as long as the process."""
         return self.call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def follow(self, stream: int, event: Any, leader: int) -> None:
-        """`stream` goes on after what the stream `leader` holds now. Streams are handles; `event` is recorded anew."""
+        """Have `stream` wait for the work that stream `leader` has now. Streams are handles; `event` is recorded anew."""
         self.call("cuEventRecord", event, leader)
         self.call("cuStreamWaitEvent", stream, event, 0)
 
@@ -250,8 +252,8 @@ class Driver:
         self.attempt("cuCtxSynchronize")
 
     def end(self, context: Any, used: ExitStack, otherwise: str) -> None:
-        """Let memory go that kernels may still use: unmapping and unlocking wait for none, so this does, for all work of the context's
-        device. Never raises; `otherwise`: what the log says where that fails."""
+        """Close `used`, which frees memory that kernels may still use, after all work of the context's device is done. Unmapping and
+        unlocking do not wait by themselves. Never raises. otherwise: what the log says if that fails."""
         try:
             with self.current(context):
                 self.synchronize()
@@ -264,7 +266,7 @@ class Driver:
         return self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def _allocation(self, ordinal: int) -> Any:
-        """What every segment is: plain device memory (never managed, never multicast) that leaves as an fd."""
+        """The properties of every allocation: plain device memory (not managed, not multicast) that can be exported as an fd."""
         wanted = self._cuda.CUmemAllocationProp()
         wanted.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         wanted.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

@@ -1,8 +1,8 @@
-"""GPU memory for vLLM's KV cache that other processes can read: a pool of torch's whose memory comes from us and leaves as POSIX fds.
+"""GPU memory for vLLM's KV cache that other processes can read: a memory pool of torch whose allocator is ours, and exports POSIX fds.
 
-torch calls `_allocate` and `_free` through C, under the lock of its allocator: nothing may be raised there, and no tensor made or
-dropped, by the garbage collector neither. They wait for the interpreter's lock meanwhile, so no other thread may drop CUDA tensors while
-vLLM makes its KV cache: it would wait for torch's lock and hold the interpreter's. vLLM's own sleep mode allocates in the same way.
+torch calls `_allocate` and `_free` from C, holding its allocator's lock. So they must not raise, and must not make or drop tensors; nor may
+the garbage collector within them. They take the interpreter's lock. So while vLLM makes its KV cache no other thread may drop a CUDA
+tensor: it would hold the interpreter's lock and wait for torch's. vLLM's own sleep mode allocates in the same way.
 """
 
 # torch.cuda's pools have no types.
@@ -32,29 +32,29 @@ _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, 
 
 
 class _MappedRegion(NamedTuple):
-    """undo: unmaps it; in the context of its device."""
+    """undo: unmaps and frees it; to be closed in its device's context."""
 
     allocation: Region
     undo: ExitStack
 
 
 class CudaExportable:
-    """See `exportable.Exportable`. One for the life of the process: torch may free a tensor of it at any time."""
+    """An `exportable.Exportable` in GPU memory. It must live as long as the process, since torch may free its memory at any time."""
 
     def __init__(self, ordinal: int) -> None:
-        """Raises SegmentError where GPU `ordinal` cannot export memory, or torch cannot take it from us."""
+        """Raises SegmentError if GPU `ordinal` cannot export memory."""
         driver = cuda_driver.load()
         if not driver.shares_memory(ordinal):
             raise SegmentError(f"cuda:{ordinal} has no virtual memory management with POSIX fds, so nobody else can read it")
         self._driver, self._live, self.problem = driver, dict[int, _MappedRegion](), ""
         self._callbacks = _ALLOCATE(self._allocate), _FREE(self._free)
-        # Nobody must find them gone, not even torch at the process's end.
+        # Never freed: torch may call them until the process ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._callbacks))
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """This thread's allocations on the current device are exportable within it."""
-        # While a pool is in use torch gives back no memory of others, but fails.
+        """A context in which this thread's allocations on the current device are exportable. SegmentError if torch takes no allocator."""
+        # While a pool is in use and memory runs out, torch fails instead of giving back what it has cached.
         torch.cuda.empty_cache()
         allocate, free = (ctypes.cast(callback, ctypes.c_void_p).value for callback in self._callbacks)
         pool = torch.cuda.MemPool(_torch_allocator(allocate, free))
@@ -63,11 +63,11 @@ class CudaExportable:
         # The pool is dropped here: its memory goes back to the GPU once the tensors are gone and torch empties its cache.
 
     def allocations(self) -> list[Region]:
-        """Those that torch has not given back."""
+        """The allocations that torch has not freed."""
         return [piece.allocation for piece in list(self._live.values())]
 
     def _allocate(self, nbytes: int, ordinal: int, stream: int | None) -> int:
-        """The address of at least `nbytes`, or 0: torch then says that there is no memory."""
+        """Called by torch: the address of at least `nbytes` bytes; 0 if that fails, and torch then raises that there is no memory."""
         try:
             with _no_garbage(), self._driver.on(ordinal):
                 piece = _make(self._driver, ordinal, nbytes)
@@ -79,7 +79,7 @@ class CudaExportable:
             return 0
 
     def _free(self, address: int, nbytes: int, ordinal: int, stream: int | None) -> None:
-        """torch gives it back: no work that was queued uses it any more, or will once the device has caught up."""
+        """Called by torch: free an allocation. Work that still uses it may be queued, so this waits for the device."""
         try:
             piece = self._live.pop(address)
             os.close(piece.allocation.fd)
@@ -93,7 +93,7 @@ class CudaExportable:
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Nothing is collected within it, in no thread."""
+    """A context in which the garbage collector does not run, in any thread."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -108,13 +108,13 @@ def _torch_allocator(allocate: int | None, free: int | None) -> Any:
     if make is None:
         raise SegmentError(f"torch {torch.__version__} takes no memory from others")
     made = make(allocate, free)
-    # torch's pools hold it, but in older releases by a plain pointer, and free through it to the end.
+    # Never freed: in older releases torch's pools hold it by a plain pointer, and free memory through it until the end.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
     return made
 
 
 def _make(driver: Driver, ordinal: int, nbytes: int) -> _MappedRegion:
-    """`nbytes`, rounded up, mapped on the GPU whose context is current. Raises DriverError, and leaves nothing then."""
+    """Allocate and map `nbytes`, rounded up, on the GPU whose context is current. Raises DriverError, and leaves nothing behind then."""
     granule = driver.granularity(ordinal)
     rounded = -(-nbytes // granule) * granule
     with ExitStack() as undo:

@@ -1,7 +1,7 @@
-"""Segments in GPU memory: CUDA virtual memory management, handed on as POSIX fds.
+"""Segments in GPU memory: allocations of CUDA's virtual memory management, passed on as POSIX fds.
 
-The fd alone keeps the memory alive, whoever made it: so the maker keeps no handle, and maps its own segment as everyone
-else does. Closing the last fd and the last mapping gives the memory back to the GPU.
+The fd alone keeps the memory alive. So its maker keeps no handle, and maps the segment like everyone else. The memory goes back
+to the GPU once the last fd and the last mapping are closed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _NO_DRIVER_FDS = {
 
 
 def allocate(device: Device, nbytes: int) -> tuple[int, int]:
-    """(fd, bytes): memory of at least `nbytes` on `device`, rounded up to its granularity; the caller closes the fd.
+    """Allocate at least `nbytes` on `device`. Returns the fd, which the caller closes, and the bytes, rounded up to the granularity.
 
-    Takes about 1 ms for 8 GiB where torch already uses the device. Raises SegmentError; out of memory says what to set.
+    Takes about 1 ms for 8 GiB if torch already uses the device. Raises SegmentError; for lack of memory it says what to set.
     """
     driver, ordinal = cuda_driver.load(), _ordinal(device)
     if not driver.shares_memory(ordinal):
@@ -52,10 +52,10 @@ def allocate(device: Device, nbytes: int) -> tuple[int, int]:
 
 
 def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
-    """The segment behind `fd`, which lies on GPU `owner`, as a 1-D uint8 tensor on `reader`, readable and writable there.
+    """Map the segment behind `fd`, which lies on GPU `owner`, as a 1-D uint8 tensor on `reader`, readable and writable there.
 
-    The mapping lasts as long as the tensor or a view of it. Some 10 ms for 8 GiB; callable from any thread, whose
-    current device is left as it was. Raises SegmentError: no peer access, not such an fd, other size than said.
+    The mapping lasts as long as the tensor or a view of it. Takes some 10 ms for 8 GiB. Any thread; its current device stays the
+    same. Raises SegmentError: no peer access, `fd` is no GPU memory, or its size is not `nbytes`.
     """
     driver, ordinal = cuda_driver.load(), _ordinal(reader)
     check(fd, nbytes, driver.granularity(ordinal))
@@ -71,7 +71,7 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
 
 
 def check(fd: int, nbytes: int, granule: int) -> None:
-    """Refuse what cannot be an exported allocation before the driver sees it. Raises SegmentError, OSError for no fd."""
+    """Refuse, before the driver sees it, an fd that cannot be an exported allocation of `nbytes`. SegmentError; OSError for a bad fd."""
     kind = _NO_DRIVER_FDS.get(stat.S_IFMT(os.fstat(fd).st_mode))
     if kind is not None:
         raise SegmentError(f"fd {fd} is {kind}, not exported GPU memory")
@@ -80,7 +80,7 @@ def check(fd: int, nbytes: int, granule: int) -> None:
 
 
 class _Whole:
-    """All of an imported allocation at one address of this process; unmapped when its last reference goes.
+    """An imported allocation, mapped at one address of this process until the last reference to this object goes.
 
     torch holds a reference for each storage made from it, so no tensor ever points at unmapped memory.
     """
@@ -100,7 +100,7 @@ class _Whole:
                 undo.callback(driver.end, context, mapped.pop_all(), "a GPU mapping stays")
             self.address = address
             self.nbytes = nbytes
-            # At exit the driver frees everything itself, and may be gone before our turn.
+            # Not at exit: the driver frees everything itself, and may be gone by then.
             weakref.finalize(self, undo.pop_all().close).atexit = False
 
     @property
@@ -109,14 +109,14 @@ class _Whole:
 
 
 class Addressed(Protocol):
-    """Memory that tells of itself by `__cuda_array_interface__`."""
+    """Memory with a `__cuda_array_interface__`."""
 
     @property
     def address(self) -> int: ...
 
 
 def view(whole: Addressed, ordinal: int) -> torch.Tensor:
-    """`whole` as torch sees it. `device` makes torch take the reader for its place, where it would ask for the owner."""
+    """`whole` as a tensor on GPU `ordinal`, the reader's, though the memory may be another GPU's. Raises SegmentError."""
     with raising_as({RuntimeError: SegmentError, AssertionError: SegmentError}, f"torch {torch.__version__}"):
         tensor = torch.as_tensor(whole, device=f"cuda:{ordinal}")
     if tensor.data_ptr() != whole.address:

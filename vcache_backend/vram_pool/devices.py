@@ -1,6 +1,6 @@
-"""Which memory is meant: a GPU, named by its UUID in every process, or this machine's host memory.
+"""Names memory: a GPU, by its UUID, or this machine's host memory. Names are the same in every process of the node.
 
-An ordinal means something only inside the process that has it (`CUDA_VISIBLE_DEVICES` renumbers), so it never leaves it.
+A GPU's ordinal means something only in one process (`CUDA_VISIBLE_DEVICES` renumbers GPUs), so it never leaves that process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Device(msgspec.Struct, frozen=True):
     """Memory that segments lie in and readers read from.
 
     name: `GPU-…` (the UUID), `host` or `host:NAME`; the same in every process of the node.
-    ordinal: the GPU's CUDA ordinal in this process; of host memory that of the GPU which reads it here, None where none does.
+    ordinal: the GPU's CUDA ordinal in this process. For host memory that of the GPU which reads it here; None if none does.
     """
 
     name: str
@@ -36,8 +36,10 @@ class Device(msgspec.Struct, frozen=True):
 
 
 def where(reader: Device, owner: str) -> Where:
-    """Where memory of the device named `owner` lies for `reader`: on its own GPU, on a peer's, in host memory. Where no GPU reads, host
-    memory of another name stands for a peer's."""
+    """Where memory of the device named `owner` lies for `reader`: on its own GPU, on a peer's, or in host memory.
+
+    Without a GPU, host memory of another name counts as a peer's.
+    """
     if reader.medium == "host" and (reader.ordinal is not None or owner == reader.name):
         return "host"
     return "own" if owner == reader.name else "peer"
@@ -46,7 +48,7 @@ def where(reader: Device, owner: str) -> Where:
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU that this process sees. Sizes in bytes.
 
-    links: by UUID of each other visible GPU, how kernels here reach its memory.
+    links: by UUID of each other visible GPU: how kernels on this one reach its memory.
     shares_memory: whether it can hold segments (virtual memory management with POSIX fds).
     """
 
@@ -60,10 +62,10 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(spec: str, kv_device: str = "") -> Device:
-    """The device that `pool.device` means in this process and thread. May start CUDA; not for a process that will fork.
+    """The device that `pool.device` (`spec`) means in this process and thread. May start CUDA, so not for a process that will fork.
 
-    kv_device: where the KV caches lie that it is for, as torch names it, if that is known: `auto` is there, and host memory is read by
-    that GPU. Raises ConfigError: not one of the forms, no such GPU here, or a GPU that cannot be used as installed.
+    kv_device: where the KV caches lie, as torch names it; empty if that is not known. `auto` then means that device, and its GPU reads
+    the pool if it is in host memory. Raises ConfigError: not one of the forms, no such GPU here, or CUDA cannot be used.
     """
     if not is_device(spec):
         raise ConfigError(f"pool.device: {spec!r} is not a device; expected {DEVICE_FORMS}")
@@ -92,9 +94,9 @@ def resolve(spec: str, kv_device: str = "") -> Device:
 
 
 def gpus() -> list[Gpu]:
-    """Every GPU this process sees, in the order of its ordinals. Raises SegmentError without cuda-bindings or driver.
+    """Every GPU that this process sees, in the order of their ordinals. Raises SegmentError without cuda-bindings or driver.
 
-    Asks for free memory, so it makes a CUDA context for a moment on each GPU where this process has none.
+    To ask for free memory it makes a CUDA context, for a moment, on each GPU where this process has none.
     """
     driver = cuda_driver.load()
     uuids = [driver.uuid(ordinal) for ordinal in range(driver.count())]
@@ -116,7 +118,7 @@ def gpus() -> list[Gpu]:
 
 
 def host_available() -> int:
-    """Bytes of host memory that this process can still take: of the machine, and of its cgroup where that has a limit."""
+    """Bytes of host memory that this process can still take: what the machine has, or its cgroup if that has less."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     available = int(found[1]) * 1024 if found else 0
     try:
@@ -128,7 +130,7 @@ def host_available() -> int:
 
 
 def available(device: Device) -> int:
-    """Bytes that can still be taken where `device` is."""
+    """Free bytes: of the GPU with the device's ordinal, or of host memory if it has none."""
     return host_available() if device.ordinal is None else cuda_driver.load().memory(device.ordinal)[0]
 
 
@@ -139,7 +141,7 @@ def visible_ordinal(uuid: str) -> int | None:
 
 
 def current_gpu() -> int | None:
-    """The ordinal torch would put a `cuda` tensor on in this thread; None where torch has no GPU."""
+    """The ordinal of the GPU on which torch makes `cuda` tensors in this thread; None if torch has no GPU."""
     import torch  # seconds to import, and `vcache doctor` works without it
 
     return torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -1,6 +1,6 @@
-"""Memory that torch allocates as always and that other processes can map: what vLLM's KV cache is made of where it is shared in place.
+"""Memory for torch's tensors that other processes can map. vLLM's KV cache is made of it if it is shared in place.
 
-torch asks for it, uses it and frees it, and every allocation has a descriptor that lives as long as the memory does.
+torch allocates, uses and frees it as always. Every allocation has a descriptor that lives as long as the memory.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from typing import NamedTuple, Protocol
 
 
 class Region(NamedTuple):
-    """One exported allocation of this process: `nbytes` at `address`, all of which a reader must map, by `fd`, which is open as long as the
-    memory is, and not the caller's."""
+    """One exported allocation of this process: `nbytes` bytes at `address`. A reader maps all of it by `fd`.
+
+    The fd is open for as long as the memory lives; the caller must not close it.
+    """
 
     fd: int
     nbytes: int
@@ -19,17 +21,17 @@ class Region(NamedTuple):
 
 
 class Exportable(Protocol):
-    """Where torch takes memory from while a context is entered."""
+    """A source of exportable memory, from which torch allocates within `context`."""
 
     def context(self) -> AbstractContextManager[None]:
-        """Within it this thread's allocations that could be a KV cache are exportable ones. Never raises for lack of memory: torch does.
+        """A context in which this thread's allocations are exportable if they could be a KV cache. For lack of memory torch raises.
 
-        May be left from another thread, and while contexts that were entered later are not left yet.
+        May be left from another thread, and before contexts that were entered later.
         """
 
     def allocations(self) -> list[Region]:
-        """Those that are alive."""
+        """The allocations that are alive."""
 
     @property
     def problem(self) -> str:
-        """Why an allocation did not become exportable, if one did not."""
+        """Why an allocation did not become exportable; empty if all did."""

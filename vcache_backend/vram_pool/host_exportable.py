@@ -1,7 +1,7 @@
-"""Host memory for vLLM's KV cache that other processes can read: sealed memfds in the place of what malloc would give torch.
+"""Host memory for vLLM's KV cache that other processes can read: sealed memfds instead of malloc's memory.
 
-Only `torch.zeros` of int8, which is how every known vLLM asks for its KV cache. Mapping a memfd over pages that malloc gave out was the
-alternative: pages there begin in the middle of a tensor or are other objects' too, and `free` may give them to somebody else.
+It replaces `torch.zeros` of int8 only, with which every known vLLM allocates its KV cache. The alternative was to map a memfd over pages
+from malloc, but those may begin within a tensor or belong to other objects, too, and `free` may hand them on.
 """
 
 # torch's modes have no types.
@@ -26,11 +26,11 @@ from vcache_backend.seals import FUTURE_WRITE, RESIZING
 from vcache_backend.vram_pool.exportable import Region
 
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14; not in Python's mmap."""
+"""In Linux since 5.14; not in Python's mmap."""
 
 
 class HostExportable:
-    """See `exportable.Exportable`."""
+    """An `exportable.Exportable` in host memory."""
 
     def __init__(self) -> None:
         self._live: dict[int, Region] = {}
@@ -38,7 +38,7 @@ class HostExportable:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """`torch.zeros` of int8 on the CPU gives exportable memory in this thread; ordinary memory where that is not to be had."""
+        """A context in which this thread's `torch.zeros` of int8 on the CPU are exportable; ordinary memory if that fails."""
         mode = _Zeros(self._zeros)
         overrides._push_mode(mode)
         try:
@@ -47,7 +47,7 @@ class HostExportable:
             _leave(mode)
 
     def allocations(self) -> list[Region]:
-        """Those whose tensors are alive."""
+        """The allocations whose tensors are alive."""
         return list(self._live.values())
 
     def _zeros(self, nbytes: int) -> torch.Tensor | None:
@@ -59,13 +59,13 @@ class HostExportable:
         tensor = torch.frombuffer(memory, dtype=torch.int8, count=nbytes)
         found = Region(fd, len(memory), tensor.data_ptr())
         self._live[found.address] = found
-        # torch holds the last reference, through the tensor's storage; the mapping goes with it.
+        # torch holds the last reference to the mapping, through the tensor's storage.
         weakref.finalize(memory, _gone, self._live, found).atexit = False
         return tensor
 
 
 class _Zeros(TorchFunctionMode):
-    """Gives `torch.zeros` of int8 in host memory to `make`, which may leave it to torch by answering None."""
+    """Replaces `torch.zeros` of int8 in host memory by `make(bytes)`; where that returns None torch makes the tensor."""
 
     def __init__(self, make: Callable[[int], torch.Tensor | None]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Zeros(TorchFunctionMode):
 
 
 def _leave(mode: _Zeros) -> None:
-    """Take `mode` from this thread's stack, wherever it is on it (torch's own way only takes the last one), and make it do nothing."""
+    """Disable `mode`, and take it from this thread's stack wherever it is (torch itself takes only the last one)."""
     mode.make, above = None, []
     while torch._C._len_torch_function_stack():
         last = overrides._pop_mode()
@@ -97,7 +97,7 @@ def _leave(mode: _Zeros) -> None:
 
 
 def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
-    """A memfd of whole pages of zeros, all of them taken, and its mapping: the only one that can be written. Raises OSError."""
+    """A memfd of whole zeroed pages, all of them allocated, and its mapping, the only one that can be written. Raises OSError."""
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     with ExitStack() as undo:
         fd = os.memfd_create("vcache-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -105,7 +105,7 @@ def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
         os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
         undo.callback(memory.close)
-        # A forked child has a copy of malloc's memory; here it would write vLLM's own.
+        # Of malloc's memory a forked child has a copy. Here it would write into this process's memory.
         memory.madvise(mmap.MADV_DONTFORK)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING | FUTURE_WRITE)
         _take(memory)
@@ -114,7 +114,7 @@ def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def _take(memory: mmap.mmap) -> None:
-    """Have the kernel find every page now, near this thread, as zeroing does: where there are too few, vLLM does not start."""
+    """Allocate every page now, near this thread, as zeroing would. If there are too few, it fails here and not in a later write."""
     try:
         memory.madvise(_MADV_POPULATE_WRITE)
     except OSError as error:
@@ -125,7 +125,7 @@ def _take(memory: mmap.mmap) -> None:
 
 
 def _gone(live: dict[int, Region], allocation: Region) -> None:
-    """Its last tensor is gone."""
+    """Forget an allocation whose last tensor is gone."""
     live.pop(allocation.address, None)
     with suppress(OSError):
         os.close(allocation.fd)

@@ -1,4 +1,4 @@
-"""Segments in host memory: sealed memfds. What GPU segments are on a machine without one, and what CI runs."""
+"""Segments in host memory: sealed memfds. They take the place of GPU segments on machines without a GPU, as in CI."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vcache_backend.seals import RESIZING, lacking
 def allocate(name: str, nbytes: int) -> int:
     """A sealed memfd of exactly `nbytes` zero bytes, closed on exec; the caller closes it. Raises OSError.
 
-    Pages are taken when first written, so a segment larger than the machine's memory fails at use, not here
-    (`vcache doctor` compares them).
+    Pages are allocated when first written, so a segment larger than the machine's memory fails in use, not here
+    (`vcache doctor` compares the two).
     """
     with ExitStack() as undo:
         fd = os.memfd_create(f"vcache-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -29,19 +29,19 @@ def allocate(name: str, nbytes: int) -> int:
 
 
 def map_fd(fd: int, nbytes: int) -> torch.Tensor:
-    """`nbytes` of `fd`, shared, as a 1-D uint8 tensor; the mapping lasts as long as the tensor or a view of it.
+    """Map `nbytes` of `fd`, shared, as a 1-D uint8 tensor. The mapping lasts as long as the tensor or a view of it.
 
-    Raises SegmentError where the fd is not a memfd, too small or not sealed; OSError where the kernel refuses.
+    Raises SegmentError if the fd is no memfd, too small or not sealed; OSError if the kernel refuses.
     """
     check(fd, nbytes)
     memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    # torch keeps a reference to `memory` but exports no buffer: `memory.close()` would unmap under live views. So nobody
-    # calls it, and the mapping goes with the last reference.
+    # torch keeps a reference to `memory` but exports no buffer, so `memory.close()` would unmap it under live views. Nobody
+    # calls it: the mapping goes with the last reference.
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def check(fd: int, nbytes: int) -> None:
-    """Refuse an fd that is no sealed memfd of at least `nbytes`. Raises SegmentError with the figures."""
+    """Raise SegmentError unless `fd` is a sealed memfd of at least `nbytes`."""
     if reason := lacking(fd):
         raise SegmentError(reason)
     if (held := os.fstat(fd).st_size) < nbytes:

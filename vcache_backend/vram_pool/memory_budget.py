@@ -1,4 +1,4 @@
-"""How much of a GPU the pool may take beside vLLM. Pure: numbers in, a sentence out."""
+"""Says how much of a GPU the pool may take beside vLLM. Pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 from vcache_backend.config import ByteSize
 
 MAX_SHARE = 0.95
-"""Pool plus vLLM's gpu_memory_utilization may take this part of a GPU; the rest is contexts, graphs and workspaces."""
+"""The part of a GPU that pool and vLLM's gpu_memory_utilization may take together. The rest is for contexts, graphs and workspaces."""
 _ROUNDING = 1e-9
 
 
 def most_utilization(total: int, segment: int) -> float:
-    """The largest gpu_memory_utilization beside a segment of `segment` bytes, two digits, rounded down; 0.0: nothing is left."""
+    """The largest gpu_memory_utilization beside a segment of `segment` bytes, rounded down to two digits; 0.0: nothing is left."""
     share = MAX_SHARE - segment / total
     return max(0.0, math.floor(share * 100 + _ROUNDING) / 100)
 
@@ -23,10 +23,10 @@ def most_segment(total: int, utilization: float) -> ByteSize:
 
 
 def shortfall(total: int, free: int, segment: int, new: int, utilization: float | None) -> str | None:
-    """None if `segment` bytes of pool fit on a GPU of `total` bytes with `free` bytes free now, else what is wrong and what to set.
+    """None if a pool of `segment` bytes fits on a GPU of `total` bytes, of which `free` are free now; else what is wrong and what to set.
 
-    new: how many of them are yet to be made. What outlived its worker is in use already, yet counts in the budget all the same.
-    utilization: vLLM's gpu_memory_utilization, None where it is unknown or does not apply (kv_cache_memory_bytes).
+    new: how many of the segment's bytes are not allocated yet. A segment that outlived its worker is, but counts in the budget, too.
+    utilization: vLLM's gpu_memory_utilization; None if it is unknown or does not apply (kv_cache_memory_bytes).
     """
     size = ByteSize(segment)
     if not segment:
@@ -47,5 +47,5 @@ def shortfall(total: int, free: int, segment: int, new: int, utilization: float 
 
 
 def _whole_mib(nbytes: int) -> ByteSize:
-    """Rounded down, so that what a message says to set does fit."""
+    """Rounded down to whole MiB, so that the value in a message fits."""
     return ByteSize(nbytes >> 20 << 20)

@@ -1,7 +1,7 @@
-"""vLLM's paged KV cache as the copies see it: pages of opaque bytes at raw addresses.
+"""Describes vLLM's paged KV cache for copies: pages of opaque bytes at raw addresses.
 
-A *page* is the contiguous bytes of one (layer, block, part), a part being K or V where they do not share memory. A chunk holds
-for each layer its blocks in order, and for each block its parts in order, so that page (layer, virtual block v, part) begins at
+A *page* is the contiguous bytes of one (layer, block, part). A part is K or V, where they lie apart. A chunk holds its layers in order,
+for each layer its blocks, and for each block its parts: the page of (layer, v-th block of the chunk, part) begins at
 `((layer * blocks_per_chunk + v) * parts + part) * page_bytes`.
 """
 
@@ -32,7 +32,7 @@ MAX_WORD = 16
 
 
 def alignment(*values: int) -> int:
-    """The largest power of two up to 16 that divides all of `values`: bytes that one access may move."""
+    """The largest power of two, up to 16, that divides all of `values`: how many bytes one access may move."""
     bits = MAX_WORD
     for value in values:
         bits |= value
@@ -40,26 +40,28 @@ def alignment(*values: int) -> int:
 
 
 class Share(NamedTuple):
-    """What a group of layers with a block table of its own has of a chunk: blocks of `block_size` tokens, those of the last `tail` tokens
-    only; 0: of all."""
+    """The part of a chunk that belongs to a group of layers with a block table of its own.
+
+    It has blocks of `block_size` tokens, of the chunk's last `tail` tokens only; 0: of all its tokens.
+    """
 
     block_size: int
     tail: int = 0
 
     def of(self, chunk_size: int) -> int:
-        """Blocks of a chunk."""
+        """The number of its blocks in a chunk of `chunk_size` tokens."""
         return (self.tail or chunk_size) // self.block_size
 
 
 @dataclass(frozen=True, eq=False)
 class PagedKV:
-    """One worker's KV cache, described once and valid as long as the tensors are; it keeps them alive.
+    """The geometry of one worker's KV cache, whose memory it keeps alive. Immutable; any thread.
 
-    name: the order of bytes in a chunk as text, the same in all processes that may share; not the number of blocks.
-    pages: for each layer and part (layer-major) a uint8 view (num_blocks, page_bytes) over vLLM's memory.
-    planes: (layers * parts, 2) int64: the address of each view, and its bytes from block to block.
-    shares: of several groups, which lie in the same planes, each block being one group's at a time. A chunk holds the blocks of the
-    first, then those of the second, as if they were one's.
+    name: the order of bytes in a chunk as text, the same in all processes that may share; without the number of blocks.
+    pages: for each layer and part (layer-major) a uint8 view (num_blocks, page_bytes) of vLLM's memory.
+    planes: (layers * parts, 2) int64: the address of each view, and the bytes from one of its blocks to the next.
+    shares: one for each group of layers, if there are several. They lie in the same planes, and each block belongs to one group at a
+    time. A chunk holds the blocks of the first group, then those of the second, and so on, like the blocks of one group.
     """
 
     device: torch.device
@@ -84,8 +86,8 @@ class PagedKV:
     ) -> PagedKV:
         """Recognise the layout of `kvcaches`, one tensor a layer, from shapes and strides.
 
-        block_size: tokens a block. axes: what each axis of the tensors is, words of `KV_AXES` with spaces between, such as
-        `"part block token head dim"`; needed where shapes leave a doubt.
+        block_size: tokens of a block. axes: what each axis of the tensors is, in words of `KV_AXES` with spaces between, such as
+        `"part block token head dim"`; needed if the shapes are ambiguous.
         Raises LayoutError, which names the layer and what to pass: unknown, ambiguous, not dense, or layers that differ.
         """
         named = kvcaches.items() if isinstance(kvcaches, Mapping) else ((f"layer {i}", kv) for i, kv in enumerate(kvcaches))
@@ -113,8 +115,10 @@ class PagedKV:
 
     @classmethod
     def describe_groups(cls, groups: Sequence[tuple[Mapping[str, Tensor], Share]], *, axes: str | None = None) -> PagedKV:
-        """Recognise several groups, each with its layers, of which this worker may have none. Raises LayoutError as `describe` does, and
-        where they do not lie alike."""
+        """Recognise several groups of layers. This worker may have no layers of a group.
+
+        Raises LayoutError like `describe`, and if the groups do not lie in the same memory.
+        """
         found = {next(iter(layers)): cls.describe(layers, share.block_size, axes=axes) for layers, share in groups if layers}
         if not found:
             raise LayoutError("no KV caches were given; pass one tensor for each layer")
@@ -129,8 +133,10 @@ class PagedKV:
         return replace(widest, name=name, block_size=groups[0][1].block_size, shares=tuple(share for _, share in groups))
 
     def with_states(self, groups: Sequence[Mapping[str, Sequence[Tensor]]], split: int) -> PagedKV:
-        """The same with groups whose layers keep a state in each block: some tensors, one behind the other in a page. split: so many blocks
-        here are one of theirs. LayoutError if they do not lie where the other groups' layers do."""
+        """This KV cache with further groups, whose layers keep a state in each block: tensors that follow each other in the block's page.
+
+        split: how many blocks of this KV cache make one of theirs. Raises LayoutError if they do not lie in the same planes.
+        """
         pages, stride, room = list(self.pages), int(self.planes[0, 1]), split * self.page_bytes
         for layers in groups:
             for number, (layer, tensors) in enumerate(layers.items()):
@@ -150,12 +156,12 @@ class PagedKV:
 
     @property
     def pitch(self) -> tuple[torch.device, int, int, int]:
-        """What groups that lie in the same memory have in common."""
+        """What must be equal for groups that lie in the same memory."""
         return self.device, self.parts, self.page_bytes, self.num_blocks
 
     @cached_property
     def aligned(self) -> int:
-        """What divides every page's address and size, up to 16 bytes."""
+        """The largest power of two, up to 16, that divides every page's address and size."""
         return alignment(self.page_bytes, *self.planes.reshape(-1).tolist())
 
     def chunk_bytes(self, chunk_size: int) -> int:
@@ -163,7 +169,7 @@ class PagedKV:
         return self.layers * self.blocks_in(chunk_size) * self.parts * self.page_bytes
 
     def blocks_in(self, chunk_size: int) -> int:
-        """Blocks of a chunk, of all groups. Raises LayoutError like `chunk_bytes`."""
+        """The number of blocks of a chunk, of all groups together. Raises LayoutError like `chunk_bytes`."""
         shares = self.shares or (Share(self.block_size),)
         for size, _ in shares:
             if chunk_size <= 0 or chunk_size % size:
@@ -173,7 +179,7 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class _Arrangement:
-    """One layer: sizes and strides in bytes."""
+    """How one layer lies in memory. Sizes and strides in bytes."""
 
     name: str
     parts: int
@@ -188,13 +194,13 @@ class _Arrangement:
 
 
 def _span(block: Tensor) -> int:
-    """Bytes from the first of its numbers to the end of its last."""
+    """Bytes from the beginning of a block's first number to the end of its last."""
     steps = zip(block.shape, block.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * block.element_size()
 
 
 class _Layer:
-    """One layer's tensor with its name, for messages."""
+    """One layer's tensor, with its name for error messages."""
 
     def __init__(self, name: str, tensor: Tensor, block_size: int) -> None:
         self.name, self.tensor, self.block_size = name, tensor, block_size
@@ -264,7 +270,7 @@ class _Layer:
         raise self.error("ambiguous; pass axes=" + " or ".join(repr(" ".join(names)) for names in fits))
 
     def _dense(self, axes: Sequence[int]) -> list[int] | None:
-        """`axes` without those of size 1, outermost in memory first, or None if they leave gaps."""
+        """`axes`, outermost in memory first and without those of size 1; None if they leave gaps in memory."""
         shape, stride = self.tensor.shape, self.tensor.stride()
         order = sorted((axis for axis in axes if shape[axis] > 1), key=lambda axis: stride[axis])
         expected = 1

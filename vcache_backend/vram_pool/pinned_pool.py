@@ -1,4 +1,4 @@
-"""The pool in host memory of a worker whose KV cache lies on a GPU."""
+"""The pool in host memory, for a worker whose KV cache lies on a GPU."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 30
-"""Of a segment that is lent: the first is used some seconds after the start."""
+"""The size of the segments in which memory is lent, so that the first can be used some seconds after the start."""
 
 CLOSE_SECONDS = 5.0
+"""How long `close` waits for what the driver is doing."""
 
 
 class PinnedPool(Pool):
-    """As `Pool`, for a `device` of host memory that a GPU reads.
+    """A `Pool` for a `device` of host memory that a GPU reads.
 
-    A segment's pages are taken and locked before it is there for this process, some 0.5 s a GiB, in a thread of its own; what this
-    worker lends comes piece by piece. Where memory or the driver gives out, what was lent by then stays, and the log and `vcache
-    status` say why it is no more.
+    A thread maps segments, and allocates and locks their pages first, which takes some 0.5 s a GiB; until then this process does not use
+    them. What this worker lends comes in pieces of `PIECE_BYTES`. If memory or the driver fails, the pieces lent so far stay, and the
+    log and `vcache status` say why there are no more.
     """
 
     _busy = False
-    """Whether the thread has something to do."""
+    """Whether the thread runs."""
     _thread: threading.Thread | None = None
 
     @contextmanager
     def trial(self, nbytes: int) -> Iterator[SlotView]:
-        """Memory as that of the pool, which may not be there yet. Raises SegmentError."""
+        """Memory like the pool's, to try copies with before the pool is there. Raises SegmentError."""
         with segments.create(self.device, nbytes) as owned, segments.map_segment(owned.info, owned.fd, self.device) as mapped:
             whole = mapped.whole
             yield SlotView(whole.data_ptr(), nbytes, False, whole, 0)
 
     def close(self) -> None:
-        """See `Pool`; and wait for what the driver is doing, which ends within seconds: a process must not end in the middle of it."""
+        """See `Pool`. Also waits for what the driver is doing, some seconds at most, since the process must not end in the middle of it."""
         super().close()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
@@ -59,7 +60,7 @@ class PinnedPool(Pool):
         self._thread.start()
 
     def _prepare(self) -> None:
-        """The body of the thread, until nothing more is to be done now; a later heartbeat starts it again."""
+        """The body of the thread. It ends when there is nothing to do; a later heartbeat starts another one."""
         try:
             cuda_driver.load().beside_captures()
             pinned_segment.move_near(self.device.ordinal or 0)
@@ -89,9 +90,9 @@ class PinnedPool(Pool):
             self._client.report("error", said)
 
     def _level(self) -> int:
-        """There are many, and what is wrong with one is wrong with all."""
+        """WARNING for the first segment only: there are many, and what is wrong with one is wrong with all."""
         return logging.DEBUG if self._unreadable else logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
-        """Nothing is waited for: the thread maps it after the next heartbeat."""
+        """None if it is not mapped yet: the thread maps it after the next heartbeat, and nobody waits for that."""
         return self._mapped.get(id_)

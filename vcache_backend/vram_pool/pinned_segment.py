@@ -1,7 +1,7 @@
-"""Segments in host memory that a GPU of this process reads and writes where they lie: their pages are taken and locked.
+"""Segments in host memory whose pages are allocated and locked, so that a GPU of this process can read and write them in place.
 
-Each is registered with the driver in steps, and a kernel crosses from one to the next; a copy by the driver does not, so there is none out
-of slots or into them. The registration ends with the mapping.
+Each is registered with the driver in steps. Kernels may cross from one step to the next, but the driver's own copies may not, so slots
+are copied by kernels only. The registration ends with the mapping.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 from vcache_backend.vram_pool.slots import SlotView
 
 SPARE_BYTES = 1 << 30
-"""Of the host's memory what a new segment leaves to others."""
+"""The bytes of host memory that a new segment leaves to others."""
 GROW_SECONDS = 20.0
-"""How long it is waited for more: a virtual machine may be given memory only as it uses it."""
+"""How long to wait for more host memory: a virtual machine may be given memory only as it uses it."""
 _STEP_BYTES = 256 << 20
-"""Taken and locked at a time. The driver keeps all that launch work waiting meanwhile: some 50 ms."""
+"""Bytes that are allocated and locked at a time. Locking them takes some 50 ms, in which the driver lets nobody launch work."""
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def allocate(name: str, nbytes: int) -> int:
-    """As `host_segment.allocate`, with all of its pages taken: some 0.3 s a GiB, in which other threads go on. Raises SegmentError where
-    there is too little memory, while there is some left."""
+    """Like `host_segment.allocate`, with all pages allocated: some 0.3 s a GiB, in which other threads go on.
+
+    Raises SegmentError if less than `SPARE_BYTES` would be left, even after `GROW_SECONDS`; OSError.
+    """
     with ExitStack() as undo:
         fd = host_segment.allocate(name, nbytes)
         undo.callback(os.close, fd)
@@ -61,10 +63,10 @@ def _wait_for_room(nbytes: int) -> None:
 
 
 def map_fd(fd: int, nbytes: int, ordinal: int) -> torch.Tensor:
-    """As `host_segment.map_fd`, registered with the driver: GPU `ordinal` has it at the same address.
+    """Like `host_segment.map_fd`, and registered with the driver: GPU `ordinal` has the memory at the same address.
 
-    Some 0.2 s a GiB, step by step: whoever launches work on a GPU meanwhile waits for one step at most, other threads for nothing. The
-    mapping lasts as long as the tensor or a view of it; its end waits for the GPU's work. Raises SegmentError with what to change.
+    Takes some 0.2 s a GiB, step by step. Threads that launch work on a GPU wait for one step at most, others not at all. The mapping
+    lasts as long as the tensor or a view of it, and its end waits for the GPU's work. Raises SegmentError, which says what to change.
     """
     host_segment.check(fd, nbytes)
     driver = cuda_driver.load()
@@ -76,12 +78,12 @@ def map_fd(fd: int, nbytes: int, ordinal: int) -> torch.Tensor:
         with driver.current(context), ExitStack() as registered:
             for at in range(0, nbytes, _STEP_BYTES):
                 address, size = held.ctypes.data + at, min(_STEP_BYTES, nbytes - at)
-                # What the driver does in its own lock is then only the locking.
+                # Allocated first, so that the driver only locks the pages while it holds its own lock.
                 _populate(address, size)
                 _register(driver, ordinal, address, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
                 registered.callback(driver.unregister, address)
             undo.callback(driver.end, context, registered.pop_all(), "host memory stays locked")
-        # The array names the memory, so this comes before it is unmapped. At exit the driver lets go by itself.
+        # The array keeps the mapping, so this runs before the memory is unmapped. At exit the driver frees everything itself.
         weakref.finalize(held, undo.pop_all().close).atexit = False
     return torch.from_numpy(held)
 
@@ -100,7 +102,7 @@ def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
 
 
 def on_gpu(slot: SlotView, ordinal: int) -> SlotView:
-    """A slot of such a segment as torch's kernels on GPU `ordinal` take it; `slot` itself if it is on a GPU."""
+    """A slot of such a segment as a tensor of GPU `ordinal`, for torch's kernels; `slot` itself if it is on a GPU."""
     if slot.whole.device.type != "cpu":
         return slot
     return SlotView.over(cuda_segment.view(_Slot(slot.address, slot.nbytes, slot.whole), ordinal), local=False)
@@ -117,7 +119,7 @@ class _Slot(NamedTuple):
 
 
 def move_near(ordinal: int) -> None:
-    """Have this thread run beside the GPU from now on, as far as its process may: the pages it takes then lie on that NUMA node."""
+    """Run this thread on the CPUs near the GPU from now on, if its process may: pages that it allocates then lie on that NUMA node."""
     with suppress(OSError, ValueError, SegmentError):
         cpus = (Path("/sys/bus/pci/devices") / cuda_driver.load().bus(ordinal) / "local_cpulist").read_text()
         ranges = [part.partition("-") for part in cpus.strip().split(",")]
@@ -127,14 +129,16 @@ def move_near(ordinal: int) -> None:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Have all pages of a mapping, large ones where the system gives them to who asks (`shmem_enabled: advise`): they are locked faster.
-    Python's own call of this would keep all other threads waiting."""
+    """Allocate all pages of a mapping; large ones, which are locked faster, if the system gives them on request (`shmem_enabled: advise`).
+
+    Called through ctypes, since Python's own `madvise` would hold the interpreter's lock. Raises OSError.
+    """
     where, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
     _libc.madvise(where, size, mmap.MADV_HUGEPAGE)
     if _libc.madvise(where, size, _MADV_POPULATE_WRITE) == 0:
         return
     code = ctypes.get_errno()
-    if code != errno.EINVAL:  # Linux before 5.14: they are taken as they are needed
+    if code != errno.EINVAL:  # Linux before 5.14, where pages are allocated as they are used
         raise OSError(code, f"{nbytes:,} B of host memory: {os.strerror(code)}")
 
 

@@ -1,4 +1,4 @@
-"""From places in a paged KV cache to a list of block copies. Pure numpy: nothing is copied here."""
+"""Turns places in a paged KV cache into a list of block copies. Pure numpy: nothing is copied here."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class CopyPlan:
-    """What one launch moves, in either direction. Immutable; may be used from any thread.
+    """What one launch moves between slots and a KV cache, in either direction. Immutable; any thread.
 
-    blocks: (n, 3) int64: slot index, byte offset in the slot of the virtual block (layer 0, part 0), block id.
-    nbytes: bytes read, which are the bytes written. tokens: of several groups, those whose first group's blocks are moved. each: blocks
-    of a chunk.
+    blocks: (n, 3) int64: slot index, byte offset in the slot of the block's first page (layer 0, part 0), block id in the KV cache.
+    nbytes: bytes read, and as many are written. tokens: whose blocks are moved; of several groups only the first group's blocks count.
+    each: blocks of a chunk.
     """
 
     chunk_size: int
@@ -32,18 +32,17 @@ class CopyPlan:
     each: int
 
     def complete(self, slots: int) -> Bools:
-        """Shape (slots,): which of the request's slots are moved wholly. A store must skip every chunk that is not."""
+        """Shape (slots,): which slots have all their blocks in the plan. A store must skip every chunk that does not."""
         whole: Bools = np.bincount(self.blocks[:, 0], minlength=slots) == self.each
         return whole
 
 
 def whole_blocks(kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Sequence[int], skip: int = 0) -> Int64s:
-    """Of chunks whose tokens stand at `slot_mapping[starts[i] : starts[i] + chunk_size]`, for each block the one of the KV cache that it
-    lies in; -1: none.
+    """The KV cache's block for each block of the chunks whose tokens are `slot_mapping[starts[i] : starts[i] + chunk_size]`; -1: none.
 
-    slot_mapping: (tokens,) int64, `block id * block_size + token in block`, -1 for no place. A block counts if and only if its
-    tokens lie in one block, in order: a backend may arrange a block as it likes, so it is not taken apart. One with a token before
-    `slot_mapping[skip]` is not looked at. Raises LayoutError: a place outside of the KV cache, a chunk outside of the mapping, a chunk
+    slot_mapping: (tokens,) int64, `block id * block_size + token in block`, -1 for no place. A block has a place if all its tokens lie
+    in one block of the KV cache, in order: how a backend arranges a block is unknown, so blocks are not split. Blocks with a token
+    before `slot_mapping[skip]` get -1. Raises LayoutError: a place outside of the KV cache, a chunk outside of the mapping, a chunk
     size that is no multiple of the block size.
     """
     each, size = kv.blocks_in(chunk_size), kv.block_size
@@ -72,17 +71,17 @@ def whole_blocks(kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Seq
 
 
 def plan_blocks(kv: PagedKV, chunk_size: int, ids: Int64s, first: int = 0, *, holes: bool = False) -> CopyPlan:
-    """Plan whole blocks: block `i` of consecutive chunks in slots 0, 1, ... has its place at block `ids[i]` of the KV cache.
+    """Plan the copy of whole blocks: block `i` of the chunks in slots 0, 1, ..., counted through, and block `ids[i]` of the KV cache.
 
-    Only the blocks from `first` on are moved; the places of others do not matter. holes: a negative id is no place, and its block is not
-    moved, as where there are several groups. Raises LayoutError: a place outside of the KV cache, or none for a block that is wanted.
+    Only the blocks from `first` on are moved. holes: blocks with a negative id are not moved, which always holds if there are several
+    groups; otherwise a negative id is an error. Raises LayoutError for ids outside of the KV cache.
     """
     if not 0 <= first <= len(ids):
         raise LayoutError(f"blocks from {first} on are wanted of {len(ids)}")
     rows, ids = _consecutive(kv, chunk_size, len(ids))[first:], ids[first:]
     if (kv.shares or holes) and (missing := ids < 0).any():
         rows, ids = rows[~missing], ids[~missing]
-    # Unsigned, a negative number is a large one: one pass finds both.
+    # As unsigned numbers negative ids are large: one pass finds all wrong ids.
     if int(np.maximum.reduce(ids.view(np.uint64), initial=0)) >= kv.num_blocks and len(ids):
         raise _outside(kv, int(ids.min()), int(ids.max()))
     blocks = rows.copy()
@@ -95,7 +94,7 @@ def plan_blocks(kv: PagedKV, chunk_size: int, ids: Int64s, first: int = 0, *, ho
 
 
 def _consecutive(kv: PagedKV, chunk_size: int, count: int) -> Int64s:
-    """What the plans of the first `count` blocks of consecutive chunks have in common: rows without ids, which stay as they are."""
+    """The rows of a plan for the first `count` blocks of consecutive chunks, without the ids. Cached and read-only."""
     return _common(kv.blocks_in(chunk_size), kv.parts * kv.page_bytes, max(1024, 1 << count.bit_length()))[:count]
 
 
@@ -115,7 +114,7 @@ def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:
 
 @lru_cache
 def plane_offsets(planes: int, parts: int, blocks: int, page_bytes: int) -> Int64s:
-    """Shape (1, planes): where in a chunk of so many blocks the first page of each plane is. Not to be written to."""
+    """Shape (1, planes): the offset of each plane's first page in a chunk of `blocks` blocks. Cached and read-only."""
     layer, part = np.divmod(np.arange(planes, dtype=np.int64), parts)
     offsets: Int64s = ((layer * blocks * parts + part) * page_bytes)[None]
     offsets.flags.writeable = False

@@ -1,4 +1,4 @@
-"""This process's view of the pool: the segment it lends, and every segment of the node mapped for its device."""
+"""This process's view of the pool: lends its segment, and maps every segment of the node for its device."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ log = logging.getLogger(__name__)
 
 
 MAX_WAITS = 30
-"""Heartbeats. Memory that a restarted server did not take again is free once every process that has it mapped knows."""
+"""For how many heartbeats lending is tried again after a restarted server did not take segments back: their memory is free only once every
+process has unmapped them."""
 
 
 class Pool:
     """Segments of the node, mapped for `device`. Any thread.
 
-    On construction, and from the client's background thread after every server start and heartbeat: the segment of the own
-    device is adopted if one is there already (its worker died, its chunks did not) or made, new segments of peers are
-    mapped before the first hit needs them, and dropped ones are unmapped.
+    It follows the server's list of segments on construction, and in the client's background thread after every server start and
+    heartbeat. It lends what the own device's share lacks (a segment whose worker has died counts), maps new segments before the
+    first hit needs them, and unmaps dropped ones.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class Pool:
         segment_bytes: int,
         over_budget: Callable[[int, int], str | None] = lambda whole, new: None,
     ) -> None:
-        """`segment_bytes`: what the pool shall have on this device in all; 0 lends nothing. An absent server is no error.
+        """segment_bytes: what the pool should have on this device in all; 0 lends nothing. An absent server is no error.
 
-        `over_budget`: asked before memory is lent, with those bytes and how many of them are yet to be made; a reason keeps it.
+        over_budget: called before memory is lent, with `segment_bytes` and how many bytes are to be allocated now. If it returns a
+        reason, nothing is lent.
         """
         self.device = device
         self._client = client
@@ -61,9 +63,9 @@ class Pool:
             log.debug("segments: %s", error)
 
     def slots(self, locations: Sequence[Location]) -> list[SlotView]:
-        """Addresses of the leading locations this process can reach, mapping a segment it has not seen yet.
+        """Views of the leading locations that this process can read. Maps segments that it has not seen yet.
 
-        Each view keeps its mapping alive: hold them until the copy is complete.
+        Each view keeps its mapping alive: keep them until the copy is over.
         """
         views: list[SlotView] = []
         wholes: dict[SegmentId, tuple[torch.Tensor, int, bool, int]] = {}
@@ -84,11 +86,11 @@ class Pool:
         return views
 
     def mapped(self) -> list[SegmentInfo]:
-        """The segments mapped here."""
+        """The segments that are mapped here."""
         return [mapped.info for mapped in list(self._mapped.values())]
 
     def close(self) -> None:
-        """Unmap everything. The segments stay, in the server's hands. Idempotent; copies must be complete."""
+        """Unmap everything. The server keeps the segments. Copies must be over. Idempotent."""
         self._client.on_segments = lambda infos: None
         with self._lock:
             self._closed = True
@@ -114,21 +116,24 @@ class Pool:
             self._agree(infos)
 
     def _agree(self, infos: list[SegmentInfo]) -> None:
-        """Map what is new, and lend what is missing."""
+        """Map new segments, and lend what the device's share lacks."""
         for info in infos:
             if self._is_new(info):
                 self._open(info)
         self._contribute(infos)
 
     def _is_new(self, info: SegmentInfo) -> bool:
-        """To be mapped, or to be mapped anew since memory was taken back from it, which this process may keep until then."""
+        """Whether to map this segment: it is not mapped yet, or memory was taken back from it, which the present mapping keeps alive."""
         mapped = self._mapped.get(info.id)
         known = info.id in self._unreadable or (mapped is not None and mapped.info.given_back >= info.given_back)
         return info.state == "live" and info.medium == self.device.medium and not known
 
     def _contribute(self, infos: list[SegmentInfo]) -> None:
-        """Once per server life, see to it that the own device's share is there, however many workers want to: whom the server tells to
-        makes it, the others ask again until it is there. A segment dropped later stays dropped."""
+        """Once in each life of the server, see to it that the pool has the own device's share.
+
+        Of several workers on the device, the one that the server allows to lends it, and the others ask again until it is there. A segment
+        that is dropped later is not replaced.
+        """
         epoch = self._client.epoch
         if self._contributed == epoch:
             return
@@ -145,7 +150,7 @@ class Pool:
             self._contributed = epoch
 
     def _lend(self, lendable: Lendable) -> bool:
-        """Make a segment and hand it over; False if that is to be tried again."""
+        """Make a segment, and hand it to the server. False if it should be tried again."""
         try:
             reason = self._over_budget(self._segment_bytes, lendable.nbytes)
             if reason is not None:
@@ -169,11 +174,11 @@ class Pool:
         return self._admit(mapped)
 
     def _no_more(self, error: SegmentError) -> None:
-        """This worker cannot lend what it should."""
+        """Log that this worker cannot lend what it should."""
         log.error("nothing of %s is lent to the pool: %s; chunks go to other devices of it, if there are any", self.device, error)
 
     def _admit(self, mapped: MappedSegment) -> bool:
-        """It is there from now on; False if the pool was closed meanwhile."""
+        """Use a mapped segment from now on; False, and it is closed, if the pool was closed meanwhile."""
         with self._lock:
             if not self._closed:
                 self._mapped[mapped.id] = mapped
@@ -182,18 +187,18 @@ class Pool:
         return False
 
     def _level(self) -> int:
-        """Of what the log says of a segment that cannot be mapped."""
+        """The log level for a segment that cannot be mapped."""
         return logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
-        """A segment that appeared since the last heartbeat."""
+        """Map a segment that is not mapped yet, since it appeared after the last heartbeat; None if that fails."""
         with self._lock:
             if id_ in self._mapped or id_ in self._unreadable:
                 return self._mapped.get(id_)
             return self._open(SegmentInfo(id_, "", self.device.medium, 0))
 
     def _open(self, info: SegmentInfo) -> MappedSegment | None:
-        """Map one segment of the server's; None, and one line in the log, if this process cannot."""
+        """Ask the server for a segment, and map it. None if that fails, which is logged unless the server is the cause."""
         if info.id in self._unreadable:
             return None
         before = self._mapped.get(info.id)
@@ -206,7 +211,7 @@ class Pool:
         except SegmentError as error:
             if before is not None:
                 log.warning("segment %s stays mapped as it was, with what was taken back from it: %s", info.id, error)
-                # Not tried again before more is taken back.
+                # So it is tried again only when more is taken back.
                 before.info = info
                 return None
             log.log(
@@ -231,5 +236,5 @@ class Pool:
 
 
 def connect(config: Config, device: Device, layout: dict[str, str]) -> Client:
-    """The client of an engine on `device`."""
+    """A client of the server, for an engine on `device`. layout: what the server is told of it, as text."""
     return Client(config.server.path, config.client, device.name, device.medium, layout)

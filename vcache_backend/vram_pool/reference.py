@@ -1,6 +1,6 @@
-"""The copies in plain torch: what the kernels are tested against, and how host segments are read and written.
+"""The copies in plain torch and numpy: the kernels are tested against them, and `HostCopier` copies with them.
 
-Synchronous for host memory; where the KV cache lies on a GPU, ordered on its current stream. `slots` are contiguous 1-D uint8
+In host memory a copy is over when the call returns; on a GPU it runs in order on the current stream. `slots` are contiguous 1-D uint8
 tensors, one for each slot index of the plan, each at least a chunk long.
 """
 
@@ -51,15 +51,15 @@ def pull(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
 
 
 def _rows_at(address: int, count: int, step: int, nbytes: int) -> npt.NDArray[np.void]:
-    """Rows of so many bytes from an address on, which begin `step` bytes apart, and may overlap. Only those that are read are touched."""
+    """`count` rows of `nbytes` bytes at raw addresses, `step` bytes apart; they may overlap. Only rows that are read are touched."""
     memory = {"data": (address, True), "shape": (count,), "strides": (step,), "typestr": f"|V{nbytes}", "version": 3}
     return np.asarray(SimpleNamespace(__array_interface__=memory))
 
 
 def _rows(table: Tensor) -> npt.NDArray[np.void]:
-    """A (rows, words) tensor of the host's as numpy's rows, each one opaque number: copied with one memcpy a row, in this thread alone.
+    """A (rows, words) tensor in host memory as a numpy array of opaque rows, which numpy copies with one memcpy a row, in this thread.
 
-    torch's own copies start threads that wait for one another, which takes a hundred times as long beside a busy core.
+    torch's own copies start threads that wait for each other, which takes a hundred times as long beside a busy core.
     """
     array = table.numpy()
     rows: npt.NDArray[np.void] = array.view(np.dtype((np.void, array.shape[1] * array.itemsize)))[:, 0]
@@ -74,7 +74,7 @@ def _block_pairs(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> Iterat
     """For each slot and plane: pages (num_blocks, words), the slot's (blocks, words), block ids, and places in the slot."""
     for index, rows in _by_slot(plan.blocks):
         virtual, ids = rows[:, 1] // (kv.parts * kv.page_bytes), rows[:, 2].copy()
-        # torch copies rows of bytes element by element, of wide words ten times faster.
+        # torch copies element by element: wide words are ten times faster than bytes.
         word = _word(kv, slots[index])
         flat = slots[index][: kv.chunk_bytes(plan.chunk_size)].view(word)
         chunk = flat.view(kv.layers, kv.blocks_in(plan.chunk_size), kv.parts, -1)
@@ -88,6 +88,6 @@ def _by_slot(rows: Int64s) -> Iterator[tuple[int, Int64s]]:
 
 
 def _word(kv: PagedKV, slot: Tensor) -> torch.dtype:
-    """The widest integer in which pages and slot can be counted."""
+    """The widest integer that pages and slot can be viewed as."""
     offsets = [int(page.storage_offset()) | int(page.stride(0)) for page in kv.pages]
     return _WORDS[min(8, alignment(kv.page_bytes, int(slot.storage_offset()), *offsets))]

@@ -1,7 +1,7 @@
-"""Segments: fd-backed allocations that outlive the process that made them.
+"""Segments: allocations behind fds, which outlive the process that made them.
 
-Two names for two things. An `OwnedSegment` is an allocation this process made and has yet to hand over; it has an fd and
-no address. A `MappedSegment` is an allocation, own or foreign, at an address of this process for one reader device.
+An `OwnedSegment` is an allocation that this process has made and not handed over yet; it has an fd and no address. A `MappedSegment`
+is an allocation, own or foreign, at an address of this process, for one reader device.
 
 >>> with create(Device("host", "host"), 1 << 20) as owned:
 ...     mapped = map_segment(owned.info, owned.fd, Device("host", "host"))
@@ -26,7 +26,7 @@ from vcache_backend.vram_pool.devices import Device
 
 
 class _WithDescriptor:
-    """What `undo` gives back, once. Close from one thread at a time; the destructor closes too."""
+    """A segment's fd, and what else `undo` gives back, once. Close it from one thread at a time; the destructor closes it, too."""
 
     def __init__(self, info: SegmentInfo, fd: int, undo: ExitStack) -> None:
         self.info, self.id, self.device, self.nbytes = info, info.id, info.device, info.nbytes
@@ -34,13 +34,13 @@ class _WithDescriptor:
 
     @property
     def fd(self) -> int:
-        """For SCM_RIGHTS; it stays this object's. Raises SegmentError once closed, as its number may be another file's."""
+        """The fd, to be sent with SCM_RIGHTS; it stays this object's. Raises SegmentError once closed: the number may be another file's."""
         if self._closed:
             raise SegmentError(f"segment {self.id} is closed")
         return self._fd
 
     def close(self) -> None:
-        """Give back what this object holds. May be called again, and never raises for what is gone already."""
+        """Give back what this object holds. Idempotent."""
         self._closed = True
         self._undo.close()
 
@@ -56,17 +56,16 @@ class _WithDescriptor:
 
 
 class OwnedSegment(_WithDescriptor):
-    """An allocation made by this process. Its memory lives as long as anyone holds the fd or a mapping: after `close()`
-    it is whoever was handed the fd that keeps it. `nbytes` may exceed what was asked (GPU granularity)."""
+    """An allocation made by this process. Its memory lives as long as anybody holds an fd or a mapping of it, so `close()` leaves
+    it to those who were handed the fd. `nbytes` may be more than was asked for (a GPU's granularity)."""
 
 
 class MappedSegment(_WithDescriptor):
-    """An allocation at an address of this process, for kernels and copies on one reader device.
+    """An allocation at an address of this process, for kernels and copies on one reader device. Any thread.
 
-    It keeps an fd of its own, so that it can be offered again when the metadata server has lost its. Callable from
-    every thread. `close()` gives back the fd and this object's hold on the mapping. The mapping itself goes when the last
-    tensor over it is gone, so no tensor ever dangles; raw addresses are not counted: whoever launched work on them waits
-    for it first. On a GPU that unmapping waits for the reader device's work.
+    It has an fd of its own, so that the segment can be offered again if the metadata server has lost its fd. `close()` gives back the
+    fd and the reference to the mapping, which goes with the last tensor over it: no tensor ever dangles. Raw addresses are not
+    counted, so wait for work on them first. On a GPU, unmapping waits for the reader device's work.
     """
 
     def __init__(self, info: SegmentInfo, fd: int, whole: torch.Tensor, undo: ExitStack) -> None:
@@ -75,33 +74,36 @@ class MappedSegment(_WithDescriptor):
         self._whole: torch.Tensor | None = whole
 
     def tensor(self, offset: int, length: int) -> torch.Tensor:
-        """These bytes as a 1-D uint8 tensor on the reader's device; a view, never a copy. Raises SegmentError."""
+        """A view of these bytes as a 1-D uint8 tensor on the reader's device. Raises SegmentError."""
         if offset < 0 or length < 1 or offset + length > self.nbytes:
             raise SegmentError(f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id} of {self.nbytes:,} B")
         return self.whole[offset : offset + length]
 
     @property
     def whole(self) -> torch.Tensor:
-        """All of it, and at its end perhaps some bytes more, as `tensor`; made once."""
+        """All bytes, and perhaps some more at the end, as a 1-D uint8 tensor. Raises SegmentError once closed."""
         if self._whole is None:
             raise SegmentError(f"segment {self.id} is closed")
         return self._whole
 
     def close(self) -> None:
-        """See the class. May be called again; live tensors stay usable."""
+        """See the class. Idempotent; live tensors stay usable."""
         self._whole = None
         super().close()
 
 
 class Mover:
-    """Copies chunks between segments, all of which `reader` maps. One thread; `close()` unmaps them."""
+    """Copies chunks between segments, which it maps for `reader` until `close()`. One thread.
+
+    open_segment: returns a segment's description and an fd, which the Mover closes.
+    """
 
     def __init__(self, open_segment: Callable[[SegmentId], tuple[SegmentInfo, int]], reader: Device) -> None:
         self._open, self._reader = open_segment, reader
         self._mapped: dict[SegmentId, MappedSegment] = {}
 
     def map(self, id: SegmentId) -> MappedSegment:
-        """Raises SegmentError where `reader` cannot."""
+        """The segment, mapped. Raises SegmentError if `reader` cannot map it."""
         if id not in self._mapped:
             info, fd = self._open(id)
             try:
@@ -111,14 +113,14 @@ class Mover:
         return self._mapped[id]
 
     def copy(self, pairs: Sequence[tuple[Location, Location]]) -> None:
-        """From the first of each pair to the second; all is there when this returns."""
+        """Copy from the first location of each pair to the second. Returns when all copies are over."""
         for old, new in pairs:
             self.map(new.segment).tensor(new.offset, new.length).copy_(self.map(old.segment).tensor(old.offset, old.length))
         if self._reader.medium == "cuda":
             torch.cuda.synchronize(self._reader.ordinal)
 
     def close(self) -> None:
-        """May be called again."""
+        """Unmap the segments. Idempotent."""
         for mapped in self._mapped.values():
             mapped.close()
         self._mapped.clear()
@@ -127,7 +129,7 @@ class Mover:
 def create(device: Device, nbytes: int) -> OwnedSegment:
     """Allocate a segment of at least `nbytes` on `device`, with a random id.
 
-    Raises SegmentError: impossible size, memory or fds exhausted, driver missing. Leaves nothing behind when it does.
+    Raises SegmentError, and leaves nothing behind: impossible size, memory or fds exhausted, driver missing.
     """
     id = SegmentId(secrets.token_hex(6))
     _check_claim(id, nbytes)
@@ -143,11 +145,10 @@ def create(device: Device, nbytes: int) -> OwnedSegment:
 
 
 def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
-    """Map the segment `info` behind `fd`, but for what was given back, read and write, for `reader`. Takes a dup of `fd`; the caller
-    keeps its own.
+    """Map a segment for `reader`, readable and writable, without the bytes that were given back. `fd` stays the caller's.
 
-    `info` and `fd` may come from a peer: claimed sizes and the kind of fd are checked before the kernel or driver acts on
-    them. Raises SegmentError (other medium, no peer access, forged fd, out of memory) and leaves nothing behind then.
+    `info` and `fd` may come from a peer: sizes and the kind of fd are checked before the kernel or the driver acts on them.
+    Raises SegmentError, and leaves nothing behind: other medium, no peer access, forged fd, out of memory.
     """
     _check_claim(info.id, nbytes := info.nbytes - info.given_back)
     if info.medium != reader.medium:

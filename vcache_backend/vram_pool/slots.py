@@ -1,4 +1,4 @@
-"""One slot as a process sees it."""
+"""A slot as this process sees it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 class SlotView(NamedTuple):
     """`nbytes` bytes at `address`, mapped for as long as this view is held.
 
-    local: they lie on the device of the KV cache. whole, offset: a contiguous 1-D uint8 tensor, and where in it they begin.
+    local: they lie on the KV cache's device. whole, offset: a contiguous 1-D uint8 tensor, and the byte of it with which they begin.
     """
 
     address: int
@@ -21,7 +21,7 @@ class SlotView(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The bytes as a contiguous 1-D uint8 tensor. Made when asked for: kernels need the address only."""
+        """The bytes as a contiguous 1-D uint8 tensor. Made on demand, since kernels need only the address."""
         return self.whole[self.offset : self.offset + self.nbytes]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""From host memory that is no segment into a KV cache: chunks that another tier brought."""
+"""Copies chunks from host memory that is no segment into a KV cache: those that the offload tier brought."""
 
 # torch.cuda's streams and events have no types.
 # mypy: allow-untyped-calls
@@ -20,30 +20,31 @@ if TYPE_CHECKING:
     from vcache_backend.vram_pool.cuda_copier import CudaCompletion
 
 BOUNCE_BYTES = 256 << 20
-"""Device memory that chunks pass through: what crosses the host's link in 5 ms."""
+"""The most device memory for chunks on their way into the KV cache: as much as crosses the link to the host in 5 ms."""
 BOUNCE_MOST = 64
+"""The most chunks of one call."""
 
 
 class HostChunk(Protocol):
-    """A chunk's bytes, or what decodes to them, in host memory."""
+    """A chunk in host memory, perhaps encoded."""
 
     @property
     def payload(self) -> Tensor: ...
 
     @property
     def codec(self) -> object | None:
-        """None: `payload` is the chunk."""
+        """None if `payload` is the chunk itself."""
         ...
 
     def write_to(self, chunk: Tensor) -> None:
-        """Put the chunk's bytes into `chunk`, on a GPU on the current stream."""
+        """Write the chunk's bytes into `chunk`; on a GPU, on the current stream."""
         ...
 
 
 class HostUploader:
-    """Scatters chunks that lie in host memory, as the KV cache does. In the worker's thread that launches kernels.
+    """Copies chunks into a KV cache that lies in host memory, too. In the worker's thread that launches kernels.
 
-    most: chunks of one call.
+    most: the most chunks of one call.
     """
 
     def __init__(self, copier: Copier, chunk_bytes: int) -> None:
@@ -51,7 +52,7 @@ class HostUploader:
         self.most = BOUNCE_MOST
 
     def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None) -> Completion:
-        """As `Copier.scatter`, with `chunks` in place of slots; they stay as they are until it is complete."""
+        """Like `Copier.scatter`, with `chunks` instead of slots. The caller leaves them as they are until the copy is over."""
         return self._copier.scatter(kv, plan, [SlotView.over(self._decoded(chunk), local=True) for chunk in chunks], after)
 
     def _decoded(self, chunk: HostChunk) -> Tensor:
@@ -63,15 +64,18 @@ class HostUploader:
 
 
 class CudaUploader:
-    """The same for a KV cache on a GPU: by the copy engine into a bounce buffer there, then by the copier; beside the model's stream."""
+    """Like `HostUploader`, for a KV cache on a GPU: the copy engine fills a bounce buffer there, then the copier scatters it.
+
+    The copy engine's part runs on a stream of its own.
+    """
 
     def __init__(self, copier: Copier, kv: PagedKV, chunk_bytes: int) -> None:
-        """Raises torch.OutOfMemoryError where there is no memory for the bounce buffer."""
+        """Raises torch.OutOfMemoryError if there is no memory for the bounce buffer."""
         self._copier, self._device = copier, kv.device
         self.most = max(1, min(BOUNCE_BYTES // chunk_bytes, BOUNCE_MOST))
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream()
-            # From this stream's own pool: what torch gives out on the caller's may still be in use by work queued there.
+            # From this stream's own pool: memory from the caller's stream may still be used by work queued there.
             with torch.cuda.stream(self._stream):
                 self._bounce = torch.empty(self.most, chunk_bytes, dtype=torch.uint8, device=self._device)
         self._last: CudaCompletion | None = None
@@ -81,7 +85,7 @@ class CudaUploader:
 
         with torch.cuda.device(self._device):
             if self._last is not None:
-                # It may still be read.
+                # The last scatter may still read the buffer.
                 self._stream.wait_event(self._last.end)
             if isinstance(after, CudaMark):
                 self._stream.wait_event(after.event)
@@ -90,7 +94,7 @@ class CudaUploader:
                     chunk.write_to(place)
                 arrived = self._stream.record_event()
             if after is None:
-                # What is queued behind this call comes after it all, and the scatter comes after what was queued before it.
+                # The scatter then follows the current stream's earlier work and this upload, and later work follows the scatter.
                 torch.cuda.current_stream().wait_event(arrived)
             views = [SlotView.over(place, local=True) for place, _ in zip(self._bounce, chunks, strict=False)]
             copy = self._copier.scatter(kv, plan, views, None if after is None else CudaMark(arrived))
@@ -102,5 +106,5 @@ Uploader = HostUploader | CudaUploader
 
 
 def make_uploader(copier: Copier, kv: PagedKV, chunk_bytes: int) -> Uploader:
-    """The uploader of a KV cache."""
+    """The uploader for a KV cache: see `CudaUploader`, `HostUploader`."""
     return CudaUploader(copier, kv, chunk_bytes) if kv.device.type == "cuda" else HostUploader(copier, chunk_bytes)
