@@ -68,7 +68,7 @@ class HeldSource(Source):
         try:
             moving = uploader.scatter(context.places.kv, plan, chunks, context.mark)
         except VCacheError:
-            # After any other error nobody knows whether something reads them: they are lost.
+            # After any other error something may still be reading them, so they are never given back.
             for held in chunks:
                 held.give_back()
             raise

@@ -104,7 +104,10 @@ class Load:
         self._failed = self._cancelled = self._over = False
 
     def advance(self) -> bool:
-        """Do what is possible without waiting. Returns whether the load is over; from then on always True."""
+        """Do what is possible without waiting for chunks or copies, but for the server's answers. Never raises.
+
+        Returns whether the load is over; from then on always True.
+        """
         if self._over:
             return True
         try:

@@ -231,7 +231,7 @@ def make_sealer(device: devices.Device) -> Sealer:
 
 
 def make_copier(device: devices.Device, config: Config) -> Copier:
-    """The copier of a device: torch for host memory, kernels for a GPU."""
+    """The copier of a device: `HostCopier` for host memory that no GPU reads, kernels for a GPU."""
     if device.ordinal is None:
         return HostCopier()
     # Needs Triton, which a machine without a GPU may not have.

@@ -72,7 +72,7 @@ class Part(ABC):
 
 
 class Source(ABC):
-    """One place that a load's chunks come from. In the worker's thread; only `wait` waits.
+    """One place that a load's chunks come from. In the worker's thread. `prepare` and `launch` wait for an answer of the server at most.
 
     cause: why nothing can come from here now; empty if the chunk is simply not here. may_have: whether calling `prepare` makes sense.
     """
@@ -198,7 +198,7 @@ class OffloadSource(Source):
             plan, started = context.plan(chunk, len(staged)), perf_counter()
             moving = uploader.scatter(context.places.kv, plan, staged, context.mark)
         except VCacheError:
-            # After any other error nobody knows whether something reads them: they are lost.
+            # After any other error something may still be reading them, so they are never given back.
             fetch.give_back(staged)
             raise
         return _StagedPart(context, chunk, len(staged), plan, moving, started, fetch, staged)
