@@ -141,10 +141,13 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     system = SYSTEMS[name]
     if not system.ours:
         return None
-    # Two of the same name would be one device, which is lent once.
-    more = {"pool.device": f"host:{side['index']}"} if sizes.scale.cpu or system.host else {}
+    # Devices of the same name are one device, whose share of the pool one instance lends for all: as two servers on one GPU do.
+    together = system.lends and sizes.one_gpu
+    more = {"pool.device": f"host:{0 if together else side['index']}"} if sizes.scale.cpu or system.host else {}
     more |= {"connector.share": "in_place"} if system.in_place else {}
-    lends = sizes.pool_bytes if system.lends else int(sizes.host_gib * GIB) // sizes.plan.servers if system.host else 0
+    servers = sizes.plan.servers
+    lends = sizes.pool_bytes * (servers if together else 1) if system.lends else 0
+    lends += int(sizes.host_gib * GIB) // servers if system.host else 0
     return our_connector(side["socket"], lends, sizes.scale.chunk, more | dict(side.get("more", {})))
 
 
