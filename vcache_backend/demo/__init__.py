@@ -1,4 +1,4 @@
-"""`vcache demo`: a real metadata server and two real workers on this machine. What one stores the other retrieves, every byte checked."""
+"""`vcache demo`: a real metadata server and two real workers. Each retrieves what the other stored, and every byte is checked."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from vcache_backend.errors import ConfigError, SegmentError
 from vcache_backend.vram_pool.devices import gpus
 
 HOST_SHAPE = Shape(layers=4, kv_heads=2, head_dim=64)
-"""2 KiB a token: two slow cores write, check and copy it fast enough."""
+"""2 KiB a token: little enough for two slow cores."""
 GPU_SHAPE = Shape(layers=16, kv_heads=8, head_dim=64)
-"""Llama-3.2-1B: 32 KiB a token."""
+"""That of Llama-3.2-1B: 32 KiB a token."""
 PROMPTS = 8
 NEXT = "Next: `vcache doctor`, then connect vLLM: docs/vllm.md or docs/lmcache.md"
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of `--json`. control: where the byte that was changed on purpose was found; empty if it was not."""
+    """The result: the fields of `--json`. chunk_bytes: of one chunk, all layers. control: the faults that the check found after one byte
+    was changed on purpose; empty if it found none."""
 
     ok: bool
     devices: list[str]
@@ -40,10 +41,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(config: Config, as_json: bool = False) -> int:
-    """Run the demo and print its result. 0 only if every byte was right and the one changed on purpose was found, else 1.
+    """Run the demo and print its result. Returns the exit code: 0 if every byte was right and the changed one was found, else 1.
 
-    Of `config` only `engine.chunk_size` and `pool.max_ctas` count; socket, devices and sizes are the demo's own. Raises VCacheError when
-    it cannot run. No process and no file is left behind, on Ctrl-C neither.
+    Uses only `engine.chunk_size` and `pool.max_ctas` of `config`. Leaves no process and no file behind, even on Ctrl-C. Raises
+    VCacheError if it cannot run.
     """
     devices = choose_devices()
     print(f"starting a metadata server, and workers on {' and '.join(devices)}", file=sys.stderr)
@@ -56,7 +57,7 @@ def run(config: Config, as_json: bool = False) -> int:
 
 
 def choose_devices() -> list[str]:
-    """Two GPUs that can read each other's memory, else host memory twice."""
+    """The devices of the two workers: two GPUs that can read each other's memory, else host memory twice."""
     try:
         found = [gpu for gpu in gpus() if gpu.shares_memory] if torch.cuda.is_available() else []
     except SegmentError:
@@ -69,7 +70,10 @@ def choose_devices() -> list[str]:
 
 
 def play(config: Config, devices: list[str]) -> Summary:
-    """Each worker stores half of the prompts, the other one retrieves them. Then one byte is changed in the pool, and must be found."""
+    """Have each worker store half of the prompts and the other one retrieve them. Then change one byte in the pool: the check must find it.
+
+    Raises ConfigError if a chunk is not a whole number of blocks, and VCacheError if a process fails.
+    """
     shape = GPU_SHAPE if devices[0].startswith("cuda") else HOST_SHAPE
     size = config.engine.chunk_size
     if size % shape.block_size:
@@ -105,7 +109,7 @@ def play(config: Config, devices: list[str]) -> Summary:
 
 
 def render(summary: Summary) -> RenderableType:
-    """The table for people, below it every problem, and what to do next."""
+    """The result for people: a table, then the problems, and what to do next."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     checked = f"{summary.chunks_retrieved} chunks, {ByteSize(summary.bytes_checked).about}, {summary.gb_per_s:.2f} GB/s"
     table.add_row("workers", " and ".join(summary.devices))

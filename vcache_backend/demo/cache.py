@@ -1,4 +1,4 @@
-"""One worker's paged KV cache: places for blocks, their content, and the check that finds a wrong byte and says where it is."""
+"""The paged KV cache of a demo worker, and the check that finds wrong bytes in it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vcache_backend.demo.content import Shape, content, poison
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Bytes that are not what they must be. `wrong`: in a token that was retrieved; `stray`: anywhere else.
+    """The wrong bytes of one layer. nbytes: how many. block, token: where the first one is, those of the prompt before others.
 
-    `token` is the position in the request's prompt, or -1 in a block the request does not have.
+    kind: `wrong` if it is in a block that was retrieved, else `stray`. token: position in the prompt, -1 outside of the prompt's blocks.
     """
 
     kind: Literal["wrong", "stray"]
@@ -28,7 +28,10 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class PagedCache:
-    """KV tensors as vLLM has them. Between requests every block is poisoned. One thread; copies run on the current stream."""
+    """KV tensors as vLLM has them; `shape` says which. Between requests every block holds poison (`content.poison`). One thread.
+
+    places: the blocks of a prompt in this cache, int64. digests: one int64 for each of them: see `content.block_digests`.
+    """
 
     def __init__(self, shape: Shape, blocks: int, device: torch.device, worker: int) -> None:
         self.shape, self.blocks, self.device = shape, blocks, device
@@ -40,22 +43,22 @@ class PagedCache:
             words.fill_(self._poison)
 
     def slots(self, places: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The slot mapping of a prompt whose blocks lie at `places`: one int64 a token."""
+        """The slot mapping of a prompt of `tokens` tokens at `places`: one int64 a token."""
         size = self.shape.block_size
         return (places[:, None] * size + torch.arange(size, device=places.device)).flatten()[:tokens]
 
     def prefill(self, places: torch.Tensor, digests: torch.Tensor) -> None:
-        """Write the content of these blocks, as a model would."""
+        """Write the content of blocks, as a model would."""
         for layer, words in enumerate(self._words):
             words[:, places] = content(digests, layer, self.shape.row_words)
 
     def forget(self, places: torch.Tensor) -> None:
-        """Poison the blocks of a finished request."""
+        """Poison blocks of a finished request."""
         for words in self._words:
             words[:, places] = self._poison
 
     def faults(self, places: torch.Tensor, digests: torch.Tensor, retrieved: int) -> list[Fault]:
-        """Check all layers wholly: the first `retrieved` blocks of the prompt at `places` hold their content, all others poison."""
+        """Compare the whole cache with what it must hold: content in the first `retrieved` blocks of the prompt, poison in all others."""
         found = []
         for layer, words in enumerate(self._words):
             want = torch.full_like(words, self._poison)
@@ -65,7 +68,7 @@ class PagedCache:
         return found
 
     def _fault(self, layer: int, differs: torch.Tensor, places: torch.Tensor, retrieved: int) -> Fault:
-        """`differs`: bytes (2, blocks, row). The fault names the first token that differs, of the prompt's if there is one."""
+        """The fault of a layer. differs: for each byte, (2, blocks, bytes of a block), whether it is wrong."""
         blocks = differs.any(2).any(0)
         rows = blocks[places].nonzero().flatten().tolist()
         block = int(places[rows[0]]) if rows else int(blocks.nonzero()[0])

@@ -1,7 +1,7 @@
-"""What the KV cache of the demo holds: bytes that follow from the token prefix, the layer and the position, and nothing else.
+"""The bytes of the demo's KV caches. They depend on token prefix, layer and position only, so any worker can check them.
 
-Block `b` of a prompt has a 64-bit digest of all tokens up to its end. Its bytes in a layer are the first words of a
-SplitMix64 stream seeded with mix(digest + layer · odd constant): a wrong prefix, layer or position gives other bytes.
+Each block of a prompt has a 64-bit digest of all tokens up to its end. Its bytes in a layer are the first words of a SplitMix64 stream
+with the seed mix(digest + layer · odd constant). A wrong prefix, layer or position gives other bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 def block_digests(tokens: np.ndarray, block_size: int) -> np.ndarray:
-    """One int64 a block, the last one possibly partial: a chained BLAKE2b over all tokens up to the block's end."""
+    """One int64 for each block, the last one possibly partial: a chained BLAKE2b of all tokens up to the block's end."""
     raw = tokens.astype("<i8").tobytes()
     step, digest, digests = block_size * 8, b"", []
     for start in range(0, len(raw), step):
@@ -45,19 +45,19 @@ def block_digests(tokens: np.ndarray, block_size: int) -> np.ndarray:
 
 
 def content(digests: torch.Tensor, layer: int, row_words: int) -> torch.Tensor:
-    """Words (2, blocks, row_words) of blocks with these digests in one layer, K first; on the digests' device."""
+    """The content of the blocks with these digests in one layer: words (2, blocks, row_words), K first, on the digests' device."""
     seeds = mix(digests + _signed(layer * 0xD1342543DE82EF95))
     counter = torch.arange(1, 2 * row_words + 1, dtype=torch.int64, device=digests.device) * _signed(0x9E3779B97F4A7C15)
     return mix(seeds.view(1, -1, 1) + counter.view(2, 1, row_words))
 
 
 def poison(worker: int) -> int:
-    """The word that fills blocks of a worker which hold no KV; another one for each worker."""
+    """The word that fills blocks without KV. Each worker has its own, so that poison copied from another one is found."""
     return int(mix(torch.tensor([~worker]))[0])
 
 
 def mix(words: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finalizer on int64 tensors (arithmetic modulo 2^64): each bit of the result depends on each bit of the word."""
+    """SplitMix64's finalizer on int64 tensors, modulo 2^64."""
     words = (words ^ _shift(words, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     words.bitwise_xor_(_shift(words, 27)).mul_(_signed(0x94D049BB133111EB))
     return words.bitwise_xor_(_shift(words, 31))

@@ -1,4 +1,4 @@
-"""The demo's processes: a metadata server, and workers with a paged KV cache and an engine, as vLLM has them, without the model."""
+"""The demo's processes: a metadata server, and workers, each with a paged KV cache and an engine but no model."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from vcache_backend.vram_pool.devices import resolve
 from vcache_backend.vram_pool.segment import map_segment
 
 CHUNKS = 8
-"""Of each prompt; a few tokens follow that fill no chunk."""
+"""Whole chunks of each prompt. A few tokens follow them."""
 SECONDS = 60.0
-"""For each answer; the first one includes importing torch, perhaps on a busy core."""
+"""The most that an answer may take. The first one includes importing torch, perhaps on a busy core."""
 KILL_SECONDS = 10.0
 LONGEST_FOLDER = 70
-"""A Unix socket's path has at most 107 bytes; where TMPDIR leaves no room for ours, /tmp does."""
+"""Characters. If the path of the folder for temporary files has as many, /tmp is used: a socket's path has at most 107 bytes."""
 
 _spawn = multiprocessing.get_context("spawn")
 
@@ -48,7 +48,7 @@ class DemoError(VCacheError):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """A worker's answer. chunks: so many leading chunks came, in so many `seconds`."""
+    """A worker's answer. After `retrieve`: leading chunks retrieved, the seconds that took, and what the check found."""
 
     chunks: int = 0
     seconds: float = 0.0
@@ -57,7 +57,10 @@ class Done(msgspec.Struct, frozen=True):
 
 @contextmanager
 def workers(config: Config, devices: list[str], shape: Shape, segment_bytes: int) -> Iterator[list[DemoWorker]]:
-    """A metadata server and a worker on each device, ready. None of them is left when the block ends, however it ends."""
+    """Start a metadata server and a worker on each device, and yield the workers when they are ready. All end with the block.
+
+    segment_bytes: what each worker lends to the pool. Raises DemoError.
+    """
     roomy = tempfile.gettempdir() if len(tempfile.gettempdir()) < LONGEST_FOLDER else "/tmp"
     with tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=roomy) as folder, ExitStack() as undo:
         common = Config(
@@ -86,9 +89,9 @@ def workers(config: Config, devices: list[str], shape: Shape, segment_bytes: int
 
 @contextmanager
 def _process(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
-    """A process that does not hear Ctrl-C: that ends the demo, and the demo ends it. One during the start waits until that is over."""
+    """Run `target` in a child that ends with the block. Ctrl-C reaches this process only; during the start it is raised afterwards."""
     process = _spawn.Process(target=target, args=arguments, daemon=True)
-    resource_tracker.ensure_running()  # it would unblock the signal
+    resource_tracker.ensure_running()  # now, since starting it later would unblock the signal
     came = list[int]()
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child inherits this
@@ -109,19 +112,19 @@ def _process(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProce
 
 
 class DemoWorker:
-    """A worker process, and our end of its pipe."""
+    """The parent's side of a worker process. One thread."""
 
     def __init__(self, name: str, pipe: Connection, process: BaseProcess) -> None:
         self.name, self._pipe, self._process = name, pipe, process
 
     def ask(self, verb: Literal["store", "retrieve", "damage"], prompt: int) -> Done:
-        """Have it store, retrieve or damage the prompt of this number. Raises DemoError: it failed, ended, or is late."""
-        with suppress(OSError):  # it ended, perhaps not without a word
+        """Have it store, retrieve or damage prompt number `prompt`. Returns its answer. Raises DemoError: it failed, ended, or is late."""
+        with suppress(OSError):  # if it has ended, its last answer may still say why
             self._pipe.send((verb, prompt))
         return self.answer()
 
     def answer(self) -> Done:
-        """Its next answer; the first one says that its engine runs and its segment is in the pool."""
+        """Wait for its next answer. The first one says that its engine runs and its segment is in the pool. Raises DemoError."""
         if not self._pipe.poll(SECONDS):
             raise DemoError(f"{self.name} gave no answer in {SECONDS:g} s")
         try:
@@ -138,7 +141,7 @@ class DemoWorker:
 
 
 def _serve(config: Config, parent: int) -> None:
-    """Be the server. It ends with the demo even if that is killed (PR_SET_PDEATHSIG, SIGTERM), as workers do when their pipe ends."""
+    """Run the metadata server. It gets SIGTERM if the demo's process is killed (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     if os.getppid() == parent:
@@ -146,7 +149,7 @@ def _serve(config: Config, parent: int) -> None:
 
 
 def _work(pipe: Connection, number: int, config: Config, shape: Shape) -> None:
-    """Be a worker: answer until the pipe ends, or until an exception, which is the last answer."""
+    """Run a worker: answer until the pipe ends, or until an exception, whose traceback is the last answer."""
     torch.set_num_threads(1)
     try:
         cache = _DemoCache(number, config, shape)
@@ -162,7 +165,7 @@ def _work(pipe: Connection, number: int, config: Config, shape: Shape) -> None:
 
 
 class _DemoCache:
-    """A worker's KV cache and its engine. Verbs take a prompt's tokens, the digests of its blocks, and places for them."""
+    """A worker's KV cache and engine. `store`, `retrieve` and `damage` take what `prompt` returns."""
 
     def __init__(self, number: int, config: Config, shape: Shape) -> None:
         self.number, self.config, self.chunk_size = number, config, config.engine.chunk_size
@@ -175,14 +178,14 @@ class _DemoCache:
         self.engine = VCacheEngine(config, layout)
 
     def prompt(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same tokens and digests in every worker; places of its own."""
+        """A prompt's tokens, the digests of its blocks, and their places. Workers differ in the places alone."""
         tokens = np.random.default_rng(number).integers(0, 128_000, self.tokens)
         digests = block_digests(tokens, self.kv.shape.block_size)
         places = np.random.default_rng([number, self.number]).permutation(self.kv.blocks)[: len(digests)]
         return torch.from_numpy(tokens), torch.from_numpy(digests).to(self.device), torch.from_numpy(places).to(self.device)
 
     def store(self, tokens: torch.Tensor, digests: torch.Tensor, places: torch.Tensor) -> Done:
-        """Compute the prompt's KV, as a model would, and store it."""
+        """Write the prompt's KV, as a model would, store it, and poison its blocks again."""
         self.kv.prefill(places, digests)
         self.engine.store(tokens, None, self.kv.kvcaches, self.kv.slots(places, len(tokens)))
         if not self.engine.flush(SECONDS / 2):
@@ -206,7 +209,7 @@ class _DemoCache:
         return Done(came // self.chunk_size, seconds, faults)
 
     def damage(self, tokens: torch.Tensor, digests: torch.Tensor, places: torch.Tensor) -> Done:
-        """Invert one byte amid the prompt's first chunk where it lies in the pool, as a process that is no worker could."""
+        """Invert one byte in the pool, in the middle of the prompt's first chunk."""
         reader = resolve(self.config.pool.device)
         with Client(self.config.server.path, self.config.client, reader.name, reader.medium, reconnect=False) as client:
             leased = client.acquire(self.engine.keys(tokens)[:1])
