@@ -1,4 +1,4 @@
-"""vcache: a node-wide pool of GPU memory for transformer KV caches. `from vcache_backend import Layout, VCacheEngine`."""
+"""vcache: the inference processes of a node read each other's transformer KV caches. `VCacheEngine` and `Layout` are its library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """The engine as a library needs torch, and the server does not: it is loaded when it is asked for."""
+    """Import `VCacheEngine` and `Layout` on first use: they need torch, which the server and the commands do without."""
     if name == "VCacheEngine":
         from vcache_backend.engine import VCacheEngine
 

@@ -1,7 +1,7 @@
-"""`vcache`: the commands for people. Thin: each reads the configuration, calls one thing and shows what it answered.
+"""The program `vcache`. Each command reads the configuration, calls one function and shows the result.
 
-What a command needs beyond the configuration is imported inside it, so that `vcache --help` is quick and `serve` never
-loads torch. An error of ours is one line on stderr and exit code 1; wrong usage is 2.
+A command imports what it needs in its body, so that `vcache --help` is quick and `serve` never loads torch. `command` turns errors into
+one line on stderr.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _root(
 
 def main() -> None:
     """The entry point `vcache`."""
-    # Of its connection a command speaks itself.
+    # The commands' own errors say what is wrong with the connection.
     logging.getLogger("vcache_backend.metadata_server.channel").setLevel(logging.ERROR)
     with terminal.whatever_it_shows():
         app(prog_name="vcache")
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _seconds(text: str) -> float:
-    """Of an age such as `5m`."""
+    """The seconds of an age such as `5m`. Raises BadParameter."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if found is None:
         raise typer.BadParameter(f"Expected a number and s, m, h or d, as `5m`, got {text!r}")
@@ -195,7 +195,7 @@ def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -
     values, source, lines = config.read(path)
     loaded = config.from_dict(values, source, lines)
     if (values.get("server") or {}).get("socket") != loaded.server.socket:
-        lines.pop(".server.socket", None)  # VCACHE_SOCKET goes over it
+        lines.pop(".server.socket", None)  # the path is VCACHE_SOCKET's, not of this line
     at = f"{path}: {config_file.line(lines, '.server.socket')}server.socket: "
     if not loaded.server.path.is_absolute():
         raise ConfigError(f"{at}{loaded.server.path} is another place for each working folder; write the whole path")
@@ -251,7 +251,7 @@ def plan(
 
 
 def _show_findings(findings: Sequence[Finding], as_json: bool) -> None:
-    """What is worst first. Exit code 1 with a failure among them."""
+    """Print findings, the worst first. Exits with code 1 if one is a failure."""
     from vcache_backend.status import level, plain, table
 
     if as_json:

@@ -1,4 +1,4 @@
-"""What all commands of `vcache` have: their options, a connection, and one line on stderr for an error of ours."""
+"""What the commands of `vcache` share: options, the configuration, the connection, and how errors are shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[
     Path | None,
-    # Whether it can be read, reading it tells, in one line.
+    # Not checked here: reading it raises an error of one line.
     typer.Option(
         "--config", "-c", metavar="PATH", readable=False, help="YAML file; without it VCACHE_CONFIG, without that the defaults."
     ),
@@ -27,16 +27,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 EXIT_CODES = "Exit codes: 0 done; 1 it failed, and one line on stderr, or a finding, says why; 2 wrong usage."
 ENGINE = ("torch", "numpy", "triton")
-"""What the base install does not bring."""
+"""Modules that some commands need and that the base install does not have."""
 
 
 class _Group(TyperGroup):
-    """Turns our errors into one line, and what the base install lacks."""
+    """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised or a module of `ENGINE` is missing."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         for one in self.commands.values():
-            one.help = " ".join((one.help or "").split())  # in a list of commands lines would end where they do in the source
+            one.help = " ".join((one.help or "").split())  # the list of commands would keep the source's line breaks
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -53,7 +53,7 @@ class _Group(TyperGroup):
 
 
 def group(text: str, root: bool = False) -> typer.Typer:
-    """Commands that belong together; `root`: all of them."""
+    """An empty group of commands. text: its help. root: it is `vcache` itself, with completion and exit codes in its help."""
     return typer.Typer(
         cls=_Group,
         help=text,
@@ -66,14 +66,17 @@ def group(text: str, root: bool = False) -> typer.Typer:
 
 
 def load(path: Path | None, socket: Path | None) -> config.Config:
-    """What is in force for one command. A `socket` of the command line is meant from the folder that it is typed in."""
+    """The configuration of file `path`, with `socket` in place of `server.socket`; either may be None. A relative socket starts at the
+    working folder. Raises ConfigError."""
     loaded = config.load(path)
     return loaded if socket is None else config.with_socket(loaded, str(socket.absolute()), "--socket")
 
 
 def client(path: Path | None, socket: Path | None, reconnect: bool = False) -> Client:
-    """A connection for one command, on which every call may take `client.control_seconds`: people can wait, and what began is finished
-    on a machine that is busy. Raises ServerUnavailable, with the reason, if there is none."""
+    """Connect to the server, for one command. Raises ServerUnavailable with the reason.
+
+    Every call may take `client.control_seconds`: people can wait, and a busy machine should not end a command halfway.
+    """
     from vcache_backend.metadata_server.client import Client
 
     loaded = load(path, socket)
@@ -87,7 +90,7 @@ def client(path: Path | None, socket: Path | None, reconnect: bool = False) -> C
 
 
 def nbytes_of(text: str | config.ByteSize) -> config.ByteSize:
-    """Also of an option's default, which comes by here, too."""
+    """The value of an option in bytes. Typer passes the option's default, too. Raises BadParameter."""
     try:
         nbytes = config.ByteSize.parse(int(text) if isinstance(text, str) and text.isdecimal() else text)
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Configuration: frozen values, read once at the edge. The only module that looks at environment variables.
+"""The configuration: frozen values, read once at the start. Other modules take no settings from the environment.
 
-`load(path)` reads a YAML file strictly (an unknown key is an error with its path); without a path it takes
-`VCACHE_CONFIG`, and without that the defaults. `VCACHE_SOCKET` overrides `server.socket`. What a key means stands in
-configs/vcache.yaml, which a test compares with the sections here; times are in seconds.
+`load(path)` reads a YAML file strictly: an unknown key is an error that names its place. Without a path it reads the file that
+`VCACHE_CONFIG` names, or takes the defaults. `VCACHE_SOCKET` overrides `server.socket`. configs/vcache.yaml explains every key; a test
+compares it with the sections here. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from vcache_backend.errors import ConfigError
 _LARGEST_FIRST = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)]
 MAX_BYTES = 1 << 48
 MAX_SOCKET_PATH = 107
-"""Bytes: what Linux has room for in a socket's address."""
+"""Bytes that Linux allows in a socket's address."""
 MAX_FILE_BYTES = 1 << 20
-"""Of a configuration, which has some kilobytes."""
+"""The largest configuration file. Real ones have some kilobytes."""
 HOST_DEVICE = re.compile(r"host(:[A-Za-z0-9_.-]{1,64})?")
 _GPU_DEVICE = re.compile(r"cuda(:\d{1,4})?|(?i:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 DEVICE_FORMS = "auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID (nvidia-smi -L)"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {unit.upper(): size for unit, size in _LARGEST_FIRST}
 
 KV_AXES = ("part", "block", "token", "head", "dim")
-"""Names of a KV tensor's axes: K and V; which block; token in the block; KV head; elements of one head (of K and V where packed)."""
+"""Names of a KV tensor's axes: K or V; block; token in the block; KV head; elements of one head (of K and V if they are packed)."""
 MOST_SECONDS = 1_000_000
-"""Eleven days: nothing waits for ever, and the kernel's timers end at 24 days."""
+"""The longest time that can be set: eleven days. poll() takes at most 24."""
 
 Positive = Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
-"""Of a user or a group; the one number more means none to the kernel."""
+"""A uid or gid. 2^32 - 1 means none to the kernel."""
 
 
 class ByteSize(int):
-    """A number of bytes; in YAML an integer, or a number with a unit: `8 GiB`, `512MiB`, `4GB`."""
+    """A number of bytes. In YAML an integer, or a number with a unit: `8 GiB`, `512MiB`, `4GB`."""
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:
@@ -65,17 +65,17 @@ class ByteSize(int):
         return cls(nbytes)
 
     def __str__(self) -> str:
-        """The shortest form that reads back as the same number."""
+        """In the largest binary unit that divides it: `parse` reads the same number back."""
         return next((f"{self // size} {unit}" for unit, size in _LARGEST_FIRST if self and self % size == 0), f"{int(self)} B")
 
     @property
     def about(self) -> str:
-        """For people: four digits, rounded."""
+        """For people: rounded to four digits."""
         return next((f"{self / size:.4g} {unit}" for unit, size in _LARGEST_FIRST if self >= size), f"{int(self)} B")
 
 
 def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[str, int]:
-    """Host, `absent` where there is none, and port of the setting `name`. Raises ValueError for what is not HOST:PORT."""
+    """Host and port of `address`; the host is `absent` if there is none. name: the setting, for errors. Raises ValueError."""
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]*)):([0-9]{1,5})", address)
     if found is None:
         raise ValueError(f"{name} must be HOST:PORT, got {address!r}")
@@ -100,7 +100,7 @@ def _check_retries(first: float, longest: float | None) -> None:
 
 
 def is_device(spec: str) -> bool:
-    """Whether `spec` has one of the `DEVICE_FORMS`; whether there is such a device here is another question."""
+    """Whether `spec` has one of the `DEVICE_FORMS`. The device may be missing on this machine."""
     return spec == "auto" or any(form.fullmatch(spec) for form in (HOST_DEVICE, _GPU_DEVICE))
 
 
@@ -137,12 +137,12 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def path(self) -> Path:
-        """The socket's path, the default filled in."""
+        """The socket's path: `socket`, or the default."""
         return Path(self.socket) if self.socket else default_socket()
 
 
 class ClientConfig(_Section, frozen=True, kw_only=True):
-    """A connection to the metadata server: its deadlines, and when it comes back."""
+    """A connection to the metadata server: deadlines, and pauses before it is made again."""
 
     connect_seconds: Positive = 0.5
     request_seconds: Positive = 0.25
@@ -157,7 +157,7 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def longest_pause(self) -> float:
-        """`retry_max_seconds` in force."""
+        """`retry_max_seconds`, or its default."""
         return max(2.0, self.retry_seconds) if self.retry_max_seconds is None else self.retry_max_seconds
 
 
@@ -174,7 +174,7 @@ class PoolConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def lent(self) -> ByteSize:
-        """`segment_bytes`, or where it is not set what a worker lends to a pool."""
+        """Bytes that a worker lends to a pool: `segment_bytes`, or its default."""
         return ByteSize(8 << 30) if self.segment_bytes is None else self.segment_bytes
 
 
@@ -195,8 +195,8 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
 
 
 class ConnectorConfig(_Section, frozen=True, kw_only=True):
-    """Our connector in vLLM. Token counts are of what vLLM's own prefix cache does not have. share: `auto`, which `from_dict` leaves where
-    nothing is asked of a pool, is decided by the connector, which knows vLLM and the model."""
+    """Our connector in vLLM. Token counts leave out what vLLM's own prefix cache has. share: `from_dict` turns `auto` into `pool` if
+    another setting needs a pool; else the connector decides, from vLLM's version and settings and the model."""
 
     share: Literal["auto", "in_place", "pool"] = "auto"
     min_hit_tokens: PositiveInt = 256
@@ -266,19 +266,22 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def longest_pause(self) -> float:
-        """`retry_max_seconds` in force."""
+        """`retry_max_seconds`, or its default."""
         return max(15.0, self.retry_seconds) if self.retry_max_seconds is None else self.retry_max_seconds
 
     def least_bandwidth(self, on_gpu: bool) -> ByteSize:
-        """`min_bandwidth` in force for KV caches on a GPU, or in host memory. Where it is not set, it is what an H200 computes of an 8B
-        model's KV in a second (5 GB at prompts of 4k to 16k tokens), if the store is reached over TCP: that brought 4.4 GB on one host."""
+        """`min_bandwidth` in bytes a second, or its default. on_gpu: whether the KV caches are on GPUs.
+
+        The default for GPUs is 5 GB/s over TCP: an H200 computes as much KV of an 8B model, with prompts of 4k to 16k tokens. TCP brought
+        4.4 GB/s within one host. Else it is 0.
+        """
         if self.min_bandwidth is not None:
             return self.min_bandwidth
         return ByteSize(5 * 10**9) if on_gpu and self.mooncake.protocol == "tcp" else ByteSize(0)
 
     @property
     def loses(self) -> bool:
-        """Whether bytes come back from the offload tier other than they went."""
+        """Whether the offload tier is on and its codec is lossy."""
         return self.policy != "off" and self.codec in ("fp8", "int8")
 
 
@@ -294,42 +297,42 @@ class Config(_Section, frozen=True, kw_only=True):
 
 
 def whole(path: Path) -> Path:
-    """For people: from a folder a path means another file in each. As it is, where the working folder is gone."""
+    """The absolute path, for messages; `path` itself if the working folder is gone."""
     with suppress(OSError):
         return path.absolute()
     return path
 
 
 def default_socket() -> Path:
-    """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock`: a folder only this user can enter."""
+    """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock`. The server makes the folder for this user alone."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) / "vcache" if runtime else Path(f"/tmp/vcache-{os.getuid()}")
     return folder / "vcache.sock"
 
 
 def hash_seed() -> str | None:
-    """`PYTHONHASHSEED` as it is set now: what vLLM, and LMCache through it, roots its block hashes in. None: unset."""
+    """`PYTHONHASHSEED` of the environment, in which vLLM, and through it LMCache, root their block hashes. None if it is not set."""
     return os.environ.get("PYTHONHASHSEED")
 
 
 def hugging_face_cache() -> Path:
-    """Where downloaded models lie, as Hugging Face's own programs find it."""
+    """The folder of downloaded models, found as Hugging Face's programs do."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
 
 
 def expandable_segments() -> bool:
-    """Whether torch's CUDA allocator is told to move pages behind addresses, as it reads its settings: the first that is set counts."""
+    """Whether `expandable_segments` is on for torch's CUDA allocator. Of its two variables the first that is set counts, as in torch."""
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     fields = (field.partition(":") for field in given.split(","))
     return any(name.strip() == "expandable_segments" and value.strip().lower() in ("true", "1") for name, _, value in fields)
 
 
 def mooncake_environment(section: MooncakeConfig) -> dict[str, str]:
-    """Set what Mooncake's library reads from the environment, except where the user did, and answer what is in force.
+    """Set the environment variables of Mooncake's library that the user has not set. Returns the values in force.
 
-    Its own defaults wait for minutes: 20 times 4 s for a master that is not there, 30 s for one that hangs, 30 s for a provider that
-    does. To be called before the library is loaded; all clients of a process have these in common.
+    The library's own defaults wait for minutes: 20 times 4 s for a missing master, 30 s for one that hangs, 30 s for a provider that
+    hangs. Call it before the library is loaded. All clients of the process share these values.
     """
     wanted = {
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
@@ -359,10 +362,13 @@ def _encode(value: object) -> object:
 
 
 def from_dict(values: dict[str, Any], source: str = "configuration", lines: dict[str, int] | None = None) -> Config:
-    """Check `values` against `Config`. Raises ConfigError with the offending key's path, and its line if `lines` has it."""
+    """Check `values`, turn `connector.share: auto` into `pool` if another setting needs one, and apply `VCACHE_SOCKET`.
+
+    Raises ConfigError that names `source`, the key, and its line if `lines` has it: see `config_file.lines`.
+    """
     offload = values.get("offload")
     if isinstance(offload, dict) and offload.get("policy") is False:
-        # What YAML makes of a plain `off`.
+        # YAML reads a plain `off` as false.
         values = values | {"offload": offload | {"policy": "off"}}
     try:
         config = msgspec.convert(values, Config, dec_hook=_decode)
@@ -378,13 +384,13 @@ def from_dict(values: dict[str, Any], source: str = "configuration", lines: dict
 
 
 def _asks_for_pool(config: Config) -> bool:
-    """Whether something is set that only a pool does."""
+    """Whether a setting needs a pool."""
     lends, offloads = config.pool.segment_bytes or config.pool.device != "auto", config.offload.policy != "off"
     return bool(lends) or offloads or config.engine.checksum or config.connector.consume_once
 
 
 def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:
-    """`config` with `connector.share` so; in place nothing is lent, unless it is set."""
+    """`config` with `connector.share` set to `share`. In place, `pool.segment_bytes` becomes 0 if it is not set."""
     config = msgspec.structs.replace(config, connector=msgspec.structs.replace(config.connector, share=share))
     if share == "in_place" and config.pool.segment_bytes is None:
         config = msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, segment_bytes=ByteSize(0)))
@@ -392,7 +398,7 @@ def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:
 
 
 def with_socket(config: Config, socket: str, source: str) -> Config:
-    """`config` with another `server.socket`, which `source` names. Raises ConfigError."""
+    """`config` with another `server.socket`. source: where it was set, for errors. Raises ConfigError."""
     try:
         return msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, socket=socket))
     except ValueError as error:
@@ -400,13 +406,15 @@ def with_socket(config: Config, socket: str, source: str) -> Config:
 
 
 def load(path: str | Path | None = None) -> Config:
-    """Read the configuration (see the module's text). Raises ConfigError: unreadable, not YAML, unknown key, bad value."""
+    """Read and check the configuration: see the module's docstring. Raises ConfigError: unreadable, not YAML, unknown key, bad value."""
     return from_dict(*read(path))
 
 
 def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str, int]]:
-    """What the file says that `load` reads, unchecked, what to call it, and the lines of its keys. Raises ConfigError: unreadable, not
-    YAML, no sections, a key twice."""
+    """Read the file that `load` reads, without checking keys and values. Returns its values, its name, and the lines of its keys.
+
+    Raises ConfigError: unreadable, not YAML, no sections, a key twice.
+    """
     path = path or os.environ.get("VCACHE_CONFIG")
     if not path:
         return {}, "defaults", {}
@@ -433,7 +441,7 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
 
 
 def dump(config: Config) -> dict[str, Any]:
-    """The effective configuration as plain values, every default written out."""
+    """`config` as plain values, with the socket's path and all defaults. None where the default depends on something else."""
     plain: dict[str, Any] = msgspec.to_builtins(config, enc_hook=_encode)
     plain["server"]["socket"] = str(config.server.path)
     return plain

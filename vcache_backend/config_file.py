@@ -1,4 +1,4 @@
-"""Settings as a person wrote them: the line of each key, none twice, and what was meant where one is wrong."""
+"""Helps with mistakes in configuration files: the line of each key, keys that are there twice, and what may have been meant."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import yaml
 from vcache_backend.errors import ConfigError
 
 _DEEPEST = 8
-"""Sections in sections; an alias may hold itself."""
+"""The deepest nesting of sections that is looked at. An alias may contain itself."""
 _LONGEST = 80
-"""Characters of a value that an error shows."""
+"""The most characters of a value that an error shows."""
 
 
 def lines(text: bytes, source: str) -> dict[str, int]:
-    """The line of each key of a YAML text by its path, such as `.pool.device`. Raises ConfigError where one is there twice."""
+    """The line of each key of a YAML text, by path, such as `.pool.device`. Raises ConfigError: a key is there twice, or is no text."""
     found: dict[str, int] = {}
 
     def walk(node: yaml.Node | None, at: str) -> None:
@@ -39,7 +39,7 @@ def lines(text: bytes, source: str) -> dict[str, int]:
 
 
 def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
-    """What YAML's reader says of a text that is none, in one line, with the line of the text."""
+    """Why `text` is not YAML, in one line that begins with the line of the mistake, if the reader says it."""
     told = error.__context__
     if isinstance(told, yaml.reader.ReaderError):
         at = len(text[: told.position].splitlines())
@@ -49,12 +49,15 @@ def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
 
 
 def line(where: dict[str, int], path: str) -> str:
-    """To put before what is said of a key, such as `.pool.device`; empty where the file does not have it."""
+    """`line N: ` of the key at `path`, such as `.pool.device`; empty if the file does not have it."""
     return f"line {where[path]}: " if path in where else ""
 
 
 def explained(error: str, kind: type, where: dict[str, int], values: object = None) -> str:
-    """What msgspec says of a value in `values` that should have been a `kind`, with its line, what it is, and what could stand there."""
+    """msgspec's `error`, with the line of the mistake before it, and the wrong value and a hint behind it.
+
+    kind: the struct that `values` should have become. where: the lines of keys.
+    """
     found, unknown = re.search(r"at `\$([^`]*)", error), re.search(r"unknown field `(.+?)`", error)
     steps = re.findall(r"\w+", found[1]) if found else []
     path = "".join(f".{step}" for step in steps if not step.isdecimal())
@@ -72,17 +75,17 @@ def explained(error: str, kind: type, where: dict[str, int], values: object = No
     elif "`, got `str`" in error:
         hint = next((text for type_, text in _NO_TEXT.items() if f"`{type_}" in error), "")
     elif named := [word for word in re.findall(r"\w+", error) if word in names]:
-        # Of a section, whose check begins with the key that it is about; its other key may be the one that is there.
+        # The error of a section's own check names one or two of its keys: the line is that of the first which the file has.
         path += "." + next((name for name in named if f"{path}.{name}" in where), named[0])
     return (line(where, path) or line(where, path.rpartition(".")[0])) + error + _given(error, values, steps) + hint
 
 
 _NO_TEXT = {"bool": "; write true or false", "int": "; write digits, without quotes", "float": "; write digits, 0.001 for 1e-3"}
-"""What to write where text is not meant. In YAML quotes make text, and so does a number with an exponent and no point."""
+"""Hints for text where another type is expected. YAML reads as text what is in quotes, and numbers such as 1e-3."""
 
 
 def _near(name: str, names: list[str], kind: type) -> str:
-    """What was meant by a key that is none of `names`."""
+    """A hint at what may have been meant by the unknown key `name`. names: the keys of its section. kind: the whole configuration."""
     if close := get_close_matches(name, names, 1):
         return f"did you mean `{close[0]}`?"
     elsewhere = [path for path in _paths(kind) if path.rpartition(".")[2] == name.rpartition(".")[2]]
@@ -90,12 +93,12 @@ def _near(name: str, names: list[str], kind: type) -> str:
 
 
 def _paths(kind: Any, at: str = "") -> list[str]:
-    """All keys, with their sections."""
+    """The paths of all keys, such as `pool.device`."""
     return [path for name, one in _fields(kind).items() for path in (f"{at}{name}", *_paths(one, f"{at}{name}."))]
 
 
 def _given(error: str, value: Any, steps: list[str]) -> str:
-    """The value that is wrong, unless it is said already, or is long."""
+    """`, which is VALUE` for the value at `steps`; empty if `error` shows it already, or if it is long."""
     with suppress(LookupError, TypeError, ValueError):
         for step in steps:
             value = value[int(step)] if isinstance(value, list) else value[step]

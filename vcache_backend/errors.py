@@ -1,6 +1,6 @@
-"""Everything vcache raises, in one tree.
+"""The errors that vcache raises.
 
-Inside the package these are raised; in the engine and the integrations they are counted, logged once and turned into a miss.
+In a call of the engine or of an integration they are counted, logged and answered with a miss.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ class VCacheError(Exception):
 
 
 class ConfigError(VCacheError):
-    """A configuration value is unknown, of the wrong type or impossible; the message holds its path."""
+    """A configuration file or an option cannot be read, or a value in it is unknown, of the wrong type or impossible."""
 
 
 class LayoutError(VCacheError):
-    """KV tensors whose arrangement is unknown, ambiguous or not what the namespace says."""
+    """KV tensors, or a copy of them, do not fit the layout: unknown or ambiguous axes, another device, blocks that are not there."""
 
 
 class SegmentError(VCacheError):
@@ -26,15 +26,15 @@ class SegmentError(VCacheError):
 
 
 class ProtocolError(VCacheError):
-    """The peer sent what the protocol does not allow, or speaks another version of it."""
+    """The peer sent something that the protocol does not allow, or speaks another version of it."""
 
 
 class Refused(VCacheError):
-    """The metadata server understood the request and said no; the message is the server's."""
+    """The metadata server refused a request. The message is the server's."""
 
 
 class ServerUnavailable(VCacheError):
-    """No connection to the metadata server: absent, gone, or the breaker is open."""
+    """There is no connection to the metadata server."""
 
 
 class ServerTimeout(ServerUnavailable):
@@ -42,12 +42,12 @@ class ServerTimeout(ServerUnavailable):
 
 
 class ChecksumError(VCacheError):
-    """Chunks whose bytes changed after their commit. Counted, logged and on their way out of the pool already."""
+    """Chunks changed in the pool after their commit. They are counted, logged and removed from the pool before this is raised."""
 
 
 @contextmanager
 def raising_as(mapping: Mapping[type[BaseException], type[VCacheError]], what: str) -> Iterator[None]:
-    """Re-raise the first matching exception as ours, as `what: cause`, with the cause chained.
+    """Turn exceptions of the block into ours. The first type of `mapping` that fits counts; the message is `what: cause`.
 
     >>> with raising_as({TimeoutError: ServerTimeout, OSError: ServerUnavailable}, "hello to /run/vcache.sock"):
     ...     raise ConnectionRefusedError("refused")

@@ -1,4 +1,4 @@
-"""Percentiles of durations in constant memory: buckets a factor of 2^(1/8) apart, so a percentile is right within 9 %."""
+"""Percentiles of durations in constant memory. A bucket's bounds are a factor of 2^(1/8) apart, so percentiles are right within 5 %."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BUCKETS = 50 * _PER_OCTAVE
 
 
 class Histogram:
-    """Durations in microseconds, from 2^-10 µs to 2^40 µs. One thread at a time, or under the owner's lock."""
+    """Counts durations in microseconds, from 2^-10 to 2^40 µs. Not thread-safe."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -24,7 +24,7 @@ class Histogram:
         self._buckets[min(max(at, 0), _BUCKETS - 1)] += 1
 
     def percentile(self, q: float) -> float:
-        """The duration (µs) that a share `q` (0 to 1) of the samples did not exceed; 0.0 without samples."""
+        """The duration in µs that a share `q` (0 to 1) of the samples did not exceed; 0.0 without samples."""
         wanted = q * self.count
         seen = 0
         for at, count in enumerate(self._buckets):
@@ -34,6 +34,6 @@ class Histogram:
         return 0.0
 
     def summary(self) -> dict[str, float]:
-        """count, mean_us, p50_us, p99_us."""
+        """`count`, `mean_us`, `p50_us` and `p99_us`."""
         mean = self.total_us / self.count if self.count else 0.0
         return {"count": self.count, "mean_us": mean, "p50_us": self.percentile(0.5), "p99_us": self.percentile(0.99)}

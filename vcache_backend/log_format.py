@@ -1,4 +1,4 @@
-"""How the server's processes write their log, to stderr: lines for people, or JSON for what collects logs."""
+"""The log of the server's processes, on stderr: lines of text, or JSON for log collectors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LogFormat = Literal["text", "json"]
 
 
 class _JsonLine(logging.Formatter):
-    """One object a line: time (RFC 3339, UTC), level, logger, pid, message, and the traceback as error where there is one."""
+    """One JSON object a line: time (RFC 3339, UTC), level, logger, pid, message, and a traceback as `error`."""
 
     def format(self, record: logging.LogRecord) -> str:
         said = {
@@ -25,7 +25,7 @@ class _JsonLine(logging.Formatter):
 
 
 def begin(kind: LogFormat) -> None:
-    """Log from INFO on, in this process."""
+    """Set up logging in this process, from INFO on."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s")
     if kind == "json":
         for handler in logging.getLogger().handlers:

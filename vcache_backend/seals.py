@@ -1,4 +1,4 @@
-"""Memory that several processes map: what a memfd is sealed against before anybody trusts it."""
+"""Checks the seals of a memfd that several processes map."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import stat
 
 FUTURE_WRITE = 0x10
-"""`F_SEAL_FUTURE_WRITE`: who mapped it before writes it, and nobody else. Linux 5.1; in Python's fcntl from 3.13."""
+"""`F_SEAL_FUTURE_WRITE`: only mappings made before can write. Linux 5.1; Python's fcntl has it from 3.13."""
 RESIZING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""What all such memory has: a file that shrinks under a mapping is a SIGBUS."""
+"""The seals of all shared memory: reading behind the end of a file that has shrunk raises SIGBUS."""
 
 
 def lacking(fd: int, needed: int = RESIZING) -> str:
-    """Why `fd` is no memfd with these seals; empty if it is one. Raises OSError for what is no open file."""
+    """Why `fd` is no memfd with the `needed` seals; empty if it is one. Raises OSError if `fd` is not open."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         return f"fd {fd} is no memfd but {stat.filemode(status.st_mode)}"

@@ -1,4 +1,4 @@
-"""`vcache segment`: memory lent to the pool, and taken back."""
+"""The commands `vcache segment`: lend memory to the pool, list it, take it back."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from vcache_backend.vram_pool.devices import Device
 
 NICENESS = 10
-"""Of who moves chunks: requests come first, also where processors are few."""
+"""Niceness of `resize`, which moves chunks: on few processors requests come first."""
 SPARE_BYTES = 2 << 30
-"""Of a GPU's memory what a smaller segment that is made before the old one goes leaves to others."""
+"""GPU memory to be left free where the smaller segment is made before the old one goes."""
 
 app = command.group("Lend memory to the pool, look at what it has, take it back.")
 
@@ -43,7 +43,7 @@ def add_segment(
         place = devices.resolve(device)
     except ConfigError as error:
         raise ConfigError(str(error).replace("pool.device:", "--device", 1)) from error
-    # Pages are taken when they are first written: too many would be missing late, to whoever writes them.
+    # Pages are allocated on first write: without this check a lack of memory would hit whoever writes there later.
     if place.medium == "host" and nbytes > (available := config.ByteSize(devices.host_available())):
         raise SegmentError(f"--bytes {nbytes}: {available.about} of host memory are available; lend less")
     with command.client(config_file, socket) as client, segment.create(place, int(nbytes)) as owned:
@@ -123,7 +123,7 @@ def resize_segment(
 
 
 def _waited(client: Client, id_: str, deadline: float, nbytes: int = 0) -> SegmentInfo | None:
-    """A segment once it has only so many bytes left, or at the deadline; None if it is gone."""
+    """Wait until the segment has at most `nbytes` left, or until `deadline` (monotonic). Returns it, or None if it is gone."""
     while True:
         info = next((info for info in client.list_segments() if info.id == id_), None)
         if info is None or info.nbytes - info.given_back <= nbytes or time.monotonic() > deadline:
@@ -132,9 +132,11 @@ def _waited(client: Client, id_: str, deadline: float, nbytes: int = 0) -> Segme
 
 
 def replace(client: Client, info: SegmentInfo, nbytes: int, deadline: float) -> str:
-    """A smaller segment on the same device, and the chunks of the old one wherever there is room; what there is to say.
+    """Put a segment of `nbytes` in place of `info`, on the same GPU, and move the old one's chunks to where there is room.
 
-    Raises SegmentError. The old one goes all the same, but its memory is free only when all processes have unmapped it."""
+    Returns the message for the user. deadline: monotonic. Raises SegmentError. If the old one was dropped before that, it goes all the
+    same, but its memory is free only when all processes have unmapped it.
+    """
     from contextlib import closing
 
     from vcache_backend.metadata_server.moving import move
@@ -164,7 +166,7 @@ def replace(client: Client, info: SegmentInfo, nbytes: int, deadline: float) -> 
 
 
 def _lend(client: Client, place: Device, nbytes: int, deadline: float) -> SegmentInfo:
-    """As soon as there is room: until `deadline` others may still have mapped what is gone. Raises SegmentError."""
+    """Lend `nbytes` of `place` as soon as it has room: others may still map what was dropped. Raises SegmentError after `deadline`."""
     from vcache_backend.vram_pool import segment
 
     while True:
