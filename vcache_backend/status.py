@@ -1,4 +1,4 @@
-"""What `vcache` shows about a server: values in, tables out. No socket, no clock."""
+"""Makes the tables and the JSON of `vcache status` from a server's statistics. Uses neither socket nor clock."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from vcache_backend.metadata_server.messages import InstanceStats, Reported, Seg
 
 BAR_WIDTH = 24
 READABLE = 32
-"""Columns of the terminal that a text of several lines should have."""
+"""Columns of the terminal that a text which may take several lines is given, before others are left out."""
 SHOWN_REPORTS = 5
 ABSENT = "absent: lent to the server before; gone, unless a worker has it mapped and offers it. Else: vcache segment add"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _UUID = re.compile(r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
-"""Of a GPU; its start is what other tables show."""
+"""A GPU's UUID. Tables show its start."""
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
 
 
 def plain(value: Any) -> Any:
-    """`value` with every struct as a dict of its fields: the JSON for people's scripts (the wire's structs are arrays)."""
+    """`value` for JSON, with every struct as a dict of its fields. (msgspec itself would make the wire's arrays of them.)"""
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):
@@ -41,23 +41,23 @@ def plain(value: Any) -> Any:
 
 
 def summary(stats: ServerStats) -> dict[str, Any]:
-    """`stats` as plain values, with the rates that follow from the counters (None before the first request)."""
+    """`stats` as plain values, with `hit_rates` by request (None before the first one)."""
     return {**plain(stats), "hit_rates": {kind: hit_rate(stats, kind) for kind in ("lookup", "acquire")}}
 
 
 def lately(stats: ServerStats, since: float) -> ServerStats:
-    """`stats` with the reports from then on only; seconds since the epoch."""
+    """`stats` without the reports before `since`, in seconds since the epoch."""
     return msgspec.structs.replace(stats, reports=[one for one in stats.reports if one.time >= since])
 
 
 def hit_rate(stats: ServerStats, kind: str) -> float | None:
-    """Chunks found over chunks asked for, of `lookup` or `acquire`; None before the first."""
+    """Chunks found over chunks asked for. kind: `lookup` or `acquire`. None before the first request."""
     asked = stats.counters.get(f"{kind}_chunks", 0)
     return stats.counters.get(f"{kind}_hits", 0) / asked if asked else None
 
 
 def bar(fraction: float, width: int = BAR_WIDTH) -> Text:
-    """A bar of `width` cells, exact to an eighth of a cell. One colour: full is what a cache should be."""
+    """A bar of `width` cells, exact to an eighth of a cell. It never turns red: a full cache is a good one."""
     eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
     full, rest = divmod(eighths, 8)
     cells = "█" * full + (_EIGHTHS[rest] if rest else "")
@@ -70,7 +70,7 @@ def level(name: str) -> Text:
 
 
 class _Fitted(Table):
-    """Leaves out columns, of its `spare` ones the last first, where the terminal is too narrow for all: no cell is cut for them."""
+    """A table that leaves out `spare` columns, the last one first, until the others fit the terminal."""
 
     spare: list[Column]
 
@@ -84,14 +84,17 @@ class _Fitted(Table):
 
 
 def _needed(column: Column) -> int:
-    """Cells that a column takes, with the space behind it; of one whose text may take several lines, that which reads well."""
+    """Columns of the terminal that `column` takes, with the space behind it; at most `READABLE` if its text may take several lines."""
     widest = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
     return 2 + (widest if column.no_wrap else min(widest, READABLE))
 
 
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """A table without lines. A column's name begins with `>` where it is right-justified, with `~` where its text may take several
-    lines, with `-` where it is left out if the terminal is too narrow. Cells are texts, never markup."""
+    """A table without rules. Cells are plain text, never markup.
+
+    A column's name may begin with marks: `>` for right-justified, `~` for text that may take several lines, `-` for a column that is
+    left out if the terminal is too narrow.
+    """
     made = _Fitted(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns:
         marks = name[: len(name) - len(name.lstrip("-~>"))]
@@ -107,8 +110,11 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str
 def render(
     stats: ServerStats, before: ServerStats | None = None, seconds: float = 0.0, reports: int | None = SHOWN_REPORTS
 ) -> RenderableType:
-    """The whole picture, what is wrong first, with so many reports, or all. With the stats of `seconds` ago, counters get a column of what
-    happened since, a second."""
+    """Everything that `vcache status` shows, what is wrong first.
+
+    before: the statistics of `seconds` ago; counters then get a column with their change a second, unless the server was restarted.
+    reports: how many of the newest are shown; None for all.
+    """
     latencies = [
         (name, f"{latency.count:,}", f"{latency.p50_us:,.1f}", f"{latency.p99_us:,.1f}")
         for name, latency in sorted(stats.latency.items())
@@ -135,7 +141,7 @@ def render(
 
 
 def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
-    """One row a segment, a GPU by the start of its UUID; a sentence when there is none."""
+    """One row for each segment, or a sentence if there is none. GPUs are named by the start of their UUID."""
     if not segments:
         return Text("no segments: start a worker, or lend memory with `vcache segment add`", style="yellow")
     rows: list[tuple[str | Text, ...]] = []
@@ -166,7 +172,7 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
 
 
 def instances_table(instances: Sequence[InstanceStats]) -> Table:
-    """One row an instance that shares in place; names are cut so that a row has at most 80 columns (the JSON has them whole)."""
+    """One row for each instance that shares in place. Names are cut so that it fits 80 columns; the JSON has them whole."""
     rows = []
     for one in instances:
         state = Text(f"lacks {one.missing}", style="yellow") if one.missing else Text("shared")
@@ -177,7 +183,7 @@ def instances_table(instances: Sequence[InstanceStats]) -> Table:
 
 
 def _still_mapped(readers: Sequence[StillMapped]) -> Table:
-    """Who keeps the memory of owners that have ended, and what to do about it."""
+    """One row for each process that still maps the KV cache of an instance that has ended: its memory is not free."""
     rows = []
     for one in readers:
         what = Text("stopped: continue it, or kill it" if one.stopped else "about to let go", style="yellow")
@@ -187,7 +193,7 @@ def _still_mapped(readers: Sequence[StillMapped]) -> Table:
 
 
 def _reads(stats: ServerStats) -> Table:
-    """Who has read how much of whose KV cache, the reader of most first; an instance that has ended has no device any more."""
+    """One row for each reader and owner, the reader of the most bytes first. The device of an owner that has ended is not known."""
     devices = {one.id: one.device for one in stats.instances}
     rows, totals = [], Counter[int]()
     for one in stats.reads:
@@ -213,7 +219,7 @@ def duration(seconds: float) -> str:
 
 
 def _headline(stats: ServerStats) -> Text:
-    """Two lines, of which 80 columns break none."""
+    """Two lines that fit 80 columns."""
     text = Text.assemble(("up ", "dim"), duration(stats.uptime_seconds))
     text.append("   clients ", "dim").append(f"{stats.clients:,}").append("   memory ", "dim").append(size(stats.rss_bytes))
     for start, name in (("\n", "chunks"), ("   ", "leases"), ("   ", "reservations"), ("   ", "quarantined")):
@@ -243,7 +249,7 @@ def _counters(stats: ServerStats, before: ServerStats | None, seconds: float) ->
 
 
 def _reports(reports: Sequence[Reported], most: int) -> Table:
-    """The newest ones, newest first."""
+    """The newest `most` reports, newest first."""
     rows = [
         (time.strftime("%m-%d %H:%M:%S", time.localtime(one.time)), level(one.level), str(one.pid), one.device[:12], one.text)
         for one in reversed(reports[-most:])
@@ -253,7 +259,7 @@ def _reports(reports: Sequence[Reported], most: int) -> Table:
 
 
 def _mismatches(stats: ServerStats) -> Iterator[tuple[str, ...]]:
-    """Who does not share, and why: a row for each value of each field that instances of one model differ in."""
+    """Rows of the instances that do not share: one for each value of each field in which instances of one model differ."""
     for mismatch in stats.mismatches:
         advice = mismatch.advice or f"make {mismatch.field} the same everywhere"
         for number, (value, who) in enumerate(mismatch.values):

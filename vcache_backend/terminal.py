@@ -1,4 +1,4 @@
-"""What `vcache` writes to a terminal, a file or another program: tables, JSON, and what becomes of it where that cannot show or take it."""
+"""Writes the output of `vcache`, tables and JSON, to a terminal, a file or a pipe."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PLAIN = {"█": "#", "·": ".", "–": "-", "µ": "u", "…": "~", "→": ">"} | dict.fromkeys("▏▎▍▌▋▊▉", "+")
+"""What stands for our signs where the encoding does not have them."""
 
 
 @contextmanager
 def whatever_it_shows() -> Iterator[None]:
-    """Within it a terminal that has ASCII only gets that; what cannot be written ends the program with one line."""
+    """Within the block, signs that the output's encoding does not have become those of `PLAIN`, and an OSError, such as a full disk or a
+    closed pipe, ends the program with one line."""
     codecs.register_error("plain", _plainly)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -34,19 +36,19 @@ def whatever_it_shows() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what could not be written is not tried again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # at exit Python writes its buffer's rest, and would fail again
         sys.exit(f"vcache: {error}")
 
 
 def _plainly(error: UnicodeError) -> tuple[str, int]:
-    """What a terminal that has ASCII only shows of our bars and dashes."""
+    """The error handler `plain` of codecs: what stands for characters that cannot be encoded."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
 def show(what: RenderableType, anew: bool = False) -> None:
-    """Print a table or the like. anew: in place of what the terminal shows, its beginning where it is too long for that."""
+    """Print a table or the like. anew: clear the terminal before, and cut what is longer than it."""
     from rich.console import Console
 
     # Piped, a table keeps its columns rather than being folded at 80.
@@ -65,12 +67,12 @@ def show(what: RenderableType, anew: bool = False) -> None:
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    """For people's scripts."""
+    """Print `value` as JSON. indent: None for one line."""
     typer.echo(json.dumps(value, indent=indent))
 
 
 def pause(seconds: float) -> None:
-    """Wait, but not for who reads from us and has ended."""
+    """Wait for `seconds`. Raises BrokenPipeError as soon as nobody reads our output any more."""
     reader = select.poll()
     reader.register(1, 0)
     if reader.poll(seconds * 1000):

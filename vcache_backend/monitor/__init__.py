@@ -1,4 +1,4 @@
-"""What `server.metrics` starts: a process beside the metadata server that shows its statistics over HTTP.
+"""The process that `server.metrics` starts: it shows the metadata server's statistics over HTTP.
 
-A client of the server like any other, so that nobody who asks it, however often or slowly, takes time from the server's loop.
+It is an ordinary client of the server and asks every few seconds, so HTTP requests take no time from the server's loop.
 """

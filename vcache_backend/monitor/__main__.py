@@ -1,6 +1,6 @@
-"""`python -m vcache_backend.monitor --socket PATH --listen HOST:PORT [--pid PID] [--hosts NAMES]`: what `server.metrics` starts.
+"""Show a metadata server's metrics over HTTP: `python -m vcache_backend.monitor --socket PATH --listen HOST:PORT`.
 
-With `--until-eof` it ends when its standard input does, and so with the process that started it.
+The server starts it if `server.metrics` is set, with `--until-eof`: it then ends when its standard input ends, and so with the server.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("vcache_backend.monitor")
 
 
 def main() -> int:
-    """Serve until the end; 1 with one line on stderr if that is impossible."""
+    """Serve until Ctrl-C, or with `--until-eof` until standard input ends. Returns the exit code: 1 if it cannot listen."""
     parser = argparse.ArgumentParser(prog="python -m vcache_backend.monitor", description=__doc__)
     parser.add_argument("--socket", required=True, type=Path, help="the metadata server's socket")
     parser.add_argument("--listen", required=True, help="HOST:PORT")

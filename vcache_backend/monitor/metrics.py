@@ -1,4 +1,4 @@
-"""The server's statistics as Prometheus has them."""
+"""The server's statistics as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Row = tuple[Sequence[str], float]
 
 
 class ServerMetrics(Collector):
-    """Called in the threads of HTTP requests. path: the server's socket. pid: of the server, where that is visible here."""
+    """Makes all metrics, at each scrape, in the thread of its HTTP request. path: the server's socket. pid: the server's; 0 if unknown."""
 
     def __init__(self, samples: Samples, path: Path, pid: int) -> None:
         self._samples, self._journal, self._pid = samples, beside(path, ".journal"), pid
         self._models: dict[str, str] = {}
-        """By namespace, of those with hits: its last instance may have gone, and another label would be another series."""
+        """The model of each namespace that has hits. Kept when its last instance goes: another label would begin another series."""
 
     def collect(self) -> Iterator[Metric]:
-        """Nothing but `vcache_server_up` where the server does not answer: what it had said before is not true any more."""
+        """The metrics. Only `vcache_server_up` if the last question was not answered: older values may be wrong by now."""
         stats = None if self._samples.problem else self._samples.stats
         yield _gauge(
             "server_up", "1 if the metadata server answered the last question, asked every few seconds", stats is not None
@@ -64,7 +64,7 @@ def _whole(stats: ServerStats) -> Iterator[Metric]:
 
 
 def _files(pid: int, journal: Path) -> Iterator[Metric]:
-    """What the system says; left out where it does not."""
+    """What the system knows of the server: fds, their limit, size of the journal. What cannot be read is left out."""
     with suppress(OSError, ValueError):
         yield _gauge("server_open_fds", "file descriptors that the server has open", len(os.listdir(f"/proc/{pid}/fd")))
         limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
@@ -148,7 +148,7 @@ def _counter(name: str, what: str, value: float) -> Metric:
 def _family(
     kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, what: str, labels: Sequence[str], rows: Iterable[Row]
 ) -> Metric:
-    """Rows with the same labels are one: processes that cannot be told apart."""
+    """A metric with labels. Rows with equal labels are added up: processes whose pids are not visible cannot be told apart."""
     made = kind(f"vcache_{name}", what, labels=labels)
     totals: dict[tuple[str, ...], float] = {}
     for values, value in rows:

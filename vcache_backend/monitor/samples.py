@@ -1,4 +1,4 @@
-"""The server's statistics of the last hour, asked for every few seconds."""
+"""Asks the server for its statistics every few seconds, and keeps an hour of them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ MINUTE_SECONDS = 60.0
 
 
 class Point(NamedTuple):
-    """at: seconds of a clock that nobody sets. asked, found: chunks, since the server's start. hits: see `ServerStats`.
-    saved: seconds of prefill; None where nobody has made an estimate."""
+    """What is kept of one answer. Counts are since the server's start.
+
+    at: monotonic seconds. asked, found: chunks, by look-ups and acquires. hits: see `ServerStats`. saved: seconds of prefill; None if no
+    instance has made an estimate.
+    """
 
     at: float
     epoch: int
@@ -32,9 +35,9 @@ class Point(NamedTuple):
 
 
 class Samples:
-    """Asks in a thread of its own, from construction to `close`. Any thread.
+    """The server's answers. Asks in a background thread, from construction to `close`; all methods may be called in any thread.
 
-    stats: of the server's last answer, None before the first. problem: why the last question had none; empty if it had.
+    stats: the last answer; None before the first. problem: why the last question was not answered; empty if it was.
     """
 
     def __init__(self, path: Path, every: float = EVERY_SECONDS) -> None:
@@ -49,20 +52,20 @@ class Samples:
 
     @property
     def late_seconds(self) -> float:
-        """Since the server's last answer."""
+        """Seconds since the server's last answer; before the first, since construction."""
         return time.monotonic() - self.answered_at
 
     @property
     def healthy(self) -> bool:
-        """Whether one of the last three questions was answered."""
+        """Whether the server has answered within the time of three questions."""
         return self.late_seconds < 3 * (self._every + ANSWER_SECONDS)
 
     def points(self) -> list[Point]:
-        """The last hour's, oldest first."""
+        """The points that are kept, oldest first: the last hour's if every question was answered."""
         return list(self._points)
 
     def hit_rate(self) -> float | None:
-        """Chunks found over chunks asked for in the last minute; None if none was asked for, or too little is known."""
+        """Chunks found over chunks asked for in the last minute; None if none was asked for."""
         if (ends := self._last(MINUTE_SECONDS)) is None:
             return None
         first, last = ends
@@ -70,7 +73,7 @@ class Samples:
         return (last.found - first.found) / asked if asked > 0 else None
 
     def hits(self) -> dict[str, tuple[int, int]]:
-        """Prompt tokens asked for in the last minute and found, by namespace; those of which none was asked for are left out."""
+        """By namespace, prompt tokens asked for in the last minute, and found. Namespaces without any are left out."""
         if (ends := self._last(MINUTE_SECONDS)) is None:
             return {}
         first, last = ends
@@ -79,7 +82,7 @@ class Samples:
         return {name: counts for name, counts in since.items() if counts[0] > 0}
 
     def saved(self) -> float | None:
-        """Seconds of prefill that hits have saved in the last hour; None if nobody has made an estimate."""
+        """Seconds of prefill that hits have saved in the last hour; None if no instance has made an estimate."""
         if (ends := self._last(KEPT_SECONDS)) is None or ends[1].saved is None:
             return None
         return max(ends[1].saved - (ends[0].saved or 0.0), 0.0)
@@ -89,7 +92,7 @@ class Samples:
         self._thread.join(self._every + 2 * ANSWER_SECONDS)
 
     def _last(self, seconds: float) -> tuple[Point, Point] | None:
-        """The first and the last point of the last so many seconds of one server; None without a point."""
+        """The first and the last point of the last `seconds`, not before the server's last start; None without a point."""
         points = self.points()
         if not points:
             return None

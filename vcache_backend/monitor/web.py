@@ -1,4 +1,4 @@
-"""What the monitor answers over HTTP: metrics, health, and a page."""
+"""The monitor's HTTP server: metrics, health, statistics as JSON, and a page."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ from vcache_backend.status import summary
 
 MOST_AT_ONCE, MOST_OF_ONE = 64, 16
 ANSWER_SECONDS = 10.0
-"""Connections that are served beside each other, in all and of one address, and how long one has for its question and its answer: nobody
-keeps others away."""
+"""The most connections served at a time, in all and from one address, and the seconds that each may take: so no client can keep the others
+away."""
 
 
 class Web(ThreadingHTTPServer):
-    """Listens from construction. Raises OSError where it cannot."""
+    """Answers each connection in a thread of its own. Listens from construction on. Raises OSError if it cannot."""
 
     daemon_threads = True
     request_queue_size = 64
 
     def __init__(self, host: str, port: int, samples: Samples, registry: CollectorRegistry, hosts: Sequence[str] = ()) -> None:
-        """hosts: names besides `host` and this machine's own by which it may be reached."""
+        """hosts: names by which it may be reached, besides `host`, `localhost` and the machine's own."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.samples, self.registry = samples, registry
         self.page = files("vcache_backend.monitor").joinpath("page.html").read_bytes()
         self.policy = _policy(self.page)
         self._names = {name.lower().removesuffix(".") for name in ("localhost", socket.gethostname(), host, *hosts)}
         self.held = Counter[str]()
-        """By address: connections that are being served."""
+        """By address, the connections that are being served."""
         self._holding = threading.Lock()
         super().__init__((host, port), _Handler)
 
     def is_named(self, host: str) -> bool:
-        """Whether a `Host` header is by a name of ours, or an address. By others' names their pages would read what is here."""
+        """Whether a `Host` header has one of our names, or an IP address. Other names are refused: a foreign page whose name resolves to us
+        (DNS rebinding) could read our answers."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
             return name in self._names or ip_address(name) is not None
@@ -67,20 +68,20 @@ class Web(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread to be had; the caller closes the connection
+        except BaseException:  # no thread could be started; the caller closes the connection
             self._release(address)
             raise
 
     def _release(self, address: str) -> None:
         with self._holding:
             self.held[address] -= 1
-            self.held += Counter()  # without those that have none
+            self.held += Counter()  # drops addresses with no connection
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         ends = threading.Timer(ANSWER_SECONDS, lambda: _cut(request))
         ends.daemon = True
         try:
-            with suppress(RuntimeError):  # no thread to be had
+            with suppress(RuntimeError):  # no thread could be started
                 ends.start()
             super().process_request_thread(request, client_address)
         finally:
@@ -88,7 +89,7 @@ class Web(ThreadingHTTPServer):
             self._release(str(client_address[0]))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever went away in the middle is no news."""
+        """Print nothing: clients may go away at any time."""
 
 
 def _cut(request: socket.socket) -> None:
@@ -137,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, "application/json", json.dumps(told).encode())
 
     def _health(self, path: str) -> None:
-        """Healthy: it answered lately. Ready: it answered when it was asked last."""
+        """`/healthz` is for `Samples.healthy`, `/readyz` for whether the last question was answered."""
         samples = self.server.samples
         well = samples.healthy if path == "/healthz" else not samples.problem
         said = "ok" if well else samples.problem or f"the metadata server has not answered for {samples.late_seconds:.0f} s"
@@ -155,11 +156,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Who asked is not kept."""
+        """Log no requests."""
 
 
 def _policy(page: bytes) -> str:
-    """The page's own script and style, and nothing else."""
+    """The Content-Security-Policy: only the page's own script and style, by their hashes, and requests to this server."""
     allowed = []
     for name in (b"script", b"style"):
         (inside,) = re.findall(b"<" + name + b">(.*?)</" + name + b">", page, re.DOTALL)
