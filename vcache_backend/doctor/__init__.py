@@ -1,7 +1,7 @@
-"""What is wrong with this machine for vcache, and what to do about it. Behind `vcache doctor`.
+"""`vcache doctor`: finds what is wrong with this machine for vcache, and says what to do about it.
 
-Looks without changing anything. Imports neither torch nor LMCache nor vLLM; on a GPU machine it makes a CUDA context for
-a moment on each GPU, to ask for free memory. With an offload tier, a child process puts one small object into it and removes it.
+It changes nothing for longer than a moment: a CUDA context on each GPU, to ask for free memory; a MiB of locked host memory, if GPUs read
+the pool there; one small object in the offload tier. It imports neither LMCache nor vLLM, and torch only for that host memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from vcache_backend.doctor.system import check_hash_seed, check_kernel, check_li
 
 
 def diagnose(config: Config, model: str = "") -> list[Finding]:
-    """Everything `vcache doctor` reports, in the order it reads well; of a `model` what there is to say of that alone. Takes some ten
-    seconds at most and never raises."""
+    """All findings, in the order of the checks; with `model`, those about this model only. Never raises.
+
+    Takes seconds; up to a minute if an offload tier hangs, or if transformers must be asked about the model.
+    """
     if model:
         return _made(partial(check_model, model), "model", config)
     checks: list[Callable[[Config], Iterator[Finding]]] = [
@@ -45,5 +47,5 @@ def diagnose(config: Config, model: str = "") -> list[Finding]:
 def _made(check: Callable[[Config], Iterator[Finding]], name: str, config: Config) -> list[Finding]:
     try:
         return list(check(config))
-    except Exception as error:  # noqa: BLE001 - the outermost loop: a check that fails is a finding, not the end of the others
+    except Exception as error:  # noqa: BLE001 - the outermost loop: the other checks go on
         return [Finding(name, "fail", f"the check itself failed: {error!r}", "report this as a bug of vcache")]

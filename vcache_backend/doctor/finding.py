@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing looked at. `detail` says what was found, `advice` what to do (empty where nothing is to be done)."""
+    """What one check found. detail: what is the case. advice: what to do; empty if there is nothing to do."""
 
     check: str
     status: Literal["ok", "warn", "fail"]

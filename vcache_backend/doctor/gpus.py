@@ -1,4 +1,4 @@
-"""The driver, each GPU, how they reach each other, and whether this worker's segment fits on its device."""
+"""Checks the driver, the GPUs, how they reach each other, and whether this worker's segment fits on its device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vcache_backend.vram_pool.devices import Gpu
 
 
 def check_gpus(config: Config) -> Iterator[Finding]:
-    """Driver, each GPU, and each pair of them."""
+    """Check the driver, each GPU, torch's build, and each pair of GPUs."""
     if not has_nvidia():
         yield Finding("gpus", "ok", "no NVIDIA GPU: segments will be host memory")
         return
@@ -89,7 +89,7 @@ def _kernel_module() -> str:
 
 
 def check_memory(config: Config) -> Iterator[Finding]:
-    """`pool.segment_bytes` against what the pool's device has free."""
+    """Compare `pool.segment_bytes` with the free memory of the pool's device."""
     wanted = config.pool.lent
     if config.connector.share == "auto" and config.pool.segment_bytes is None:
         detail = f"pool.segment_bytes is not set: nothing is lent in place, and {wanted} a worker where there is a pool"
@@ -116,10 +116,10 @@ def check_memory(config: Config) -> Iterator[Finding]:
 
 
 def _locked_memory(spec: str) -> Iterator[Finding]:
-    """Whether a GPU, where KV caches may be, reads the pool's host memory: a MiB is locked, as the pool's segments are."""
+    """Check that a GPU can read the pool's host memory, by locking a MiB of it as for a segment."""
     check = "memory read by gpus"
     try:
-        # Needs torch.
+        # Imports torch.
         from vcache_backend.vram_pool import segment
 
         device = devices.resolve(spec, "cuda:0")
@@ -133,7 +133,7 @@ def _locked_memory(spec: str) -> Iterator[Finding]:
 
 
 def _pool_gpu(spec: str) -> Gpu | None:
-    """The GPU that `pool.device` means, without torch: `auto` and `cuda` are the first."""
+    """The GPU that `pool.device` names; None if it is not here. `auto` and `cuda` are taken for the first one, without asking torch."""
     if not has_nvidia():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Whether vLLM, as installed here, can share its KV cache in place, as far as that can be told without starting it."""
+"""Checks whether the vLLM that is installed here can share its KV cache in place, without starting it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from vcache_backend.vram_pool import devices
 
 _POOL, _BASE = "v1/core/block_pool.py", "distributed/kv_transfer/kv_connector/v1/base.py"
 _HOOKS = {_POOL: ("get_new_blocks", "evict_blocks", "reset_prefix_cache"), _BASE: ("bind_gpu_block_pool", "register_kv_caches")}
-"""What of vLLM our connector watches or is called by: a patched vLLM may lack it."""
+"""Functions of vLLM that our connector wraps or implements, by file. A patched vLLM may lack them."""
 _WAY_OUT = "set connector.share: pool"
 
 
 def check_in_place(config: Config) -> Iterator[Finding]:
-    """One line: that it can, or the first reason why not. A failure only where it is chosen all the same."""
+    """One finding: that it can, or the first reason why not. A failure only if nothing would be cached with this configuration."""
     share = config.connector.share
     name, version = packages.installed(packages.VLLM.name, *packages.VLLM.builds)
     if not version:
@@ -42,13 +42,13 @@ def check_in_place(config: Config) -> Iterator[Finding]:
 
 
 def _reasons(version: str) -> Iterator[tuple[str, str, bool]]:
-    """Why not, what to change, and whether `connector.share: auto` sees it and takes a pool."""
+    """For each obstacle: what it is, what to change, and whether `connector.share: auto` then takes a pool."""
     known = packages.VLLM
     if not known.low <= packages.numbers(version) < known.high:
         yield f"where vLLM {version} makes its KV cache is not known", f"install vllm{known.wanted}", True
     for missing in _missing_hooks():
         yield f"this vLLM has no {missing}", f"install an unchanged vllm{known.wanted}", False
-    # Needs numpy, which vLLM has.
+    # Imports numpy, which vLLM brings.
     from vcache_backend.resident.generations import MACHINE, Generations
 
     try:

@@ -1,8 +1,7 @@
-"""Whether vLLM's connector will cache a model, and how much of it the pool holds, from the model's `config.json` alone. Behind `vcache
-doctor --model`.
+"""`vcache doctor --model`: whether vLLM's connector will cache a model, and how many tokens the pool holds, from its `config.json`.
 
-Nothing is downloaded, no code of the model's runs, and neither vLLM nor torch is imported. A child process asks transformers, where that
-is installed, for what the file leaves out.
+Nothing is downloaded, no code of the model runs, and neither vLLM nor torch is imported. If the file leaves something out, a child process
+asks transformers, if that is installed.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from vcache_backend.metadata_server.layouts import printable
 GIB = 1 << 30
 ASK_SECONDS = 60.0
 MAX_FILE_BYTES = 16 << 20
-"""Of a config.json, which has some kilobytes."""
+"""The largest config.json that is read. Real ones have some kilobytes."""
 MAX_TOKEN_BYTES = 1 << 40
 _FILL_IN = (
-    # It does without torch, which it would take seconds to import.
+    # transformers does without torch here, which takes seconds to import.
     "import json, sys; sys.modules['torch'] = None; from transformers import AutoConfig; "
     "found = AutoConfig.from_pretrained(sys.argv[1], local_files_only=True, trust_remote_code=False); "
     "print(json.dumps(found.to_dict(), default=str))"
@@ -37,30 +36,34 @@ _NAMES = {
     "hybrid": ("full", "state"),
     **dict.fromkeys(("mlp", "moe"), ()),
 }
-"""Of layers, as configurations name them. (vLLM gives chunked attention whole block tables, unless told not to.) All others keep states."""
+"""What layers keep, by their names in configurations; all others keep a state. Chunked attention counts as full: by default vLLM frees none
+of its blocks early."""
 _STATES = (
     *("mamba_d_state", "ssm_state_size", "state_size", "mamba_n_heads", "linear_attn_config", "linear_num_value_heads"),
     *("conv_L_cache", "attn_type_list", "lru_width", "rwkv_hidden_size", "layer_group_size"),
 )
 """Keys that only models with states have."""
 _ATTENDING = ("attn_layer_indices", "full_attn_idxs", "full_attn_layers")
-"""Keys with the numbers of such a model's layers that look at all tokens."""
+"""Keys of such models that list the layers with full attention."""
 _BOTH = ("falcon_h1",)
-"""Models of which each layer looks at all tokens and keeps a state."""
+"""Models whose layers all have full attention and a state."""
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
-"""Models of which every so-manieth layer alone looks at all tokens, where the file does not say."""
+"""Models with windows whose every n-th layer has full attention, by n, for files that do not say it."""
 _SIXTEENTHS = {"float8": 16, "fp8": 16, "nvfp4": 9}
-"""Of a byte, by a dtype's name; else 32, since vLLM takes half the bytes of float32, unless told not to. Of 16 numbers in NVFP4 one scale
-lies beside them."""
+"""Sixteenths of a byte that a number takes in the KV cache, by dtype; in others 32: vLLM serves float32 models with 16 bits by default.
+In NVFP4 16 numbers of 4 bits share a scale of a byte."""
 
 
 class UnknownModel(Exception):
-    """Nobody can tell; the text says why and what would help."""
+    """It cannot be told what the model keeps. The message says why and, after `; `, what would help."""
 
 
 class ModelKv(NamedTuple):
-    """What a model keeps of each token. layers: how many of each kind: full, window, state. full_bytes, window_bytes: a token's in all
-    layers of that kind. odd: why its blocks are unlike any that are cached. halves: whether a number has 16 bits."""
+    """What a model keeps in the KV cache.
+
+    layers: how many of each kind: `full`, `window`, `state`. window: its tokens. full_bytes, window_bytes: of one token in all layers of
+    that kind. what: one token's KV, in words. odd: why nothing is cached; empty otherwise. halves: whether fp8 would halve it.
+    """
 
     architecture: str
     layers: Mapping[str, int]
@@ -73,7 +76,10 @@ class ModelKv(NamedTuple):
 
 
 def check_model(name: str, config: Config) -> Iterator[Finding]:
-    """name: a folder with a `config.json`, or a name in Hugging Face's cache. Whether it is cached, and what 1 GiB of pool holds."""
+    """Say whether a model is cached, how large its chunks are, and what a pool holds of it.
+
+    name: a folder with a `config.json`, or a name in Hugging Face's cache.
+    """
     try:
         kv = read(find(name))
     except UnknownModel as error:
@@ -107,13 +113,13 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
 
 _KINDS = {"full": "of full attention", "window": "with a window of {} tokens", "state": "with a state"}
 _BLOCK = 16
-"""Tokens of vLLM's blocks, if nothing else is set."""
+"""Tokens of vLLM's blocks by default."""
 _BLOCKS = "set engine.chunk_size to vLLM's block size, which its log says, since a state is as large as a block"
 _HALF = "half of that with vLLM's --kv-cache-dtype fp8"
 
 
 def chunk_bytes(kv: ModelKv, size: int) -> int:
-    """Of `size` tokens. Of a window a chunk holds what a hit can need, in blocks."""
+    """Bytes of a chunk of `size` tokens, all ranks. Of layers with a window it holds what a hit can need: the window's end, in blocks."""
     full, window, each = kv.layers.get("full", 0), kv.layers.get("window", 0), _table(kv)
     kept = min(size, -(-(kv.window - 1) // _BLOCK) * _BLOCK)
     found = 0
@@ -123,19 +129,20 @@ def chunk_bytes(kv: ModelKv, size: int) -> int:
 
 
 def state_chunks(kv: ModelKv) -> float:
-    """As how many chunks a state counts, where these are of one block of vLLM's."""
+    """How many chunks of one vLLM block take the room of one state."""
     each = _table(kv)
     return -(-kv.layers.get("state", 0) // each) / sum(-(-kv.layers.get(kind, 0) // each) for kind in ("full", "window"))
 
 
 def _table(kv: ModelKv) -> int:
-    """Layers of one block table: vLLM makes all of them equally long."""
+    """Layers of one block table. vLLM gives all block tables equally many, and fills up the last one of a kind."""
     few, many = min(kv.layers.values()), max(kv.layers.values())
     return many if many < 1.5 * few else few
 
 
 def _refusal(kv: ModelKv, in_place: bool) -> tuple[str, str]:
-    """As `integration.vllm.compat.refusal` would say it, and what to change; the advice alone where it is cached."""
+    """Why the connector would cache nothing of the model, as `integration.vllm` decides it, and what to change. If it is cached, an empty
+    reason and maybe an advice."""
     if kv.odd:
         return kv.odd, "no setting changes it; vLLM serves all the same"
     if kv.layers.get("state") and len(kv.layers) == 1:
@@ -153,7 +160,7 @@ def _refusal(kv: ModelKv, in_place: bool) -> tuple[str, str]:
 
 
 def find(name: str) -> Path:
-    """Where its `config.json` is. Raises UnknownModel."""
+    """The folder of the model's `config.json`: `name`, or its snapshot in Hugging Face's cache. Raises UnknownModel."""
     try:
         return _found(name)
     except OSError as error:
@@ -166,7 +173,7 @@ def _found(name: str) -> Path:
     try:
         folder = Path(name).expanduser()
         there = folder.is_dir()
-    except (OSError, RuntimeError):  # no name of a folder, or of none that may be looked at
+    except (OSError, RuntimeError):  # not a folder's name, or a folder that this user may not read
         folder, there = Path(name), False
     if there:
         if (folder / "config.json").is_file():
@@ -188,7 +195,7 @@ def _found(name: str) -> Path:
 
 
 def _filled(folder: Path) -> dict[str, Any]:
-    """The configuration as transformers completes it; empty where it is not here, or does not know the model."""
+    """The configuration as transformers completes it; empty if it is not installed, fails, or takes more than `ASK_SECONDS`."""
     try:
         asking = [sys.executable, "-P", "-c", _FILL_IN, str(folder)]
         answer = subprocess.run(
@@ -209,7 +216,7 @@ def _filled(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> ModelKv:
-    """Raises UnknownModel."""
+    """What the model in `folder` keeps. Raises UnknownModel."""
     file, beside = folder / "config.json", folder / "hf_quant_config.json"
     whole = _read(file)
     quantized = {}
@@ -239,7 +246,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _checked(kv: ModelKv) -> ModelKv:
-    """Raises ValueError for what no model keeps."""
+    """`kv`, if a model can be so. Raises ValueError."""
     if not kv.layers:
         raise ValueError("no layers")
     if kv.layers.get("window") and kv.window < 2:
@@ -269,7 +276,7 @@ def _kv(whole: Mapping[str, Any]) -> ModelKv:
 
 
 def _token(text: Mapping[str, Any], dtype: str) -> tuple[int, int, str]:
-    """Bytes of a token in a layer of each kind, and what they are."""
+    """Bytes of a token in a layer with full attention, in one with a window, and what these are in words."""
     size, named = _SIXTEENTHS.get(dtype, 32), dtype if dtype != "float32" else "16 bits (float32 in the file)"
     if text.get("kv_lora_rank"):
         row = text["kv_lora_rank"] + text.get("qk_rope_head_dim", 0)
@@ -277,7 +284,7 @@ def _token(text: Mapping[str, Any], dtype: str) -> tuple[int, int, str]:
     heads, dim = _kv_heads(text), _head_dim(text)
     wide, of_wide = text.get("num_global_key_value_heads") or heads, text.get("global_head_dim") or dim
     of_v, of_wide_v = dim, of_wide
-    if text.get("hybrid_layer_pattern"):  # MiMo V2, of which K and V differ
+    if text.get("hybrid_layer_pattern"):  # MiMo V2, whose K and V differ in size
         heads, dim = text.get("swa_num_key_value_heads") or heads, text.get("swa_head_dim") or dim
         of_v, of_wide_v = text.get("swa_v_head_dim") or dim, text.get("v_head_dim") or of_wide
     what = f"{heads} KV heads of {dim}, {named}"
@@ -298,21 +305,21 @@ def _kv_heads(text: Mapping[str, Any]) -> int:
 
 
 def _attentions(text: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of Nemotron-NAS, whose layers differ: those that attend."""
+    """The layers of Nemotron-NAS that have attention: in its models layers differ. Empty for others."""
     blocks = [block.get("attention") or {} for block in text.get("block_configs") or ()]
     return [block for block in blocks if not (block.get("no_op") or block.get("replace_with_linear"))]
 
 
 def _layers(text: Mapping[str, Any]) -> Counter[str]:
-    """How many there are of each kind."""
+    """How many layers there are of each kind of `_KINDS`."""
     named = next((text[key] for key in ("layer_types", "layers_block_type", "block_types") if text.get(key)), None)
     names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     unsaid = isinstance(named, list) and not any(text.get(name) for name in names)
     count = len(named or ()) if unsaid else _number(text, names)
     if text.get("model_type") == "longcat_flash" and text.get("num_layers"):
-        count = 2 * _number(text, ("num_layers",))  # each attends twice
+        count = 2 * _number(text, ("num_layers",))  # each has two attentions
     if isinstance(named, list):
-        named = named[:count]  # behind them may be those that guess ahead
+        named = named[:count]  # layers for multi-token prediction may follow
         found = _named(named)
     elif isinstance(text.get("hybrid_layer_pattern"), list):
         pattern = text["hybrid_layer_pattern"][:count]
@@ -329,7 +336,7 @@ def _layers(text: Mapping[str, Any]) -> Counter[str]:
         found = Counter(full=full, state=count - full)
     else:
         found = _windows(text, count)
-    # The last ones of some models read what earlier ones keep.
+    # In some models the last layers use the KV of earlier ones.
     shared = int(text.get("num_kv_shared_layers") or 0)
     if shared and isinstance(named, list):
         found -= _named(named[-shared:])
@@ -341,7 +348,7 @@ def _named(layers: Sequence[object]) -> Counter[str]:
 
 
 def _attending(text: Mapping[str, Any], count: int) -> int:
-    """Of a model's layers of which some keep a state, those that look at all tokens."""
+    """How many layers have full attention, in a model whose others keep a state. Raises UnknownModel."""
     if each := text.get("full_attention_interval") or text.get("layer_group_size"):
         return count // int(each)
     if text.get("attn_layer_period"):
@@ -363,7 +370,7 @@ def _windows(text: Mapping[str, Any], count: int) -> Counter[str]:
     if not text.get("sliding_window") or not text.get("use_sliding_window", True):
         return Counter(full=count)
     each = text.get("sliding_window_pattern") or _PATTERNS.get(str(text.get("model_type")))
-    each = len(each) if isinstance(each, str) else each  # such as LLLG
+    each = len(each) if isinstance(each, str) else each  # as text, such as LLLG
     full = count // each if isinstance(each, int) else 0
     return Counter(full=full, window=count - full)
 
@@ -383,12 +390,12 @@ def _number(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 
 def _dtype(whole: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """Of a number in the KV cache, as vLLM's `auto` takes it."""
+    """The KV cache's dtype with vLLM's `--kv-cache-dtype auto`."""
     dtype = next((str(one[key]) for one in (text, whole) for key in ("dtype", "torch_dtype") if one.get(key)), "bfloat16")
     quantized = whole.get("quantization_config") or {}
     quantized = quantized | (quantized.get("quantization") or {})
     scheme = quantized.get("kv_cache_scheme") or quantized.get("kv_cache_quant_algo")
     bits = str(scheme.get("num_bits") if isinstance(scheme, dict) else scheme).lower()
-    if bits in ("4", "nvfp4", "8", "fp8"):  # of others vLLM says that it does not know them
+    if bits in ("4", "nvfp4", "8", "fp8"):  # vLLM does not know others
         return "nvfp4" if bits in ("4", "nvfp4") else "fp8"
     return printable(dtype.removeprefix("torch."))

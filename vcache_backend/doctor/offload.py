@@ -1,6 +1,6 @@
-"""The offload tier: whether its settings fit this machine, and whether its Mooncake store works: library, master, a provider with room.
+"""Checks the offload tier: whether its settings fit this machine, and whether the Mooncake store's library, master and providers work.
 
-The store is asked through the offload process, as workers ask it: the library may hang, or crash.
+The store is asked through an offload process, as workers do, since the library may hang or crash.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from vcache_backend.offload.verbs import FULL, STORED, StoreDown, StoreLost
 from vcache_backend.vram_pool.devices import host_available
 
 LEAST_CHUNKS = 4
-"""With staging memory for fewer a worker has no tier."""
+"""A worker whose staging memory holds fewer has no tier."""
 SMALL_TOKEN = ByteSize(64 << 10)
-"""KV of a token, all layers: few models that are worth a tier have less."""
+"""Bytes of a token's KV, all layers. Few models that are worth a tier have less."""
 NBYTES = 1 << 20
 SECONDS = 8.0
-"""For each call: a fraction of a second where all is well."""
+"""The deadline of each call, which takes a fraction of a second if all is well."""
 LIBRARY, MASTER, PROVIDER = "mooncake library", "mooncake master", "mooncake provider"
 START = "`vcache mooncake` starts a master and a provider"
 
 
 def check_offload(config: Config) -> Iterator[Finding]:
-    """One line where the tier is off. Puts one small object into the store, reads it and removes it again."""
+    """Check the settings and the store; one finding if the tier is off."""
     tier = config.offload
     if tier.policy == "off":
         yield Finding("offload", "ok", "off: what leaves the pool is computed again (offload.policy)")
@@ -45,7 +45,7 @@ def check_offload(config: Config) -> Iterator[Finding]:
 
 
 def _staging(tier: OffloadConfig, chunk_tokens: int) -> Finding:
-    """A chunk's size is the model's; so the largest of which the least number fits."""
+    """Check `offload.staging_bytes`: it must fit host memory. The model is not known, so it should hold `LEAST_CHUNKS` of most models."""
     token = ByteSize(tier.staging_bytes // LEAST_CHUNKS // chunk_tokens)
     detail = f"{tier.staging_bytes}: {LEAST_CHUNKS} chunks of {chunk_tokens} tokens of {token.about} each"
     available = host_available()
@@ -60,7 +60,7 @@ def _staging(tier: OffloadConfig, chunk_tokens: int) -> Finding:
 
 
 def _locked_memory(tier: OffloadConfig) -> Finding:
-    """RDMA registers the staging memory, and that counts against the limit; what CUDA pins does not."""
+    """Check the limit of locked memory. RDMA's registration of the staging memory counts against it; what CUDA pins does not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= tier.staging_bytes:
         return Finding("locked memory", "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"limit {ByteSize(soft).about}")
@@ -74,7 +74,7 @@ def _locked_memory(tier: OffloadConfig) -> Finding:
 
 
 def check_store(config: Config) -> Iterator[Finding]:
-    """Puts one small object into the store, reads it and removes it again."""
+    """Put one small object into the store, read it and remove it. Nothing if the library is not installed."""
     if not packages.installed(packages.MOONCAKE.name, *packages.MOONCAKE.builds)[1]:
         return  # check_packages says so
     fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
@@ -117,7 +117,7 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
 
 
 def _provider(process: OffloadProcess, fd: int) -> Finding:
-    """Whether an object comes back. fd: the memory that it passes through."""
+    """Whether an object comes back as it was. fd: the memory that it passes through, 2 * `NBYTES`."""
     names, content, step = [f"vcache1/doctor-{secrets.token_hex(8)}"], secrets.token_bytes(NBYTES), "put"
     try:
         with mmap.mmap(fd, 2 * NBYTES) as memory:

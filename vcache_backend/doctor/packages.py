@@ -1,4 +1,4 @@
-"""Which packages are installed, and whether their versions are ones that work."""
+"""Checks which packages are installed, and whether their versions are supported."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Version = tuple[int, ...]
 
 
 def numbers(text: str) -> Version:
-    """The leading numbers: (2, 13, 0) of "2.13.0+cpu", (6, 18, 44) of "6.18.44-generic"."""
+    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu", (6, 18, 44) of "6.18.44-generic"."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 class _Package(msgspec.Struct, frozen=True):
-    """A distribution and the versions of it that work: at least `low`, below `high`. `role`: where it is needed. `builds`: other
-    distributions with the same modules."""
+    """A distribution and its supported versions: at least `low`, below `high`. role: what needs it. builds: other distributions of the
+    same modules."""
 
     name: str
     low: Version
@@ -58,7 +58,7 @@ PACKAGES = (
 
 
 def check_packages(config: Config) -> Iterator[Finding]:
-    """Versions as installed for this interpreter, read from their metadata and not imported."""
+    """Compare the installed versions, read from metadata without an import, with the supported ones."""
     here = {"engine": True, "gpu": gpus.has_nvidia(), "tier": config.offload.policy != "off", "optional": False}
     for package in PACKAGES:
         name, version = installed(package.name, *package.builds)
@@ -78,7 +78,7 @@ def check_packages(config: Config) -> Iterator[Finding]:
 
 
 def installed(*names: str) -> tuple[str, str]:
-    """The first of these distributions that is here, and its version; where none is, the first name and ""."""
+    """The first of these distributions that is installed, and its version; if none is, the first name and ""."""
     for name in names:
         with suppress(metadata.PackageNotFoundError):
             return name, metadata.version(name)

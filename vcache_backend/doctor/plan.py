@@ -1,4 +1,4 @@
-"""How much memory a pool for a model takes. Behind `vcache plan`; what it knows of models is `model.py`'s."""
+"""`vcache plan`: how much memory a pool for a model takes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from vcache_backend.doctor.model import GIB, check_model, chunk_bytes, find, rea
 from vcache_backend.vram_pool.memory_budget import most_utilization
 
 LEAST_UTILIZATION = 0.5
-"""With less for vLLM the pool takes more than it is likely to give."""
+"""If less of a GPU is left for vLLM, the plan warns."""
 
 
 def plan(name: str, config: Config, gpus: int, tokens: int = 0, gpu_bytes: int = 0) -> Iterator[Finding]:
-    """What each of `gpus` GPUs lends so that the pool holds so many `tokens` (0: what the configuration says), and what is left for vLLM
-    of a GPU with `gpu_bytes` (0: not said). Only what the model is where it is not cached."""
+    """What each of `gpus` GPUs must lend for a pool of so many `tokens`; 0: how many tokens a pool holds as it is configured.
+
+    gpu_bytes: the memory of one GPU, for a finding about what is left for vLLM; 0: none. If the model is not cached, the only finding is
+    why.
+    """
     known = list(check_model(name, config))
     if known[0].status != "ok":
         yield msgspec.structs.replace(known[0], status="fail")
@@ -26,7 +29,7 @@ def plan(name: str, config: Config, gpus: int, tokens: int = 0, gpu_bytes: int =
     yield from known[:2]
     kv, size = read(find(name)), config.engine.chunk_size
     chunk = chunk_bytes(kv, size)
-    # Each GPU has whole chunks.
+    # A chunk lies on one GPU.
     chunks = math.ceil(math.ceil(tokens / size) / gpus)
     segment = ByteSize(math.ceil(chunks * chunk / GIB) * GIB) if tokens else config.pool.lent
     held = segment // chunk * gpus

@@ -1,4 +1,4 @@
-"""The metadata server: its socket, whether it answers, and what it knows of its instances."""
+"""Checks the metadata server: its socket, whether it answers, and what it knows of the instances."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vcache_backend.metadata_server.processes import started
 
 SERVER_SECONDS = 1.0
 REPORT_SECONDS = 3600.0
-"""Older reports are not findings any more; `vcache status` still shows them."""
+"""Older reports are no findings; `vcache status` still shows them."""
 
 
 def check_socket(config: Config) -> Iterator[Finding]:
-    """The socket's folder: there, ours, closed to others."""
+    """Check that the socket's folder exists, belongs to this user or another trusted one, and is closed to others."""
     path = config.server.path
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         detail = f"{path} is longer than the {MAX_SOCKET_PATH} bytes a socket's path may have"
@@ -47,11 +47,12 @@ def check_socket(config: Config) -> Iterator[Finding]:
 
 
 def check_server(config: Config) -> Iterator[Finding]:
-    """Whether the metadata server answers, within about `SERVER_SECONDS`; then what it knows: who does not share, what was reported."""
+    """Check that the server answers, within `SERVER_SECONDS` each for connecting and statistics. Then what these say: instances that do
+    not share, memory of ended instances that is still mapped, reports."""
     within = ClientConfig(connect_seconds=SERVER_SECONDS, request_seconds=SERVER_SECONDS, server_uid=config.client.server_uid)
     with Client(config.server.path, within, reconnect=False) as client:
         if not client.connected:
-            # Nobody is there: it has yet to be started. Somebody who does not answer, or not us, is a failure.
+            # An absent server may only have to be started: a warning. One that is there and does not answer is a failure.
             absent = client.trouble.startswith("no metadata server at")
             advice = "start it: `vcache serve`" if absent else "see its log; `kill -CONT` it, or restart it with this version"
             if "is no socket" in client.trouble:
@@ -79,8 +80,8 @@ def check_server(config: Config) -> Iterator[Finding]:
 
 
 def _reported(report: Reported, here: bool) -> Finding:
-    """An error of a process that still runs is a failure; what is over, or was a warning, is one to know of. here: whether its pid is
-    ours."""
+    """The finding of a report: a failure if it is an error and its process still runs, else a warning. here: whether the server's pids are
+    valid in this process."""
     check = f"report of pid {report.pid}" if report.pid else "report"
     when = time.strftime("%H:%M:%S", time.localtime(report.time))
     if here and report.pid and not _there_since(report.pid, report.time):
@@ -90,6 +91,6 @@ def _reported(report: Reported, here: bool) -> Finding:
 
 
 def _there_since(pid: int, when: float) -> bool:
-    """Whether process `pid` lives, and began before `when`, or the number has been given to another one."""
+    """Whether process `pid` runs and began before `when`, in seconds since the epoch; else the pid was given to another process."""
     began = started(pid) / os.sysconf("SC_CLK_TCK")
     return 0 < began <= time.clock_gettime(time.CLOCK_BOOTTIME) - (time.time() - when) + 1

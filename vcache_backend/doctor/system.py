@@ -1,4 +1,4 @@
-"""The interpreter, the kernel, the environment and the limits of this process."""
+"""Checks the interpreter, the kernel, `PYTHONHASHSEED` and the limit of open files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_python(config: Config) -> Iterator[Finding]:
 
 
 def check_kernel(config: Config) -> Iterator[Finding]:
-    """Linux, its version, and the two calls that segments and dead clients need."""
+    """Check Linux's version, and two system calls: segments need memfd_create, and noticing dead clients pidfd_open."""
     release = platform.release()
     if sys.platform != "linux" or numbers(release) < (5, 4):
         yield Finding("kernel", "fail", f"{platform.system()} {release}", "vcache needs Linux 5.4 or later")
@@ -52,7 +52,7 @@ def _pidfd() -> int:
 
 
 def check_hash_seed(config: Config) -> Iterator[Finding]:
-    """Own hashes need no seed. vLLM's before 0.31 and LMCache's `builtin` do: without it no two processes find each other's chunks."""
+    """Check `PYTHONHASHSEED`. Without it processes with vLLM before 0.31, or with LMCache's `builtin`, never name a prefix alike."""
     seed = _start_environment().get("PYTHONHASHSEED", "")
     if seed and seed != "random":
         yield Finding("PYTHONHASHSEED", "ok", f"{seed}: give every instance the same")
@@ -69,7 +69,7 @@ def check_hash_seed(config: Config) -> Iterator[Finding]:
 
 
 def _start_environment() -> dict[str, str]:
-    """The environment this interpreter was started with: the hash seed was fixed then, whatever it says by now."""
+    """The environment with which this interpreter was started: it took its hash seed from there."""
     entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
     return {name: value for name, _, value in pairs}
