@@ -12,7 +12,7 @@ try:
     import msgspec
     import torch
 
-    from . import copies, engine, give_back, inplace_campaign, journal_mutations, metadata, mooncake, turns
+    from . import copies, engine, inplace_campaign, journal_mutations, metadata, mooncake, turns
     from .mooncake_store import missing
     from .results import Report, Row
 except ModuleNotFoundError as absent:
@@ -21,14 +21,13 @@ except ModuleNotFoundError as absent:
 SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "metadata": metadata.run,
     "turns": turns.run,
-    "give_back": give_back.run,
     "copies": copies.run,
     "engine": engine.run,
     "journal": journal_mutations.run,
     "inplace": inplace_campaign.run,
     "mooncake": mooncake.run,
 }
-LONG = ("give_back", "journal", "inplace", "mooncake")
+LONG = ("journal", "inplace", "mooncake")
 """Subjects that run only where `--only` names them."""
 
 

@@ -144,7 +144,7 @@ if [[ $call == *+* ]]; then
 fi
 case $call in
   pool)
-    "$python" -m benchmarks --only engine --only copies --only metadata --only turns --only give_back --out "$out/pool.json" --commit "${COMMIT:-}"
+    "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/pool.json" --commit "${COMMIT:-}"
     timeout $((500 - SECONDS + began)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" | tail -15
     ;;
   speed)

@@ -183,7 +183,7 @@ class Reader(Instance):
 class Slowly:
     """A copier that makes a share of its copies block by block, in the caller's thread, with pauses of at most `seconds` in all."""
 
-    def __init__(self, inner: Copier, instance: Stopping, share: float, seconds: float) -> None:
+    def __init__(self, inner: Copier, instance: Living, share: float, seconds: float) -> None:
         self._inner, self._instance, self._share, self._seconds = inner, instance, share, seconds
         self._kept: list[Completion] = []
         """The completions of the last slow copy; each keeps alive what its kernel reads."""
@@ -217,20 +217,14 @@ def believe_copies() -> None:
     resident._ResidentPiece.settle = settled  # type: ignore[method-assign, assignment]
 
 
-class Stopping(Protocol):
-    """An instance whose copies may be interrupted by stops."""
-
-    dice: random.Random
-    told: Told
-
-    def step(self, name: str) -> None: ...
-
-
 class Living(Protocol):
     """An instance of a campaign, in its own process."""
 
+    dice: random.Random
     told: Told
     over: bool
+
+    def step(self, name: str) -> None: ...
 
     def round(self) -> None: ...
 
