@@ -15,7 +15,7 @@ import torch
 from vcache_backend.config import from_dict
 from vcache_backend.engine import VCacheEngine
 
-from .copies import event
+from .copies import engine_seconds
 from .kv import KV, Size, prompt, timed
 from .processes import metadata_server
 from .results import Row, row
@@ -63,13 +63,5 @@ def _copy_ms(target: torch.Tensor, source: torch.Tensor) -> float:
     """Milliseconds of one contiguous copy, by CUDA events on a GPU and by the host's clock elsewhere."""
     if not target.is_cuda:
         return 1e3 * timed(lambda: target.copy_(source))
-    times = []
     with torch.cuda.device(target.device):
-        for _ in range(3):
-            start, end = event(), event()
-            start.record()
-            target.copy_(source, non_blocking=True)
-            end.record()
-            end.synchronize()
-            times.append(float(start.elapsed_time(end)))
-    return statistics.median(times)
+        return 1e3 * statistics.median(engine_seconds(lambda: target.copy_(source, non_blocking=True)) for _ in range(3))

@@ -29,11 +29,9 @@ def owner_death(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     for turn in range(TIMES):
         if turn and clock.left < SECONDS:
             break
-        a, b = fleet.instance("a"), fleet.instance("b")
+        b = fleet.instance("b")
         prompt = prompts.new(length)
-        due = fleet.chunks() + length // fleet.scale.chunk
-        a.ask("generate", SECONDS, tokens=prompt, count=1)
-        fleet.stored(due)
+        fleet.compute("a", prompt)
         read = b.ask("generate", SECONDS, tokens=prompt, count=1)["cached"]
         again.append(read == fleet.scale.hit(length))
         free = _host(b) if fleet.scale.cpu else _gpu(fleet)

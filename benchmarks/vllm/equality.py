@@ -21,7 +21,6 @@ from ..processes import Child
 from ..results import Clock, OutOfTime, Row, fraction
 from .environment import on_one_gpu, peer
 from .fleet import Fleet
-from .instances import INSTANCES
 from .prompts import Hit, Prompts
 
 LOGPROBS = 5
@@ -67,18 +66,12 @@ class Pair:
         self.a, self.b = fleet.instance(f"{prefix}a"), fleet.instance(f"{prefix}b")
         self.alone = fleet.instance(f"{prefix}alone")
         self._writer = f"{prefix}a"
-        self._chunk = fleet.of(INSTANCES[self._writer].kind).chunk
 
-    def store(self, hit: Hit) -> int:
+    def store(self, hit: Hit) -> None:
         """Have A compute and store `first`, and the reference compute it. Empties the pool first if it would have to evict."""
-        chunks = len(hit.first) // self._chunk
         self.fleet.make_room(len(hit.first))
-        due = self.fleet.chunks(self._writer) + chunks
-        for child in (self.a, self.alone):
-            child.ask("generate", SECONDS, tokens=hit.first, count=1)
-        if not self.fleet.stored(due, writer=self._writer):
-            print(f"  {hit.kind}: there are {self.fleet.chunks(self._writer)} chunks where {due} were due", flush=True)
-        return chunks
+        self.fleet.compute(self._writer, hit.first)
+        self.alone.ask("generate", SECONDS, tokens=hit.first, count=1)
 
     def both(self, hit: Hit) -> tuple[dict[str, Any], dict[str, Any]]:
         """The reference's answer and B's, at the same time on their GPUs."""
@@ -241,10 +234,8 @@ def restart(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
     theirs, own = prompts.whole(scale.few[1]), prompts.whole(scale.few[2])
     expected = []
     for hit, writer in ((theirs, "a"), (own, "b")):
-        due = fleet.chunks(prefix + writer) + len(hit.first) // scale.chunk
-        for child in (fleet.instance(prefix + writer), pair.alone):
-            child.ask("generate", SECONDS, tokens=hit.first, count=1)
-        fleet.stored(due, writer=prefix + writer)
+        fleet.compute(prefix + writer, hit.first)
+        pair.alone.ask("generate", SECONDS, tokens=hit.first, count=1)
         expected.append(reference(pair.alone, fleet, hit))
     fleet.kill(f"{prefix}b")
     started = time.monotonic()

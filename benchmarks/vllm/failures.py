@@ -79,9 +79,7 @@ def _trial(fleet: Fleet, pair: Pair, prompts: Prompts, length: int, how: str, co
     scale, note = fleet.scale, fleet.folder / f"lost.{len(counts.good)}.{how}.json"
     note.unlink(missing_ok=True)
     prompt, others = prompts.new(length), [prompts.new(scale.decode_prompt) for _ in range(scale.beside)]
-    due = fleet.chunks() + length // scale.chunk
-    pair.a.ask("generate", SECONDS, tokens=prompt, count=1)
-    fleet.stored(due)
+    fleet.compute("failing_a", prompt)
     asked = {"others": others, "length": BESIDE_ANSWER * scale.answer, "tokens": [prompt], "count": scale.answer}
     before = fleet.pool.stats()
     lose = {"how": how, "socket": str(fleet.server.path), "pid": fleet.server.pid, "note": str(note)}

@@ -39,6 +39,7 @@ STORE_POOLS = 2
 OWNERS = 2
 """In place: how many times as large as a reader's KV cache an owner's is."""
 BACK_SECONDS = 20.0
+ANSWER_SECONDS = 120.0
 WRITTEN_SECONDS = 0.3
 STATES_SECONDS = 0.1
 """Seconds between looks for more states; those of one prompt come as its steps end."""
@@ -223,6 +224,13 @@ class Fleet:
             return stats.chunks // KINDS[INSTANCES[writer].kind].gpus
         child = self.instance(writer).pid
         return sum(one.resident for one in stats.instances if not one.missing and descends(one.pid, child))
+
+    def compute(self, writer: str, prompt: list[int]) -> None:
+        """Have an instance compute a prompt, and wait until all of its chunks are `stored`. Says so if some are not."""
+        due = self.chunks(writer) + len(prompt) // self.of(INSTANCES[writer].kind).chunk
+        self.instance(writer).ask("generate", ANSWER_SECONDS, tokens=prompt, count=1)
+        if not self.stored(due, writer=writer):
+            print(f"  {writer}: there are {self.chunks(writer)} chunks where {due} were due", flush=True)
 
     def stored(self, chunks: int, seconds: float = 5.0, writer: str = "a") -> bool:
         """Wait until there are so many `chunks`, and with states until no more of these come. Whether there are, after so many seconds.

@@ -126,9 +126,7 @@ def _round(
     for variant in variants:
         writer, reader = _names(variant, kind)
         fleet.make_room(len(prompt))
-        chunks = fleet.chunks(writer) + len(prompt) // scale.chunk
-        _ttft(fleet.instance(writer), prompt)
-        fleet.stored(chunks, writer=writer)
+        fleet.compute(writer, prompt)
         seconds, cached = _ttft(fleet.instance(reader), prompt)
         if due - scale.chunk < cached:
             samples[variant, name].append(seconds)
@@ -243,14 +241,12 @@ def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
 
 def _held_by_a(fleet: Fleet, clock: Clock, prompts: Prompts, length: int) -> list[list[int]]:
     """More prompts than B's own prefix cache can keep, which A has computed and stored."""
-    scale, a = fleet.scale, fleet.instance("a")
+    scale = fleet.scale
     fleet.pool.clear()
     loads = [prompts.new(length) for _ in range(scale.kv_bytes // scale.token_bytes // length + 2)]
     for prompt in loads:
         clock.check(40)
-        due = fleet.chunks() + length // scale.chunk
-        a.ask("generate", SECONDS, tokens=prompt, count=1)
-        fleet.stored(due)
+        fleet.compute("a", prompt)
     return loads
 
 

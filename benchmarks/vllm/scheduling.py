@@ -29,7 +29,7 @@ def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     A request's time is that of all calls from its arrival to its end: those about it, and those made once a step, in full, also
     where other requests share the step. The first request of each row is left out.
     """
-    a, timed, scale = fleet.instance("a"), fleet.instance("timed"), fleet.scale
+    timed, scale = fleet.instance("timed"), fleet.scale
     file = fleet.folder / "timed.jsonl"
     rows = []
     for beside in (0, scale.running):
@@ -40,9 +40,7 @@ def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
                 fleet.pool.clear()
                 asked = [prompts.new(scale.lengths[name]) for _ in range(count + 1)]
                 for prompt in asked if kind == "hit" else ():
-                    due = fleet.chunks("a") + len(prompt) // scale.chunk
-                    a.ask("generate", SECONDS, tokens=prompt, count=1)
-                    fleet.stored(due)
+                    fleet.compute("a", prompt)
                 file.unlink(missing_ok=True)
                 answers = timed.ask(
                     "beside", SECONDS, others=running, length=0, tokens=asked, count=1, extra={"timed": str(file)}

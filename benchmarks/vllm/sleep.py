@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 
-from ..processes import Child
 from ..results import Clock, Row, fraction, row
 from .equality import LOGPROBS, SECONDS, reference, said, soil
 from .fleet import Fleet
 from .instances import KINDS
-from .prompts import Hit, Prompts
+from .prompts import Prompts
 
 KIND = "sleep"
 FIRST = (0, 33)
@@ -35,7 +34,7 @@ def measure(fleet: Fleet, clock: Clock, source: Prompts) -> list[Row]:
     for level in (1, 2):
         clock.check(10)
         hit = prompts.whole(fleet.scale.few[1])
-        _store(fleet, one, hit)
+        fleet.compute(f"{KIND}_a", hit.first)
         one.ask("sleep", SECONDS, level=level)
         one.ask("wake", SECONDS, tags=None)
         one.ask("reweigh", SECONDS)
@@ -54,7 +53,7 @@ def _same_weights(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
         expected = []
         for hit in hits:
             clock.check(10)
-            _store(fleet, one, hit)
+            fleet.compute(f"{KIND}_a", hit.first)
             alone.ask("generate", SECONDS, tokens=hit.first, count=1)
             expected.append(reference(alone, fleet, hit))
         before = _free(fleet)
@@ -89,11 +88,3 @@ def _same_weights(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
 
 def _free(fleet: Fleet) -> int:
     return 0 if fleet.scale.cpu else int(fleet.helper().ask("free", ordinal=0))
-
-
-def _store(fleet: Fleet, one: Child, hit: Hit) -> None:
-    writer = f"{KIND}_a"
-    due = fleet.chunks(writer) + len(hit.first) // fleet.scale.chunk
-    one.ask("generate", SECONDS, tokens=hit.first, count=1)
-    if not fleet.stored(due, writer=writer):
-        print(f"  {hit.kind}: there are {fleet.chunks(writer)} chunks where {due} were due", flush=True)
