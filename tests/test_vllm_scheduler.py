@@ -37,9 +37,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from vcache_backend.config import ConnectorConfig
+from vcache_backend.config import ByteSize, ConnectorConfig, PoolConfig
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.integration.vllm import compat, groups, lookups, savings, synchronous, tracked
+from vcache_backend.integration.vllm import compat, groups, introduction, lookups, savings, synchronous, tracked
 from vcache_backend.integration.vllm.metadata import REFUSED, LoadSpan, Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model_spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import SchedulerSide
@@ -83,8 +83,8 @@ class Side:
         one = {"parallel_config__tensor_parallel_size": ranks, "parallel_config__pipeline_parallel_size": 1}
         vllm = vllm_config(**one, kv_events_config=None, use_v2_model_runner=True)
         vllm.cache_config.prefix_caching_hash_algo, vllm.cache_config.prefix_match_unit = "sha256", None
-        vllm.cache_config.enable_prefix_caching = True
-        vllm.scheduler_config = SimpleNamespace(async_scheduling=True)
+        vllm.cache_config.enable_prefix_caching, vllm.parallel_config.data_parallel_size = True, 1
+        vllm.scheduler_config = SimpleNamespace(async_scheduling=True, max_num_batched_tokens=64)
         vllm.observability_config = SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:4317")
         sizes = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 8, "dtype": torch.bfloat16}
         specs = [SlidingWindowSpec(sliding_window=window, **sizes)] if window else []
@@ -92,7 +92,7 @@ class Side:
             specs = [MambaSpec(block_size=BLOCK, shapes=((2, 3),), dtypes=(torch.float32,), mamba_cache_mode="align")]
         named = [KVCacheGroupSpec(["layer"], one) for one in (*specs, FullAttentionSpec(**sizes))]
         caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=named)
-        self.vllm, self.config = vllm, config
+        self.vllm, self.caches, self.config = vllm, caches, config
         self.half = SchedulerSide(vllm, caches, config, True, True, self.meter)
         undo.callback(self.half.close)
         self.client.clear()
@@ -744,6 +744,34 @@ def test_pages_of_several_sizes_which_vllm_shows_workers_alone_are_refused_by_th
     assert said is not None
     assert "pages of several sizes" in said.shards[0, 0].spec.problem
     assert pickle.loads(pickle.dumps(REFUSED)) is REFUSED
+
+
+def test_workers_that_never_describe_their_kv_caches_are_named(
+    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(introduction, "INTRODUCTION_SECONDS", -1.0)
+    side = make(ranks=3)
+    late = introduction.Introduction(side.config, compat.read_model(side.vllm, side.caches, ""), BLOCK, None)
+    shard = Shard(ShardSpec(pp_rank=0, tp_rank=1, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK))
+    late.note({(0, 1): shard}, {})
+    assert not late.waits()
+    assert late.refused.startswith("1 of 3 workers have described their KV caches")
+    assert late.refused.endswith("see the log of the others: pipeline rank 0, tensor rank 0; pipeline rank 0, tensor rank 2")
+    late.close()
+
+
+def test_a_pool_that_nothing_is_stored_in_is_told_with_its_size(
+    make: Callable[..., Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Several block tables, in place, with a pool beside."""
+    side = make(window=WINDOW)
+    connector = msgspec.structs.replace(side.config.connector, share="in_place")
+    pool = PoolConfig(device="host", segment_bytes=ByteSize(1 << 20))
+    config = msgspec.structs.replace(side.config, connector=connector, pool=pool)
+    SchedulerSide(side.vllm, side.caches, config, True, True, side.meter).close()
+    (said,) = [line for line in caplog.messages if "nothing is stored in" in line]
+    assert said.startswith("vcache: pool.segment_bytes: 1 MiB lends memory")
+    assert said.endswith("set pool.segment_bytes: 0, or connector.share: pool")
 
 
 @pytest.mark.parametrize("sync", [0, 2048])

@@ -152,6 +152,13 @@ def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_
     assert plugin.mistake(None) == ""
 
 
+@pytest.mark.parametrize(("found", "wanted", "then"), [("fail", "recompute", "fails, too"), ("recompute", "fail", "is computed")])
+def test_another_connectors_policy_is_told_with_what_it_does_and_where_to_change_it(found: str, wanted: str, then: str) -> None:
+    said = settings.other_policy(found, wanted, "MultiConnector")
+    assert said.startswith(f"a request whose load fails {then}: ")
+    assert f'put "kv_load_failure_policy":"{wanted}" beside "kv_connector":"MultiConnector"' in said
+
+
 # ---- wishes
 
 

@@ -192,11 +192,7 @@ class VCacheConnector(SilentConnector):
         outermost, wanted = get_kv_transfer_group(), self._policy
         found = outermost._kv_transfer_config.kv_load_failure_policy
         if wanted and found != wanted and outermost is not self:
-            log.warning(
-                'vcache: kv_load_failure_policy is %s, so that a load that fails fails its request; put "kv_load_failure_policy":"%s" '
-                'beside "kv_connector":"%s" in --kv-transfer-config',
-                *(found, wanted, outermost._kv_transfer_config.kv_connector),
-            )
+            log.warning("vcache: %s", settings.other_policy(found, wanted, outermost._kv_transfer_config.kv_connector))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -98,7 +98,7 @@ class Duplicates:
             self._give_way(count)
         except Exception:  # vLLM goes on with whatever order there is
             self._copies.clear()
-            log.exception("vcache: what others have as well is kept no shorter than the rest")
+            log.exception("vcache: blocks that other instances have, too, are not evicted first")
 
     # ---- inside
 

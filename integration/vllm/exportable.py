@@ -101,8 +101,8 @@ def _exportable(memory: Exportable, problems: list[str]) -> Iterator[None]:
 def _noting_failure(problems: list[str]) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # vLLM goes on with memory as ever, and `Exporter.regions` says why
-        log.exception("vcache: the KV cache lies in ordinary memory")
+    except Exception as error:  # vLLM goes on with its own memory, and `Exporter.regions` says why
+        log.exception("vcache: the KV cache lies in memory that other processes cannot map, so it is not shared in place")
         problems.append(f"{type(error).__name__}: {error}")
 
 
@@ -119,7 +119,7 @@ def begin(device_type: str, vllm_version: str) -> Exporter:
     except VCacheError as error:
         return Exporter(None, asks, str(error))
     except Exception as error:
-        log.exception("vcache: the KV cache lies in ordinary memory")
+        log.exception("vcache: the KV cache lies in memory that other processes cannot map, so it is not shared in place")
         return Exporter(None, asks, f"{type(error).__name__}: {error}")
 
 

@@ -61,7 +61,7 @@ class GroupPublications(Publications):
                 self._keep(pool.free_block_queue, blocks)
             except Exception:  # vLLM goes on with whatever order there is
                 self._kept[:] = 0
-                log.exception("vcache: windows are kept no longer than vLLM does")
+                log.exception("vcache: the blocks of windows are evicted as early as by vLLM alone")
             return freed
 
         pool.free_blocks = free_blocks

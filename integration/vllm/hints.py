@@ -65,7 +65,7 @@ class Hints:
             self._move(*self._waiting.popleft())
         except Exception:  # vLLM goes on with whatever order there is
             self._waiting.clear()
-            log.exception("vcache: what others read in this instance's KV cache is kept no longer than the rest")
+            log.exception("vcache: blocks that other instances have read are not kept longer than others")
 
     def _move(self, blocks: UInt32s, generations: UInt64s) -> None:
         left = self._left

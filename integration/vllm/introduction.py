@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from time import monotonic
 
 from vcache_backend.config import Config
@@ -91,7 +92,12 @@ class Introduction:
             return False
         self._wait_until = self._wait_until or monotonic() + INTRODUCTION_SECONDS
         if monotonic() > self._wait_until:
-            self._refuse(f"of all workers only {sorted(self._shards)} (pipeline rank, tensor rank) said what they hold")
+            ranks = product(range(self._model.pp_size), range(self._model.tp_size))
+            missing = "; ".join(f"pipeline rank {pp}, tensor rank {tp}" for pp, tp in ranks if (pp, tp) not in self._shards)
+            self._refuse(
+                f"{len(self._shards)} of {self.workers} workers have described their KV caches within {INTRODUCTION_SECONDS:g} s; "
+                f"see the log of the others: {missing}"
+            )
         return not self.refused
 
     def note(self, shards: Mapping[tuple[int, int], Shard], links: Mapping[int, Link]) -> None:
@@ -148,7 +154,7 @@ class Introduction:
             self.client.on_beat.append(self._beat)
             self._join()
         if trouble := self.client.trouble:
-            log.warning("vcache: %s; everything is computed until then", trouble)
+            log.warning("vcache: %s; until it answers nothing is cached", trouble)
         log.info("vcache: namespace %s, chunks of %d tokens, %d shards", namespace, config.engine.chunk_size, self.ranks)
         return True
 

@@ -55,7 +55,7 @@ class Resets:
         """Act on what workers report about their weights and their stores."""
         same = self.nap.note(report.same)
         if same:
-            log.info("vcache: since vLLM slept its weights are as they were, and what the pool has is found again")
+            log.info("vcache: the weights have not changed while vLLM slept: the pool's chunks are found again")
         elif same is False:
             self._new_weights()
         if self.clearing and report.flushed == self._number:
@@ -65,7 +65,7 @@ class Resets:
     # ---- inside
 
     def _new_weights(self) -> None:
-        log.warning("vcache: since vLLM slept its weights may be others, so what the pool has of this namespace is forgotten")
+        log.warning("vcache: the weights may have changed while vLLM slept: the pool's chunks of this namespace are forgotten")
         self._forget()
 
     def _forget(self) -> bool:

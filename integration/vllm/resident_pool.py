@@ -109,7 +109,7 @@ class ResidentPool:
                 if time.monotonic() > until:
                     self.forced += (forced := int(pinned[:count].sum()))
                     self._pins.rest()
-                    log.warning("vcache: %d blocks are handed out though others read them; there are no others", forced)
+                    log.warning("vcache: vLLM uses %d blocks again while other instances read them: no others are free", forced)
                     break
                 time.sleep(_SLICE_SECONDS)
             moved.update(numbers[pinned].tolist())

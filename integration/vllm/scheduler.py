@@ -35,13 +35,14 @@ from .victims import Victims
 log = logging.getLogger("vllm.vcache")
 
 _LOADS_NOTHING = (
-    "vcache: chunks are stored, and none is loaded: several block tables need vLLM 0.30, or synchronous loads, which tensor and pipeline "
-    "parallelism, data parallel ranks in place, engine.checksum and connector.sync_below_tokens: 0 rule out"
+    "vcache: chunks of this model are stored, but none is loaded. It has several block tables: take vLLM 0.30 or later, or allow "
+    "synchronous loads, which rules out tensor and pipeline parallelism, data parallel ranks in place, engine.checksum and "
+    "connector.sync_below_tokens: 0"
 )
 
 _KEEPS_NOTHING = (
-    "vcache: of a model with several block tables the pool beside the KV caches keeps nothing: set pool.segment_bytes: 0, or "
-    "connector.share: pool"
+    "vcache: pool.segment_bytes: %s lends memory that nothing is stored in, since this model has several block tables and shares in place: "
+    "set pool.segment_bytes: 0, or connector.share: pool"
 )
 
 
@@ -265,7 +266,7 @@ class SchedulerSide:
         """Set up sharing in place, with or without a pool beside it. None, or why it cannot be. step_tokens: the most of one step."""
         self.publications, refused = group_publications.begin(kv_cache_config, self._per_chunk, self._groups)
         if self.publications is not None and config.pool.lent and self._groups is not None:
-            log.warning(_KEEPS_NOTHING)
+            log.warning(_KEEPS_NOTHING, config.pool.lent)
         elif self.publications is not None and config.pool.lent:
             self.victims = Victims(self.publications, step_tokens // self._block)
         return refused

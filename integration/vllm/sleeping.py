@@ -172,7 +172,7 @@ class Weights:
             return blake2b(places.encode(), digest_size=16).digest(), checksum.digest(_memory(tensors))
         except Exception:  # the integration's outermost line: vLLM sleeps all the same
             log.exception(
-                "vcache: nobody knows whether the weights stay as they are, so what the pool has is forgotten on waking"
+                "vcache: cannot tell whether the weights change while vLLM sleeps: the pool's chunks are forgotten when it wakes"
             )
             return None
 

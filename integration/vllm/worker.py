@@ -220,7 +220,7 @@ class WorkerSide:
         deadline = time.monotonic() + CLOSE_SECONDS
         self.loads.stop(deadline)
         if not worker.session.flush(max(deadline - time.monotonic(), 0.0)):
-            log.warning("vcache: what was stored last is not in the pool yet, as vLLM goes to sleep")
+            log.warning("vcache: vLLM sleeps before its last stores are committed: their chunks may be missing in the pool")
         if worker.kv.device.type == "cuda":
             # vLLM synchronises before and after this call, too. Our copies' address tables go with its memory.
             torch.cuda.synchronize(worker.kv.device)
