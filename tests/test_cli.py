@@ -199,7 +199,9 @@ def test_doctor_fails_exactly_when_a_finding_does() -> None:
     findings = json.loads(result.stdout)
     assert {"check", "status", "detail", "advice"} == set(findings[0])
     assert result.exit_code == any(finding["status"] == "fail" for finding in findings)
-    assert findings[0]["check"] in CliRunner().invoke(app, ["doctor"]).stdout
+    shown = CliRunner().invoke(app, ["doctor"]).stdout
+    assert findings[0]["check"] in shown
+    assert re.fullmatch(r"\d+ findings: \d+ fail, \d+ warn", shown.splitlines()[-1])
 
 
 def test_the_readme_names_only_commands_and_targets_that_exist() -> None:

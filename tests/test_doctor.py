@@ -167,7 +167,7 @@ def test_an_unset_hash_seed_is_a_warning_once_lmcache_is_there(config: Config, m
     monkeypatch.setattr(metadata, "version", lambda name: "0.5.6")
     finding = only(doctor.check_hash_seed(config))
     assert finding.status == "warn"
-    assert "cache nothing" in finding.detail
+    assert "caches nothing" in finding.detail
     assert "PYTHONHASHSEED=0" in finding.advice
 
 
@@ -209,7 +209,7 @@ def test_the_doctor_says_that_vllm_can_share_in_place_and_which_setting_does_it(
 @pytest.mark.parametrize(
     ("wrong", "said", "advised"),
     [
-        ("version", "where vLLM 0.34.0 makes its KV cache is not known", "install vllm>=0.26,<0.34"),
+        ("version", "vcache does not know how vLLM 0.34.0 makes its KV cache", "install vllm>=0.26,<0.34"),
         ("hook", "this vLLM has no evict_blocks in v1/core/block_pool.py", "install an unchanged vllm>=0.26,<0.34"),
         ("machine", "sharing in place needs a machine that orders stores", "run it on x86-64 with Linux 5.4 or later"),
         ("link", "gpu 0 does not reach the memory of every other GPU", "see `nvidia-smi topo -p2p r`"),
@@ -249,7 +249,7 @@ def test_gpus_their_links_and_the_budget_are_reported(config: Config, gpus: Fake
     budget = only(doctor.check_memory(config))
     assert budget.detail == "pool.segment_bytes 1 MiB, 5 MiB of 64 MiB free; start vLLM with gpu_memory_utilization <= 0.93"
     unset = only(doctor.check_memory(from_dict({})))
-    said = "pool.segment_bytes is not set: nothing is lent in place, and 8 GiB a worker where there is a pool"
+    said = "pool.segment_bytes is not set: a worker lends nothing if it shares in place, 8 GiB if it uses a pool"
     assert unset == Finding("memory", "ok", said)
 
 

@@ -133,7 +133,11 @@ def written(folder: Path, model: object) -> str:
             16384,
             "4 layers of full attention",
         ),
-        ({"is_encoder_decoder": True, "num_hidden_layers": 12, "d_model": 768}, 0, "an encoder's output is nobody's prefix"),
+        (
+            {"is_encoder_decoder": True, "num_hidden_layers": 12, "d_model": 768},
+            0,
+            "an encoder's output depends on the whole input",
+        ),
         ({"num_hidden_layers": 64, "state_size": 128}, 0, "nothing of it is cached: all layers keep a state"),
         (MLA | {"index_head_dim": 128}, 0, "pages of several sizes"),
     ],
@@ -149,7 +153,7 @@ def test_a_models_own_file_tells_whether_it_is_cached_and_what_a_token_takes(
     chunks, pool = more
     assert chunks.detail.startswith(f"{token:,} B a token, ")
     if "full_attention_interval" in model:
-        assert "its state, as much as 3 more" in chunks.detail
+        assert "also has a state, as large as 3 chunks of one block" in chunks.detail
     assert ("half of that" in chunks.advice) == ("state" not in first.detail and "fp" not in first.detail)
     assert f"1 GiB of pool holds {(1 << 30) // (256 * token):,} chunks, " in pool.detail
     assert (first.status, chunks.status, pool.status) == ("ok", "ok", "ok")

@@ -65,8 +65,8 @@ def test_what_the_tier_is_stands_first(settings_only: Callable[[Config], dict[st
 @pytest.mark.parametrize(
     ("size", "status", "said", "advice"),
     [
-        ("512 MiB", "ok", "4 chunks of 256 tokens of 512 KiB each", ""),
-        ("16 MiB", "warn", "4 chunks of 256 tokens of 16 KiB each, less than most models have", "staging_bytes to 128 MiB"),
+        ("512 MiB", "ok", "room for 4 chunks of 256 tokens if a token's KV is at most 512 KiB", ""),
+        ("16 MiB", "warn", "is at most 16 KiB; that of most models is larger", "staging_bytes to 128 MiB"),
         ("64 TiB", "fail", "of host memory available", "set offload.staging_bytes to"),
     ],
 )

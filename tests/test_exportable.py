@@ -256,7 +256,7 @@ def test_a_vllm_that_nobody_has_looked_at_is_refused(version: str) -> None:
     exporter = begin("cpu", version)
     assert exporter.context() is None
     with pytest.raises(
-        SegmentError, match=re.escape(f"where vLLM {version} makes its KV cache is not known (known: 0.26 to 0.33)")
+        SegmentError, match=re.escape(f"vcache does not know how vLLM {version} makes its KV cache (known: 0.26 to 0.33)")
     ):
         exporter.regions({"layers.0": kv()})
 

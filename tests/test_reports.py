@@ -207,4 +207,4 @@ def test_an_error_of_a_process_that_is_gone_is_a_warning(stage_: Stage) -> None:
     (finding,) = found(stage_)
     assert (finding.status, finding.check) == ("warn", f"report of pid {child.pid}")
     assert "bye" in finding.detail
-    assert "gone" in finding.advice
+    assert "has ended" in finding.advice

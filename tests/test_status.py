@@ -141,9 +141,10 @@ def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
     assert ["cdcdcdcd", "GPU-3c1f5a3e", "–", "8", "272", "0", "0"] in [row[:7] for row in rows]
     assert "lacks" in " ".join(rows[3])
     assert "share in place" in text_of(status.render(stats))
-    kept = msgspec.structs.replace(STATS, still_mapped=[StillMapped("ef" * 16, uuid, 4711, True)])
-    (row,) = [line for line in text_of(status.render(kept)).splitlines() if "efefefef" in line]
-    assert " ".join(row.split()) == "efefefef GPU-3c1f5a3e 4711 stopped: continue it, or kill it"
+    for stopped, what in ((True, "stopped: continue it, or kill it"), (False, "is unmapping it")):
+        kept = msgspec.structs.replace(STATS, still_mapped=[StillMapped("ef" * 16, uuid, 4711, stopped)])
+        (row,) = [line for line in text_of(status.render(kept)).splitlines() if "efefefef" in line]
+        assert " ".join(row.split()) == f"efefefef GPU-3c1f5a3e 4711 {what}"
     assert len(row.rstrip()) <= 80
     read = msgspec.structs.replace(STATS, instances=[whole], reads=[ReadStats(4_194_302, uuid, "ab" * 16, 1 << 40, 1_000_000)])
     (row,) = [line for line in text_of(status.render(read)).splitlines() if "4194302" in line]

@@ -123,10 +123,10 @@ def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(alone:
         "uncached": "without prefix caching vLLM's KV cache keeps nothing to share: take out --no-enable-prefix-caching",
         "mamba": "the KV cache is MambaSpec, and Mamba's blocks are rewritten without being allocated anew",
         "mamba among others": "the KV cache is FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs, and Mamba's blocks",
-        "windows": "all layers look at a window only, and what it has passed is soon others'",
+        "windows": "all layers have windows, and vLLM soon uses blocks behind a window again",
         "sleep": "sleep mode frees nothing of a KV cache that others can map: start vLLM without --enable-sleep-mode",
         "cumem": "sleep mode frees nothing of a KV cache that others can map: start vLLM without --enable-sleep-mode",
-        "unknown": "where vLLM 0.34.0 makes its KV cache is not known (known: 0.26 to 0.33)",
+        "unknown": "vcache does not know how vLLM 0.34.0 makes its KV cache (known: 0.26 to 0.33)",
         "expandable": "expandable_segments moves pages behind addresses: take it out of PYTORCH_ALLOC_CONF",
         "machine": "it relies on the order in which x86-64 makes writes visible, and this machine is aarch64",
     }

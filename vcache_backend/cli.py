@@ -86,7 +86,7 @@ def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
         logging.error("%s", error)
         raise typer.Exit(1) from error
     except OSError as error:
-        logging.exception("the server ends by what it did not expect")
+        logging.exception("the server ends because of an unexpected error")
         raise typer.Exit(1) from error
 
 
@@ -98,7 +98,9 @@ def status(
     every: Annotated[float, typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="How often --watch refreshes.")] = 1.0,
     since: Annotated[
         float | None,
-        typer.Option(metavar="AGE", parser=_seconds, help="Only reports of the last `90s`, `5m`, `2h` or `1d`, all of them."),
+        typer.Option(
+            metavar="AGE", parser=_seconds, help="Show all reports of the last `90s`, `5m`, `2h` or `1d`, and no older ones."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -130,7 +132,9 @@ def clear(
     namespace: Annotated[str, typer.Option(metavar="HEX", help="Only this namespace, as `vcache status` names it.")] = "",
     offloaded: Annotated[
         bool,
-        typer.Option("--offload", help="Also in the offload tier, which other nodes may share; a reset, see docs/mooncake.md."),
+        typer.Option(
+            "--offload", help="Also clear the offload tier, which other nodes may share: a reset, see docs/mooncake.md."
+        ),
     ] = False,
     config_file: ConfigFile = None,
     socket: Socket = None,
@@ -158,7 +162,7 @@ def clear(
         removed = remove_under(offload.mooncake, objects.start(prefix))
         typer.echo(f"{removed:,} objects removed from the offload tier")
     elif offload.policy != "off":
-        typer.echo("what the offload tier has of them is found again; --offload removes that, too")
+        typer.echo("chunks in the offload tier stay and are found again; --offload removes them, too")
 
 
 # ---- configuration
@@ -189,7 +193,7 @@ def config_init(
 
 @config_app.command("check")
 def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -> None:
-    """Read a file strictly: an unknown key or an impossible value is an error that names it, its line, and what could stand there."""
+    """Check a file strictly: an unknown key or an impossible value is an error that names it, its line, and what is possible there."""
     from vcache_backend.doctor.server import check_socket
 
     values, source, lines = config.read(path)
@@ -198,7 +202,7 @@ def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -
         lines.pop(".server.socket", None)  # the path is VCACHE_SOCKET's, not of this line
     at = f"{path}: {config_file.line(lines, '.server.socket')}server.socket: "
     if not loaded.server.path.is_absolute():
-        raise ConfigError(f"{at}{loaded.server.path} is another place for each working folder; write the whole path")
+        raise ConfigError(f"{at}{loaded.server.path} depends on the folder that vcache is started in; write the whole path")
     for finding in check_socket(loaded):
         if finding.status == "fail":
             raise ConfigError(f"{at}{finding.detail}; {finding.advice}")
@@ -223,7 +227,7 @@ def doctor(
     socket: Socket = None,
     as_json: Json = False,
     model: Annotated[
-        str, typer.Option(metavar="NAME_OR_FOLDER", help="Say of this model whether vLLM's connector caches it.")
+        str, typer.Option(metavar="NAME_OR_FOLDER", help="Say only whether vLLM's connector caches this model.")
     ] = "",
 ) -> None:
     """Check GPUs, peer access, driver, packages and the socket: what is wrong, and what to do. Exit code 1 on a failure."""
@@ -236,15 +240,22 @@ def doctor(
 def plan(
     model: Annotated[str, typer.Option(metavar="NAME_OR_FOLDER", help="A folder with a config.json, or a model in the cache.")],
     gpus: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="GPUs that lend memory to the pool.")] = 1,
-    tokens: Annotated[int, typer.Option(min=0, max=1 << 50, metavar="TOKENS", help="What the pool shall hold of prompts.")] = 0,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, max=1 << 50, metavar="TOKENS", help="Prompt tokens that the pool should hold. 0: say how many it holds."
+        ),
+    ] = 0,
     gpu_memory: Annotated[
         config.ByteSize | None,
-        typer.Option(metavar="SIZE", parser=command.nbytes_of, help="Of one GPU, such as 80GiB: what is left for vLLM?"),
+        typer.Option(
+            metavar="SIZE", parser=command.nbytes_of, help="Memory of one GPU, such as 80GiB: say what is left for vLLM."
+        ),
     ] = None,
     config_file: ConfigFile = None,
     as_json: Json = False,
 ) -> None:
-    """How much memory a pool for a model takes: what GPUs lend for so many tokens, or how many tokens what they lend holds."""
+    """How much memory GPUs must lend for a pool of so many tokens of a model, or how many tokens a pool holds."""
     from vcache_backend.doctor.plan import plan
 
     _show_findings(list(plan(model, config.load(config_file), gpus, tokens, gpu_memory or 0)), as_json)
@@ -261,7 +272,7 @@ def _show_findings(findings: Sequence[Finding], as_json: bool) -> None:
         rows = [(level(one.status), one.check, "\n→ ".join(filter(None, (one.detail, one.advice)))) for one in worst]
         terminal.show(table(None, ("", "check", "~finding → what to do"), rows))
         failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
-        typer.echo(f"{failed} to put right (fail), {warned} to know of (warn), of {len(findings)} looked at")
+        typer.echo(f"{len(findings)} findings: {failed} fail, {warned} warn")
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
 
@@ -293,15 +304,15 @@ def mooncake(
         config.ByteSize,
         typer.Option("--segment", metavar="SIZE", parser=command.nbytes_of, help="Host memory that the provider lends."),
     ] = STORE_BYTES,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Of this node, as other nodes reach it.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="This node's address, as other nodes reach it.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="The master's; 0: 50051, or the next one that is free.")
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="The master's port. 0: 50051, or the next free one.")
     ] = 0,
-    master: Annotated[str, typer.Option(metavar="HOST:PORT", help="Start no master, join that one.")] = "",
-    logs: Annotated[str, typer.Option(metavar="FOLDER", help="Keep both logs there.")] = "",
+    master: Annotated[str, typer.Option(metavar="HOST:PORT", help="Use this master, and start none.")] = "",
+    logs: Annotated[str, typer.Option(metavar="FOLDER", help="Write both logs into this folder.")] = "",
 ) -> None:
-    """Run a Mooncake store for the offload tier, a master and a provider of host memory, until Ctrl-C. Mooncake asks nobody for a password
-    and encrypts nothing: whoever reaches the ports reads and writes."""
+    """Run a Mooncake store for the offload tier, a master and a provider of host memory, until Ctrl-C. Mooncake has no passwords and no
+    encryption: whoever reaches its ports reads and writes."""
     script, programs = Path(__file__).parent / "offload" / "mooncake.sh", Path(sys.executable).parent
     os.execvp("bash", ["bash", str(script), str(programs), str(int(nbytes)), host, str(port or ""), master, logs])
 

@@ -25,7 +25,7 @@ ConfigFile = Annotated[
 Socket = Annotated[Path | None, typer.Option("--socket", metavar="PATH", help="The server's socket, whatever the file says.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
-EXIT_CODES = "Exit codes: 0 done; 1 it failed, and one line on stderr, or a finding, says why; 2 wrong usage."
+EXIT_CODES = "Exit codes: 0 success; 1 failure, with one line on stderr or a finding that says why; 2 wrong usage."
 ENGINE = ("torch", "numpy", "triton")
 """Modules that some commands need and that the base install does not have."""
 
@@ -47,7 +47,7 @@ class _Group(TyperGroup):
         except ModuleNotFoundError as error:
             if error.name not in ENGINE:
                 raise
-            trouble, line = error, f"this needs {error.name}, of the extra `engine`: pip install '/path/to/vcache[engine]'"
+            trouble, line = error, f"{error.name} is not installed: pip install '/path/to/vcache[engine]'"
         typer.secho(f"vcache: {line}", fg="red", err=True)
         raise typer.Exit(1) from trouble
 

@@ -213,8 +213,8 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.event_medium.strip().upper() in ("", "GPU", "DEVICE"):
             raise ValueError(
-                f"event_medium must be another one than that of vLLM's own prefix cache, got {self.event_medium!r}: what leaves one "
-                "would be taken for gone from both"
+                f"event_medium must differ from that of vLLM's own prefix cache, got {self.event_medium!r}: routers could not tell them "
+                "apart"
             )
 
 
@@ -430,7 +430,7 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {config_file.not_yaml(error, text)}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path}: sections in sections in sections, too deep to be read") from error
+        raise ConfigError(f"{path}: the sections are nested too deeply") from error
     if values is None:
         values = {}
     if not isinstance(values, dict):

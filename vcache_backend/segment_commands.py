@@ -67,7 +67,9 @@ def list_segments(config_file: ConfigFile = None, socket: Socket = None, as_json
 @app.command("drop")
 def drop_segment(
     segment: Annotated[str, typer.Argument(metavar="ID", help="The segment's id, as `vcache segment list` names it.")],
-    wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Wait so long for its last readers and writers.")] = 0.0,
+    wait: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for its last readers and writers.")
+    ] = 0.0,
     config_file: ConfigFile = None,
     socket: Socket = None,
 ) -> None:
@@ -87,15 +89,17 @@ def drop_segment(
 def resize_segment(
     segment: Annotated[str, typer.Argument(metavar="ID", help="The segment's id, as `vcache segment list` names it.")],
     nbytes: Annotated[
-        config.ByteSize, typer.Argument(metavar="SIZE", parser=command.nbytes_of, help="What it keeps, as `8GiB`.")
+        config.ByteSize, typer.Argument(metavar="SIZE", parser=command.nbytes_of, help="Its new size, such as `8GiB`.")
     ],
-    wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Wait so long for its last readers and writers.")] = 60.0,
+    wait: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for its last readers and writers.")
+    ] = 60.0,
     config_file: ConfigFile = None,
     socket: Socket = None,
 ) -> None:
-    """Take memory back from a segment while requests are served. Chunks that lie behind SIZE are moved into free room, or in place of
-    chunks that were used less lately. A segment on a GPU is one allocation: all its chunks are moved so, and a smaller one is lent in
-    its place, before that where the GPU has room for both."""
+    """Take memory back from a segment while requests are served. Chunks that lie behind SIZE are moved to free room, or replace chunks
+    that were used less recently. A segment on a GPU cannot shrink: all its chunks are moved, and a smaller one is lent in its place,
+    before the move if the GPU has room for both."""
     from vcache_backend.metadata_server.messages import SegmentId
     from vcache_backend.metadata_server.moving import in_host_memory, move
 

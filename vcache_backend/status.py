@@ -22,7 +22,7 @@ BAR_WIDTH = 24
 READABLE = 32
 """Columns of the terminal that a text which may take several lines is given, before others are left out."""
 SHOWN_REPORTS = 5
-ABSENT = "absent: lent to the server before; gone, unless a worker has it mapped and offers it. Else: vcache segment add"
+ABSENT = "absent: lost when the server was restarted, unless a worker still maps it and offers it again; `vcache segment add` lends anew"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _UUID = re.compile(r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 """A GPU's UUID. Tables show its start."""
@@ -186,7 +186,7 @@ def _still_mapped(readers: Sequence[StillMapped]) -> Table:
     """One row for each process that still maps the KV cache of an instance that has ended: its memory is not free."""
     rows = []
     for one in readers:
-        what = Text("stopped: continue it, or kill it" if one.stopped else "about to let go", style="yellow")
+        what = Text("stopped: continue it, or kill it" if one.stopped else "is unmapping it", style="yellow")
         rows.append((one.instance[:8], one.device[:12], str(one.pid or "–"), what))
     columns = ("instance", "device", ">read by", "~state of that process")
     return table("KV caches of instances that have ended, still mapped", columns, rows)

@@ -76,4 +76,4 @@ def pause(seconds: float) -> None:
     reader = select.poll()
     reader.register(1, 0)
     if reader.poll(seconds * 1000):
-        raise BrokenPipeError(errno.EPIPE, "nobody reads any more")
+        raise BrokenPipeError(errno.EPIPE, "the program that read the output has ended")

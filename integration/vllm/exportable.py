@@ -164,7 +164,7 @@ def _refusals(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Itera
     if any("Mamba" in kind for kind in kinds):
         yield f"the KV cache is {', '.join(kinds)}, and Mamba's blocks are rewritten without being allocated anew"
     if not any(is_full(kind) for kind in kinds) and several(kv_cache_config):
-        yield "all layers look at a window only, and what it has passed is soon others'"
+        yield "all layers have windows, and vLLM soon uses blocks behind a window again"
     if model.sleep_mode or getattr(vllm_config.model_config, "enable_cumem_allocator", False):
         # Our allocator would replace sleep mode's for the KV cache.
         yield "sleep mode frees nothing of a KV cache that others can map: start vLLM without --enable-sleep-mode"
@@ -187,7 +187,7 @@ def _release(version: str) -> tuple[int, int]:
 def _unknown(version: str) -> str:
     known = sorted(KNOWN)
     first, last = (".".join(map(str, known[at])) for at in (0, -1))
-    return f"where vLLM {version} makes its KV cache is not known (known: {first} to {last})"
+    return f"vcache does not know how vLLM {version} makes its KV cache (known: {first} to {last})"
 
 
 def _memory(device_type: str) -> Exportable:

@@ -29,9 +29,9 @@ _REASONS: Mapping[str, str] = {
     "ChunkedLocalAttentionSpec": (
         "chunked local attention gives blocks back while their request runs: unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
     ),
-    _SIZES: "layers of one block table have pages of several sizes: nothing to change, unless a draft model's are among them",
-    "CrossAttentionSpec": "an encoder's output is nobody's prefix: nothing to change",
-    "EncoderOnlyAttentionSpec": "an encoder's output is nobody's prefix: nothing to change",
+    _SIZES: "layers of one block table have pages of several sizes: no setting changes that, unless a draft model's are among them",
+    "CrossAttentionSpec": "an encoder's output depends on the whole input: no setting changes that",
+    "EncoderOnlyAttentionSpec": "an encoder's output depends on the whole input: no setting changes that",
 }
 
 
@@ -256,16 +256,16 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
     """The groups of an instance, from vLLM's `KVCacheConfig`. LayoutError, in one line, if they cannot be cached."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
-        raise LayoutError("the model keeps nothing of its tokens: nothing to change")
+        raise LayoutError("the model keeps nothing of its tokens: no setting changes that")
     for group in groups:
         reason = unknown(type(group.kv_cache_spec).__name__) or _unsteady(group.kv_cache_spec)
         if reason is None and not (getattr(group.kv_cache_spec, "prefix_cacheable", True) and _ordinary(group)):
-            reason = "its blocks are no part of vLLM's own prefix cache: nothing to change"
+            reason = "its blocks are no part of vLLM's own prefix cache: no setting changes that"
         if reason is not None:
             raise LayoutError(f"{group.layer_names[0] if group.layer_names else 'a group'} and its group: {reason}")
     found = [_group(number, group) for number, group in enumerate(groups)]
     if all(group.state for group in found):
-        raise LayoutError("all layers keep a state, and none keeps tokens: nothing to change")
+        raise LayoutError("all layers keep a state, and none keeps tokens: no setting changes that")
     return Groups(found, chunk_size)
 
 
@@ -278,7 +278,7 @@ def unknown(kind: str) -> str | None:
     """Why layers of this kind, a class of vLLM's `kv_cache_interface`, cannot be cached, and what to change; None if they can."""
     if kind in (*_FULL, _WINDOWED, STATES):
         return None
-    return _REASONS.get(kind, f"the KV cache is {kind}, whose blocks do not hold the whole prefix: nothing to change")
+    return _REASONS.get(kind, f"the KV cache is {kind}, whose blocks do not hold the whole prefix: no setting changes that")
 
 
 def _unsteady(spec: Any) -> str | None:

@@ -90,7 +90,7 @@ def play(config: Config, devices: list[str]) -> Summary:
         both[0].ask("damage", 0)
         control = both[1].ask("retrieve", 0).faults
     if [(fault.kind, fault.nbytes) for fault in control] != [("wrong", 1)]:
-        problems.append(f"control: of the one byte that was changed in the pool the check found {list(map(str, control))}")
+        problems.append(f"control: one byte was changed in the pool; the check found {'; '.join(map(str, control)) or 'nothing'}")
     if chunks != PROMPTS * CHUNKS:
         problems.append(f"{chunks} chunks were retrieved of {PROMPTS * CHUNKS}")
     nbytes = chunks * size * shape.token_bytes

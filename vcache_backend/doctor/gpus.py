@@ -26,7 +26,7 @@ def check_gpus(config: Config) -> Iterator[Finding]:
         if isinstance(error, DriverError) and error.code == "CUDA_ERROR_NO_DEVICE":
             yield from _sees_none()
             return
-        yield Finding("gpus", "fail", f"an NVIDIA driver, but its GPUs cannot be used: {error}", "see nvidia-smi")
+        yield Finding("gpus", "fail", f"there is an NVIDIA driver, but its GPUs cannot be used: {error}", "see nvidia-smi")
         return
     yield Finding("driver", "ok", f"NVIDIA {_kernel_module()}, CUDA {'.'.join(map(str, version))}")
     if not gpus:
@@ -38,7 +38,7 @@ def check_gpus(config: Config) -> Iterator[Finding]:
 
 def _sees_none() -> Iterator[Finding]:
     advice = "check CUDA_VISIBLE_DEVICES and the container's GPU access, or set pool.device: host"
-    yield Finding("gpus", "warn", "an NVIDIA driver, but this process sees no GPU", advice)
+    yield Finding("gpus", "warn", "there is an NVIDIA driver, but this process sees no GPU", advice)
 
 
 def _one_gpu(gpu: Gpu) -> Finding:
@@ -92,7 +92,7 @@ def check_memory(config: Config) -> Iterator[Finding]:
     """Compare `pool.segment_bytes` with the free memory of the pool's device."""
     wanted = config.pool.lent
     if config.connector.share == "auto" and config.pool.segment_bytes is None:
-        detail = f"pool.segment_bytes is not set: nothing is lent in place, and {wanted} a worker where there is a pool"
+        detail = f"pool.segment_bytes is not set: a worker lends nothing if it shares in place, {wanted} if it uses a pool"
         yield Finding("memory", "ok", detail)
         return
     if wanted == 0:

@@ -27,13 +27,13 @@ def check_in_place(config: Config) -> Iterator[Finding]:
     share = config.connector.share
     name, version = packages.installed(packages.VLLM.name, *packages.VLLM.builds)
     if not version:
-        yield Finding("in place", "ok", "no vLLM here whose KV cache could be shared in place")
+        yield Finding("in place", "ok", "vLLM is not installed, so there is no KV cache to share")
         return
     for reason, advice, pools in islice(_reasons(version), 1):
         if share == "in_place" or (share == "auto" and not pools):
             yield Finding("in place", "fail", f"{name} {version} caches nothing: {reason}", f"{advice}, or {_WAY_OUT}")
         else:
-            yield Finding("in place", "ok", f"not possible here, so that KV goes through a pool: {reason}", advice)
+            yield Finding("in place", "ok", f"not possible here, so KV goes through a pool: {reason}", advice)
         return
     detail = f"{name} {version} can share its KV cache in place, with prefix caching on and sleep mode off"
     if share == "pool":
@@ -45,7 +45,7 @@ def _reasons(version: str) -> Iterator[tuple[str, str, bool]]:
     """For each obstacle: what it is, what to change, and whether `connector.share: auto` then takes a pool."""
     known = packages.VLLM
     if not known.low <= packages.numbers(version) < known.high:
-        yield f"where vLLM {version} makes its KV cache is not known", f"install vllm{known.wanted}", True
+        yield f"vcache does not know how vLLM {version} makes its KV cache", f"install vllm{known.wanted}", True
     for missing in _missing_hooks():
         yield f"this vLLM has no {missing}", f"install an unchanged vllm{known.wanted}", False
     # Imports numpy, which vLLM brings.

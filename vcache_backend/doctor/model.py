@@ -97,7 +97,7 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
     chunk = chunk_bytes(kv, size)
     chunks = GIB // chunk
     states = state_chunks(kv)
-    beside = f"; beside a step's last chunk its state, as much as {states:g} more" if states else ""
+    beside = f"; a step's last chunk also has a state, as large as {states:g} chunks of one block" if states else ""
     yield Finding(
         "chunks",
         "ok",
@@ -150,9 +150,9 @@ def _refusal(kv: ModelKv, in_place: bool) -> tuple[str, str]:
     if kv.layers.get("state") and in_place:
         return "vLLM copies states from block to block without allocating them", "set connector.share: pool"
     if kv.layers.get("state"):
-        return "", "vLLM 0.30 or a later one; before, nothing of it is cached, and 0.26 does not start with our connector"
+        return "", "take vLLM 0.30 or later: earlier ones cache nothing of it, and 0.26 does not start with our connector"
     if in_place and kv.layers.get("window") and not kv.layers.get("full"):
-        return "all layers look at a window only, and what it has passed is soon others'", "set connector.share: pool"
+        return "all layers have windows, and vLLM soon uses blocks behind a window again", "set connector.share: pool"
     return "", ""
 
 
@@ -266,7 +266,7 @@ def _kv(whole: Mapping[str, Any]) -> ModelKv:
     layers = _layers(text)
     odd = ""
     if whole.get("is_encoder_decoder"):
-        odd = "an encoder's output is nobody's prefix"
+        odd = "an encoder's output depends on the whole input"
     elif text.get("index_head_dim") or len({block.get("n_heads_in_group") for block in _attentions(text)}) > 1:
         odd = "layers of one block table have pages of several sizes"
     dtype = _dtype(whole, text)
@@ -289,7 +289,7 @@ def _token(text: Mapping[str, Any], dtype: str) -> tuple[int, int, str]:
         of_v, of_wide_v = text.get("swa_v_head_dim") or dim, text.get("v_head_dim") or of_wide
     what = f"{heads} KV heads of {dim}, {named}"
     if (wide, of_wide) != (heads, dim):
-        what = f"{what}; {wide} of {of_wide} where all tokens are looked at"
+        what = f"{what}; {wide} of {of_wide} in layers of full attention"
     return wide * (of_wide + of_wide_v) * size // 16, heads * (dim + of_v) * size // 16, what
 
 

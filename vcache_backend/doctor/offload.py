@@ -47,7 +47,9 @@ def check_offload(config: Config) -> Iterator[Finding]:
 def _staging(tier: OffloadConfig, chunk_tokens: int) -> Finding:
     """Check `offload.staging_bytes`: it must fit host memory. The model is not known, so it should hold `LEAST_CHUNKS` of most models."""
     token = ByteSize(tier.staging_bytes // LEAST_CHUNKS // chunk_tokens)
-    detail = f"{tier.staging_bytes}: {LEAST_CHUNKS} chunks of {chunk_tokens} tokens of {token.about} each"
+    detail = (
+        f"{tier.staging_bytes}: room for {LEAST_CHUNKS} chunks of {chunk_tokens} tokens if a token's KV is at most {token.about}"
+    )
     available = host_available()
     if tier.staging_bytes > available:
         advice = f"set offload.staging_bytes to {ByteSize(available // 4).about} or less"
@@ -55,7 +57,7 @@ def _staging(tier: OffloadConfig, chunk_tokens: int) -> Finding:
     if token < SMALL_TOKEN:
         enough = ByteSize(2 * SMALL_TOKEN * chunk_tokens * LEAST_CHUNKS)
         advice = f"set offload.staging_bytes to {enough.about}"
-        return Finding("offload staging", "warn", f"{detail}, less than most models have", advice)
+        return Finding("offload staging", "warn", f"{detail}; that of most models is larger", advice)
     return Finding("offload staging", "ok", detail)
 
 
@@ -136,7 +138,9 @@ def _provider(process: OffloadProcess, fd: int) -> Finding:
     except StoreDown as error:
         return _broken(f"{step} of 1 MiB: {error}")
     if nbytes != NBYTES or came != content:
-        return _broken(f"get of 1 MiB: {nbytes:,} of {NBYTES:,} bytes came back" + ("" if nbytes != NBYTES else ", other ones"))
+        return _broken(
+            f"get of 1 MiB: {nbytes:,} of {NBYTES:,} bytes came back" + ("" if nbytes != NBYTES else ", but others than were put")
+        )
     return Finding(PROVIDER, "ok", f"1 MiB put in {1e3 * (written - start):.3g} ms, read in {1e3 * (read - written):.3g} ms")
 
 

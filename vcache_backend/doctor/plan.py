@@ -44,5 +44,5 @@ def plan(name: str, config: Config, gpus: int, tokens: int = 0, gpu_bytes: int =
         enough = left >= LEAST_UTILIZATION
         less = "lend less, or on more GPUs, or keep the pool in host memory (pool.device: host)"
         advice = f"--gpu-memory-utilization {left:.2f}" if enough else less
-        detail = f"beside that vLLM can have {left:.0%} of {ByteSize(gpu_bytes).about}, weights and its own KV cache"
+        detail = f"that leaves vLLM {left:.0%} of {ByteSize(gpu_bytes).about} for weights and its own KV cache"
         yield Finding("vllm", "ok" if enough else "warn", detail, advice)

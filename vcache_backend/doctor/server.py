@@ -62,7 +62,7 @@ def check_server(config: Config) -> Iterator[Finding]:
         try:
             stats = client.stats()
         except VCacheError as error:
-            yield Finding("server", "fail", f"it connects, but does not say how it is: {error}", "see its log")
+            yield Finding("server", "fail", f"it accepts connections, but did not answer `stats`: {error}", "see its log")
             return
     yield Finding("server", "ok", f"{whole(config.server.path)} answers, protocol {PROTOCOL_VERSION}, epoch {stats.epoch}")
     for mismatch in stats.mismatches:
@@ -70,10 +70,14 @@ def check_server(config: Config) -> Iterator[Finding]:
         advice = mismatch.advice or "give all instances the same settings if they should share"
         yield Finding("sharing", "warn", f"{mismatch.model}, {mismatch.field}: {values}", advice)
     here = same_pids(config.server.path)
-    where = "" if here else ", a pid where the server runs"
+    where = "" if here else " (the pid is that of the server's container)"
     for one in stats.still_mapped:
         detail = f"the KV cache of instance {one.instance[:8]}, which has ended, is still mapped by pid {one.pid}"
-        advice = f"kill -CONT {one.pid}, or kill it{where}" if one.stopped else "look again: it lets go once its copies are over"
+        advice = (
+            f"kill -CONT {one.pid}, or kill it{where}"
+            if one.stopped
+            else "nothing: it unmaps it when its copies are over; if not, check again"
+        )
         yield Finding(f"memory of {one.device}", "warn", f"{detail}{', which is stopped' * one.stopped}", advice)
     since = time.time() - REPORT_SECONDS
     yield from (_reported(report, here) for report in reversed(stats.reports) if report.level != "info" and report.time >= since)
@@ -85,8 +89,8 @@ def _reported(report: Reported, here: bool) -> Finding:
     check = f"report of pid {report.pid}" if report.pid else "report"
     when = time.strftime("%H:%M:%S", time.localtime(report.time))
     if here and report.pid and not _there_since(report.pid, report.time):
-        return Finding(check, "warn", f"{when}, {report.text}", "that process is gone: nothing, if its successor works")
-    advice = "put it right and restart that instance; its log says more"
+        return Finding(check, "warn", f"{when}, {report.text}", "that process has ended: nothing to do if its successor works")
+    advice = "correct that and restart the instance; its log says more"
     return Finding(check, "fail" if report.level == "error" else "warn", f"{when}, {report.text}", advice)
 
 

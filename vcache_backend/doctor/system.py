@@ -61,8 +61,8 @@ def check_hash_seed(config: Config) -> Iterator[Finding]:
         yield Finding("PYTHONHASHSEED", "ok", "not set; it matters only with vLLM and LMCache")
         return
     detail = (
-        "not set: vLLM before 0.31, and LMCache, root their hashes in it, so no two instances name a prefix alike; vcache's "
-        "plugin for LMCache, and its connector where that is so, then cache nothing"
+        "not set: with LMCache, or vLLM before 0.31, each process then hashes prefixes differently, so that instances cannot share, and "
+        "vcache caches nothing"
     )
     advice = "export PYTHONHASHSEED=0, or another number, the same for every instance"
     yield Finding("PYTHONHASHSEED", "warn", detail, advice)

@@ -69,7 +69,7 @@ def _files(pid: int, journal: Path) -> Iterator[Metric]:
         yield _gauge("server_open_fds", "file descriptors that the server has open", len(os.listdir(f"/proc/{pid}/fd")))
         limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
         (most,) = [line.split()[3] for line in limits if line.startswith("Max open files")]
-        yield _gauge("server_max_fds", "file descriptors that it may have open", float(most.replace("unlimited", "inf")))
+        yield _gauge("server_max_fds", "file descriptors that the server may have open", float(most.replace("unlimited", "inf")))
     with suppress(OSError):
         yield _gauge("server_journal_bytes", "size of the journal", journal.stat().st_size)
 
@@ -110,22 +110,22 @@ def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
 
     sizes = [((one.id, one.device, one.medium), float(one.nbytes - one.given_back)) for one in segments]
     yield _family(GaugeMetricFamily, "segment_bytes", "size of a segment", _SEGMENT, sizes)
-    yield _family(GaugeMetricFamily, "segment_used_bytes", "bytes of it that hold chunks", _SEGMENT, rows("used"))
+    yield _family(GaugeMetricFamily, "segment_used_bytes", "bytes of a segment that hold chunks", _SEGMENT, rows("used"))
     for name in ("chunks", "leased", "reserved"):
-        yield _family(GaugeMetricFamily, f"segment_{name}", f"{name} in it now", _SEGMENT, rows(name))
-    yield _family(CounterMetricFamily, "segment_evictions", "chunks evicted from it", _SEGMENT, rows("evictions"))
+        yield _family(GaugeMetricFamily, f"segment_{name}", f"{name} in a segment now", _SEGMENT, rows(name))
+    yield _family(CounterMetricFamily, "segment_evictions", "chunks evicted from a segment", _SEGMENT, rows("evictions"))
     live = [((one.id, one.device, one.medium), float(one.state == "live")) for one in segments]
-    yield _family(GaugeMetricFamily, "segment_live", "1 if chunks can be stored in it", _SEGMENT, live)
+    yield _family(GaugeMetricFamily, "segment_live", "1 if chunks can be stored in a segment", _SEGMENT, live)
 
 
 def _in_place(stats: ServerStats) -> Iterator[Metric]:
     shown = [((one.id, one.device, str(one.pid)), one) for one in stats.instances]
     chunks = [(labels, float(one.resident)) for labels, one in shown]
     shared = [(labels, float(not one.missing)) for labels, one in shown]
-    yield _family(GaugeMetricFamily, "instance_resident_chunks", "chunks that others find in its KV cache", _INSTANCE, chunks)
     yield _family(
-        GaugeMetricFamily, "instance_shared", "1 if all of an instance that shares in place is shown", _INSTANCE, shared
+        GaugeMetricFamily, "instance_resident_chunks", "chunks that others find in an instance's KV cache", _INSTANCE, chunks
     )
+    yield _family(GaugeMetricFamily, "instance_shared", "1 if others can read an instance's KV cache in place", _INSTANCE, shared)
     readers = [((str(one.pid), one.device, one.instance), one) for one in stats.reads]
     nbytes = [(labels, float(one.nbytes)) for labels, one in readers]
     refused = [(labels, float(one.refused)) for labels, one in readers]
