@@ -418,7 +418,7 @@ PLACES = [
     UPLOAD,
     f"{LOAD}.to_promote",
     *(f"vcache_backend.transfer.sources:OffloadSource.{name}" for name in ("prepare", "expects", "launch")),
-    "vcache_backend.transfer.sources:_StagedPart.settle",
+    "vcache_backend.transfer.sources:_OffloadedPart.settle",
     *(f"{OURS}.stores:Stores.{name}" for name in ("promote", "_store", "measure")),
     f"{OURS}.offload:OffloadLookup.extend",
 ]

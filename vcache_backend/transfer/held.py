@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from time import perf_counter
 
 from torch import Tensor
 
-from vcache_backend.errors import VCacheError
-from vcache_backend.transfer.sources import LoadContext, Part, Settled, Source
+from vcache_backend.transfer.sources import LoadContext, Part, Source, upload
 
 
 @dataclass
@@ -27,21 +25,6 @@ class HeldChunk:
 
     def write_to(self, chunk: Tensor) -> None:
         chunk.copy_(self.payload, non_blocking=True)
-
-
-@dataclass
-class _HeldPart(Part):
-    chunks: list[HeldChunk]
-
-    def settle(self) -> Settled:
-        seconds = self.seconds
-        self.drop()
-        self.context.settled_offloaded(self, {chunk.epoch for chunk in self.chunks}, seconds)
-        return Settled(self.count)
-
-    def drop(self) -> None:
-        for chunk in self.chunks:
-            chunk.give_back()
 
 
 class HeldSource(Source):
@@ -63,16 +46,14 @@ class HeldSource(Source):
         uploader = context.session.uploads(context.places.kv)
         while count < uploader.most and chunk + count in self._held:
             count += 1
-        plan, started = context.plan(chunk, count), perf_counter()
+        context.plan(chunk, count)  # what raises here leaves them to `cancel`
         chunks = [self._held.pop(chunk + i) for i in range(count)]
-        try:
-            moving = uploader.scatter(context.places.kv, plan, chunks, context.mark)
-        except VCacheError:
-            # After any other error something may still be reading them, so they are never given back.
+
+        def give_back() -> None:
             for held in chunks:
                 held.give_back()
-            raise
-        return _HeldPart(context, chunk, count, plan, moving, started, chunks)
+
+        return upload(context, uploader, chunk, chunks, give_back)
 
     def cancel(self) -> None:
         while self._held:

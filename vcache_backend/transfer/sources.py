@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,10 +15,12 @@ from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copier import Completion, Mark
 from vcache_backend.vram_pool.planner import CopyPlan
+from vcache_backend.vram_pool.uploads import Uploader
 
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch, Staged
     from vcache_backend.offload.tier import OffloadTier
+    from vcache_backend.transfer.held import HeldChunk
     from vcache_backend.transfer.resident import ResidentChunk
 
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
@@ -117,13 +119,6 @@ class LoadContext:
         self.epochs: set[int] = set()
         """The epochs in which the offload tier had stored those."""
 
-    def settled_offloaded(self, part: Part, epochs: set[int], seconds: float) -> None:
-        """Count a part from the offload tier that is in place. seconds: of its copy."""
-        keys = self.keys[part.first : part.first + part.count]
-        self.stats.offloaded(part.first, keys, part.tokens, perf_counter() - self.idle_since, seconds)
-        self.epochs |= epochs
-        self.fetched += range(part.first, part.first + part.count)
-
     def plan(self, chunk: int, count: int) -> CopyPlan:
         """The plan to copy `count` chunks from this number on. The last one is cached."""
         if self._planned is None or self._planned[:2] != (chunk, count):
@@ -133,18 +128,36 @@ class LoadContext:
 
 
 @dataclass
-class _StagedPart(Part):
-    fetch: Fetch
-    staged: list[Staged]
+class _OffloadedPart(Part):
+    epochs: set[int]
+    give_back: Callable[[], None]
 
     def settle(self) -> Settled:
-        seconds = self.seconds
-        self.drop()
-        self.context.settled_offloaded(self, {staged.epoch for staged in self.staged}, seconds)
+        context, stop, seconds = self.context, self.first + self.count, self.seconds
+        self.give_back()
+        keys, waited = context.keys[self.first : stop], perf_counter() - context.idle_since
+        context.stats.offloaded(self.first, keys, self.tokens, waited, seconds)
+        context.epochs |= self.epochs
+        context.fetched += range(self.first, stop)
         return Settled(self.count)
 
     def drop(self) -> None:
-        self.fetch.give_back(self.staged)
+        self.give_back()
+
+
+def upload(
+    context: LoadContext, uploader: Uploader, first: int, chunks: Sequence[HeldChunk | Staged], give_back: Callable[[], None]
+) -> Part:
+    """Launch the copy of chunks of the offload tier that are in host memory, from number `first` on. give_back: releases that memory;
+    called once nothing reads it any more."""
+    try:
+        plan, started = context.plan(first, len(chunks)), perf_counter()
+        moving = uploader.scatter(context.places.kv, plan, chunks, context.mark)
+    except VCacheError:
+        # After any other error something may still be reading them, so they are never given back.
+        give_back()
+        raise
+    return _OffloadedPart(context, first, len(chunks), plan, moving, started, {chunk.epoch for chunk in chunks}, give_back)
 
 
 class OffloadSource(Source):
@@ -194,14 +207,7 @@ class OffloadSource(Source):
         if not staged:
             return None
         self._next += len(staged)
-        try:
-            plan, started = context.plan(chunk, len(staged)), perf_counter()
-            moving = uploader.scatter(context.places.kv, plan, staged, context.mark)
-        except VCacheError:
-            # After any other error something may still be reading them, so they are never given back.
-            fetch.give_back(staged)
-            raise
-        return _StagedPart(context, chunk, len(staged), plan, moving, started, fetch, staged)
+        return upload(context, uploader, chunk, staged, lambda: fetch.give_back(staged))
 
     def wait(self, seconds: float) -> bool:
         if self._fetch is None:
