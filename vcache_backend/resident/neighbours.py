@@ -19,13 +19,13 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import torch
 
-from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
+from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import SCHEDULER, CacheShape
 from vcache_backend.resident.caretaker import Caretaker
 from vcache_backend.resident.exported import check_shape
 from vcache_backend.resident.generations import GenerationView
-from vcache_backend.resident.tables import Refusals, open_process, open_table, pause
+from vcache_backend.resident.tables import Refusals, open_process, open_table
 from vcache_backend.vram_pool import cuda_segment, host_segment
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
@@ -157,13 +157,9 @@ class Neighbours:
                 return self._here.get(instance)
             try:
                 return self._open(instance)
-            except (LayoutError, SegmentError, OSError) as error:
-                self._refused.add(instance, pause(error))
-                log.warning("the KV cache of instance %s cannot be read in place: %s", instance.hex(), error)
-            except VCacheError as error:
-                self._refused.add(instance, pause(error))
-                log.debug("the KV cache of instance %s: %s", instance.hex(), error)
-            return None
+            except (VCacheError, OSError) as error:
+                self._refused.failed(instance, error)
+                return None
 
     @property
     def mapped(self) -> frozenset[bytes]:

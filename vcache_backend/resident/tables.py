@@ -50,6 +50,12 @@ class Refusals:
             if len(self._until) > MAX_REFUSED:
                 del self._until[next(iter(self._until))]
 
+    def failed(self, instance: bytes, error: Exception) -> None:
+        """`instance` could not be opened: refuse it for `pause(error)`. A failure of the server is logged for debugging only."""
+        self.add(instance, pause(error))
+        level = logging.WARNING if isinstance(error, LayoutError | SegmentError | OSError) else logging.DEBUG
+        log.log(level, "instance %s cannot be read in place: %s", instance.hex(), error)
+
 
 def pause(error: Exception) -> float:
     """Seconds until an instance that could not be opened is tried again; infinite if trying again cannot help."""
@@ -90,13 +96,8 @@ class Tables:
                 return None
             try:
                 view = self._open(instance)
-            except (SegmentError, OSError) as error:
-                self._refused.add(instance, pause(error))
-                log.warning("instance %s is not read in place: %s", instance.hex(), error)
-                return None
-            except VCacheError as error:
-                self._refused.add(instance, pause(error))
-                log.debug("instance %s: %s", instance.hex(), error)
+            except (VCacheError, OSError) as error:
+                self._refused.failed(instance, error)
                 return None
             return None if view.dead else view
 
