@@ -49,6 +49,7 @@ class ByteSize(int):
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:
+        """Read an integer, or text such as `8 GiB`. Raises ValueError: no size, negative, or above `MAX_BYTES`."""
         if isinstance(value, int) and not isinstance(value, bool):
             return cls._within(value)
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None

@@ -206,10 +206,12 @@ def _reads(stats: ServerStats) -> Table:
 
 
 def size(nbytes: int) -> str:
+    """`nbytes` for people, such as `1.5 GiB`."""
     return ByteSize(nbytes).about
 
 
 def duration(seconds: float) -> str:
+    """`seconds` in its two largest units, such as `2 h 5 min`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -74,6 +74,7 @@ def _pairs(gpus: list[Gpu]) -> Iterator[Finding]:
 
 
 def has_nvidia() -> bool:
+    """Whether the NVIDIA kernel driver is loaded, as far as this container shows it."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 

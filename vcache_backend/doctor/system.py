@@ -17,6 +17,7 @@ ENOUGH_FDS = 4096
 
 
 def check_python(config: Config) -> Iterator[Finding]:
+    """Check that this is a version of Python that vcache is tested with."""
     detail = f"Python {platform.python_version()}"
     if (3, 11) <= sys.version_info[:2] <= (3, 13):
         yield Finding("python", "ok", detail)
@@ -76,6 +77,7 @@ def _start_environment() -> dict[str, str]:
 
 
 def check_limits(config: Config) -> Iterator[Finding]:
+    """Check the limit of open files, which a server with `server.max_clients` clients needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= min(ENOUGH_FDS, 2 * config.server.max_clients + 64):
         yield Finding("open files", "ok", f"limit {soft}")

@@ -88,6 +88,7 @@ class Samples:
         return max(ends[1].saved - (ends[0].saved or 0.0), 0.0)
 
     def close(self) -> None:
+        """Stop asking, and wait for the thread."""
         self._over.set()
         self._thread.join(self._every + 2 * ANSWER_SECONDS)
 

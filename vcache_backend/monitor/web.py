@@ -58,6 +58,7 @@ class Web(ThreadingHTTPServer):
             return False
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection, or close it if there are too many. Called by `serve_forever`."""
         address = str(client_address[0])
         with self._holding:
             full = self.held.total() >= MOST_AT_ONCE or self.held[address] >= MOST_OF_ONE
@@ -78,6 +79,7 @@ class Web(ThreadingHTTPServer):
             self.held += Counter()  # drops addresses with no connection
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, for `ANSWER_SECONDS` at most, in its thread."""
         ends = threading.Timer(ANSWER_SECONDS, lambda: _cut(request))
         ends.daemon = True
         try:
