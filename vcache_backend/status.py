@@ -56,12 +56,12 @@ def hit_rate(stats: ServerStats, kind: str) -> float | None:
     return stats.counters.get(f"{kind}_hits", 0) / asked if asked else None
 
 
-def bar(fraction: float, width: int = BAR_WIDTH) -> Text:
-    """A bar of `width` cells, exact to an eighth of a cell. It never turns red: a full cache is a good one."""
-    eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
+def bar(fraction: float) -> Text:
+    """A bar of `BAR_WIDTH` cells, exact to an eighth of a cell. It never turns red: a full cache is a good one."""
+    eighths = round(max(0.0, min(1.0, fraction)) * BAR_WIDTH * 8)
     full, rest = divmod(eighths, 8)
     cells = "█" * full + (_EIGHTHS[rest] if rest else "")
-    return Text(cells.ljust(width, "·"), style="cyan")
+    return Text(cells.ljust(BAR_WIDTH, "·"), style="cyan")
 
 
 def level(name: str) -> Text:

@@ -15,7 +15,6 @@ from vcache_backend.doctor.gpus import check_gpus, check_memory
 from vcache_backend.doctor.in_place import check_in_place
 from vcache_backend.doctor.model import check_model
 from vcache_backend.doctor.offload import check_offload
-from vcache_backend.doctor.packages import PACKAGES as PACKAGES
 from vcache_backend.doctor.packages import check_packages
 from vcache_backend.doctor.server import check_server, check_socket
 from vcache_backend.doctor.system import check_hash_seed, check_kernel, check_limits, check_python
