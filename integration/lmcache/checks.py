@@ -38,7 +38,7 @@ def refusal(lm_config: Any, instance: Instance) -> str | None:
 
 _REPLACED = {
     "use_layerwise": "vcache moves all layers of a chunk in one launch: set use_layerwise: false",
-    "enable_blending": "blended chunks are no prefixes, which is what vcache shares: set enable_blending: false",
+    "enable_blending": "vcache shares prefixes, which blended chunks are not: set enable_blending: false",
     "enable_pd": "prefill-decode transfer has an allocator of its own: set enable_pd: false",
     "enable_p2p": "LMCache's peer-to-peer tier needs its host allocator: set enable_p2p: false; vcache shares within the node",
     "external_lookup_client": "look-ups would not ask vcache: remove external_lookup_client",

@@ -36,7 +36,7 @@ class Adapters:
         number, known_as, path = lora_request.lora_int_id, _known_as(lora_request), lora_request.lora_path
         adapter = known_as, path, _content(path)
         if not adapter[-1]:
-            log.debug("adapter %s: nothing to be seen at %s; its requests are not cached", lora_request.lora_name, path)
+            log.debug("adapter %s: its files at %s cannot be read; its requests are not cached", lora_request.lora_name, path)
             return ""
         before = self._first.get(number)
         if getattr(lora_request, "load_inplace", False) and before != adapter:

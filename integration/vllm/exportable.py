@@ -141,9 +141,9 @@ def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: Mode
         return settings
     why = next(_refusals(vllm_config, kv_cache_config, model), None)
     if several(kv_cache_config):
-        why = why or "of a model with windows it keeps blocks that they have passed, which a KV cache does not"
+        why = why or "the model has several block tables, and a pool keeps blocks behind windows, which a KV cache does not"
     elif model.tp_size * model.pp_size > 1:
-        why = why or "in place only where asked for, with several workers: it has been run on one GPU, not yet across GPUs"
+        why = why or "the instance has several workers, with which sharing in place has not been run across GPUs yet"
     if why:
         log.info("vcache: KV goes through a pool (connector.share: auto): %s", why)
     return config.sharing(settings, "pool" if why else "in_place")

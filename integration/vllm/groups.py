@@ -288,7 +288,7 @@ def _unsteady(spec: Any) -> str | None:
     if spec.mamba_cache_mode != "align":
         return "vLLM keeps no states at blocks' ends: start it without --no-enable-prefix-caching and --mamba-cache-mode"
     if spec.num_speculative_blocks:
-        return "tokens guessed ahead are in states before they are known to be right: start vLLM without --speculative-config"
+        return "states contain speculated tokens before these are verified: start vLLM without --speculative-config"
     return None
 
 

@@ -133,7 +133,7 @@ class Introduction:
             return not self.refused and self.keys is not None
         if self.shared is not None and not self.shared.watches:
             self._refuse(
-                "this vLLM has not shown the blocks of its KV cache, so they cannot be shared in place; set connector.share: pool"
+                "this vLLM has not passed its block pool to the connector, so nothing can be shared in place; set connector.share: pool"
             )
             return False
         config, shards = self._config, [self._shards[rank] for rank in sorted(self._shards)]

@@ -252,7 +252,7 @@ def _reasons(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> Iterat
     yield from misfits(model)
     if model.new_weights and not model.named:
         yield (
-            "--weight-transfer-config brings new weights, and KV of others must not be found: set connector.model to one name for the "
+            "--weight-transfer-config brings new weights, and KV of old ones must not be found: set connector.model to one name for the "
             "instances that get them together, and pause them all (with clear_cache) before they do"
         )
     yield seed(hash_seed)
@@ -262,7 +262,7 @@ def _reasons(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> Iterat
 def misfits(instance: ModelSpec) -> Iterator[str]:
     """Why nothing of this instance may be cached by either integration, each with what to change."""
     if instance.context_parallel > 1:
-        yield "context parallelism deals the tokens of a block out to several workers: set both context parallel sizes to 1"
+        yield "context parallelism splits the tokens of a block among workers: set both context parallel sizes to 1"
     if instance.dynamic_kv_scales:
         yield "calculate_kv_scales gives each instance FP8 scales of its own: start vLLM without --calculate-kv-scales"
     if instance.prompt_embeds:

@@ -154,7 +154,9 @@ class ResidentPool:
         except Exception:  # nothing of ours raises into vLLM
             self._generations.give_up()
             self.broken = True
-            log.exception("vcache: blocks could not be counted; nothing of this instance is read by others any more")
+            log.exception(
+                "vcache: the generations of blocks could not be counted, so others read nothing of this instance any more"
+            )
 
 
 def _numbers(blocks: list[Any]) -> npt.NDArray[np.uint32]:

@@ -35,7 +35,7 @@ def refusal(model_config: Any, wanted: bool) -> str | None:
     """Why an instance with sleep mode must not cache, in one line with what to change; None if it may. wanted: `connector.sleep`."""
     if not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return (
-            "a sleeping vLLM before 0.33 gives the KV cache's memory away under a copy: start vLLM without --enable-sleep-mode, "
+            "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: start vLLM without --enable-sleep-mode, "
             "or take vLLM 0.33"
         )
     backend = str(getattr(model_config, "sleep_mode_backend", "cumem"))

@@ -37,23 +37,23 @@ class _Counter(NamedTuple):
 
 
 COUNTERS = {
-    "lookup_asked_tokens": _Counter("Prompt tokens that the pool and the offload tier were asked for."),
-    "lookup_hit_tokens": _Counter("Prompt tokens that they promised."),
+    "lookup_asked_tokens": _Counter("Prompt tokens that look-ups asked the pool, other instances and the offload tier for."),
+    "lookup_hit_tokens": _Counter("Prompt tokens that look-ups promised."),
     "loaded_tokens": _Counter("Tokens loaded, by where they lay.", "tier", TIERS),
     "loaded_bytes": _Counter("Bytes loaded by all workers, by where they lay.", "tier", TIERS),
     "stored_tokens": _Counter("Tokens stored."),
     "stored_bytes": _Counter("Bytes stored by all workers."),
-    "published_chunks": _Counter(
-        "Chunks that others can read in this instance's KV cache, counted by worker when they were told of."
-    ),
+    "published_chunks": _Counter("Chunks published for others to read in this instance's KV cache, counted by worker."),
     "load_time_seconds": _Counter("Time of loads, summed over workers.", "part", ("metadata", "data")),
     "store_time_seconds": _Counter("Time of stores, summed over workers.", "part", ("metadata", "data")),
     "failures": _Counter("Loads, stores and look-ups that failed.", "cause", FAILURES),
     "recomputed_tokens": _Counter("Promised tokens that were computed after all."),
     "not_stored_chunks": _Counter("Chunks that were not stored; `exists` and `busy` are no failures.", "cause", NOT_STORED),
     "offload_written_chunks": _Counter("Chunks written to the offload tier, counted by worker."),
-    "offload_written_bytes": _Counter("Bytes written to the offload tier, as they lie there."),
-    "offload_dropped_chunks": _Counter("Chunks that were to be written there and were not.", "cause", NOT_OFFLOADED),
+    "offload_written_bytes": _Counter("Bytes written to the offload tier, encoded."),
+    "offload_dropped_chunks": _Counter(
+        "Chunks that should have been written to the offload tier and were not.", "cause", NOT_OFFLOADED
+    ),
 }
 HISTOGRAMS = {
     "load_seconds": "Time of one worker's load, metadata and data.",
