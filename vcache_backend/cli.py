@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 STORE_BYTES = config.ByteSize(4 << 30)
 
-app = command.group("A node-wide pool of GPU memory for transformer KV caches.", root=True)
-config_app = command.group("Check a configuration file, or show the one in force.")
+app = command.group("Share transformer KV caches among the inference processes of a node.", root=True)
+config_app = command.group("Write a configuration file, check one, or show what is in force.")
 app.add_typer(segment_commands.app, name="segment")
 app.add_typer(config_app, name="config")
 
@@ -45,10 +45,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="As `vcache version`.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """A node-wide pool of GPU memory for transformer KV caches."""
+    """Share transformer KV caches among the inference processes of a node."""
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def status(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Segments, occupancy, hit rates, latencies and counters of the running server."""
+    """Show segments, occupancy, hit rates, latencies and counters of the running server."""
     from vcache_backend.status import SHOWN_REPORTS, lately, render, summary
 
     before: ServerStats | None = None
@@ -213,7 +213,7 @@ def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -
 
 @config_app.command("show")
 def config_show(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
-    """The configuration in force, every default written out."""
+    """Show the configuration in force, with all defaults."""
     values = config.dump(command.load(config_file, socket))
     terminal.print_json(values) if as_json else typer.echo(msgspec.yaml.encode(values).decode().rstrip())
 
@@ -238,7 +238,9 @@ def doctor(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(metavar="NAME_OR_FOLDER", help="A folder with a config.json, or a model in the cache.")],
+    model: Annotated[
+        str, typer.Option(metavar="NAME_OR_FOLDER", help="A folder with a config.json, or a model in Hugging Face's cache.")
+    ],
     gpus: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="GPUs that lend memory to the pool.")] = 1,
     tokens: Annotated[
         int,
@@ -292,7 +294,7 @@ def demo(
     config_file: ConfigFile = None,
     as_json: Json = False,
 ) -> None:
-    """A server and two workers share real KV bytes on this machine; every byte is checked. Exit code 1 on a wrong one."""
+    """Let a server and two workers share KV on this machine, and check every byte. Exit code 1 if one is wrong."""
     from vcache_backend.demo import run
 
     raise typer.Exit(run(config.load(config_file), as_json))
@@ -319,7 +321,7 @@ def mooncake(
 
 @app.command()
 def version(as_json: Json = False) -> None:
-    """The version of this package and of its protocol."""
+    """Show the version of this package and of its protocol."""
     from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
 
     if as_json:

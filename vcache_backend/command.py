@@ -19,10 +19,16 @@ ConfigFile = Annotated[
     Path | None,
     # Not checked here: reading it raises an error of one line.
     typer.Option(
-        "--config", "-c", metavar="PATH", readable=False, help="YAML file; without it VCACHE_CONFIG, without that the defaults."
+        "--config",
+        "-c",
+        metavar="PATH",
+        readable=False,
+        help="YAML file. Without it: the one that VCACHE_CONFIG names, or the defaults.",
     ),
 ]
-Socket = Annotated[Path | None, typer.Option("--socket", metavar="PATH", help="The server's socket, whatever the file says.")]
+Socket = Annotated[
+    Path | None, typer.Option("--socket", metavar="PATH", help="The server's socket, in place of the configured one.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 EXIT_CODES = "Exit codes: 0 success; 1 failure, with one line on stderr or a finding that says why; 2 wrong usage."

@@ -22,7 +22,7 @@ NICENESS = 10
 SPARE_BYTES = 2 << 30
 """GPU memory to be left free where the smaller segment is made before the old one goes."""
 
-app = command.group("Lend memory to the pool, look at what it has, take it back.")
+app = command.group("Lend memory to the pool, list it, take it back.")
 
 
 @app.command("add")
@@ -35,7 +35,7 @@ def add_segment(
     socket: Socket = None,
     as_json: Json = False,
 ) -> None:
-    """Lend memory of a device, an idle GPU's for example. The server keeps it; this command ends at once."""
+    """Lend memory of a device, of an idle GPU for example. The server keeps it when this command ends."""
     from vcache_backend.status import plain
     from vcache_backend.vram_pool import devices, segment
 
@@ -56,7 +56,7 @@ def add_segment(
 
 @app.command("list")
 def list_segments(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
-    """The segments of the pool."""
+    """List the segments of the pool."""
     from vcache_backend.status import plain, segments_table
 
     with command.client(config_file, socket) as client:
@@ -73,7 +73,7 @@ def drop_segment(
     config_file: ConfigFile = None,
     socket: Socket = None,
 ) -> None:
-    """Take a segment back: its chunks are forgotten, its memory is free once nobody reads or writes there."""
+    """Take a segment back. Its chunks are forgotten; its memory is free once nobody reads or writes it."""
     from vcache_backend.metadata_server.messages import SegmentId
 
     with command.client(config_file, socket) as client:
