@@ -241,7 +241,7 @@ def test_vcache_clear_reaches_below_where_it_is_told_to(
 
     assert "offload.policy is off; name the file" in clear("--offload", expect=1)
     assert clear() == "5 chunks forgotten\n"
-    assert "--offload removes that, too" in clear("--config", "on.yaml")
+    assert "--offload removes them, too" in clear("--config", "on.yaml")
     assert reader.contains(one.keys(tokens)[0]) == 1
     assert clear("--config", "on.yaml", "--offload") == "0 chunks forgotten\n5 objects removed from the offload tier\n"
     assert reader.lookup(tokens) == 0

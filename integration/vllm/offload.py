@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from vcache_backend.config import OffloadConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.session import make_tier
 from vcache_backend.transfer.stats import EngineStats
 
 from .metadata import Link
-
-if TYPE_CHECKING:
-    from vcache_backend.offload.tier import OffloadTier
 
 log = logging.getLogger("vllm.vcache")
 
@@ -28,14 +25,9 @@ class OffloadLookup:
 
     def __init__(self, config: OffloadConfig, ranks: int, on_gpu: bool) -> None:
         """ranks: shards of a chunk. on_gpu: whether the KV caches are on GPUs."""
-        self._tier: OffloadTier | None = None
+        self._tier = make_tier(config, EngineStats(), on_gpu)
         self._ranks = ranks
         self._links: dict[int, Link] = {}
-        if config.policy != "off":
-            # Needs libraries of its own.
-            from vcache_backend.offload.tier import open_tier
-
-            self._tier = open_tier(config, EngineStats(), on_gpu)
 
     @property
     def usable(self) -> bool:

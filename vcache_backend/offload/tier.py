@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vcache_backend.config import Config, OffloadConfig
-from vcache_backend.errors import ConfigError, VCacheError
+from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location
 from vcache_backend.offload import codecs, objects
@@ -132,14 +132,3 @@ class OffloadTier(Index):
             self._reader.close(seconds)
         if self._staging is not None:
             self._staging.close()
-
-
-def open_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> OffloadTier | None:
-    """The offload tier. None where it is off, or cannot be had, which is logged: the pool serves without."""
-    if config.policy == "off":
-        return None
-    try:
-        return OffloadTier(config, stats, on_gpu)
-    except (VCacheError, OSError) as error:
-        log.error("no offload tier: %s", error)
-        return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vcache_backend.config import Config
+from vcache_backend.config import Config, OffloadConfig
 from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
@@ -69,11 +69,11 @@ class Session:
         self.device = devices.resolve(config.pool.device, kv_device)
         """The pool's device: where this worker lends memory, and which GPU reads the pool."""
         fields = {} if anonymous else layout.fields() | {"namespace": str(self.namespace)}
-        self.client = pool.connect(config, self.device, fields)
+        self.client = Client(config.server.path, config.client, self.device.name, self.device.medium, fields)
         self.pool = make_pool(self.client, self.device, config.pool.lent, over_budget)
         self.copier = copier or make_copier(self.device, config)
         self.sealer = make_sealer(self.device) if is_checked(layout) else None
-        self.tier = make_tier(config, self.device, self.stats)
+        self.tier = make_tier(config.offload, self.stats, self.device.ordinal is not None)
         """The offload tier, or None. `bind` sets it to None if there is no memory for it; the pool works without."""
         self.on_stored: list[Callable[[list[ChunkKey]], None]] = [self._offer]
         """Called in the commit thread with chunks of this worker that have become visible to others."""
@@ -212,14 +212,18 @@ def make_pool(
     return pool.Pool(client, device, segment_bytes, over_budget)
 
 
-def make_tier(config: Config, device: devices.Device, stats: EngineStats) -> OffloadTier | None:
-    """The offload tier. None if it is off, or cannot be opened, which is logged."""
-    if config.offload.policy == "off":
+def make_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> OffloadTier | None:
+    """The offload tier. None if it is off, or cannot be opened, which is logged. on_gpu: whether KV caches are on GPUs."""
+    if config.policy == "off":
         return None
     # Imports optional libraries.
-    from vcache_backend.offload.tier import open_tier
+    from vcache_backend.offload.tier import OffloadTier
 
-    return open_tier(config.offload, stats, device.ordinal is not None)
+    try:
+        return OffloadTier(config, stats, on_gpu)
+    except (VCacheError, OSError) as error:
+        log.error("no offload tier: %s", error)
+        return None
 
 
 def make_sealer(device: devices.Device) -> Sealer:

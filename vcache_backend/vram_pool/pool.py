@@ -10,7 +10,6 @@ from contextlib import suppress
 
 import torch
 
-from vcache_backend.config import Config
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import Lendable, Location, SegmentId, SegmentInfo
@@ -233,8 +232,3 @@ class Pool:
         if before is not None:
             before.close()
         return mapped
-
-
-def connect(config: Config, device: Device, layout: dict[str, str]) -> Client:
-    """A client of the server, for an engine on `device`. layout: what the server is told of it, as text."""
-    return Client(config.server.path, config.client, device.name, device.medium, layout)
