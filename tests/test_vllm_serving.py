@@ -147,9 +147,13 @@ def test_ceilings_count_whole_blocks_that_came_before_in_one_cache_and_in_one_a_
 def test_a_simulation_of_caches_that_all_read_keeps_what_was_used_last() -> None:
     a, b, c = range(100, 133), range(200, 233), range(300, 333)
     asked = [request(0, a), request(1, a), request(0, b), request(0, c), request(1, a), request(1, b)]
-    assert simulated(asked, 16, 100) == pytest.approx(3 * 32 / (6 * 33))
+    in_turn = [(index, index + 0.5) for index in range(6)]
+    assert simulated(asked, 16, 100, in_turn) == pytest.approx(3 * 32 / (6 * 33))
     # Two blocks a cache: server 0 has lost b to c, server 1 keeps a.
-    assert simulated(asked, 16, 2) == pytest.approx(2 * 32 / (6 * 33))
+    assert simulated(asked, 16, 2, in_turn) == pytest.approx(2 * 32 / (6 * 33))
+    # The second request comes before the first one's first token, and the third was never answered.
+    as_answered = [(0, 1.5), (1, 2.5), (2, 0), *in_turn[3:]]
+    assert simulated(asked, 16, 100, as_answered) == pytest.approx(32 / (6 * 33))
 
 
 def test_the_last_token_is_never_known_and_a_block_after_another_prefix_is_another_block() -> None:
