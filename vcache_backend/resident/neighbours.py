@@ -226,7 +226,7 @@ class Neighbours:
         self._refused.add(neighbour.instance)
         self._here.pop(neighbour.instance, None)
         if not self._caretaker.closed:
-            log.info("instance %s has ended: its KV cache is unmapped here", neighbour.instance.hex())
+            log.info("instance %s has ended or given its KV cache up: it is unmapped here", neighbour.instance.hex())
 
     def _tell(self, instance: bytes) -> None:
         """Tell the server that it is unmapped here, so that this process is not suspected of holding an ended owner's memory."""
