@@ -143,7 +143,10 @@ def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: Mode
     if several(kv_cache_config):
         why = why or "the model has several block tables, and a pool keeps blocks behind windows, which a KV cache does not"
     elif model.tp_size * model.pp_size > 1:
-        why = why or "the instance has several workers, with which sharing in place has not been run across GPUs yet"
+        why = (
+            why
+            or "the instance has several workers, for which sharing in place has to be asked for: it has not been run across GPUs"
+        )
     if why:
         log.info("vcache: KV goes through a pool (connector.share: auto): %s", why)
     return config.sharing(settings, "pool" if why else "in_place")
