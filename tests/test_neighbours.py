@@ -31,7 +31,7 @@ from neighbour_cases import (
     still,
     threads,
 )
-from processes import PATIENT, QUICK, SECONDS, Stage, asked, eventually, hung, make_memfd, script
+from processes import QUICK, SECONDS, Stage, asked, eventually, make_memfd, script
 from test_cuda_segments import cpu_view
 
 from vcache_backend.config import from_dict
@@ -296,22 +296,6 @@ def test_an_owner_that_dies_while_there_is_no_server_is_unmapped(stage_: Stage) 
         server.kill()
         there.kill()
         eventually(lambda: kv_mapped() == 0)
-
-
-def test_a_server_that_hangs_costs_a_miss_and_some_seconds_until_it_is_asked_again(
-    stage_: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 0.0)
-    monkeypatch.setattr("vcache_backend.resident.tables.SLOW_SECONDS", 1000.0)
-    server = stage_.server()
-    with owner(stage_), closing(Reader(stage_.client(PATIENT))) as reader:
-        # By a call: no heartbeat notices before.
-        with hung(server, reader.client):
-            assert reader.neighbours.get(ONE) is None
-        eventually(lambda: reader.client.connected)
-        assert reader.neighbours.get(ONE) is None
-        with closing(Reader(stage_.client())) as another:
-            another.there()
 
 
 def test_an_instance_that_nobody_knows_is_not_asked_for_in_every_step(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
