@@ -27,9 +27,7 @@ def layouts() -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
     outer = torch.zeros((BLOCKS, 3, *shape[1:]), dtype=torch.bfloat16)
     return {
         "K and V packed, tokens first": ([torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3)], {}),
-        "K and V packed, heads first": ([torch.zeros((BLOCKS, 2, BLOCK, 8)) for _ in range(3)], {}),
         "K and V apart": ([torch.zeros((2, *shape), dtype=torch.float16) for _ in range(2)], {}),
-        "K and V inside of a block": ([torch.zeros((BLOCKS, 2, *shape[1:])) for _ in range(2)], {}),
         "one latent row": ([torch.zeros((BLOCKS, BLOCK, 36), dtype=torch.uint8)], {}),
         "layers side by side": ([outer[:, layer] for layer in range(3)], {}),
         "fewer blocks than a chunk": ([torch.zeros((2, *shape[1:])) for _ in range(2)], {"axes": "block token head dim"}),
