@@ -47,7 +47,7 @@ def through(made: Codec, there: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 127])
+@pytest.mark.parametrize("head_dim", [64, 127])
 def test_every_number_stays_within_its_step(
     name: str, dtype: str, head_dim: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

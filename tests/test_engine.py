@@ -99,8 +99,7 @@ def test_a_block_is_brought_as_a_whole_or_not_at_all(pair: Pair) -> None:
     assert pair.writer.lookup(other) == 0
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("hole", [0, CHUNK + 5, 3 * CHUNK - 2])
+@pytest.mark.parametrize(("hole", "swapped"), [(0, False), (CHUNK + 5, True), (3 * CHUNK - 2, False)])
 def test_a_chunk_is_stored_if_it_lies_in_whole_blocks(pair: Pair, hole: int, swapped: bool) -> None:
     """One that does not, since a token has no slot or two have each other's, costs the others nothing."""
     tokens, slots = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK)
